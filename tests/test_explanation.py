@@ -177,7 +177,7 @@ def test_the_arguments_of_varlen_attn_are_understood(packed):
     assert explanation.spec == attnreg.AttentionSpec(
         device=attnreg.Device("cpu"), dtype="float32", batch=2, max_q=5, max_k=4, heads_q=4, heads_k=2,
         head_dim=8, head_dim_v=8, tokens_q=8, tokens_k=8, varlen=True, window=(2, 0), num_splits=2,
-        softcap=9.0, alibi=True, needs_backward=True,
+        softcap=9.0, sinks=True, alibi=True, needs_backward=True,
     )  # fmt: skip
     assert explain(*inputs, window_size=None, enable_gqa=True).spec.window == (-1, -1)
 

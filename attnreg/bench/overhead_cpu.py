@@ -93,7 +93,7 @@ def _fronts(calls: int) -> Measures:
     limits = Capabilities(devices=("cpu",), dtypes=("float32",), varlen=True)
     nothing = Backend(
         name="nothing", forward=limits, backward=limits,
-        load=lambda: Kernels(_nothing_forward, _nothing_backward),  # type: ignore[arg-type]
+        load=lambda: Kernels(_nothing_forward, _nothing_backward),
     )  # fmt: skip
     tokens = torch.randn(4, 2, 8, requires_grad=True)
     offsets, grad = torch.tensor([0, 2, 4], dtype=torch.int32), torch.ones(4, 2, 8)

@@ -56,6 +56,9 @@ def explain(
     grad_lse: Annotated[
         bool, typer.Option("--grad-lse", help="The backward has a gradient of the LSE, too.")
     ] = False,
+    sinks: Annotated[
+        bool, typer.Option("--sinks", help="With sinks: one more score for each head, without a value.")
+    ] = False,
     deterministic: options.Deterministic = False,
     capture: Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")] = False,
     backend: Annotated[
@@ -91,8 +94,8 @@ def explain(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen,
         tokens_q=-1 if tokens_q is None else tokens_q, tokens_k=-1 if tokens_k is None else tokens_k,
         dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
-        num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, needs_backward=backward,
-        deterministic=deterministic, capturing=capture,
+        num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, sinks=sinks,
+        needs_backward=backward, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
     )  # fmt: skip
     found = _explained(spec, backend, options.names("--prefer", prefer))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 REPEATS = 5  # so many commands that repeat what is wrong are shown
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+OF_SINKS = "dsinks"  # shown where a case has it
 LEGEND = """\
 numbers: the largest error, divided by that of plain PyTorch in the same dtype;
          not divided where PyTorch's error is 0; - where nothing was computed
@@ -165,9 +166,11 @@ def _row_data(kit: Conformance, outcome: Outcome) -> dict[str, Any]:
 def _print(found: list[dict[str, Any]], device: torch.device) -> None:
     for backend in found:
         ran = [row for row in backend["rows"] if row["state"] != "skipped"]
-        for dtype, outcomes in groupby(ran, key=lambda row: row["dtype"]):
-            rows = (line for row in outcomes for line in _lines(row))
-            output.table(f"{backend['name']} on {device}, {dtype}", rows, ("case", *TENSORS, ""))
+        for dtype, grouped in groupby(ran, key=lambda row: row["dtype"]):
+            outcomes = list(grouped)
+            tensors = (*TENSORS, *{OF_SINKS for row in outcomes if OF_SINKS in row["errors"]})
+            rows = (line for row in outcomes for line in _lines(row, tensors))
+            output.table(f"{backend['name']} on {device}, {dtype}", rows, ("case", *tensors, ""))
     skipped = [
         (backend["name"], str(count), reason)
         for backend in found
@@ -185,11 +188,11 @@ def _print(found: list[dict[str, Any]], device: torch.device) -> None:
     output.console().print(LEGEND)
 
 
-def _lines(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    ratios = (_ratio(row["errors"].get(tensor)) for tensor in TENSORS)
+def _lines(row: dict[str, Any], tensors: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    ratios = (_ratio(row["errors"].get(tensor)) for tensor in tensors)
     yield row["case"], *ratios, "WRONG" if row["state"] == "wrong" else row["state"]
     if row["failure"]:
-        yield (row["failure"].partition("\n")[0], *("" for _ in TENSORS), "")
+        yield (row["failure"].partition("\n")[0], *("" for _ in tensors), "")
 
 
 def _ratio(error: dict[str, Any] | None) -> str:

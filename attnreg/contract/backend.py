@@ -37,9 +37,7 @@ if TYPE_CHECKING:  # limits are looked up without torch
 
     Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
     _Forward = Callable[[Tensor, Tensor, Tensor, "Call"], tuple[Tensor, Tensor]]
-    _Backward = Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Call"], tuple[Tensor, Tensor, Tensor]
-    ]
+    _Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Call"], tuple[Tensor, ...]]
     _ReplacesNative = Callable[[Direction, AttentionSpec], bool]
 
 __all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
@@ -75,6 +73,10 @@ class Call(NamedTuple):
             them or hidden; 0 for none.
         grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone. Times
             the weight of a score it is added to the score's gradient.
+        sinks: (H,) float16, bfloat16 or float32, contiguous: for each head the score of one more key, without
+            a value, that every row sees; packed calls only. Given only where the direction declares `sinks`
+            and every row is known to see another key. The forward counts them in output and LSE, the backward
+            is given that LSE and returns their gradient as a fourth.
     """
 
     scale: float
@@ -94,6 +96,7 @@ class Call(NamedTuple):
     batch_invariant: bool = False
     softcap: float = 0.0
     grad_lse: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def causal(self) -> bool:
@@ -117,11 +120,11 @@ class Call(NamedTuple):
 
 
 # How each field of `Call` enters `Call.key`, under which a plan is kept: by value, by its sign, by the shape,
-# dtype and device of the tensor, or not at all (a random state is drawn after the decision). A field that is
-# missing here is an error at import: two calls that differ in it would share a plan.
+# dtype and device of the tensor, or not at all (a random state is drawn after the decision, sinks decide
+# nothing). A field that is missing here is an error at import: calls that differ in it would share a plan.
 KEYED_BY = {
     "scale": "sign",
-    "rng_state": "nothing",
+    **dict.fromkeys(("rng_state", "sinks"), "nothing"),
     **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits"), "value"),
     **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
@@ -143,8 +146,9 @@ class Kernels(_Kernels):
 
     Attributes:
         forward: `forward(q, k, v, call)` returns `(out, lse)`.
-        backward: `backward(grad_out, q, k, v, out, lse, call)` returns `(grad_q, grad_k, grad_v)`. None if
-            the backend has none; another backend's then serves.
+        backward: `backward(grad_out, q, k, v, out, lse, call)` returns `(grad_q, grad_k, grad_v)`, followed
+            by the gradient of sinks if the call has some. None if the backend has none; another backend's
+            then serves.
         specialize: `specialize(direction, tensors, call)` returns a launcher for further calls like one that
             the function above has just run with these tensors, or None: none yet, or none at all. See
             `contract.launchers`.

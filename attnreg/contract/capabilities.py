@@ -63,7 +63,8 @@ class Capabilities:
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
     slopes; `seqused_k`; a given number of splits; a `softcap`; in a backward a gradient of the LSE
-    (`grad_lse`); a scale of 0 or below (`any_scale`); whether it is `deterministic`; whether it is
+    (`grad_lse`); a scale of 0 or below (`any_scale`); whether it counts `sinks` itself, of packed calls
+    (if not, results are rescaled: sinks decide nothing); whether it is `deterministic`; whether it is
     `batch_invariant` where a call asks for that (the bits of a sequence's results depend on no other
     sequence); and whether it can be captured in a CUDA graph (`capture`).
 
@@ -93,6 +94,7 @@ class Capabilities:
     any_scale: bool = False
     softcap: bool = False
     grad_lse: bool = False
+    sinks: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
     capture: bool = False
@@ -151,6 +153,7 @@ class Capabilities:
             (spec.alibi, self.alibi, "alibi_slopes must be None, got a tensor"),
             (not spec.positive_scale, self.any_scale, "scale must be above 0"),
             (spec.grad_lse, self.grad_lse, "grad_lse must be None, got a tensor: no gradient of the LSE"),
+            (spec.sinks, self.sinks, "sinks must be None, got a tensor: they are counted after the kernel"),
             (spec.softcap > 0.0, self.softcap, f"softcap must be 0, got {spec.softcap}"),
             (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
             (splits is not None, self.num_splits, f"num_splits must be None, got {splits}"),

@@ -113,6 +113,18 @@ class Entry:
             against = (f"check failed: {type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
 
+    def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
+        """Whether the kernel of one direction may be given sinks of such a call, which it counts itself.
+
+        Not of calls whose results have to have the same bits, as nobody has checked that of sinks; nor in a
+        capture, where it isn't known that every row sees a key.
+        """
+        limits = self.backend and (self.backend.forward if direction == "forward" else self.backend.backward)
+        if not limits or not limits.sinks or not spec.varlen or spec.dropout or spec.of(direction).grad_lse:
+            return False
+        has_to_repeat = spec.deterministic or spec.batch_invariant
+        return not (has_to_repeat or spec.capturing or self.reasons(replace(spec, sinks=True), direction))
+
     def version(self) -> str:
         """Return the provider's version, or an empty string if it has none or the check raises."""
         return known_issues.text_of(self.backend.version) if self.backend is not None else ""

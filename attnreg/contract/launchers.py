@@ -12,11 +12,11 @@ Thread and stream may be others, and a CUDA graph may be captured. Whatever else
 looks at itself, and returns None where that has changed: Python then looks up the call's plan. What it raises
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
-A launcher is called with the tensors that the backend's function takes, followed by both offsets of a
-packed call (the same tensor twice if the first call's were). It returns what the function does, save
-that a forward's LSE may have any strides, and it calls no op of aten's that attnreg routes. Any function
-will do; where all it did would be to call a kernel, an `OpLauncher` or an `AddressLauncher` spares the
-compiled call cache every Python object of a tensor.
+A launcher is called with the tensors that the backend's function takes, followed by the sinks of a call that
+has some, and by both offsets of a packed call (the same tensor twice if the first call's were). It returns
+what the function does, save that a forward's LSE may have any strides, and it calls no op of aten's that
+attnreg routes. Any function will do; where all it did would be to call a kernel, an `OpLauncher` or an
+`AddressLauncher` spares the compiled call cache every Python object of a tensor.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from attnreg.torchlib import captured
 from attnreg.torchlib.layout import stream_of, uninitialized, with_strides
 
 Launcher = Callable[..., "tuple[Tensor, ...] | None"]
+
+LSE = 5  # its place among the tensors of a backward
 
 # Size, strides and dtype.
 Allocation = tuple[tuple[int, ...], tuple[int, ...], "torch.dtype"]
@@ -81,8 +83,8 @@ class AddressLauncher:
         operands: the numbers of the tensors whose addresses the kernel is given, in order.
         results: size, strides and dtype of each result.
         workspace: how many more bytes the kernel needs.
-        lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
-            will do.
+        lse_strides: the strides that a backward's LSE, its sixth tensor, has to have, which is copied
+            otherwise; None if any will do.
         derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
             packed calls, or None if it can't run any more. While the offsets exist unchanged and the tensors
             are alive (`offsets.derived_from` keeps them) it is called again only after `offsets.TRUSTED`
@@ -121,7 +123,8 @@ class AddressLauncher:
     def _launched(self, *given: Tensor) -> tuple[Tensor, ...] | None:
         tensors, ends = (given[:-2], given[-2:]) if self.derive is not None else (given, ())
         if self.lse_strides is not None:
-            tensors = *tensors[:-1], with_strides(tensors[-1], self.lse_strides)
+            lse = with_strides(tensors[LSE], self.lse_strides)
+            tensors = *tensors[:LSE], lse, *tensors[LSE + 1 :]
         device = given[0].device
         results = tuple(uninitialized(*one, device) for one in self.results)
         derived = self.derive(*ends) if self.derive is not None else []

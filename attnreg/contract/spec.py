@@ -126,6 +126,7 @@ class AttentionSpec:
     positive_scale: bool = True
     softcap: float = 0.0
     grad_lse: bool = False
+    sinks: bool = False
     needs_backward: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
@@ -216,6 +217,7 @@ class AttentionSpec:
             f"softcap {self.softcap}": self.softcap > 0.0,
             "needs grad": self.needs_backward,
             "gradient of the LSE": self.grad_lse,
+            "sinks": self.sinks,
             "deterministic": self.deterministic,
             "batch-invariant": self.batch_invariant,
             "in a CUDA graph": self.capturing,

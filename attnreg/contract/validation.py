@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -161,6 +162,16 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
                 raise _wrong("block_table", f"page {page} in row {sequence}", f"0 to {pages - 1}")
 
 
+def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether each row of a packed call on a CPU belongs to a sequence, none with fewer keys than queries."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.seqused_k is not None:
+        return False
+    queries, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    lengths = zip(pairwise(queries), pairwise(keys), strict=False)
+    filled = (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
+    return filled and all(0 <= q1 - q0 <= k1 - k0 for (q0, q1), (k0, k1) in lengths)
+
+
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
     if isinstance(scale, Tensor) and scale.requires_grad:
@@ -213,6 +224,8 @@ def checked_against_contract(
             expected = _promised(*arguments)
         else:
             expected = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
+            if arguments[-1].sinks is not None:
+                expected["grad_sinks"] = arguments[-1].sinks
         problems = "; ".join(_differences(results, expected))
         if problems:
             raise RegistrationError(f"{backend} breaks the contract in its {direction}: {problems}")
@@ -220,6 +233,13 @@ def checked_against_contract(
         return results
 
     return run
+
+
+def check_grad_of_sinks(gradients: tuple[Tensor, ...], sinks: Tensor, backend: str) -> None:
+    """Check what a backward that was given sinks has returned, beyond what it returns without them."""
+    problems = "; ".join(_differences(gradients[3:], {"grad_sinks": sinks}))
+    if problems:
+        raise RegistrationError(f"{backend} breaks the contract in its backward with sinks: {problems}")
 
 
 def _promised(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from attnreg import _registry
 from attnreg.contract import offsets
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import AddressLauncher, Launcher, OpLauncher
-from attnreg.contract.validation import check_values
+from attnreg.contract.validation import check_values, every_row_sees_a_key
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.state import Plan
 from attnreg.errors import AttnregError, BuildError
@@ -53,6 +53,7 @@ class Kept(NamedTuple):
             tensors, on the device "meta". The values of these are never read.
         offsets: of a packed call on a GPU both offsets and how many tokens they are of, as it is known that
             every row sees a key. The launcher is used only where that is known.
+        counts_sinks: whether the launcher is given sinks, in front of the offsets, and counts them.
     """
 
     launcher: Launcher | None
@@ -60,6 +61,7 @@ class Kept(NamedTuple):
     is_final: bool = True
     auxiliary: tuple[Any, ...] = ()
     offsets: tuple[Tensor, Tensor, int, int] | None = None
+    counts_sinks: bool = False
 
 
 def kept_for(
@@ -93,7 +95,7 @@ def kept_for(
     is_final = launcher is not None or plan.specialize is None
     if launcher is None:
         launcher = _unspecialized(plan.kernel, call)
-    return Kept(launcher, plan, is_final, auxiliary, offsets)
+    return Kept(launcher, plan, is_final, auxiliary, offsets, call.sinks is not None)
 
 
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
@@ -110,17 +112,25 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
     if call.cu_seqlens_q is None:
         return lambda *tensors: kernel(*tensors, call)
 
-    rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)  # the offsets of this call would be kept alive
+    rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None, sinks=None)  # those would be kept alive
 
+    # Whatever shares the memory of offsets on a CPU may have written to them without a trace.
     def run_packed(*given: Tensor) -> Any:
         *tensors, cu_seqlens_q, cu_seqlens_k = given
         call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         if len(tensors) == FORWARD_TENSORS and tensors[0].is_cpu:
-            # Whatever shares the memory of the offsets may have written to them without a trace.
             check_values(tensors[0], tensors[1], call)
         return kernel(*tensors, call)
 
-    return run_packed
+    def run_with_sinks(*given: Tensor) -> Any:
+        *tensors, sinks, cu_seqlens_q, cu_seqlens_k = given
+        call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks)
+        query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
+        if query.is_cpu and not every_row_sees_a_key(query, key, call):
+            return None
+        return kernel(*tensors, call)
+
+    return run_packed if call.sinks is None else run_with_sinks
 
 
 def load() -> Any:

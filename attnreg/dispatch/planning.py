@@ -58,11 +58,10 @@ def make_plan(
     """
     building.ensure_built()  # the program serves calls: its next start has the compiled part
     captured.warn_if_shadowed()
-    policy = now.policy.with_first(leading)
+    policy, entries = now.policy.with_first(leading), now.entries
     if spec.batch_invariant:
         native = None  # torch's selector looks at the batch, too, and its kernels aren't told of the policy
-    ranks.agree(now.policy, now.entries, spec.device)
-    entries = now.entries
+    ranks.agree(now.policy, entries, spec.device)
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
         _settle(spec, "backward", entries, policy, native)
@@ -84,10 +83,11 @@ def make_plan(
         return made
     entry = entries[made.backend.casefold()]
     if torch.is_deterministic_algorithms_warn_only_enabled():
-        _warn_not_deterministic(
-            entry.name, direction, entry.reasons(replace(spec, deterministic=True), direction)
-        )
-    made = made._replace(set_aside=functools.partial(entry.set_aside, spec, direction))
+        against = entry.reasons(replace(spec, deterministic=True), direction)
+        _warn_not_deterministic(entry.name, direction, against)
+    set_aside = functools.partial(entry.set_aside, spec, direction)
+    counts_sinks = functools.cache(lambda: entry.counts_sinks(spec, direction))
+    made = made._replace(set_aside=set_aside, counts_sinks=counts_sinks)
     if (specialize := entry.kernels().specialize) is not None:
         made = made._replace(specialize=functools.partial(specialize, direction))
 
@@ -248,10 +248,6 @@ def _in_turn(
     return decision, kernel, turn
 
 
-def _timed(turn: Turn, kernel: Callable[..., Any], *arguments: Any) -> Any:
-    return turn.timed(lambda: kernel(*arguments), arguments[0])
-
-
 def _faster_than_native(
     spec: AttentionSpec, direction: Direction, entry: Entry | None
 ) -> Callable[..., Any] | None:
@@ -262,6 +258,10 @@ def _faster_than_native(
     if replaces is None or not replaces(direction, spec) or entry.reasons(spec, direction):
         return None
     return entry.kernel(direction)
+
+
+def _timed(turn: Turn, kernel: Callable[..., Any], *arguments: Any) -> Any:
+    return turn.timed(lambda: kernel(*arguments), arguments[0])
 
 
 @functools.cache

@@ -45,6 +45,8 @@ class Plan(NamedTuple):
         is_native: whether that is so.
         counters: what to add to once it has run; that of the backend's calls comes first.
         is_checked: whether its results were checked against the contract; if not, `kernel` checks them.
+        counts_sinks: says whether `kernel` can be given sinks; None if it can't, so that its results are
+            rescaled (`varlen.sinks`).
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
         key: what the plan is kept under.
         set_aside: the backend's `Entry.set_aside` for this call.
@@ -56,6 +58,7 @@ class Plan(NamedTuple):
     is_native: bool
     counters: tuple[counters.Counter, ...]
     is_checked: bool = True
+    counts_sinks: Callable[[], bool] | None = None
     specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
     key: tuple[object, ...] = ()
     set_aside: Callable[[str], str] | None = None
@@ -169,6 +172,11 @@ class State:
         if len(self.plans) >= MOST_PLANS:
             self.plans.clear()
         self.plans[plan.key] = plan
+
+    def keep_without_sinks(self, plan: Plan) -> None:
+        """Have the kernel of a plan not given sinks any more, if the plan is still kept."""
+        if plan.key in self.plans:
+            self.plans[plan.key] = plan._replace(counts_sinks=None)
 
     @property
     def policy(self) -> Policy:

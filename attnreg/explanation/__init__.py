@@ -24,7 +24,7 @@ from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.explanation.call_spec import FLASH, VARLEN, CallSpec, described, masked, nested, packed
 from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
-from attnreg.selection.render import decision_table
+from attnreg.selection.render import decision_table, sinks_line
 from attnreg.torchlib import captured
 from attnreg.tuning.kinds import kind_of
 from attnreg.varlen.plans import check_sinks, check_tensors
@@ -153,7 +153,7 @@ def explain(
             seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa,
         )  # fmt: skip
         if sinks is not None:
-            check_sinks(query, sinks)  # they decide nothing: any kernel runs them
+            call_spec = _with_sinks(call_spec, query, sinks)
         return _explained(call_spec, leading)
     alone = {
         "window_size": window_size is not None and tuple(window_size) != (-1, -1),
@@ -174,14 +174,20 @@ def explain(
     return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
 
 
+def _with_sinks(call_spec: CallSpec, query: Tensor, sinks: Tensor) -> CallSpec:
+    check_sinks(query, sinks)
+    return call_spec._replace(spec=replace(call_spec.spec, sinks=True))
+
+
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     now = state()
-    spec = now.policy.applied_to(described.spec)
+    shown = now.policy.applied_to(described.spec)
+    spec = replace(shown, sinks=False)  # they decide nothing
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         decided = {one: _elsewhere(described.elsewhere, one, now.entries) for one in directions}
         notes = (*_front_notes(""), *described.notes)
-        return Explanation(spec, decided["forward"], decided.get("backward"), notes)
+        return Explanation(shown, decided["forward"], decided.get("backward"), notes)
     torchs = None if spec.batch_invariant else described.native
     entries = entries_with_native(torchs, now.entries)
     policy = now.policy.with_first(leading)
@@ -197,6 +203,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_front_notes(FLASH if described.front == FLASH else VARLEN),
         *described.notes,
         *_assumptions(spec, decided["forward"], entries),
+        *(sinks_line(shown, one, entries) for one in decided.values() if shown.sinks and one.backend),
         *_untried(decided.values(), entries),
         *_failures(decided.values()),
         *_declined(decided.values()),
@@ -207,7 +214,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     runs_torchs_kernel = described.front == SDPA and not spec.varlen  # while nothing asks for a backend
     is_asked = now.active or leading is not None or not runs_torchs_kernel or spec.device.simulated
     unasked = "" if is_asked else UNASKED
-    return Explanation(spec, decided["forward"], decided.get("backward"), notes, unasked)
+    return Explanation(shown, decided["forward"], decided.get("backward"), notes, unasked)
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:

@@ -42,6 +42,8 @@ class Case:
         grad_lse: whether the LSE has a gradient, too.
         sinks: whether each row has one more key, without a value, that the kernels don't know of: their
             backward is given the output and the LSE with it counted.
+        counts_sinks: whether the kernels are given such keys and count them: a packed call of which every row
+            sees another key.
         num_splits: how many pieces the keys may be split into at most.
         deterministic: whether the gradients have to be bitwise repeatable.
         batch_invariant: whether a sequence has to have the same bits in every batch.
@@ -71,6 +73,7 @@ class Case:
     softcap: float = 0.0
     grad_lse: bool = False
     sinks: bool = False
+    counts_sinks: bool = False
     num_splits: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
@@ -114,7 +117,7 @@ class Case:
             varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
             seqused_k=self.seqused_k is not None, page_size=self.page_size,
             dropout=self.dropout, num_splits=self.num_splits, softcap=self.softcap,
-            grad_lse=self.grad_lse,
+            grad_lse=self.grad_lse, sinks=self.counts_sinks,
             positive_scale=self.scale is None or self.scale >= LEAST_SCALE,
             deterministic=self.deterministic, needs_backward=needs_backward,
             batch_invariant=self.batch_invariant,
@@ -151,6 +154,7 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)[1:]  # all but the plain one
 
 RAGGED = ((113, 113), (1, 1), (64, 64), (7, 7), (129, 129))
 RAGGED_UNEQUAL = ((113, 203), (1, 65), (64, 1), (31, 33), (203, 113))
+MORE_KEYS = ((113, 203), (1, 65), (64, 64), (31, 33))
 # Lengths that kernels may treat otherwise, as they may those of a batch with others.
 MIXED = ((160, 160), (1, 600), (16, 16), (0, 3), (400, 400), (7, 130), (160, 160))
 SHORT = tuple((1 + n % 4, 1 + n % 4 + n % 3) for n in range(300))
@@ -224,6 +228,9 @@ SHAPES: tuple[Case, ...] = (
     _varlen("packed gradient of the LSE, softcap", *RAGGED, grad_lse=True, softcap=2.0, heads=(4, 1)),
     _dense("sinks", 113, 203, sinks=True, heads=(4, 2), window=CAUSAL),
     _varlen("packed sinks", *RAGGED_UNEQUAL, sinks=True, heads=(4, 2), tail=17, poison=True),
+    _varlen("packed counted sinks", *RAGGED, counts_sinks=True, heads=(4, 2), window=CAUSAL),
+    _varlen("packed counted sinks, window", *MORE_KEYS, counts_sinks=True, heads=(6, 2), window=(40, 3)),
+    _varlen("packed counted sinks, scale 0.3", *RAGGED, counts_sinks=True, scale=0.3, one_cu_seqlens=True),
     _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
     _varlen("packed num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
     _dense("deterministic", 257, 257, deterministic=True, heads=(4, 2)),

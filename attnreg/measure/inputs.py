@@ -72,6 +72,10 @@ def inputs(
     if case.grad_lse:
         shape = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
         call = call._replace(grad_lse=_grad_lse(case, normal(*shape).to(grad.device)))
+    if case.counts_sinks:
+        dtype = q.dtype if q.dtype.itemsize <= 4 else torch.float32
+        sinks = torch.linspace(-1.0, 3.0, heads_q)[torch.randperm(heads_q, generator=generator)]
+        call = call._replace(sinks=sinks.to(device, dtype))
     if case.dropout:
         state = torch.randint(2**62, (2,), generator=generator, device=generator.device)
         call = call._replace(rng_state=state.to(device).view(torch.uint64))

@@ -164,5 +164,6 @@ def launched(
 
 def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:
     """Return what a launcher gives for tensors, checked like a kernel's; `own` if it declines."""
-    offsets = (call.cu_seqlens_q, call.cu_seqlens_k) if call.varlen else ()
-    return _checked(lambda *_: run(*given, *offsets) or own, direction)(*given, call)
+    further = (call.cu_seqlens_q, call.cu_seqlens_k) if call.varlen else ()
+    further = further if call.sinks is None else (call.sinks, *further)
+    return _checked(lambda *_: run(*given, *further) or own, direction)(*given, call)

@@ -25,6 +25,7 @@ class Results(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None = None
 
 
 def attend(
@@ -90,6 +91,8 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
     out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     call = given.call
+    sinks = None if call.sinks is None else call.sinks.detach().to(dtype).requires_grad_()
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
     grad_lse = None if call.grad_lse is None else _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype)
     # No row belongs to two groups, so each has gradients of its own: rows of no sequence keep zeros.
     for batch, rows_q, rows_k in _same_lengths(case, given):
@@ -106,17 +109,20 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
             softcap=call.softcap,
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
-        if case.sinks:
-            part = with_sinks(*part, sinks_of(part[1]))
+        if case.sinks or sinks is not None:
+            part = with_sinks(*part, sinks_of(part[1]) if sinks is None else sinks)
         results, of_results = [part[0]], [grad[rows_q]]
         if grad_lse is not None:
             results.append(part[1].mT)
             of_results.append(grad_lse[rows_q].masked_fill(results[1] == -torch.inf, 0.0))
-        dq[rows_q], dk[rows_k], dv[rows_k] = torch.autograd.grad(results, (query, key, value), of_results)
+        leaves = (query, key, value) if sinks is None else (query, key, value, sinks)
+        dq[rows_q], dk[rows_k], dv[rows_k], *of_sinks = torch.autograd.grad(results, leaves, of_results)
+        if dsinks is not None:
+            dsinks += of_sinks[0]
         out[rows_q], lse[rows_q] = part[0].detach(), part[1].detach().mT
     like = given.grad_out, given.q, given.k, given.v
     out, dq, dk, dv = (x.view(one.shape) for x, one in zip((out, dq, dk, dv), like, strict=True))
-    return Results(out, lse.view(given.q.shape[:-1]).transpose(-1, -2), dq, dk, dv)
+    return Results(out, lse.view(given.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, dsinks)
 
 
 def sinks_of(lse: Tensor) -> Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from attnreg.contract.capabilities import one_line
+from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import Decision
 from attnreg.tuning.lookup import Prediction
 
-__all__ = ["decision_table", "fallback_line", "one_line", "refuse"]
+__all__ = ["decision_table", "fallback_line", "one_line", "refuse", "sinks_line"]
 
 ELIGIBLE = "could run it"
 
@@ -28,6 +29,16 @@ def decision_table(spec: AttentionSpec, decision: Decision) -> str:
 def fallback_line(backend: str, reason: str, instead: str) -> str:
     """Return the log line of a call that a later backend in the order runs."""
     return f"{backend} can't run this call, {instead} runs it: {reason}"
+
+
+def sinks_line(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> str:
+    """Return what counts the sinks of a call in one direction that a backend runs."""
+    entry = entries.get((decision.backend or "").casefold())
+    if entry is not None and entry.counts_sinks(spec, decision.direction):
+        how = "sinks counted by the kernel, where every row is known to see a key"
+    else:
+        how = "results are rescaled for the sinks"
+    return f"{decision.direction} on {decision.backend}: {how}"
 
 
 def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:

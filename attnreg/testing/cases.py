@@ -34,6 +34,7 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
     "softcap": lambda case: case.softcap > 0.0,
     "grad_lse": lambda case: case.grad_lse,
+    "sinks": lambda case: case.counts_sinks,
     "deterministic": lambda case: case.deterministic,
     "batch_invariant": lambda case: case.batch_invariant,
 }
@@ -116,7 +117,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         return value if ability in abilities and (drawn or in_turn == ability) else otherwise
 
     varlen = limits.varlen
-    if varlen and limits.dense and in_turn not in ("varlen", "seqused_k", "page_size"):
+    if varlen and limits.dense and in_turn not in ("varlen", "seqused_k", "page_size", "sinks"):
         varlen = in_turn not in ("dense", "bias") and draw.random() < 0.5
     lens_q, lens_k = _lengths(draw, limits, varlen)
     dim = draw.choice([dim for dim in DIMS if dim in limits.head_dim] or [_nearest(limits.head_dim, 64)])
@@ -148,7 +149,15 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         used = maybe("seqused_k", tuple(draw.randint(0, length) for length in lens_k), None)
         layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
         case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
-    return fitted(case, limits)
+    return fitted(_counting_sinks(case) if in_turn == "sinks" else case, limits)
+
+
+def _counting_sinks(case: Case) -> Case:
+    """Return a packed case whose kernels count sinks: every row sees another key, and no option is given."""
+    options = "alibi", "deterministic", "batch_invariant", "grad_lse", "poison"
+    changes: dict[str, Any] = dict.fromkeys(options, False) | dict.fromkeys(("num_splits", "seqused_k"))
+    changes["lens_k"] = tuple(map(max, case.lens_q, case.lens_k))
+    return replace(case, counts_sinks=True, tail=0, softcap=0.0, **changes)
 
 
 def _lengths(draw: random.Random, limits: Capabilities, varlen: bool) -> tuple[tuple[int, ...], ...]:

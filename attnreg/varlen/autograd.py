@@ -22,7 +22,7 @@ from attnreg.dispatch.state import retry_on_decline
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen import custom_op
-from attnreg.varlen.sinks import grad_of_sinks, with_sinks
+from attnreg.varlen.sinks import counted, grad_of_sinks, with_sinks
 
 T = TypeVar("T")
 
@@ -37,26 +37,43 @@ def attend(
     call: Call,
     choice: ScopedChoice | None,
     sinks: Tensor | None = None,
+    returns_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE, as the kernel has laid them out."""
+    """Return the output and the LSE, as the kernel has laid them out.
+
+    A kernel that counts sinks is given them unless the program gets the LSE: see `sinks.may_be_counted`.
+    """
     needs_backward = wants_gradient(query, key, value)
     if needs_backward or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
-        given = query, key, value, sinks, call, choice, needs_backward
+        given = query, key, value, sinks, call, choice, needs_backward, returns_lse
         return _VarlenAttention.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
-    out, lse, *_ = run_forward((query, key, value), call, choice, needs_backward=False)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    inputs = query, key, value
+    out, lse, *_ = run_forward(inputs, call, choice, False, sinks, returns_lse)
+    return out, lse
 
 
 def run_forward(
-    inputs: tuple[Tensor, Tensor, Tensor], call: Call, choice: ScopedChoice | None, needs_backward: bool
+    inputs: tuple[Tensor, Tensor, Tensor],
+    call: Call,
+    choice: ScopedChoice | None,
+    needs_backward: bool,
+    sinks: Tensor | None = None,
+    returns_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
     """Return output, LSE, and for a backward the random state and the choice, which dropout ties."""
 
     def plan_and_run() -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
         plan = plan_for("forward", *inputs, call, choice, needs_backward=needs_backward)
+        rng_state, chosen = None, choice
+        results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
+        if results is not None:
+            return results[0], results[1], rng_state, chosen
         if call.dropout > 0.0:
-            return *run_with_dropout(plan, *inputs, call), forward_choice(choice, plan, call.dropout)
-        return *plan.run(*inputs, call), None, choice
+            out, lse, rng_state = run_with_dropout(plan, *inputs, call)
+            chosen = forward_choice(choice, plan, call.dropout)
+        else:
+            out, lse = plan.run(*inputs, call)
+        return *((out, lse) if sinks is None else with_sinks(out, lse, sinks)), rng_state, chosen
 
     return _launched(plan_and_run, call)
 
@@ -72,11 +89,10 @@ class _VarlenAttention(torch.autograd.Function):
         call: Call,
         choice: ScopedChoice | None,
         needs_backward: bool,
+        returns_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        inputs = query, key, value
-        out, lse, rng_state, ctx.choice = run_forward(inputs, call, choice, needs_backward)
-        if sinks is not None:
-            out, lse = with_sinks(out, lse, sinks)
+        inputs, given = (query, key, value), (call, choice, needs_backward, sinks, returns_lse)
+        out, lse, rng_state, ctx.choice = run_forward(inputs, *given)
         ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *(getattr(call, name) for name in _SAVED))
         is_by_call = call.deterministic and not wants_deterministic()  # by the call itself
         without: dict[str, Any] = dict.fromkeys((*_SAVED, "num_splits"))
@@ -88,18 +104,25 @@ class _VarlenAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
-            return (None,) * 7
+            return (None,) * 8
         call, (*tensors, sinks, rng_state, cu_seq_q, cu_seq_k, used, pages, slopes) = (
             ctx.call,
             ctx.saved_tensors,
         )
-        of_sinks = grad_of_sinks(grad_out, tensors[3:], sinks, grad_lse) if ctx.needs_input_grad[3] else None
-        if not any(ctx.needs_input_grad[:3]):
-            return None, None, None, of_sinks, None, None, None
+        if not ctx.needs_input_grad[3]:
+            sinks = None
+        is_compiling, needs_kernel = torch.compiler.is_compiling(), any(ctx.needs_input_grad[:3])
+        # Else the backward has it computed.
+        is_ours = sinks is not None and (is_compiling or grad_lse is not None or not needs_kernel)
+        of_sinks = grad_of_sinks(grad_out, tensors[3:], sinks, grad_lse) if is_ours else None
+        if not needs_kernel:
+            return None, None, None, of_sinks, *(None,) * 4
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
         others = rng_state, grad_lse, cu_seq_q, cu_seq_k, used, pages, slopes
-        if not torch.compiler.is_compiling():
-            grads = run_backward(grad_out, tensors, call, ctx.choice, *others)
+        if not is_compiling:
+            given = None if is_ours else sinks
+            grads = run_backward(grad_out, tensors, call, ctx.choice, *others, sinks=given)
+            of_sinks = of_sinks if given is None else grads[3]
         elif call.dropout > 0.0 or call.deterministic or cu_seq_q is None:
             grads = _backward_uncompiled(grad_out, tensors, call, ctx.choice, *others)
         else:  # by compiled autograd, into the graph
@@ -108,7 +131,7 @@ class _VarlenAttention(torch.autograd.Function):
                 grad_out, *tensors, cu_seq_q, cu_seq_k, call.max_q, call.max_k, False, None, call.scale,
                 list(call.window), used, pages, "", number, call.softcap, grad_lse, slopes,
             )  # fmt: skip
-        return *grads, of_sinks, None, None, None
+        return *grads[:3], of_sinks, *(None,) * 4
 
 
 def run_backward(
@@ -119,16 +142,26 @@ def run_backward(
     rng_state: Tensor | None,
     grad_lse: Tensor | None,
     *saved: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value; `tensors` are those, the output and the LSE."""
+    """Return the gradients of query, key and value; `tensors` are those, the output and the LSE.
+
+    That of `sinks` comes fourth if they are given, without a gradient of the LSE.
+    """
     given: dict[str, Any] = dict(zip(_SAVED, saved, strict=True)) | {"rng_state": rng_state}
     given["grad_lse"] = None if grad_lse is None else _in_memory(grad_lse)
     call = call._replace(deterministic=call.deterministic or wants_deterministic(), **given)
     grad_out, (query, key, value, *results) = _in_memory(grad_out), tensors
 
+    inputs = grad_out, query, key, value, *results
+
     def plan_and_run() -> tuple[Tensor, ...]:
         plan = plan_for("backward", query, key, value, call, choice)
-        return plan.run(grad_out, query, key, value, *results, call)  # type: ignore[no-any-return]
+        grads = None if sinks is None else counted(plan, inputs, call, sinks)
+        if grads is not None:
+            return grads
+        grads = plan.run(*inputs, call)
+        return grads if sinks is None else (*grads, grad_of_sinks(grad_out, results, sinks, None))
 
     return _launched(plan_and_run, call)
 

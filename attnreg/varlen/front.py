@@ -183,7 +183,7 @@ def varlen_attn(
         if compiling:
             out, lse = _attend_uncompiled(query, key, value, lengths, options, sinks, dropout_p, backend)
         else:
-            out, lse = _attend(query, key, value, lengths, options, sinks, dropout_p, choice)
+            out, lse = _attend(query, key, value, lengths, options, sinks, dropout_p, choice, returns_lse)
     else:
         op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
         out, lse, _ = op(
@@ -203,10 +203,11 @@ def _attend(
     sinks: Tensor | None,
     dropout_p: float,
     choice: ScopedChoice | None,
+    returns_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of a call with the further arguments of `call_of`."""
     call = call_of(query, lengths, *options)._replace(dropout=checked_dropout(dropout_p or 0.0))
-    return attend(query, key, value, call, choice, sinks)
+    return attend(query, key, value, call, choice, sinks, returns_lse)
 
 
 # Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.

@@ -27,7 +27,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import needs_graph_memory, stream_of
-from attnreg.varlen.sinks import grad_of_sinks, with_sinks
+from attnreg.varlen.sinks import counted, grad_of_sinks, may_be_counted, with_sinks
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]
@@ -126,18 +126,31 @@ def run(
     call: Call,
     choice: ScopedChoice | None,
     needs_backward: bool = True,
+    sinks: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Kept | None]:
     """Look up the plan of a call and run it; returns the results, and how the call cache is to repeat it.
 
     `tensors` are what the kernels of that direction take: query, key and value, for a backward those between
-    the gradient and the output with its LSE.
+    the gradient and the output with its LSE. With `sinks`, which the kernel may be given, they are counted,
+    and a backward's results have their gradient.
     """
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
 
     def plan_and_run() -> tuple[tuple[Tensor, ...], Kept | None]:
         plan = plan_for(direction, query, key, value, call, choice, needs_backward=needs_backward)
+        results = None if sinks is None else counted(plan, tensors, call, sinks)
+        if results is not None:
+            return results, _kept(plan, tensors, query, key, call._replace(sinks=sinks))
         results = plan.run(*tensors, call)
-        return results, _kept(plan, tensors, query, key, call)
+        if sinks is None:
+            return results, _kept(plan, tensors, query, key, call)
+        # Rescaled because too little is known of the offsets yet: not what further calls are to be.
+        is_early = query.is_cuda and may_be_counted(plan, sinks)
+        kept = None if is_early else _kept(plan, tensors, query, key, call)
+        if direction == "forward":
+            return with_sinks(results[0], results[1], sinks), kept
+        of_sinks = grad_of_sinks(tensors[0], tensors[4:], sinks, call.grad_lse)
+        return (*results, of_sinks), kept
 
     return retry_on_decline(plan_and_run)
 
@@ -160,22 +173,23 @@ def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, ca
 
 
 # The call cache calls these two for what it doesn't keep, below its autograd node. `described` says what it
-# is to keep.
+# is to keep. Sinks are None where the cache itself counts them afterwards.
 def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
-    lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward) = rest[:4], rest[4:]
+    lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward, sinks) = rest[:4], rest[4:]
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     call = call_of(query, lengths, scale, window(window_size, is_causal))
-    results, kept = run("forward", (query, key, value), call, scope.by_number(choice), needs_backward)
+    inputs, chosen = (query, key, value), scope.by_number(choice)
+    results, kept = run("forward", inputs, call, chosen, needs_backward, sinks)
     return *results, call_cache.described(kept)
 
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, lengths = arguments[:6], arguments[6:10]
-    is_causal, window_size, scale, choice, grad_lse = arguments[10:]
+    is_causal, window_size, scale, choice, grad_lse, sinks = arguments[10:]
     call = call_of(tensors[1], lengths, scale, window(window_size, is_causal), grad_lse=grad_lse)
-    grads, kept = run("backward", tensors, call, scope.by_number(choice))
-    return *grads, call_cache.described(kept)
+    grads, kept = run("backward", tensors, call, scope.by_number(choice), sinks=sinks)
+    return grads, call_cache.described(kept)
 
 
 call_cache.set_plans(_plan, _plan_backward, with_sinks, grad_of_sinks)

@@ -1,23 +1,85 @@
 """Sinks: the results of a kernel as if each row saw one more key, of a given score and without a value.
 
-No kernel needs to know of them. Let L be log(sum_j exp(s_j) + exp(sink)), and out the output with the sink's
-weight counted. A kernel's backward that is given out and L in the place of its forward's results returns the
-gradients of query, key and value: weights are exp(s_j - L), and it subtracts rowsum(grad_out * out) as ever.
+A backend that declares `sinks` is given them where it is known to return the same (`counted`); no backend is
+chosen by that. The results of all others, which don't know of sinks, are rescaled. Let L be
+log(sum_j exp(s_j) + exp(sink)), and out the output with the sink's weight counted. A kernel's backward that
+is given out and L in the place of its forward's results returns the gradients of query, key and value:
+weights are exp(s_j - L), and it subtracts rowsum(grad_out * out) as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from attnreg.contract.backend import Call
+from attnreg.contract.offsets import facts_of
+from attnreg.contract.validation import check_grad_of_sinks, every_row_sees_a_key
+from attnreg.dispatch import counters
+from attnreg.dispatch.call_cache import FORWARD_TENSORS
 from attnreg.dispatch.calls import wants_batch_invariant
+from attnreg.dispatch.state import Plan, state
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
+from attnreg.torchlib.layout import stream_of
 
 # How many rows are computed at a time. On a CPU torch makes copies of 16-bit numbers that it computes with in
 # a wider dtype: of few rows, which stay in the cache, that took a fifth of the time. On a GPU a product in
 # float32 of all rows of a long batch would be larger than any of its tensors.
 _ROWS, _ROWS_OF_GPU = 128, 8192
+
+# What kernels are given; sinks of another dtype are counted in that of the LSE.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+log = logging.getLogger("attnreg")
+
+
+def may_be_counted(plan: Plan, sinks: Tensor) -> bool:
+    """Whether the kernel of a plan is given sinks, if it is known that every row sees a key.
+
+    Not in a plan's first call, so that the kernel has run without them before a CUDA graph is captured, where
+    nothing is known of offsets. Of a forward whose LSE the program gets this isn't asked: a kernel's may be
+    infinite where a sink is far above the scores.
+    """
+    if plan.counts_sinks is None or not plan.is_checked:
+        return False
+    return sinks.dtype in _DTYPES and sinks.is_contiguous() and plan.counts_sinks()
+
+
+def counted(plan: Plan, tensors: tuple[Tensor, ...], call: Call, sinks: Tensor) -> tuple[Tensor, ...] | None:
+    """Return the results of a plan's kernel with sinks counted by itself; None where they are to be rescaled.
+
+    A backward's have the gradient of sinks, too. A kernel that can't run with sinks isn't given any again.
+    """
+    if not may_be_counted(plan, sinks) or not _every_row_sees_a_key(tensors, call):
+        return None
+    try:
+        results: tuple[Tensor, ...] = plan.kernel(*tensors, call._replace(sinks=sinks))
+    except (UnsupportedInputError, BackendUnavailableError) as error:
+        log.info("%s doesn't count sinks, its results are rescaled: %s", plan.backend, error)
+        state().keep_without_sinks(plan)
+        return None
+    except Exception as error:
+        plan.decline_reason(error)  # counts it
+        raise
+    if len(tensors) != FORWARD_TENSORS:
+        check_grad_of_sinks(results, sinks, plan.backend)
+    counters.count(plan.counters)
+    return results
+
+
+def _every_row_sees_a_key(tensors: tuple[Tensor, ...], call: Call) -> bool:
+    """Whether that is known; a kernel's LSE of a row without keys may be the sink."""
+    query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if not query.is_cuda:
+        return query.is_cpu and every_row_sees_a_key(query, key, call)
+    if cu_seqlens_q is None or cu_seqlens_k is None or call.seqused_k is not None:
+        return False
+    tokens = len(query), len(key)
+    return facts_of(cu_seqlens_q, cu_seqlens_k, *tokens, stream_of(query)).every_row_sees_a_key
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +101,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def grad_of_sinks(
-    grad_out: Tensor | None, results: tuple[Tensor, Tensor], sinks: Tensor, grad_lse: Tensor | None
+    grad_out: Tensor | None, results: Sequence[Tensor], sinks: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
     """Return the gradient of sinks; `results` are what `with_sinks` has returned.
 

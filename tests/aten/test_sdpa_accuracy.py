@@ -58,7 +58,7 @@ def check_gradients(case, seed, ran):
         out = F.scaled_dot_product_attention(*leaves, enable_gqa=True, **options)
         grads = torch.autograd.grad(out, leaves, given.grad_out.transpose(1, 2))
     assert ran() == {"cpu": (1, 1)}
-    for got, near, exact in zip(grads, plain[2:], truth[2:], strict=True):
+    for got, near, exact in zip(grads, plain[2:5], truth[2:5], strict=True):
         error = compare([got.transpose(1, 2)], near, exact, given.q.dtype)
         assert error.passed, error
     attnreg.uninstall()

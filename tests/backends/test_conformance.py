@@ -39,10 +39,12 @@ CHECKS = [
 ]
 
 # What each backend may refuse, and how often in one dtype; a front's calls and drawn ones are never refused.
+SINKS = "sinks must be None"
 REFUSED = {
-    "math": Counter(),
+    "math": Counter({SINKS: 3}),
     "cpu": Counter(
         {
+            SINKS: 3,
             "alibi_slopes must be None": 2,
             "block_table must be None: no paged key-value cache": 2,
             "dropout_p must be 0": 4,

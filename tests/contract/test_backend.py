@@ -119,7 +119,21 @@ def test_a_call_is_causal_if_its_window_ends_at_the_diagonal_and_varlen_if_it_ha
 
 
 def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
-    assert Call(0.5, 4, 8) == (0.5, 4, 8, (-1, -1), *(None,) * 6, 0.0, None, None, False, False, 0.0, None)
+    assert Call(0.5, 4, 8) == (
+        0.5,
+        4,
+        8,
+        (-1, -1),
+        *(None,) * 6,
+        0.0,
+        None,
+        None,
+        False,
+        False,
+        0.0,
+        None,
+        None,
+    )
 
 
 def test_what_replace_has_put_in_is_checked_when_the_backend_loads():

@@ -69,6 +69,8 @@ REASONS = [
     ({}, {"seqused_k": True}, "seqused_k must be None, got a tensor", {"seqused_k": True}),
     ({}, {"num_splits": 4}, "num_splits must be None, got 4", {"num_splits": True}),
     ({}, {"positive_scale": False}, "scale must be above 0", {"any_scale": True}),
+    ({}, {"sinks": True}, "sinks must be None, got a tensor: they are counted after the kernel",
+     {"sinks": True}),
     ({}, {"softcap": 30.0}, "softcap must be 0, got 30.0", {"softcap": True}),
     ({}, {"grad_lse": True}, "grad_lse must be None, got a tensor: no gradient of the LSE",
      {"grad_lse": True}),

@@ -13,7 +13,7 @@ from support.policies import SPEC
 from support.refusals import refusal
 
 import attnreg
-from attnreg import _registry
+from attnreg import AttentionSpec, Device, _registry
 from attnreg.contract.discovery import Entry, discover
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
@@ -233,3 +233,41 @@ def test_eight_threads_can_make_the_first_call_at_once(fake, routers, ran):
             torch.testing.assert_close(out, expected)
     assert len(calls) == 1
     assert ran() == {"mine": (8, 0)}
+
+
+# ---- sinks
+
+PACKED = AttentionSpec(
+    device=Device("cpu"), dtype="float32", batch=2, max_q=8, max_k=8, heads_q=4, heads_k=4, head_dim=16,
+    head_dim_v=16, varlen=True,
+)  # fmt: skip
+RESCALED = {
+    "varlen": False, "dropout": 0.5, "grad_lse": True, "deterministic": True, "batch_invariant": True,
+    "capturing": True, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), RESCALED.items())
+def test_of_which_calls_a_backend_that_declares_sinks_is_given_none(fake, field, value):
+    def refuses(spec):
+        return ("head_dim must be 16 with sinks",) if spec.sinks and spec.head_dim != 16 else ()
+
+    declared = fake("mine", sinks=True, batch_invariant=True, refuses=refuses).backend
+    spec = dataclasses.replace(PACKED, **{field: value})
+    for backend, counts in ((declared, True), (fake("other", batch_invariant=True).backend, False)):
+        entry = Entry(backend.name, "tests", backend)
+        assert entry.reasons(spec, "backward") == entry.reasons(PACKED, "backward") == ()
+        for direction in ("forward", "backward"):
+            assert entry.counts_sinks(PACKED, direction) is counts
+            # A gradient of the LSE is a backward's alone.
+            is_alike = direction == "forward" and field == "grad_lse"
+            assert entry.counts_sinks(spec, direction) is (counts and is_alike)
+
+
+def test_a_direction_counts_sinks_if_it_declares_them_itself(fake):
+    backend = dataclasses.replace(fake("mine", sinks=True).backend, forward=fake("plain").backend.forward)
+    entry = Entry("mine", "tests", backend)
+    assert [entry.counts_sinks(PACKED, direction) for direction in ("forward", "backward")] == [False, True]
+    assert not Entry("mine", "tests", fake("mine", sinks=True, backward=False).backend).counts_sinks(
+        PACKED, "backward"
+    )

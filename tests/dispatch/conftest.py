@@ -209,7 +209,8 @@ class PackedPlan(Plan):
 
     def plan_backward(self, grad, query, key, value, out, lse, *rest):
         described = self.described("backward", query, key, *rest)
-        return grad * 1, grad * 2, grad * 3, described
+        of_sinks = () if rest[-1] is None else (rest[-1] * 0,)
+        return (grad * 1, grad * 2, grad * 3, *of_sinks), described
 
     def planned(self, *tensors, **options):
         """Call the front; returns whether the forward was planned, and output and LSE; None if it is left."""

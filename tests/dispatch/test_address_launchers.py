@@ -1,5 +1,6 @@
 """Promises of kernels that are given addresses: what they read, and when they can't run any more."""
 
+import ctypes
 import gc
 import re
 
@@ -80,6 +81,37 @@ def test_in_python_it_runs_as_the_call_cache_runs_it(pair):
     for can in (False, None):
         packed.can = can
         assert packed.launcher.on_addresses(*inputs, pair, pair) is None
+
+
+def test_a_backward_with_sinks_gets_their_address_behind_that_of_the_lse_which_is_copied_alone(
+    packed_plan, pair
+):
+    inputs = query, key, value = tensors(PACKED)
+    read = []
+
+    def launch(addresses, workspace, stream):
+        lse, sinks = (ctypes.c_void_p * 2).from_address(addresses)
+        read[:] = (ctypes.c_float * 12).from_address(lse)[:], (ctypes.c_float * 2).from_address(sinks)[:]
+        return True
+
+    results = tuple((tuple(x.shape), x.stride(), x.dtype) for x in (*inputs, torch.ones(2)))
+    launcher = AddressLauncher(
+        run=None, launch=launch, operands=(5, 6), results=results, lse_strides=(1, 2), derive=lambda *_: []
+    )
+    packed_plan.options = {"counts_sinks": True}
+    packed_plan.forward = lambda query, *_: (query + 1, query.sum(-1).t().contiguous())
+    packed_plan.backward = launcher
+    sinks = torch.tensor([0.25, -3.0], requires_grad=True)
+    query.requires_grad_()
+    for number in range(2):
+        _, (out, lse) = packed_plan.planned(*inputs, pair, pair, sinks=sinks)
+        assert packed_plan.planned_back(out, [query, sinks])[0] is (number == 0)
+    wanted = [lse.T.flatten().tolist(), sinks.tolist()]
+    assert read == wanted
+    read.clear()
+    given = out, query, key, value, out, lse, sinks, pair, pair
+    gradients = launcher.on_addresses(*(x.detach() for x in given))
+    assert [x.shape for x in gradients] == [x.shape for x in (*inputs, sinks)] and read == wanted
 
 
 # ---- what is derived of offsets

@@ -97,6 +97,7 @@ FIELDS = {
     "batch_invariant": None,  # a setting: a change drops everything
     "softcap": lambda given: attend(given, softcap=1.0),
     "grad_lse": None,
+    "sinks": lambda given: attend(given, sinks=torch.zeros(4)),
 }
 FURTHER = {
     "causal": lambda given: attend(given, is_causal=True),
@@ -293,29 +294,76 @@ def test_scoped_calls_are_kept_and_their_backward_gets_the_choice(compiled, pack
     assert ran() == {"cpu": (1, 1)}
 
 
-def test_calls_with_sinks_are_kept_in_both_directions_by_the_entries_of_those_without(packed_plan, pair):
-    packed_plan.forward = lambda query, *_: (query + 1, query.sum(-1).t().contiguous())
-    packed_plan.backward = lambda grad, *_: (grad * 1, grad * 2, grad * 3)
-    query, key, value = tensors(PACKED)
-    for leaf in (query, key, value):
-        leaf.requires_grad_()
-    sinks = torch.linspace(-1, 1, query.shape[1]).requires_grad_()
-    made = []
-    for given in (None, None, None, sinks):
-        with_plan, (out, _) = packed_plan.planned(query, key, value, pair, pair, sinks=given)
-        inputs = [query, key, value] if given is None else [query, key, value, sinks]
-        planned_back, grads = packed_plan.planned_back(out, inputs)
-        made.append((with_plan, planned_back))
-    assert made[-1] == made[-2] == (False, False)
-    lse = query.sum(-1).t()
-    share = (lse - sinks[:, None]).sigmoid().mT[..., None]
-    torch.testing.assert_close(out, (query + 1) * share)
+@pytest.mark.parametrize("counts", [True, False])
+def test_calls_with_sinks_have_entries_of_their_own_which_count_them_or_are_rescaled(
+    packed_plan, pair, counts
+):
+    """A launcher that counts is given sinks in front of the offsets; this one returns twice the query."""
+    packed_plan.options = {"counts_sinks": counts}
+    given = []
+
+    def forward(query, key, value, *rest):
+        given.append(rest)
+        return 2 * query, query.sum(-1).t().contiguous()
+
+    def backward(grad, query, key, value, out, lse, *rest):
+        given.append(rest)
+        return grad * 1, grad * 2, grad * 3, *(5 * x for x in rest[:counts])
+
+    packed_plan.forward, packed_plan.backward = forward, backward
+    query, key, value = (leaf.requires_grad_() for leaf in tensors(PACKED))
+    for number in range(3):
+        sinks = torch.linspace(-1, 1 + number, query.shape[1]).requires_grad_()
+        with_plan, (out, _) = packed_plan.planned(query, key, value, pair, pair, sinks=sinks)
+        planned_back, grads = packed_plan.planned_back(out, [query, key, value, sinks])
+        assert (with_plan, planned_back) == (number == 0, number == 0)
+        first = torch.linspace(-1, 1, query.shape[1])
+        assert torch.equal(packed_plan.given[-1], first), "plans are given them"
+    share = (query.sum(-1).t() - sinks[:, None]).sigmoid().mT[..., None]
+    torch.testing.assert_close(out, 2 * query if counts else 2 * query * share)
     # Kernels were given the gradient of the output as it came.
     assert all(
         torch.equal(grad, torch.full_like(grad, times))
         for times, grad in zip((1, 2, 3), grads[:3], strict=True)
     )
-    torch.testing.assert_close(grads[3], -((1 - share) * out.sum(-1, keepdim=True)).sum((0, 2)))
+    of_sinks = 5 * sinks if counts else -((1 - share) * out.sum(-1, keepdim=True)).sum((0, 2))
+    torch.testing.assert_close(grads[3], of_sinks)
+    assert [len(rest) for rest in given] == [2 + counts] * 4
+    for rest in given:
+        assert rest[-2:] == (pair, pair)
+    assert not counts or torch.equal(given[-1][0], sinks)
+
+
+def test_sinks_are_part_of_the_key_unless_the_program_gets_the_lse(packed_plan, pair):
+    inputs = tensors(PACKED)
+    packed_plan.forward = lambda query, *_: (query + 1, query.sum(-1).t().contiguous())
+    sinks = torch.ones(inputs[0].shape[1])
+    strided = sinks.repeat(2)[::2]
+    for first, rest in ((True, {}), (False, {"returns_lse": True})):
+        for given in (None, sinks, sinks.double(), strided):
+            is_new = first and (given is None or not rest)
+            assert packed_plan.planned(*inputs, pair, pair, sinks=given, **rest)[0] is is_new
+            assert packed_plan.planned(*inputs, pair, pair, sinks=given, **rest)[0] is False
+
+
+def test_a_launcher_that_counts_sinks_and_returns_no_gradient_of_them_is_an_error(packed_plan, pair):
+    packed_plan.options = {"counts_sinks": True}
+    packed_plan.forward = lambda query, *_: (query + 1, query.sum(-1).t().contiguous())
+    query, key, value = (leaf.requires_grad_() for leaf in tensors(PACKED))
+    sinks = torch.ones(query.shape[1], requires_grad=True)
+    wrong = {
+        "got 3 gradients": lambda grad, *_: (grad * 1, grad * 2, grad * 3),
+        "got the gradient of sinks": lambda grad, *_: (grad * 1, grad * 2, grad * 3, grad),
+    }
+    for message, backward in wrong.items():
+        attnreg._registry.changed()
+        packed_plan.backward = backward
+        for number in range(2):
+            _, (out, _) = packed_plan.planned(query, key, value, pair, pair, sinks=sinks)
+            if number == 0:
+                packed_plan.planned_back(out, [query, sinks])
+        with pytest.raises(RuntimeError, match=f"a launcher breaks the contract: {message}"):
+            packed_plan.planned_back(out, [query, sinks])
 
 
 # ---- errors and counts
@@ -363,4 +411,4 @@ def test_only_an_lse_that_is_returned_is_a_result_of_the_node_and_its_gradient_l
         assert out.grad_fn is lse.grad_fn
         grad = torch.randn(lse.shape)
         assert packed_plan.planned_back(lse, [leaf], grad)[0]
-        assert torch.equal(packed_plan.given[-1], grad)
+        assert torch.equal(packed_plan.given[-2], grad)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from support import gpu
-from support.sinks import assert_accurate
+from support import gpu, truth
+from support.sinks import assert_accurate, by_the_formula
 
 import attnreg
 from attnreg.backends import fa4
+from attnreg.backends.fa4 import adapter, recording
 from attnreg.measure import Case
 from attnreg.testing import Conformance
 
@@ -53,3 +54,117 @@ def test_sinks_are_served_by_both_kernels_of_each_backend(named, ran, heads, dty
     for _ in range(3):  # by its plan, then by a launcher
         assert_accurate(attend, (query, key, value, sinks), *rest, causal=True)
         assert ran() == {named: (1, 1)}
+
+
+@pytest.fixture
+def sinks_of_package(monkeypatch):
+    """Return a function that says which directions of FA4 were given sinks since, and whether replayed."""
+    seen = []
+
+    class Watched(adapter.PackageCall):
+        def __call__(self):
+            seen.append((self.direction, "learnable_sink" in self.tensors, False))
+            return super().__call__()
+
+    replay, usual = recording.Recipe.replay, {5: "forward", 8: "backward"}
+
+    def watched(recipe, *tensors):
+        has_sinks = len(tensors) not in usual
+        seen.append((usual[len(tensors) - has_sinks], has_sinks, True))
+        return replay(recipe, *tensors)
+
+    monkeypatch.setattr(adapter, "PackageCall", Watched)
+    monkeypatch.setattr(recording.Recipe, "replay", watched)
+    attnreg._registry.changed()  # launchers of tests before aren't watched
+
+    def read():
+        torch.cuda.synchronize()  # what the device has to report of offsets and recipes arrives
+        calls = seen.copy()
+        seen.clear()
+        return calls
+
+    yield read
+    attnreg._registry.changed()
+
+
+HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
+# What the package has other code for: heads that share keys are packed into one tile, masks, dtypes of sinks.
+# Heads, window, head dim, dtype of the query, dtype of sinks.
+COUNTED = [
+    ((4, 4), (-1, -1), 64, BF16, BF16),
+    ((4, 4), (-1, 0), 64, BF16, WIDE),
+    ((4, 4), (40, 0), 64, HALF, HALF),
+    ((8, 2), (-1, -1), 64, BF16, WIDE),
+    ((8, 2), (-1, 0), 64, BF16, BF16),
+    ((8, 1), (40, 0), 64, BF16, HALF),
+    ((6, 2), (-1, 0), 128, BF16, BF16),
+    ((8, 1), (128, 0), 128, HALF, WIDE),
+    ((4, 4), (-1, 0), 256, BF16, BF16),
+]
+
+
+@pytest.mark.only_for("FA4")
+@pytest.mark.parametrize(("heads", "window", "dim", "dtype", "sinks_dtype"), COUNTED, ids=str)
+def test_fa4_counts_sinks_itself_first_by_its_python_and_then_replayed(
+    named, ran, sinks_of_package, heads, window, dim, dtype, sinks_dtype
+):
+    lengths = (113, 1, 64, 31, 603)
+    *_, ends, _, longest, _ = gpu.packed(lengths)
+
+    def attend(query, key, value, sinks, *offsets):
+        options = {"window_size": window, "enable_gqa": True, "backend": named, "sinks": sinks}
+        return attnreg.varlen_attn(query, key, value, *offsets, longest, longest, **options), None
+
+    sinks_of_package()
+    ways = []
+    for seed in range(8):
+        qkv = gpu.packed(lengths, heads=heads, dim=dim, dtype=dtype, grad=False, seed=seed).qkv
+        # Scores of a row have a LSE of about log(longest): sinks below, about and above it.
+        sinks = torch.linspace(-2, 9, heads[0], device="cuda").roll(seed).to(sinks_dtype)
+        assert_accurate(attend, (*qkv, sinks), ends, ends, window=window)
+        assert ran() == {named: (1, 1)}
+        ways.append(sinks_of_package())
+    assert {(direction, has) for direction, has, _ in ways[0]} == {("forward", False), ("backward", False)}
+    assert {way for calls in ways for way in calls} >= {("forward", True, False), ("backward", True, False)}
+    assert ways[-2:] == [[("forward", True, True), ("backward", True, True)]] * 2
+
+
+@pytest.mark.only_for("FA4")
+def test_fa4_with_a_sink_far_above_all_scores_gives_zeros_and_no_gradient(named, sinks_of_package):
+    sinks = torch.tensor([200.0, 1e4, torch.inf, -torch.inf], device="cuda")
+    given = gpu.packed((50, 70))
+    for _ in range(3):
+        out = attnreg.varlen_attn(*given, sinks=sinks, backend=named)
+        plain = attnreg.varlen_attn(*given, backend=named)
+        assert not out[:, :3].any()
+        torch.testing.assert_close(out[:, 3], plain[:, 3])
+        assert not any(x[:, :3].any() for x in torch.autograd.grad(out.sum(), given.qkv))
+        finite = sinks[:2].repeat(2).requires_grad_()
+        out = attnreg.varlen_attn(*given, sinks=finite, backend=named)
+        assert not torch.autograd.grad(out.sum(), finite)[0].any()
+        ways = sinks_of_package()
+    assert sum(has for direction, has, _ in ways if direction == "forward") == 2
+
+
+@pytest.mark.only_for("FA4")
+def test_fa4_records_graphs_of_calls_with_sinks_after_a_few_usual_ones(named, ran):
+    """Nothing is known of offsets in a capture, so that results are rescaled there."""
+    given, sinks = gpu.packed((50, 70)), torch.linspace(-1, 4, 4, device="cuda")
+
+    def run():
+        return attnreg.varlen_attn(*given, sinks=sinks, window_size=(30, 0), backend=named)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(4):
+            run()
+            torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    expected = by_the_formula(*(x.detach() for x in given[:5]), sinks, window=(30, 0))[0]
+    truth.assert_near(out, expected, torch.bfloat16)
+    assert ran() == {named: (5, 0)}

@@ -77,6 +77,15 @@ class AuxData(NamedTuple):
     scalars: tuple | None = None
 
 
+class SinkTensors(NamedTuple):
+    """What the last kernel of a backward computes the gradient of sinks from, and that."""
+
+    dpsum: torch.Tensor
+    lse: torch.Tensor
+    sinks: torch.Tensor
+    gradient: torch.Tensor
+
+
 class Baked(NamedTuple):
     """What the host has read of a tensor: its address, or what it holds."""
 
@@ -102,7 +111,7 @@ def tile_cumsum(total, cu_seqlens):
 
 
 def forward_kernel(causal, softcap):
-    def run(q, k, v, out, lse, scale, cu_q, cu_k, used, pages, left, right, aux, tiles):
+    def run(q, k, v, out, lse, scale, cu_q, cu_k, used, pages, left, right, sinks, aux, tiles):
         assert aux == AuxData() and type(aux) is AuxData
         if tiles is not None:
             expected = torch.empty_like(tiles)
@@ -115,6 +124,9 @@ def forward_kernel(causal, softcap):
             part, part_lse = one_sequence.forward(
                 scores(query, key, scale, causal, left, right, softcap), value
             )
+            if sinks is not None:  # of a row without a key it is all of the LSE
+                total = torch.logaddexp(part_lse, read(sinks).to(part_lse)[:, None])
+                part, part_lse = part * (part_lse - total).exp().mT[..., None], total
             out[rows_q] = part.to(out.dtype)
             if cu_q is None:
                 lse[rows_q[0]] = part_lse.float()
@@ -158,9 +170,13 @@ def backward_kernel(causal, shared, softcap):
     return run
 
 
-def convert_kernel(accum, result, cu_seqlens, used):
+def convert_kernel(accum, result, cu_seqlens, used, of_sinks=None):
     for rows, _, length in parts(result, result, cu_seqlens, cu_seqlens, used):
         result[rows][:length] = accum[rows][:length].to(result.dtype)
+    if of_sinks is not None:
+        assert type(of_sinks) is SinkTensors
+        weights = (read(of_sinks.sinks).double()[:, None] - of_sinks.lse.double()).exp()
+        of_sinks.gradient.copy_(-(weights * of_sinks.dpsum.double().mT).sum(-1))
 
 
 # The package
@@ -173,8 +189,8 @@ class Package:
     `launched` the name of every kernel that ran.
     `pause` is called inside the package, `at_end` at the end of a forward with its output, and `on_launch` at
     every launch with the kernel's name. Kernels of the functions in `hidden` aren't launched through caches.
-    With `bakes_lengths` the kernels are given the offsets as numbers, with `bakes_addresses` the address of
-    the value.
+    With `bakes_lengths` the kernels are given the offsets as numbers, with `bakes_sinks` the sinks, with
+    `bakes_addresses` the address of the value.
     """
 
     def __init__(self, extra=3, extra_backward=0):
@@ -190,7 +206,7 @@ class Package:
         self.extra_backward = (None,) * extra_backward
         self.fails = None
         self.hidden = set()
-        self.bakes_lengths = self.bakes_addresses = False
+        self.bakes_lengths = self.bakes_addresses = self.bakes_sinks = False
 
     def module(self, **replaced):
         module = types.ModuleType("flash_attn.cute.interface")
@@ -230,7 +246,13 @@ class Package:
         return decorate
 
     def offsets(self, tensor):
-        if tensor is None or not self.bakes_lengths:
+        return self.numbers(tensor, self.bakes_lengths)
+
+    def sinks(self, tensor):
+        return self.numbers(tensor, self.bakes_sinks)
+
+    def numbers(self, tensor, baked):
+        if tensor is None or not baked:
             return tensor
         with _disable_current_modes():
             return Baked(numbers=tuple(tensor.tolist()))
@@ -264,6 +286,7 @@ class Package:
             q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
             max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
             window_size_left=None, window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
+            learnable_sink=None,
         ):
             # 0.0 would divide by it.
             assert softcap != 0.0 and num_splits == 1 and return_lse
@@ -280,7 +303,7 @@ class Package:
                 _flash_attn_fwd, (q.dtype, causal, varlen, softcap), forward_kernel(causal, softcap),
                 q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
                 self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
-                window_size_left, window_size_right, AuxData(), tiles,
+                window_size_left, window_size_right, self.sinks(learnable_sink), AuxData(), tiles,
             )
             self.at_end(out)
             return (out, lse, *self.extra)
@@ -289,7 +312,7 @@ class Package:
         def _flash_attn_bwd(
             q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
             window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
-            max_seqlen_k=None, deterministic=False, dlse=None, dq=None, dk=None, dv=None,
+            max_seqlen_k=None, deterministic=False, dlse=None, dq=None, dk=None, dv=None, learnable_sink=None,
         ):
             assert softcap is not None  # None crashes
             dq, dk, dv = (
@@ -311,10 +334,16 @@ class Package:
                 self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,
                 window_size_right, turns, AuxData(),
             )
-            _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None)
+            of_sinks = None
+            if learnable_sink is not None:
+                dsink = unwritten(torch.empty_like(learnable_sink))
+                of_sinks = SinkTensors(dpsum, lse, self.sinks(learnable_sink), dsink)
+            _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None, of_sinks)
             for total, result in zip(sums, (dk, dv), strict=True):
                 if shared:
                     _bwd_postprocess_convert(total, result, cu_seqlens_k, seqused_k)
+            if learnable_sink is not None:
+                return dq, dk, dv, dsink
             return (dq, dk, dv, *self.extra_backward)
         # fmt: on
 

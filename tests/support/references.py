@@ -15,7 +15,7 @@ def attention(case, given, dtype, kept=None):
     known = recent.pop(name, None)
     found = recent[name] = known or reference.attention(case, given, dtype)
     if known is None:
-        sizes[name] = sum(x.nbytes for x in found)
+        sizes[name] = sum(x.nbytes for x in found if x is not None)
         while sum(sizes.values()) > MOST:
             del recent[oldest := next(iter(recent))], sizes[oldest]
     return found

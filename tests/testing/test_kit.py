@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from support.processes import forked
+from support.sinks import Counting
 
 import attnreg
 from attnreg import Range, aten
@@ -128,7 +129,10 @@ def test_what_is_declared_is_checked_however_narrow_it_is(fake, limits):
 def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
     reason = "heads must be equal, got others"
     shy = fake(
-        "mine", batch_invariant=True, refuses=lambda spec: (reason,) if spec.heads_q != spec.heads_k else ()
+        "mine",
+        batch_invariant=True,
+        sinks=True,
+        refuses=lambda spec: (reason,) if spec.heads_q != spec.heads_k else (),
     ).backend
     kit = Conformance(shy, "cpu")
     found = kit.never_ran(
@@ -137,6 +141,18 @@ def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
     assert found == [
         f"its {direction} declares gqa, but never ran it: {reason}" for direction in ("forward", "backward")
     ]
+
+
+def test_a_backend_that_declares_sinks_is_given_them_and_held_by_the_rule_in_all_four_gradients(fake):
+    kernels = Counting()
+    report = check_backend(kernels.backend(fake), device="cpu", cases=["sinks", "drawn"])
+    counted = [outcome for outcome in report.outcomes if outcome.check.case.counts_sinks]
+    assert {outcome.check.case.name.split()[0] for outcome in counted} == {"packed", "drawn"}
+    assert all([*outcome.errors] == ["out", "lse", "dq", "dk", "dv", "dsinks"] for outcome in counted)
+    assert {"given", "rescaled"} == set(kernels.seen())
+    # A backend that doesn't declare them is asked for nothing.
+    report = check_backend(fake("mine").backend, device="cpu", cases=["packed sinks", "packed counted sinks"])
+    assert report.refused == {"sinks must be None": 3}
 
 
 def test_a_backend_that_refuses_everything_does_not_pass(fake):

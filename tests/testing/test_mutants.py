@@ -1,18 +1,22 @@
 """The test of the conformance kit: kernels that are wrong in one thing, each of which it has to find."""
 
+import dataclasses
 import itertools
 import math
 import os
 
 import pytest
 import torch
+from support.sinks import Counting
 
 from attnreg.backends import math as math_backend
 from attnreg.contract.backend import KEYED_BY, Backend
 from attnreg.testing import Conformance
 from attnreg.testing.cases import selected
 
-MATH = math_backend.BACKEND.load()
+# Both count sinks, which those of math itself don't.
+MATH = math_backend.BACKEND.load()._replace(forward=Counting().forward, backward=Counting().backward)
+EVERYTHING = dataclasses.replace(math_backend.EVERYTHING, sinks=True)
 
 
 def called_with(**changes):
@@ -197,6 +201,23 @@ class KeepingOffsets:
         return lambda *given: run(*given[: len(tensors)], call)
 
 
+class KeepingSinks:
+    """A `specialize` whose launchers keep the sinks of the first call."""
+
+    def __call__(self, direction, tensors, call):
+        run = getattr(MATH, direction)
+
+        def launch(*given):
+            now = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), given[-2:], strict=True)) if call.varlen else {}
+            return run(*given[: len(tensors)], call._replace(**now))
+
+        return launch
+
+
+def of_sinks(change):
+    return called_with(sinks=lambda call: None if call.sinks is None else change(call))
+
+
 # What is wrong: the field of `Call` or the rule that a kernel breaks, the kernels, a case that shows it.
 FIELDS = {
     "scale": ("scale", ignoring_scale(), "scale 0.3"),
@@ -256,6 +277,25 @@ FIELDS = {
         called_with(grad_lse=lambda call: None if call.grad_lse is None else -call.grad_lse),
         "gradient of the LSE",
     ),
+    "sinks": ("sinks", only("forward", without("sinks")), "packed counted sinks"),
+    "no gradient of sinks": ("sinks", only("backward", without("sinks")), "packed counted sinks"),
+    "zeros for the gradient of sinks": (
+        "sinks",
+        results("backward", lambda dq, dk, dv, *rest: (dq, dk, dv, *(x * 0 for x in rest))),
+        "packed counted sinks",
+    ),
+    "sinks times the scale": (
+        "sinks",
+        of_sinks(lambda call: call.sinks * call.scale),
+        "packed counted sinks, scale 0.3",
+    ),
+    "sinks of other heads": ("sinks", of_sinks(lambda call: call.sinks.flip(0)), "packed counted sinks"),
+    "sinks in the output alone": (
+        "sinks",
+        {"forward": lambda *given: (MATH.forward(*given)[0], without("sinks")["forward"](*given)[1])},
+        "packed counted sinks",
+    ),
+    "sinks of an earlier call": ("sinks", {"specialize": KeepingSinks()}, "packed counted sinks, window"),
     "no dropout": ("dropout", called_with(dropout=lambda call: 0.0), "dropout"),
     "half the dropout": ("dropout", called_with(dropout=half_dropped), "dropout"),
     "no window with dropout": ("window", no_window_with_dropout(), "dropout, window"),
@@ -333,11 +373,10 @@ RESULTS = {
 
 def outcomes(kernels, texts, seed=0):
     """Yield what came of the checks with these texts in their names; most kernels are those of `math`."""
-    everything = math_backend.EVERYTHING
     backend = Backend(
         name="mutant",
-        forward=everything,
-        backward=everything,
+        forward=EVERYTHING,
+        backward=EVERYTHING,
         load=lambda: MATH._replace(**kernels),
         version=lambda: "1.0",
     )

@@ -1,5 +1,7 @@
 """Promises of `attnreg.varlen_attn` about sinks: one more score for each head, without a value."""
 
+import dataclasses
+
 import pytest
 import torch
 from support import truth
@@ -227,10 +229,22 @@ def test_dropout_and_sinks_go_together(packed, python_routers):
         truth.assert_near(one, other.double(), torch.float32)
 
 
-def test_explain_says_what_it_says_without_them(packed, fake):
-    with attnreg.register_backend(fake("mine", grad_lse=False).backend):
-        found = attnreg.explain(*packed(LENGTHS_Q, LENGTHS_K), sinks=SINKS)
-    assert (found.backend, found.backward.backend) == ("mine", "mine")
+@pytest.mark.parametrize("counts", [True, False])
+def test_explain_decides_as_without_them_and_says_what_counts_them(packed, fake, counts):
+    mine = fake("mine", grad_lse=False, sinks=counts, backward=False).backend
+    with attnreg.register_backend(fake("other").backend), attnreg.register_backend(mine):
+        given = packed(LENGTHS_Q, LENGTHS_K, grad=False)
+        found, plain = (attnreg.explain(*given, sinks=sinks) for sinks in (SINKS, None))
+        both = attnreg.explain(dataclasses.replace(plain.spec, sinks=True, needs_backward=True))
+    assert found.backend == plain.backend == "mine"
+    assert (both.backend, both.backward.backend) == ("mine", "other")
+    assert " · sinks" in str(found) and "sinks" not in str(plain)
+    by_kernel = "forward on mine: sinks counted by the kernel, where every row is known to see a key"
+    rescaled = "forward on mine: results are rescaled for the sinks"
+    said = [note for note in found.notes if "sinks" in note]
+    assert said == [by_kernel if counts else rescaled]
+    said.append("backward on other: results are rescaled for the sinks")
+    assert [note for note in both.notes if "sinks" in note] == said
 
 
 @pytest.mark.parametrize(

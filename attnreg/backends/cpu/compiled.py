@@ -127,7 +127,7 @@ class Compiled(NamedTuple):
         def forward(*given: Any) -> tuple[Tensor, Tensor]:
             return (self.forward if _takes_forward(*given) else kernels.forward)(*given)
 
-        def backward(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        def backward(*given: Any) -> tuple[Tensor, ...]:
             return (self.backward if _takes_backward(*given) else rest)(*given)
 
         def specialize(

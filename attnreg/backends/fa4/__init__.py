@@ -12,7 +12,7 @@ from typing import Any
 
 from attnreg.backends.fa4 import compiled_kinds
 from attnreg.backends.fa4.adapter import load
-from attnreg.backends.fa4.package import installed, unavailable
+from attnreg.backends.fa4.package import TESTED_RELEASES, installed, unavailable
 from attnreg.contract.backend import Backend
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.contract.spec import AttentionSpec
@@ -55,7 +55,7 @@ _BOTH: dict[str, Any] = {
     "head_dim": Range(8, 256, 8),
     "head_dim_v": Range(8, 256, 8),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "num_splits"), True),
-    **dict.fromkeys(("softcap", "grad_lse", "deterministic", "batch_invariant", "capture"), True),
+    **dict.fromkeys(("softcap", "grad_lse", "sinks", "deterministic", "batch_invariant", "capture"), True),
 }
 FORWARD = _Forward(**_BOTH, page_size=Range(16, 256, 16))
 BACKWARD = _Backward(**_BOTH)
@@ -82,10 +82,25 @@ def _in_both(spec: AttentionSpec) -> Iterator[str]:
     if major == 9 and dims[1] > dims[0]:
         yield f"head_dim of the value must be at most the query's, {dims[0]}, got {dims[1]}"
 
+    if spec.sinks:
+        yield from _with_sinks(spec)
+
     # With 4.0.0b36 on an H200 tests/gpu/test_gpu_batch_invariant.py found the same bits; it tries no others.
     tried = major == 9 and not spec.seqused_k and spec.page_size is None and not spec.softcap
     if spec.batch_invariant and not tried:
         yield "batch-invariant only on compute capability 9.0, without seqused_k, block_table and softcap"
+
+
+def _with_sinks(spec: AttentionSpec) -> Iterator[str]:
+    """Yield why the package doesn't count sinks of such a call: attnreg does then, after its kernel."""
+    if not spec.device.simulated and installed() not in TESTED_RELEASES:
+        yield f"sinks must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
+    if _major(spec) == 12:
+        yield "sinks must be None on sm_12x: no gradient of them"
+    if _major(spec) in (10, 11) and spec.head_dim == 256:
+        yield "sinks must be None with head_dim 256 on sm_10x and sm_11x: no gradient of them"
+    if spec.softcap:
+        yield f"sinks must be None with a softcap, which no test has tried, got {spec.softcap}"
 
 
 def _pages(spec: AttentionSpec) -> Iterator[str]:

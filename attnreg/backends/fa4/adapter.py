@@ -1,6 +1,6 @@
 """FA4's forward and backward: the contract's calls mapped to those of flash-attn-4.
 
-Layouts, LSE and masks are the contract's already. Three things have to be put right: an open side of a
+Layouts, LSE, sinks and masks are the contract's already. Three things have to be put right: an open side of a
 window is None there; rows past the last offset are never written; rows of no sequence have to be finite
 (`contract.offsets`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
 once it has reported that there are none, a batch costs nothing more. A NaN within one sequence of a packed
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.fa4 import compiled_kinds
-from attnreg.backends.fa4.package import PackageCall, functions, quiet, release, release_is_tested
+from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.backends.fa4.recording import Description, describe
 from attnreg.backends.fa4.replay import Replays
 from attnreg.contract.backend import Call, Kernels
@@ -61,7 +61,7 @@ class _Adapter(NamedTuple):
         recipe = self.replays.find(description)
         if recipe is not None and _none_unused(query, key, call):
             with _current(query.device):
-                out, lse = recipe.replay(*inputs, *_offsets(call).values())
+                out, lse = recipe.replay(*inputs, *_further(call).values())
             return out, lse
         if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
@@ -77,7 +77,7 @@ class _Adapter(NamedTuple):
             (value,) = _blanked(unused_keys, options["out"], value)
         if call.block_table is not None:
             options["page_table"] = call.block_table
-        tensors = {"q": query, "k": key, "v": value} | _offsets(call)
+        tensors = {"q": query, "k": key, "v": value} | _further(call)
         package_call = PackageCall("forward", self.run_forward, tensors, options)
         out, lse = _run(package_call, call, self.replays, description)
         return out, lse
@@ -91,18 +91,17 @@ class _Adapter(NamedTuple):
         out: Tensor,
         lse: Tensor,
         call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value. See `Kernels`."""
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value, and of sinks if there are some. See `Kernels`."""
         lse = lse.contiguous()  # another backend's forward may give it other strides
         inputs = grad_out, query, key, value, out, lse
         description = describe(call, *inputs)
         recipe = self.replays.find(description)
         if recipe is not None and _none_unused(query, key, call):
             with _current(query.device):
-                grad_q, grad_k, grad_v = recipe.replay(*inputs, *_offsets(call).values())
-            return grad_q, grad_k, grad_v
+                return recipe.replay(*inputs, *_further(call).values())
         if query.numel() == 0 or key.numel() == 0:
-            return _zeros(query), _zeros(key), _zeros(value)
+            return tuple(_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
         call = _with_dense_integers(call)
         options = _options(call, call.softcap) | {"deterministic": call.repeatable}
         if call.grad_lse is not None:
@@ -115,9 +114,8 @@ class _Adapter(NamedTuple):
             query, grad_out = _blanked(unused_queries, options["dq"], query, grad_out)
             key, value = _blanked(unused_keys, options["dk"], key, value)
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
-        package_call = PackageCall("backward", self.run_backward, tensors | _offsets(call), options)
-        grad_q, grad_k, grad_v = _run(package_call, call, self.replays, description)
-        return grad_q, grad_k, grad_v
+        package_call = PackageCall("backward", self.run_backward, tensors | _further(call), options)
+        return _run(package_call, call, self.replays, description)
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
         """Return the replay of such a call once its recipe is confirmed. See `contract.launchers`."""
@@ -144,10 +142,10 @@ def _options(call: Call, softcap: float | None) -> dict[str, Any]:
     }
 
 
-def _offsets(call: Call) -> dict[str, Tensor]:
-    """Return the offsets that a call has: both, those of the queries with pages, or none."""
-    offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
-    return {name: x for name, x in offsets.items() if x is not None}
+def _further(call: Call) -> dict[str, Tensor]:
+    """Return the sinks that a call has, and its offsets: both, those of the queries with pages, or none."""
+    tensors = {SINKS: call.sinks, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    return {name: x for name, x in tensors.items() if x is not None}
 
 
 def _with_dense_integers(call: Call) -> Call:
@@ -167,8 +165,9 @@ def _run(
     direction, _, tensors, _ = package_call
     query = tensors["q"]
     kind = compiled_kinds.kind_of(direction, query, tensors["k"], tensors["v"], call)
-    # The limits see the kind only: a spec doesn't say which tensors are expanded.
-    exact = (kind, compiled_kinds.repeated_dims(*tensors.values()))
+    # The limits see the kind only: a spec doesn't say which tensors are expanded, nor the dtype of sinks.
+    sinks = None if call.sinks is None else call.sinks.dtype
+    exact = (kind, sinks, compiled_kinds.repeated_dims(*tensors.values()))
     new, capturing = exact not in compiled_kinds.have_run, _capturing(query)
     if new and capturing:
         raise UnsupportedInputError(

@@ -30,7 +30,7 @@ def kind_of(direction: str, query: Tensor, key: Tensor, value: Tensor, call: Cal
     tensors = query.device.index, query.dtype, query.shape[-1], value.shape[-1], group
     page_size = None if call.block_table is None else key.shape[1]
     packed = None if offsets is None else len(offsets) - 1
-    given = call.seqused_k is not None, call.grad_lse is not None
+    given = call.seqused_k is not None, call.grad_lse is not None, call.sinks is not None
     return _kind(direction, call, tensors, given, page_size, packed)
 
 
@@ -39,7 +39,7 @@ def kind_of_spec(direction: str, spec: AttentionSpec) -> Kind:
     dtype, group = getattr(torch, spec.dtype), spec.heads_q // spec.heads_k
     tensors = spec.device.index, dtype, spec.head_dim, spec.head_dim_v, group
     packed = spec.batch if spec.varlen else None
-    given = spec.seqused_k, spec.grad_lse
+    given = spec.seqused_k, spec.grad_lse, spec.sinks
     return _kind(direction, spec, tensors, given, spec.page_size, packed)
 
 
@@ -55,7 +55,7 @@ def _kind(
     direction: str,
     call: Call | AttentionSpec,
     tensors: tuple[Any, ...],
-    given: tuple[bool, bool],
+    given: tuple[bool, ...],
     page_size: int | None,
     packed: int | None,
 ) -> Kind:

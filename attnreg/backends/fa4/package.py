@@ -42,8 +42,11 @@ KEYWORDS = {
 }
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-# How many results of each direction are used; further ones differ from release to release.
+# How many results of each direction are used, without sinks; further ones differ from release to release.
 RESULTS = {"forward": 2, "backward": 3}
+# The keyword of sinks, with which a backward has a fourth result. Not all of `KNOWN` have it in both
+# directions, so only those of `TESTED_RELEASES` are given sinks.
+SINKS = "learnable_sink"
 
 SWITCH, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -56,8 +59,8 @@ class PackageCall(NamedTuple):
     Attributes:
         direction: forward or backward.
         function: the package's.
-        tensors: the contract's tensors by the package's keywords, in the contract's order, followed by both
-            `cu_seqlens` of a packed call.
+        tensors: the contract's tensors by the package's keywords, in the contract's order, followed by sinks
+            if there are some, and by both `cu_seqlens` of a packed call.
         options: the other keywords.
     """
 
@@ -73,7 +76,7 @@ class PackageCall(NamedTuple):
             BackendUnavailableError: the package returned something else.
         """
         results = self.function(**self.tensors, **self.options)
-        count = RESULTS[self.direction]
+        count = RESULTS[self.direction] + (self.direction == "backward" and SINKS in self.tensors)
         used = results[:count] if isinstance(results, tuple) else ()
         if len(used) == count and all(isinstance(one, torch.Tensor) for one in used):
             return used
@@ -88,9 +91,15 @@ class PackageCall(NamedTuple):
 def installed() -> str | None:
     """Return the version of the package; None where it isn't installed."""
     try:
-        return version(PACKAGE)
+        return _version_by(version)
     except PackageNotFoundError:
         return None
+
+
+# That takes a millisecond, and what is there is asked each time that a plan is made for a call with sinks.
+@functools.cache
+def _version_by(ask: Callable[[str], str]) -> str:
+    return ask(PACKAGE)
 
 
 def release() -> str:

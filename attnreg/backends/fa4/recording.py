@@ -65,7 +65,7 @@ def describe(call: Call, *tensors: Tensor) -> Description | None:
         addresses = cu_seqlens_q.data_ptr() | cu_seqlens_k.data_ptr()
         # If both are one tensor, a recording can't tell which of the two a launch was given.
         description += (len(cu_seqlens_q), len(cu_seqlens_k), cu_seqlens_q is cu_seqlens_k)
-    for x in tensors:
+    for x in tensors if call.sinks is None else (*tensors, call.sinks):
         addresses |= x.data_ptr()
         description += (x.shape, x.stride(), x.dtype)
     return None if addresses & 15 else tuple(description)

@@ -186,8 +186,8 @@ def _compared(recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) ->
             if call.options[f"max_seqlen_{side}"] > 1:
                 conclusive &= ~half.used.all()  # sequences of one token are their own half
     copies = _copies(recipe, tensors, halves)
-    # Keys and values take the side of the keys, as do their gradients.
-    sides = ("q", "q") if call.direction == "forward" else ("q", "k", "k")
+    # Keys and values take the side of the keys, as do their gradients; that of sinks has no rows.
+    sides = ("q", "q") if call.direction == "forward" else ("q", "k", "k", "")
     if halves:
         # Same shapes, strides and longest lengths: nothing is compiled. The caller owns the compile lock.
         expected = call._replace(tensors=copies)()
@@ -196,7 +196,10 @@ def _compared(recipe: Recipe, call: PackageCall, results: tuple[Tensor, ...]) ->
     got = recipe.launch(_spoilt_slots(recipe, tuple(copies.values())))
     if halves:
         got, expected = (
-            tuple(_without_unused(x, halves[side].used) for x, side in zip(given, sides, strict=True))
+            tuple(
+                _without_unused(x, halves[side].used) if side else x
+                for x, side in zip(given, sides, strict=False)
+            )
             for given in (got, expected)
         )
     return _verdict(got, expected, conclusive)
@@ -221,6 +224,8 @@ def _copies(recipe: Recipe, tensors: dict[str, Tensor], halves: dict[str, _Halve
 
 def _rearranged(x: Tensor, dims: int, half: _Halves | None) -> Tensor:
     """Return a tensor, or the halves of its sequences, with heads and head dims in reverse order."""
+    if x.dim() == 1:  # sinks, or their gradient of a dense call; sinks may be all the same
+        return x.flip(0) if half is None else x.flip(0) - 1.0
     is_lse = x.dim() < dims  # (B, H, S) and (H, T); the others are (B, S, H, D) and (T, H, D)
     x = x.flip(-2) if is_lse else x.flip(-2, -1)
     return x if half is None else x.index_select(-1 if is_lse else -3, half.rows)

@@ -53,6 +53,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
   Tallies tallies;
   Object decline_reason;  // counts an error, and returns None unless the backend declines the call with it
   bool is_final = true;
+  bool counts_sinks = false;             // whether the launcher is given sinks; if not, results are rescaled
   bool needs_offsets = false;            // only with offsets of which it is known that every row sees a key
   std::vector<c10::IValue> auxiliary{};  // what an aten op returns behind the kernel's results: numbers and models
   mutable std::atomic<uint32_t> uses{0};

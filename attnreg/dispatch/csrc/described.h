@@ -101,7 +101,7 @@ inline void read_address_launcher(PyObject* described, Entry& entry) {
   entry.addresses = std::move(found);
 }
 
-// Keep what Python has returned for a call with this key; `schema` is the op's, null for `varlen_attn`.
+// Keep what Python has returned for a call with this key and so many tensors, sinks aside; `schema` is the op's, null for `varlen_attn`.
 inline void keep_described(
     const Key& key, uint64_t generation, PyObject* described, size_t tensors, const c10::FunctionSchema* schema) {
   if (!PyTuple_Check(described)) {
@@ -113,18 +113,19 @@ inline void keep_described(
   }
   PyObject *launcher = nullptr, *counters = nullptr, *decline_reason = nullptr;
   PyObject *auxiliary = nullptr, *offsets = nullptr;
-  int is_final = 0;
-  if (!PyArg_ParseTuple(described, "OO!OpO!O", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
-                        &PyTuple_Type, &auxiliary, &offsets)) {
+  int is_final = 0, counts_sinks = 0;
+  if (!PyArg_ParseTuple(described, "OO!OpO!Op", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
+                        &PyTuple_Type, &auxiliary, &offsets, &counts_sinks)) {
     throw_error_of_python();
   }
   auto entry = std::make_shared<Entry>();
   entry->tallies = tallies_of(counters);
   entry->decline_reason = held(decline_reason);
   entry->is_final = is_final != 0;
+  entry->counts_sinks = counts_sinks != 0;
   if (PyTuple_Check(launcher)) {
     if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(launcher, 0), "op") == 0) {
-      read_op_launcher(launcher, tensors, *entry);
+      read_op_launcher(launcher, tensors + counts_sinks, *entry);
     } else {
       read_address_launcher(launcher, *entry);
     }

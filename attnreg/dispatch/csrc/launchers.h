@@ -168,13 +168,15 @@ inline std::optional<Tensors> derive(
   return tensors;
 }
 
+constexpr size_t kLse = 5;  // its place among the tensors of a backward
+
 // Run a kernel on addresses; false if it can't run any more. Offsets come last, if it reads any.
 inline bool launch(const AddressLauncher& launcher, Tensors given, Tensors& results) {
   const size_t count = given.size() - (launcher.derive ? 2 : 0);
   const auto device = given[0].device();
   const c10::Stream stream = stream_of(given[0]);
   if (launcher.lse_strides) {
-    given[count - 1] = with_strides(given[count - 1], *launcher.lse_strides);
+    given[kLse] = with_strides(given[kLse], *launcher.lse_strides);
   }
   for (const Allocation& one : launcher.results) {
     results.push_back(at::empty_strided(one.sizes, one.strides, at::TensorOptions().dtype(one.dtype).device(device)));

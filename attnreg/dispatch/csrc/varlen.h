@@ -42,11 +42,12 @@ inline void record(
   node->saved[7] = torch::autograd::SavedVariable(sinks, false);
 }
 
-// Have Python run a forward by its plan; the caller owns the interpreter's lock.
+// Have Python run a forward by its plan, and count sinks unless they are None; the caller owns the interpreter's lock.
 inline Tensors planned_forward(
-    PyObject* const* arguments, bool needs_gradient, const Key& key, uint64_t generation, bool& known) {
+    PyObject* const* arguments, bool needs_gradient, PyObject* sinks, const Key& key, uint64_t generation, bool& known) {
   std::vector<PyObject*> given(arguments, arguments + 12);
   given.push_back(needs_gradient ? Py_True : Py_False);
+  given.push_back(sinks);
   const Object returned = owned(PyObject_Vectorcall(plan_forward, given.data(), given.size(), nullptr));
   PyObject *out = nullptr, *lse = nullptr, *described = nullptr;
   if (!returned || !PyArg_ParseTuple(returned.get(), "OOO", &out, &lse, &described)) {
@@ -89,27 +90,33 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   }
   const bool needs_gradient =
       c10::GradMode::is_enabled() && (tensors[0].requires_grad() || tensors[1].requires_grad() || tensors[2].requires_grad());
+  // A kernel isn't given sinks where the program gets the LSE: see `varlen.sinks`.
+  const bool returns_lse = arguments[12] == Py_True;
+  const at::Tensor to_count = returns_lse ? at::Tensor() : sinks;
   bool known = false;
   {
     RECORD_FUNCTION("attnreg::varlen_attn", std::vector<c10::IValue>({tensors[0], tensors[1], tensors[2]}));
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Key key = varlen_key(kVarlenForward, call, tensors);
+    const Key key = varlen_key(kVarlenForward, call, tensors, to_count);
     const LookedUp found = look_up(key);
-    bool done = false;
+    bool done = false, counted = false;
     if (found.entry) {
       const WithoutGil without;
-      done = run_varlen(key, found, tensors, 0, false, results);
+      done = run_varlen(key, found, tensors, 0, false, to_count, results);
       known = done && found.entry->needs_offsets;
+      counted = done && found.entry->counts_sinks;
     }
     if (!done) {
-      results = planned_forward(arguments, needs_gradient, key, found.generation, known);
+      PyObject* given = to_count.defined() ? arguments[13] : Py_None;
+      results = planned_forward(arguments, needs_gradient, given, key, found.generation, known);
+      counted = to_count.defined();
     }
-    if (sinks.defined()) {
+    if (sinks.defined() && !counted) {
       results = results_with_sinks(results, sinks);
     }
   }
   if (needs_gradient || (c10::GradMode::is_enabled() && sinks.defined() && sinks.requires_grad())) {
-    record(tensors, sinks, call, known, arguments[12] == Py_True, results);
+    record(tensors, sinks, call, known, returns_lse, results);
   }
   const Object out = owned(THPVariable_Wrap(results[0])), lse = owned(THPVariable_Wrap(results[1]));
   return out && lse ? PyTuple_Pack(2, out.get(), lse.get()) : nullptr;

@@ -71,12 +71,14 @@ struct VarlenBackward final : public torch::autograd::Node {
     torch::autograd::variable_list results(4);
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      if (should_compute_output(3)) {
-        results[3] = of_sinks(tensors[0], tensors[4], tensors[5], sinks, grad_lse);
-      }
       if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2)) {
-        Tensors found = gradients(tensors, grad_lse.defined() ? as_memory(grad_lse) : grad_lse);
+        const bool to_count = should_compute_output(3) && !grad_lse.defined();
+        Tensors found = gradients(
+            tensors, grad_lse.defined() ? as_memory(grad_lse) : grad_lse, to_count ? sinks : at::Tensor());
         std::move(found.begin(), found.end(), results.begin());
+      }
+      if (should_compute_output(3) && !results[3].defined()) {
+        results[3] = of_sinks(tensors[0], tensors[4], tensors[5], sinks, grad_lse);
       }
     }
     if (c10::GradMode::is_enabled()) {
@@ -174,18 +176,20 @@ struct VarlenBackward final : public torch::autograd::Node {
     return THPVariable_Unpack(call_python(grad_of_sinks, given).get());
   }
 
-  Tensors gradients(const Tensors& tensors, const at::Tensor& grad_lse) const {
+  // Three gradients; that of `sinks` comes fourth unless the caller is to compute it.
+  Tensors gradients(const Tensors& tensors, const at::Tensor& grad_lse, const at::Tensor& sinks) const {
     const bool use_cache = !grad_lse.defined() && enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
-    const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors) : Key{};
+    const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors, sinks) : Key{};
     const LookedUp found = look_up(key);
     Tensors results;
-    if (!run_varlen(key, found, tensors, 1, known, results)) {
-      results = planned(key, found.generation, tensors, grad_lse);
+    if (!run_varlen(key, found, tensors, 1, known, sinks, results)) {
+      results = planned(key, found.generation, tensors, grad_lse, sinks);
     }
     return results;
   }
 
-  Tensors planned(const Key& key, uint64_t generation, const Tensors& tensors, const at::Tensor& grad_lse) const {
+  Tensors planned(
+      const Key& key, uint64_t generation, const Tensors& tensors, const at::Tensor& grad_lse, const at::Tensor& sinks) const {
     const WithGil gil;
     std::vector<Object> given;
     for (const at::Tensor& one : tensors) {
@@ -198,14 +202,20 @@ struct VarlenBackward final : public torch::autograd::Node {
     given.push_back(owned(Py_BuildValue("(LL)", static_cast<long long>(call.left), static_cast<long long>(call.right))));
     given.push_back(call.scale ? owned(PyFloat_FromDouble(*call.scale)) : (Py_INCREF(Py_None), owned(Py_None)));
     given.push_back(owned(PyLong_FromLongLong(call.choice)));
-    given.push_back(owned(grad_lse.defined() ? THPVariable_Wrap(grad_lse) : Py_NewRef(Py_None)));
+    for (const at::Tensor& one : {grad_lse, sinks}) {
+      given.push_back(owned(THPVariable_Wrap(one)));  // None for one that is undefined
+    }
     const Object returned = call_python(plan_backward, given);
-    PyObject *one = nullptr, *two = nullptr, *three = nullptr, *described = nullptr;
-    if (!PyArg_ParseTuple(returned.get(), "OOOO", &one, &two, &three, &described)) {
+    PyObject *gradients = nullptr, *described = nullptr;
+    if (!PyArg_ParseTuple(returned.get(), "O!O", &PyTuple_Type, &gradients, &described)) {
       throw_error_of_python();
     }
     keep_described(key, generation, described, tensors.size(), nullptr);
-    return {THPVariable_Unpack(one), THPVariable_Unpack(two), THPVariable_Unpack(three)};
+    Tensors found;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(gradients); i++) {
+      found.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(gradients, i)));
+    }
+    return found;
   }
 
   // Gradients of gradients aren't computed: asking for them is an error, as with torch's own kernels.

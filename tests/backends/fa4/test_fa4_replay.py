@@ -139,10 +139,11 @@ OTHER = {
     "dropout": 0.5,
     "softcap": 20.0,
     "grad_lse": torch.ones(4, 64),
+    "sinks": torch.ones(4),
     "cu_seqlens_q": ENDS,
     "cu_seqlens_k": ENDS,
 }
-DESCRIBED = ("scale", "max_q", "max_k", "window", "deterministic", "batch_invariant")
+DESCRIBED = ("scale", "max_q", "max_k", "window", "deterministic", "batch_invariant", "sinks")
 
 
 def test_a_description_holds_each_field_of_a_call_or_there_is_none():
