@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa4 import compiled_kinds
+from attnreg.backends.fa4 import compiled_kinds, softcap
 from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.backends.fa4.recording import Description, describe
 from attnreg.backends.fa4.replay import Replays
@@ -67,7 +67,7 @@ class _Adapter(NamedTuple):
             return empty_results(query, value, call)
         call = _with_dense_integers(call)
         # 0 would let the package choose, and fail on Hopper where it chooses more than one.
-        options = _options(call, call.softcap or None) | {"num_splits": 1, "return_lse": True}
+        options = self._options("forward", query, call) | {"num_splits": 1, "return_lse": True}
         if not _none_unused(query, key, call):
             description = None
             # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
@@ -103,7 +103,7 @@ class _Adapter(NamedTuple):
         if query.numel() == 0 or key.numel() == 0:
             return tuple(_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
         call = _with_dense_integers(call)
-        options = _options(call, call.softcap) | {"deterministic": call.repeatable}
+        options = self._options("backward", query, call) | {"deterministic": call.repeatable}
         if call.grad_lse is not None:
             options["dlse"] = call.grad_lse.float().contiguous()
         if not _none_unused(query, key, call):
@@ -124,15 +124,19 @@ class _Adapter(NamedTuple):
         recipe = self.replays.find(describe(call, *tensors))
         return None if recipe is None else recipe.replay
 
+    def _options(self, direction: Direction, query: Tensor, call: Call) -> dict[str, Any]:
+        """Return the keywords of a function that its tensors don't decide."""
+        multiplies = call.softcap > 0.0 and self.replays.tested_release and softcap.fits(query)
+        return _options(call) | softcap.options(direction, call.softcap, multiplies)
 
-def _options(call: Call, softcap: float | None) -> dict[str, Any]:
-    """Return the keywords of both functions; to turn softcap off, one takes None and the other 0.0."""
+
+def _options(call: Call) -> dict[str, Any]:
+    """Return the keywords of both functions."""
     left, right = call.window
     # The package takes a negative bound literally; only None is an open side.
     causal = left < 0 and right == 0
     return {
         "softmax_scale": call.scale,
-        "softcap": softcap,
         "causal": causal,
         "window_size_left": left if left >= 0 else None,
         "window_size_right": right if right >= 0 and not causal else None,

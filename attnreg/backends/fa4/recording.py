@@ -49,12 +49,11 @@ def describe(call: Call, *tensors: Tensor) -> Description | None:
         or call.attn_bias is not None
         or call.alibi_slopes is not None
         or call.dropout
-        or call.softcap
         or call.grad_lse is not None
         or tensors[0].numel() * call.max_k > LARGEST
     ):
         return None
-    description = [call.scale, call.max_q, call.max_k, call.window, call.repeatable]
+    description = [call.scale, call.max_q, call.max_k, call.window, call.softcap, call.repeatable]
     description.append(tensors[0].get_device())
     addresses = 0
     if cu_seqlens_q is not None or cu_seqlens_k is not None:

@@ -65,7 +65,7 @@ class Replays:
     """
 
     def __init__(self, tested_release: bool) -> None:
-        self._tested_release = tested_release
+        self.tested_release = tested_release
         self._entries: dict[Description, _Entry] = {}
 
     def find(self, description: Description | None) -> Recipe | None:
@@ -83,7 +83,7 @@ class Replays:
         """Whether such a call has run before, of a release that may be replayed; notes that it has now."""
         if description in self._entries:
             return True
-        if self._tested_release:
+        if self.tested_release:
             if len(self._entries) >= MOST:
                 self._entries.clear()
             self._entries[description] = _Entry()

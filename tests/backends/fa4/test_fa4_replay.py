@@ -143,7 +143,7 @@ OTHER = {
     "cu_seqlens_q": ENDS,
     "cu_seqlens_k": ENDS,
 }
-DESCRIBED = ("scale", "max_q", "max_k", "window", "deterministic", "batch_invariant", "sinks")
+DESCRIBED = ("scale", "max_q", "max_k", "window", "softcap", "deterministic", "batch_invariant", "sinks")
 
 
 def test_a_description_holds_each_field_of_a_call_or_there_is_none():
