@@ -89,17 +89,18 @@ def sinks_of_package(monkeypatch):
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32
 # What the package has other code for: heads that share keys are packed into one tile, masks, dtypes of sinks.
+# Many heads, as the gradient has a number for each: of a few the largest error may be small by chance.
 # Heads, window, head dim, dtype of the query, dtype of sinks.
 COUNTED = [
-    ((4, 4), (-1, -1), 64, BF16, BF16),
-    ((4, 4), (-1, 0), 64, BF16, WIDE),
-    ((4, 4), (40, 0), 64, HALF, HALF),
-    ((8, 2), (-1, -1), 64, BF16, WIDE),
-    ((8, 2), (-1, 0), 64, BF16, BF16),
-    ((8, 1), (40, 0), 64, BF16, HALF),
-    ((6, 2), (-1, 0), 128, BF16, BF16),
-    ((8, 1), (128, 0), 128, HALF, WIDE),
-    ((4, 4), (-1, 0), 256, BF16, BF16),
+    ((16, 16), (-1, -1), 64, BF16, BF16),
+    ((16, 16), (-1, 0), 64, BF16, WIDE),
+    ((16, 16), (40, 0), 64, HALF, HALF),
+    ((16, 4), (-1, -1), 64, BF16, WIDE),
+    ((16, 4), (-1, 0), 64, BF16, BF16),
+    ((16, 1), (40, 0), 64, BF16, HALF),
+    ((18, 6), (-1, 0), 128, BF16, BF16),
+    ((16, 1), (128, 0), 128, HALF, WIDE),
+    ((16, 16), (-1, 0), 256, BF16, BF16),
 ]
 
 
@@ -143,7 +144,8 @@ def test_fa4_with_a_sink_far_above_all_scores_gives_zeros_and_no_gradient(named,
         out = attnreg.varlen_attn(*given, sinks=finite, backend=named)
         assert not torch.autograd.grad(out.sum(), finite)[0].any()
         ways = sinks_of_package()
-    assert sum(has for direction, has, _ in ways if direction == "forward") == 2
+    # More where a recording was compared, too.
+    assert sum(has for direction, has, _ in ways if direction == "forward") >= 2
 
 
 @pytest.mark.only_for("FA4")
