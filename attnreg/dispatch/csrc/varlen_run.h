@@ -33,7 +33,7 @@ inline void check_results(const Tensors& tensors, size_t query, const Tensors& r
   const bool is_forward = query == 0;
   const size_t expected = is_forward ? 2 : 3;
   TORCH_CHECK(results.size() == expected, "attnreg: a launcher breaks the contract: got ", results.size(),
-              is_forward ? " results" : " gradients");
+              is_forward ? " results" : " gradients", ", expected ", expected);
   if (is_forward) {
     const at::Tensor& q = tensors[0];
     check_result(results[0], {q.size(0), q.size(1), tensors[2].size(2)}, q.scalar_type(), "the output");
