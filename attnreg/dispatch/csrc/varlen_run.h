@@ -15,9 +15,11 @@ namespace attnreg {
 constexpr int64_t kVarlenForward = -1, kVarlenBackward = -2;
 
 inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors) {
-  std::vector<c10::IValue> arguments(tensors.begin(), tensors.end());
-  call.append_to(arguments);
   const size_t count = tensors.size();
+  std::vector<c10::IValue> arguments;
+  arguments.reserve(count + 8);  // those of `append_to` and the one below: allocated once
+  arguments.assign(tensors.begin(), tensors.end());
+  call.append_to(arguments);
   arguments.emplace_back(tensors[count - 2].is_same(tensors[count - 1]));
   return key_of(site, call.choice, arguments, count, site == kVarlenForward ? 0 : 1);
 }
