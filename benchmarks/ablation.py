@@ -3,10 +3,11 @@
     python benchmarks/ablation.py [--tokens N] [--rounds N] [--json FILE]
 
 A call of `F.scaled_dot_product_attention` and one of `varlen_attn`: 2 sequences of 128 tokens, 8 heads of 64,
-in bfloat16 led by FA2, FA4 and cuDNN on a GPU, else in float32 led by `cpu` on one thread, where `--tokens 8`
-leaves little but the host's work. Forward without and with gradient, and forward + backward: wall time of a
-few calls without waiting for the device. All rows are of one process and take turns; the first two are the
-same, and what they differ by is noise. `docs/fast-path.md` says what each mechanism is.
+in bfloat16 led by FA2, FA4 and cuDNN on a GPU, else in float32 on one thread, by `cpu` and by kernels that do
+nothing: `--tokens 8` leaves little but the host's work. Forward without and with gradient, and forward +
+backward, without waiting for the device: wall time of a few calls, on a CPU the thread's CPU time. All rows
+are of one process and take turns; the first two are the same, and what they differ by is noise.
+`docs/fast-path.md` says what each mechanism is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import importlib
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -25,13 +27,15 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg import _registry
+from attnreg import _registry, aten
 from attnreg.bench.report import save, show, show_machine
 from attnreg.contract import offsets
+from attnreg.contract.backend import Backend, Call, Kernels
+from attnreg.contract.capabilities import Capabilities
 from attnreg.contract.launchers import AddressLauncher, OpLauncher
 from attnreg.dispatch import call_cache
 from attnreg.measure import Case, inputs
-from attnreg.measure.timing import interleaved, timer_for
+from attnreg.measure.timing import interleaved, per_call, timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,6 +78,64 @@ def compared_at_every_call() -> Iterator[None]:
         module.trust_offsets(before)
 
 
+@contextlib.contextmanager
+def views_in_python() -> Iterator[None]:
+    """Have launchers given the tensors of SDPA's ops: Python makes views of these, and of results."""
+
+    def with_views(launcher: Any) -> Any:
+        def run(*tensors: Tensor) -> Any:
+            if tensors[0].dim() != 4:
+                return launcher(*tensors)
+            return tuple(x.transpose(1, 2) for x in launcher(*(x.transpose(1, 2) for x in tensors)))
+
+        return run
+
+    original = call_cache.described
+
+    def described(kept: Any) -> Any:
+        if isinstance(kept, call_cache.Kept) and kept.launcher is not None:
+            kept = kept._replace(launcher=with_views(kept.launcher))
+        return original(kept)
+
+    plain = {"bhsd": False, "lse_bsh": False, "gradients_bshd": False}
+    routes = [route._replace(layout=route.layout._replace(**plain)) for route in aten.ROUTES]
+    aten.restore()
+    aten.ensure(tuple(routes))
+    with mock.patch.object(call_cache, "described", described):
+        yield
+    aten.restore()
+    aten.ensure()
+
+
+@contextlib.contextmanager
+def gradients_in_python() -> Iterator[None]:
+    """Have Python connect packed calls to autograd; what is connected so isn't kept."""
+    module = call_cache.load()
+
+    def varlen(*given: Any) -> Any:
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given[:3])
+        return None if needs_gradient else module.varlen(*given)
+
+    with mock.patch.object(call_cache, "active", SimpleNamespace(varlen=varlen)):
+        yield
+
+
+def nothing() -> Backend:
+    """Return a backend of kernels that do nothing, whose launchers are functions of Python's."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        *rows, heads, _ = q.shape
+        shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
+        return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
+
+    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, given[:3]))
+
+    limits = Capabilities(devices=("cpu",), dtypes=("float32",), varlen=True)
+    kernels = Kernels(forward, backward)  # type: ignore[arg-type]
+    return Backend(name="nothing", forward=limits, backward=limits, load=lambda: kernels)
+
+
 def mechanisms(gpu: bool) -> dict[str, Context]:
     """Return the rows: a name and the context in which a mechanism is off."""
     found: dict[str, Context] = {
@@ -82,8 +144,11 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
         "call cache": call_cache.paused,
         "launchers of backends": replaced(call_cache, "_specialized", lambda *_: None),
         "launchers in C++": described_as_function(OpLauncher, AddressLauncher),
+        "autograd node in C++": gradients_in_python,
     }
-    if gpu:
+    if not gpu:
+        found["views in C++"] = views_in_python
+    else:
         found["torch's op in C++"] = described_as_function(OpLauncher)
         found["kernels on addresses in C++"] = described_as_function(AddressLauncher)
         found["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
@@ -136,6 +201,8 @@ def measured(call: Callable[[], object], context: Context, device: torch.device)
             if number % 4 == 3 and device.type == "cuda":
                 torch.cuda.synchronize(device)  # read-backs that launchers wait for have arrived
                 time.sleep(0.001)
+        if device.type == "cpu":  # with one thread: other programs don't add to its time
+            return per_call(call, CALLS, time.thread_time) * 1e6
         return timer_for(device).host(call, CALLS) * 1e6
 
 
@@ -153,8 +220,8 @@ def main() -> None:
         torch.set_num_threads(1)
     show_machine()
     results: dict[str, Any] = {}
-    for backend in ("FA2", "FA4", "cuDNN") if device.type == "cuda" else ("cpu",):
-        with attnreg.register_backend(backend):
+    for backend in ("FA2", "FA4", "cuDNN") if device.type == "cuda" else ("cpu", "nothing"):
+        with attnreg.register_backend(nothing() if backend == "nothing" else backend):
             calls, rows = calls_of(options.tokens, device), mechanisms(device.type == "cuda")
             table: dict[str, dict[str, float]] = {row: {} for row in rows}
             for name, call in calls.items():

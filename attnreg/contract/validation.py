@@ -29,9 +29,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
             got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
             raise _wrong(what, got, f"one {what}")
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise _wrong(name, str(tensor.layout), "torch.strided")
+    check_layouts(**tensors)
     if not query.dtype.is_floating_point:
         raise _wrong("dtype", str(query.dtype), "a floating-point dtype")
     rank = 3 if call.varlen else 4
@@ -59,6 +57,13 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
         raise _wrong("batch", f"{query.shape[0]} for query and {key.shape[0]} for key", "equal ones")
+
+
+def check_layouts(**given: object) -> None:
+    """Check that no tensor is sparse, which the key of a plan doesn't say."""
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            raise _wrong(name, str(tensor.layout), "torch.strided")
 
 
 def _check_slopes(slopes: Tensor, query: Tensor, call: Call) -> None:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.contract.backend import Backend, Call
+from attnreg.contract.backend import Call
 from attnreg.contract.discovery import SET_ASIDE, Entry
 from attnreg.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
-from attnreg.dispatch.state import Plan, State, declined_by
+from attnreg.dispatch.state import JudgedEntry, Plan, State, declined_by, with_reasons
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import ranks
 from attnreg.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
@@ -65,12 +65,12 @@ def make_plan(
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
         _settle(spec, "backward", entries, policy, native)
-    for name, reason in declined_by(key).items():
+    if declined := declined_by(key):
+        now.keep_declined(direction, spec, declined)
+        name, reason = next(iter(declined.items()))
         if spec.batch_invariant:
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
-        if entry := entries.get(name.casefold()):
-            judged = _JudgedEntry(entry.name, entry.origin, entry.backend, (reason,))
-            entries = {**entries, name.casefold(): judged}
+        entries = with_reasons(entries, declined)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native)
     counted, log_fallbacks = _counters(decision)
     counted += trace.counters(spec, direction)
@@ -168,28 +168,11 @@ def device_of(device: torch.device) -> Device:
     return Device("cuda", (properties.major, properties.minor), device.index, properties.name)
 
 
-class _JudgedEntry(Entry):
-    """A backend about whose kernel more is known than its declaration says; it has loaded.
+class _NativeEntry(JudgedEntry):
+    """Torch's own kernel of an op, to which torch's selector has sent the call.
 
-    One that has declined the call, for its reason; or torch's own kernel of an op, to which torch's selector
-    has sent the call, so that nothing is against it but what the selector doesn't know.
+    So nothing is against it but what the selector doesn't know.
     """
-
-    def __init__(
-        self, name: str, origin: str, backend: Backend | None = None, reasons: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(name, origin, backend)
-        self._reasons = reasons
-
-    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        return self._reasons
-
-    def unavailable(self) -> str:
-        return ""
-
-
-class _NativeEntry(_JudgedEntry):
-    """Torch's own kernel of an op."""
 
     def __init__(self, native: Native) -> None:
         super().__init__(native.name, "torch")

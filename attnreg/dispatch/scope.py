@@ -46,6 +46,7 @@ class ScopedChoice:
 _lock = open_after_fork(threading.Lock())
 _choices: list[ScopedChoice] = []
 _by_content: dict[tuple[Preference | None, str], ScopedChoice] = {}
+_by_mark: dict[int, ScopedChoice] = {}  # by how many bytes longer the storage of a marked tensor is
 # Choices by names, source and whether they are exclusive, with the registry's generation then.
 _by_names: dict[tuple[tuple[str, ...], str, bool], tuple[object, ScopedChoice]] = {}
 MOST_NAMES = 64
@@ -62,6 +63,7 @@ def make_choice(preference: Preference | None, no_gradient: str = "") -> ScopedC
             if found is None:
                 found = ScopedChoice(len(_choices) + 1, preference, no_gradient)
                 _choices.append(found)
+                _by_mark[MARKED * found.number + GUARD] = found
                 if preference is not None:
                     _call_waiting()  # before another thread can find the choice and enter it
                 _by_content[preference, no_gradient] = found
@@ -216,16 +218,18 @@ def choice_token(choice: ScopedChoice | None, like: Tensor) -> Tensor:
 def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
     """Have a new tensor, which nothing else refers to, carry a choice; returns it or a copy.
 
-    Shape, strides and values stay. An inference tensor carries none: autograd saves none for a backward.
+    Shape, strides and values stay. An inference tensor that would be copied carries none: autograd saves
+    none for a backward.
     """
+    storage = tensor.untyped_storage()
+    stored = storage.nbytes()
+    # All of it is there, once: what it spans is its storage. Inference tensors are marked, too: to say if
+    # it is one, a tensor gives the interpreter's lock up and takes it again, as slow as marking.
+    if stored == tensor.nbytes and tensor.is_cpu:
+        storage.resize_(stored + MARKED * choice.number + GUARD)
+        return tensor
     if tensor.is_inference():
         return tensor
-    if tensor.is_cpu:
-        storage = tensor.untyped_storage()
-        stored = storage.nbytes()
-        if stored == tensor.nbytes:  # all of it is there, once: what it spans is its storage
-            storage.resize_(stored + MARKED * choice.number + GUARD)
-            return tensor
     shape, stride, start = tensor.shape, tensor.stride(), ALIGNED * choice.number
     extent = _extent(shape, stride)
     return tensor.new_empty(start + extent + GUARD).as_strided_(shape, stride, start).copy_(tensor)
@@ -233,16 +237,15 @@ def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
 
 def read_token(tensor: Tensor) -> ScopedChoice | None:
     """Return the choice that a tensor carries, or None; reads no element."""
-    start, stored = int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
+    stored = tensor.untyped_storage().nbytes()
     if stored % 2:  # marked where it is, so that it spans as many elements as it has
-        number, rest = divmod(stored - tensor.nbytes - GUARD, MARKED)
-        rest = rest or start
-    elif start:
-        extent = _extent(tensor.shape, tensor.stride())
-        number, rest = divmod(start, ALIGNED)
-        rest = rest or stored // tensor.element_size() - start - extent - GUARD
-    else:
+        found = _by_mark.get(stored - tensor.nbytes)
+        return found if found is None or not tensor.storage_offset() else None
+    start = int(tensor.storage_offset())
+    if not start:
         return None
+    number, rest = divmod(start, ALIGNED)
+    rest = rest or stored // tensor.element_size() - start - _extent(tensor.shape, tensor.stride()) - GUARD
     return _choices[number - 1] if not rest and 0 < number <= len(_choices) else None
 
 

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from attnreg import _registry
-from attnreg.contract.backend import Call
+from attnreg.contract.backend import Backend, Call
 from attnreg.contract.capabilities import one_line
 from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import Launcher
+from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.dispatch import counters, trace
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import policy, ranks
@@ -140,6 +141,33 @@ def retry_on_decline(run: Callable[[], T]) -> T:
             _declined.reset(token)
 
 
+class JudgedEntry(Entry):
+    """A backend about whose kernel more is known than its declaration says; it has loaded."""
+
+    def __init__(
+        self, name: str, origin: str, backend: Backend | None = None, reasons: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(name, origin, backend)
+        self._reasons = reasons
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        return self._reasons
+
+    def unavailable(self) -> str:
+        return ""
+
+
+def with_reasons(entries: Mapping[str, Entry], declined: Mapping[str, str]) -> Mapping[str, Entry]:
+    """Return the backends, with the reasons of those that have declined a call against them."""
+    known = {name: (entries.get(name.casefold()), reason) for name, reason in declined.items()}
+    judged = {
+        name.casefold(): JudgedEntry(entry.name, entry.origin, entry.backend, (reason,))
+        for name, (entry, reason) in known.items()
+        if entry is not None
+    }
+    return {**entries, **judged}
+
+
 class State:
     """The backends, what was asked for, and the plans made from both.
 
@@ -147,16 +175,20 @@ class State:
         generation: the registry's when this was made.
         entries: every known backend by its name in lower case.
         plans: the plans made so far; they go with the state, so none outlives a change.
+        declined: by direction and spec which backends have declined such calls, and why.
         active: whether anything was asked for; if not, torch's own kernels run.
         batch_invariant: whether the policy of that name is in force.
     """
 
-    __slots__ = ("_error", "_policy", "active", "batch_invariant", "entries", "generation", "plans")
+    __slots__ = (
+        "_error", "_policy", "active", "batch_invariant", "declined", "entries", "generation", "plans"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.generation = _registry.generation
         self.entries: Mapping[str, Entry] = _registry.entries()
         self.plans: dict[tuple[object, ...], Plan] = {}
+        self.declined: dict[tuple[Direction, AttentionSpec], dict[str, str]] = {}
         self.active = policy.is_active()
         self._policy = Policy()
         self._error: AttnregError | None = None
@@ -177,6 +209,12 @@ class State:
         """Have the kernel of a plan not given sinks any more, if the plan is still kept."""
         if plan.key in self.plans:
             self.plans[plan.key] = plan._replace(counts_sinks=None)
+
+    def keep_declined(self, direction: Direction, spec: AttentionSpec, declined: dict[str, str]) -> None:
+        """Keep which backends have declined a call, for `explain`."""
+        if len(self.declined) >= MOST_PLANS:
+            self.declined.clear()
+        self.declined[direction, spec.of(direction)] = declined
 
     @property
     def policy(self) -> Policy:

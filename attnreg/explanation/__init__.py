@@ -20,7 +20,7 @@ from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import decide, entries_with_native
-from attnreg.dispatch.state import state
+from attnreg.dispatch.state import state, with_reasons
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.explanation.call_spec import FLASH, VARLEN, CallSpec, described, masked, nested, packed
 from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
@@ -196,7 +196,8 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     for direction in directions:
         if direction == "backward":
             policy = policy.with_first(described.for_backward)
-        decision = decided[direction] = _decision(spec, direction, entries, policy, native)
+        able = with_reasons(entries, now.declined.get((direction, spec.of(direction)), {}))
+        decision = decided[direction] = _decision(spec, direction, able, policy, native)
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))
     notes = (
@@ -269,7 +270,7 @@ def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
 
 
 def _declined(decisions: Iterable[Decision]) -> Iterator[str]:
-    """Yield what calls the backends that would run this one have declined, and others ran."""
+    """Yield what other calls the backends that would run this one have declined, and others ran."""
     chosen = {(one.backend, one.direction) for one in decisions}
     for row in counters.stats().fallbacks:
         direction = counters.declined_in(row)

@@ -47,6 +47,8 @@ class Case:
         num_splits: how many pieces the keys may be split into at most.
         deterministic: whether the gradients have to be bitwise repeatable.
         batch_invariant: whether a sequence has to have the same bits in every batch.
+        seen_nan: whether it is run again with a NaN that queries see. Every row of the first sequence has to
+            see its first key.
         heavy: whether it takes seconds or gigabytes; not part of `QUICK`.
     """
 
@@ -77,6 +79,7 @@ class Case:
     num_splits: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
+    seen_nan: bool = False
     heavy: bool = False
 
     def __str__(self) -> str:
@@ -178,8 +181,11 @@ SHAPES: tuple[Case, ...] = (
     _dense("batch of 9", 17, 33, batch=9),
     _varlen("packed 300 sequences", *SHORT, heads=(1, 1), window=CAUSAL),
     *(_varlen(f"packed {name}", *lens) for name, lens in EMPTIES.items()),
-    *(_dense(f"heads {q}:{k}", 65, 129, heads=(q, k), window=CAUSAL) for q, k in HEADS),
-    *(_varlen(f"packed heads {q}:{k}", *RAGGED, heads=(q, k), window=CAUSAL) for q, k in HEADS),
+    *(_dense(f"heads {q}:{k}", 65, 129, heads=(q, k), window=CAUSAL, seen_nan=q == 8) for q, k in HEADS),
+    *(
+        _varlen(f"packed heads {q}:{k}", *RAGGED, heads=(q, k), window=CAUSAL, seen_nan=q == 8)
+        for q, k in HEADS
+    ),
     *(_dense(f"dim {n}", 33, 65, dims=(n, n)) for n in DIMS),
     *(_dense(f"dims {qk} and {v}", 33, 65, dims=(qk, v), heads=(4, 2)) for qk, v in UNEQUAL_DIMS),
     *(_dense(f"window {w}", 113, 113, window=w) for w in WINDOWS),

@@ -98,6 +98,24 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
         raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
 
 
+def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
+    """Check that a NaN in a query, or in a key or value that it sees, stays one in its output and gradient.
+
+    Not in the LSE, of which kernels make +inf; nor in gradients of other keys.
+    """
+    for field, tensor in zip(("query", "key", "value"), given[:3], strict=True):
+        changed = tensor.clone()
+        (changed if case.varlen else changed[0])[0] = torch.nan
+        replaced: dict[str, Any] = {field[0]: changed}
+        found = run_both(kernels, given._replace(**replaced))
+        named = dict(zip(Results._fields, found, strict=False))
+        count = 1 if field == "query" else case.lens_q[0]
+        for name in ("out", "dq")[: 1 + ("dq" in named)]:
+            rows = named[name] if case.varlen else named[name][0]
+            if not rows[:count].isnan().all():
+                raise RegistrationError(f"{name}: got numbers for a NaN in the {field}, expected NaN")
+
+
 def check_repeatable(kernels: Kernels, given: Inputs) -> None:
     """Check that a call with `deterministic` gives the same bits each time."""
     first, *others = (results(kernels, given) for _ in range(3))

@@ -102,6 +102,8 @@ def measure(
     promises.check_memory(guarded, results)
     if case.dropout:
         promises.check_dropout(kernels, case, guarded.inputs)
+    if case.seen_nan:
+        promises.check_seen_nan(kernels, case, guarded.inputs)
     if case.deterministic:
         promises.check_repeatable(kernels, guarded.inputs)
     if case.batch_invariant:

@@ -19,7 +19,7 @@ from attnreg.contract.spec import UNBOUNDED
 from attnreg.contract.validation import check
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import with_aliased_offsets
-from attnreg.varlen.plans import call_of, check_heads, run, window
+from attnreg.varlen.plans import call_of, check_heads, check_tensors, run, window
 from attnreg.varlen.sinks import grad_of_sinks, with_sinks
 
 
@@ -48,6 +48,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
     lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
+    check_tensors(
+        query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k,
+        block_table=block_table, alibi_slopes=alibi_slopes,
+    )  # fmt: skip
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts_of
 from attnreg.contract.spec import UNBOUNDED, Direction
-from attnreg.contract.validation import check, check_scale, checked_softcap
+from attnreg.contract.validation import check, check_layouts, check_scale, checked_softcap
 from attnreg.dispatch import call_cache, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
 from attnreg.dispatch.calls import (
@@ -38,13 +38,15 @@ _SHORT.maxlevel = 1  # numbers of lists in lists fill lines
 
 
 def check_tensors(**given: object) -> None:
-    """Check that arguments are tensors, or None where they may be; a list would fail inside torch."""
+    """Check that arguments are tensors, or None where they may be; others fail inside torch."""
     for name, tensor in given.items():
         is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table", "alibi_slopes")
         if not (isinstance(tensor, Tensor) or is_left_out):
             raise InvalidInputError(f"{name}: got {_SHORT.repr(tensor)}, expected a tensor")
         if name == "alibi_slopes" and isinstance(tensor, Tensor) and tensor.requires_grad:
             raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
+    if "cu_seq_q" in given:  # nested tensors of dense calls are explained, too
+        check_layouts(**given)
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:

@@ -180,7 +180,7 @@ REST = {
     "scale": None,
     "enable_gqa": False,
     "choice": 0,
-    "returns_lse": False,
+    "returns_lse": True,
     "sinks": None,
 }
 

@@ -78,15 +78,32 @@ def varlen_results(inputs, **options):
     return with_gradients(attnreg.varlen_attn(*inputs, **options), inputs[:3])
 
 
-def test_explain_says_that_the_backend_it_names_has_declined_such_calls():
-    inputs = [x.detach() for x in dense()]
+def test_explain_names_the_backend_that_runs_what_the_first_one_has_declined():
+    inputs, others = [x.detach() for x in dense()], [x.detach() for x in qkv(6, 6, heads=3)]
     with attnreg.register_backend(Choosy("choosy", "forward").backend):
+        assert attnreg.explain(*inputs).backend == "choosy"  # that its kernel declines isn't known before
         for times in ("a call", "2 calls"):
             F.scaled_dot_product_attention(*inputs)
             found = attnreg.explain(*inputs)
-            note = f"choosy declined the forward of {times} in this process: {REASON}"
-            assert (found.backend, [one for one in found.notes if "declined" in one]) == ("choosy", [note])
+            assert (found.backend, found.rejected["choosy"]) == ("cpu", (REASON,))
+            assert not [one for one in found.notes if "declined" in one]
+            # Of other lengths it hasn't declined a call.
+            found, note = attnreg.explain(*others), f"choosy declined the forward of {times} in this process"
+            assert found.backend == "choosy"
+            assert [one for one in found.notes if "declined" in one] == [f"{note}: {REASON}"]
+    assert list(attnreg.stats().calls) == ["cpu"]
     assert "declined" not in str(attnreg.explain(*inputs))  # that names another backend
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_explain_of_a_declined_direction_names_the_backend_that_runs_that_one(packed, direction):
+    inputs = packed([3, 4])
+    with attnreg.register_backend(Choosy("choosy", direction).backend):
+        varlen_results(inputs)
+        found = attnreg.explain(*inputs)
+    named = {"forward": found.forward.backend, "backward": found.backward.backend}
+    assert named.pop(direction) != "choosy"
+    assert list(named.values()) == ["choosy"]
 
 
 @pytest.mark.usefixtures("router_kind")

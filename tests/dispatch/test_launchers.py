@@ -316,8 +316,10 @@ def test_a_wrong_result_is_an_error_that_says_so(op, what):
     if what in WRONG_GRADIENTS:
         given, run = (*backward_tensors(), torch.zeros(())), op.planned_back
     run(*given)
-    with pytest.raises(TypeError if what.startswith("no ") else RuntimeError, match=re.escape(message)):
+    expected = TypeError if what.startswith("no ") else RuntimeError
+    with pytest.raises(expected, match=re.escape(message)) as caught:
         run(*given)
+    assert str(caught.value).endswith("(backend tests)")
 
 
 def test_wrong_results_of_packed_calls_are_errors_too(packed_plan, pair):
@@ -325,7 +327,8 @@ def test_wrong_results_of_packed_calls_are_errors_too(packed_plan, pair):
     q.requires_grad_()
     packed_plan.forward = lambda *given: (given[0][:5], lse_of(given[0]))
     packed_plan.planned(q, k, v, pair, pair)
-    with pytest.raises(RuntimeError, match=re.escape("got the output [5, 2, 8] Float, expected [6, 2, 8]")):
+    message = "got the output [5, 2, 8] Float, expected [6, 2, 8] Float (backend tests)"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         packed_plan.planned(q, k, v, pair, pair)
     packed_plan.module.drop()
     packed_plan.forward, packed_plan.backward = None, lambda grad, *_: (grad, grad[:5], grad)

@@ -78,11 +78,14 @@ def test_a_tensor_carries_a_choice_with_its_values_and_strides(tensor, is_part):
     assert scope.read_token(tensor) is None
 
 
-def test_an_inference_tensor_carries_no_choice_as_autograd_saves_none():
+def test_an_inference_tensor_isnt_copied_for_a_choice_as_autograd_saves_none():
     with torch.inference_mode():
-        tensor = torch.randn(3)
-        assert scope.with_token(tensor, choice_of("cpu")) is tensor
-    assert scope.read_token(tensor) is None
+        part = torch.randn(6)[2:]
+        assert scope.with_token(part, choice_of("cpu")) is part
+        whole = torch.arange(3.0)
+        assert scope.with_token(whole, choice_of("cpu")) is whole
+    assert scope.read_token(part) is None
+    assert whole.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_no_part_of_a_tensor_that_carries_a_choice_carries_it():
@@ -114,6 +117,7 @@ def test_no_slice_of_an_ordinary_tensor_is_taken_for_a_token():
 def test_a_function_for_the_first_choice_is_called_before_that_choice_can_hold(monkeypatch):
     monkeypatch.setattr(scope, "_choices", [])
     monkeypatch.setattr(scope, "_by_content", {})
+    monkeypatch.setattr(scope, "_by_mark", {})
     monkeypatch.setattr(scope, "_waiting", [])
     called = []
     scope.on_first_choice(called.append)

@@ -10,8 +10,9 @@ from attnreg.measure import QUICK
 from attnreg.testing import Conformance
 
 # Fakes compute in float64, sequence by sequence, and drop nothing; long cases show no more than short ones.
+# Only real kernels say what becomes of a NaN: fakes refuse it, as no adapter may pass on what isn't seen.
 SHORT = [
-    case
+    dataclasses.replace(case, seen_nan=False)
     for case in QUICK
     if case.dtype == "bfloat16"
     and not case.dropout

@@ -344,6 +344,15 @@ RESULTS = {
     "layout of the LSE": (results("forward", lambda out, lse: (out, lse.mT)), "length 15 "),
     "no gradient of the value": (results("backward", lambda dq, dk, dv: (dq, dk)), "length 15 "),
     "None for a gradient": (results("backward", lambda dq, dk, dv: (dq, dk, None)), "length 15 "),
+    "0 for NaN": (inputs("forward", lambda *qkv: map(torch.nan_to_num, qkv)), "heads 8:1"),
+    "0 for NaN in the output": (
+        results("forward", lambda out, lse: (out.nan_to_num(), lse)),
+        "packed heads 8",
+    ),
+    "0 for NaN in a gradient": (
+        results("backward", lambda dq, dk, dv: (dq.nan_to_num(), dk, dv)),
+        "heads 8:1",
+    ),
     "zeros for a gradient": (results("backward", lambda dq, dk, dv: (dq, dk, dv * 0)), "length 15 "),
     "its own forward's output": ({"backward": with_own(lambda own, given: (own[0], given[1]))}, "sinks"),
     "its own forward's LSE": ({"backward": with_own(lambda own, given: (given[0], own[1]))}, "packed sinks"),

@@ -163,6 +163,19 @@ def test_bad_input_is_an_error_and_changes_nothing(front, ran, wrong, message, g
     truth.assert_near(attnreg.varlen_attn(**GOOD), truth.varlen(Q, K, K, CU, CU)[0])
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value", "cu_seq_q", "cu_seq_k"])
+def test_a_sparse_tensor_is_an_error_also_after_a_call_of_its_shape_has_run(front, ran, name):
+    for _ in range(3):
+        attnreg.varlen_attn(**GOOD)
+    ran()
+    given, message = GOOD | {name: GOOD[name].to_sparse()}, f"^{name}: got torch.sparse_coo, expected torch"
+    for call in (attnreg.varlen_attn, torch.ops.attnreg._varlen_attn):
+        with pytest.raises(InvalidInputError, match=message):
+            call(**given)
+    assert ran() == {}
+    assert attnreg.stats().failures == ()
+
+
 # Values that only a CPU can check for nothing: a kernel would read past the end, or another sequence.
 def test_lists_of_numbers_are_not_shown_in_full():
     with pytest.raises(InvalidInputError, match=r"^query: got \[\[\.\.\.\]\], expected a tensor$"):

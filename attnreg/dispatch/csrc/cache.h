@@ -78,6 +78,7 @@ struct Entry {  // how a call is run: by one of the three, or by torch's own ker
 // Whether what a kept call has just thrown only declines it, by `Plan.decline_reason`. Not inlined: a hit has nothing of it.
 [[gnu::cold, gnu::noinline]] inline bool is_declined(const Entry& entry) {
   const WithGil gil;
+  name_backend(entry.decline_reason.get());
   PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
   torch::translate_exception_to_python(std::current_exception());
   PyErr_Fetch(&type, &error, &traceback);

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -237,6 +238,23 @@ inline bool launch(PyObject* function, const Tensors& given, Tensors& results) {
     results.push_back(THPVariable_Unpack(one));
   }
   return true;
+}
+
+// Add the backend's name to an error that has just been thrown, if it is of these files: its launcher breaks the contract.
+// With the interpreter's lock. `decline_reason` is a method of the backend's plan.
+inline void name_backend(PyObject* decline_reason) {
+  try {
+    throw;
+  } catch (c10::Error& error) {
+    if (error.msg().rfind("attnreg: ", 0) == 0) {
+      const Object plan = owned(PyObject_GetAttrString(decline_reason, "__self__"));
+      const Object name = owned(plan ? PyObject_GetAttrString(plan.get(), "backend") : nullptr);
+      const char* const text = name ? PyUnicode_AsUTF8(name.get()) : nullptr;
+      PyErr_Clear();
+      error.add_context(text ? "backend " + std::string(text) : "backend unknown");
+    }
+  } catch (...) {  // what torch or Python says is left as it is
+  }
 }
 
 }  // namespace attnreg

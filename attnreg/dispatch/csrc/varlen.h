@@ -69,7 +69,7 @@ inline Tensors results_with_sinks(const Tensors& results, const at::Tensor& sink
 }
 
 // Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd. The last two
-// arguments say whether the program gets the LSE, and are sinks that have been checked, or None.
+// arguments say whether the program gets the LSE, which is None otherwise, and are checked sinks, or None.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensors tensors, results;
@@ -118,7 +118,10 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (needs_gradient || (c10::GradMode::is_enabled() && sinks.defined() && sinks.requires_grad())) {
     record(tensors, sinks, call, known, returns_lse, results);
   }
-  const Object out = owned(THPVariable_Wrap(results[0])), lse = owned(THPVariable_Wrap(results[1]));
+  // An LSE that the program doesn't get stays without an object of Python's: the backward's thread, which drops the LSE
+  // last, would take the interpreter's lock to drop that, too.
+  const Object out = owned(THPVariable_Wrap(results[0]));
+  const Object lse = owned(THPVariable_Wrap(arguments[12] == Py_True ? results[1] : at::Tensor()));
   return out && lse ? PyTuple_Pack(2, out.get(), lse.get()) : nullptr;
   END_HANDLE_TH_ERRORS
 }

@@ -16,9 +16,11 @@ constexpr int64_t kVarlenForward = -1, kVarlenBackward = -2;
 
 // `sinks` are those that a kernel may count; undefined if there are none.
 inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors, const at::Tensor& sinks) {
-  std::vector<c10::IValue> arguments(tensors.begin(), tensors.end());
-  call.append_to(arguments);
   const size_t count = tensors.size();
+  std::vector<c10::IValue> arguments;
+  arguments.reserve(count + 8);  // those of `append_to` and the one below: allocated once
+  arguments.assign(tensors.begin(), tensors.end());
+  call.append_to(arguments);
   arguments.emplace_back(tensors[count - 2].is_same(tensors[count - 1]));
   Key key = key_of(site, call.choice, arguments, count, site == kVarlenForward ? 0 : 1);
   if (sinks.defined() && !key.empty()) {
@@ -38,7 +40,7 @@ inline void check_results(const Tensors& tensors, size_t query, const at::Tensor
   const bool is_forward = query == 0;
   const size_t expected = is_forward ? 2 : sinks.defined() ? 4 : 3;
   TORCH_CHECK(results.size() == expected, "attnreg: a launcher breaks the contract: got ", results.size(),
-              is_forward ? " results" : " gradients");
+              is_forward ? " results" : " gradients", ", expected ", expected);
   if (is_forward) {
     const at::Tensor& q = tensors[0];
     check_result(results[0], {q.size(0), q.size(1), tensors[2].size(2)}, q.scalar_type(), "the output");
