@@ -78,13 +78,14 @@ class Entry:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
         return found
 
-    def set_aside(self, spec: AttentionSpec, direction: Direction, problem: str) -> str:
+    def set_aside(self, spec: AttentionSpec, direction: Direction, problem: str, sinks: bool = False) -> str:
         """Have the backend refuse calls like one whose kernel couldn't be loaded, compiled or built.
 
         It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
         reason that it gives.
         """
-        return self._set_aside.setdefault(_without_lengths(spec, direction), SET_ASIDE + problem)
+        alike = _without_lengths(replace(spec, sinks=sinks), direction)
+        return self._set_aside.setdefault(alike, SET_ASIDE + problem)
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here."""
@@ -120,7 +121,7 @@ class Entry:
         capture, where it isn't known that every row sees a key.
         """
         limits = self.backend and (self.backend.forward if direction == "forward" else self.backend.backward)
-        if not limits or not limits.sinks or not spec.varlen or spec.dropout or spec.of(direction).grad_lse:
+        if not limits or not limits.sinks or not spec.varlen or spec.dropout or spec.grad_lse:
             return False
         has_to_repeat = spec.deterministic or spec.batch_invariant
         return not (has_to_repeat or spec.capturing or self.reasons(replace(spec, sinks=True), direction))

@@ -225,26 +225,24 @@ def checked_against_contract(
 
     def run(*arguments: Any) -> Any:
         results = kernel(*arguments)
-        if direction == "forward":
-            expected = _promised(*arguments)
-        else:
-            expected = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
-            if arguments[-1].sinks is not None:
-                expected["grad_sinks"] = arguments[-1].sinks
-        problems = "; ".join(_differences(results, expected))
-        if problems:
-            raise RegistrationError(f"{backend} breaks the contract in its {direction}: {problems}")
+        check_results(results, direction, arguments, backend)
         passed()
         return results
 
     return run
 
 
-def check_grad_of_sinks(gradients: tuple[Tensor, ...], sinks: Tensor, backend: str) -> None:
-    """Check what a backward that was given sinks has returned, beyond what it returns without them."""
-    problems = "; ".join(_differences(gradients[3:], {"grad_sinks": sinks}))
+def check_results(results: Any, direction: Direction, arguments: tuple[Any, ...], backend: str) -> None:
+    """Check what a kernel has returned for these arguments."""
+    if direction == "forward":
+        expected = _promised(*arguments)
+    else:
+        expected = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
+        if arguments[-1].sinks is not None:
+            expected["grad_sinks"] = arguments[-1].sinks
+    problems = "; ".join(_differences(results, expected))
     if problems:
-        raise RegistrationError(f"{backend} breaks the contract in its backward with sinks: {problems}")
+        raise RegistrationError(f"{backend} breaks the contract in its {direction}: {problems}")
 
 
 def _promised(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Tensor]:

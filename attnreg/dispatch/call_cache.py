@@ -175,7 +175,9 @@ def described(kept: Kept | bool | None) -> Any:
     if isinstance(launcher, (OpLauncher, AddressLauncher)):
         kind = "op" if isinstance(launcher, OpLauncher) else "addresses"
         launcher = kind, launcher, *launcher.described()
-    return launcher, kept.plan.counters, kept.plan.decline_reason, *kept[2:]
+    plan = kept.plan
+    decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
+    return launcher, plan.counters, decline_reason, *kept[2:]
 
 
 def module_for_routers() -> Any:

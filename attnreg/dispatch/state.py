@@ -33,6 +33,8 @@ from attnreg.selection.turns import Turn
 
 T = TypeVar("T")
 
+log = logging.getLogger("attnreg")
+
 # Training on ragged batches has new lengths at every step; past this many plans all are dropped.
 MOST_PLANS = 4096
 
@@ -62,7 +64,7 @@ class Plan(NamedTuple):
     counts_sinks: Callable[[], bool] | None = None
     specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
     key: tuple[object, ...] = ()
-    set_aside: Callable[[str], str] | None = None
+    set_aside: Callable[..., str] | None = None
     turn: Turn | None = None
 
     def run(self, *inputs: Any) -> Any:
@@ -101,6 +103,19 @@ class Plan(NamedTuple):
             reason = self.set_aside(reason)
             _registry.changed()
         return reason
+
+    def sinks_decline_reason(self, error: BaseException) -> str | None:
+        """Do what `decline_reason` does for a kernel that was given sinks: it goes on without them."""
+        if not isinstance(error, (UnsupportedInputError, BackendUnavailableError)):
+            return self.decline_reason(error)
+        log.info("%s doesn't count sinks, its results are rescaled: %s", self.backend, error)
+        if isinstance(error, BackendUnavailableError) and self.set_aside is not None:
+            counters.failed(self.counters[0], error, logging.DEBUG)
+            self.set_aside(one_line([str(error)]), sinks=True)
+            _registry.changed()
+        else:
+            state().keep_without_sinks(self)
+        return str(error)
 
 
 class DeclinedError(UnsupportedInputError):
@@ -207,8 +222,9 @@ class State:
 
     def keep_without_sinks(self, plan: Plan) -> None:
         """Have the kernel of a plan not given sinks any more, if the plan is still kept."""
-        if plan.key in self.plans:
-            self.plans[plan.key] = plan._replace(counts_sinks=None)
+        kept = self.plans.get(plan.key)
+        if kept is not None and kept.kernel is plan.kernel:
+            self.plans[plan.key] = kept._replace(counts_sinks=None)
 
     def keep_declined(self, direction: Direction, spec: AttentionSpec, declined: dict[str, str]) -> None:
         """Keep which backends have declined a call, for `explain`."""

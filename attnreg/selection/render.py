@@ -36,6 +36,8 @@ def sinks_line(spec: AttentionSpec, decision: Decision, entries: Mapping[str, En
     entry = entries.get((decision.backend or "").casefold())
     if entry is not None and entry.counts_sinks(spec, decision.direction):
         how = "sinks counted by the kernel, where every row is known to see a key"
+        if decision.direction == "forward":
+            how += " and the program doesn't get the LSE"
     else:
         how = "results are rescaled for the sinks"
     return f"{decision.direction} on {decision.backend}: {how}"

@@ -146,7 +146,7 @@ def run(
         results = plan.run(*tensors, call)
         if sinks is None:
             return results, _kept(plan, tensors, query, key, call)
-        # Rescaled because too little is known of the offsets yet: not what further calls are to be.
+        # Rescaled only because the offsets aren't known yet: nothing is kept, so that later ones are counted.
         is_early = query.is_cuda and may_be_counted(plan, sinks)
         kept = None if is_early else _kept(plan, tensors, query, key, call)
         if direction == "forward":

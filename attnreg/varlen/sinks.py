@@ -9,7 +9,6 @@ weights are exp(s_j - L), and it subtracts rowsum(grad_out * out) as ever.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts_of
-from attnreg.contract.validation import check_grad_of_sinks, every_row_sees_a_key
+from attnreg.contract.spec import Direction
+from attnreg.contract.validation import check_results, every_row_sees_a_key
 from attnreg.dispatch import counters
 from attnreg.dispatch.call_cache import FORWARD_TENSORS
 from attnreg.dispatch.calls import wants_batch_invariant
-from attnreg.dispatch.state import Plan, state
-from attnreg.errors import BackendUnavailableError, UnsupportedInputError
+from attnreg.dispatch.state import Plan
 from attnreg.torchlib.layout import stream_of
 
 # How many rows are computed at a time. On a CPU torch makes copies of 16-bit numbers that it computes with in
@@ -32,8 +31,6 @@ _ROWS, _ROWS_OF_GPU = 128, 8192
 
 # What kernels are given; sinks of another dtype are counted in that of the LSE.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-log = logging.getLogger("attnreg")
 
 
 def may_be_counted(plan: Plan, sinks: Tensor) -> bool:
@@ -45,7 +42,9 @@ def may_be_counted(plan: Plan, sinks: Tensor) -> bool:
     """
     if plan.counts_sinks is None or not plan.is_checked:
         return False
-    return sinks.dtype in _DTYPES and sinks.is_contiguous() and plan.counts_sinks()
+    # A lazily negated tensor has the other sign in memory, which kernels read.
+    in_memory = sinks.dtype in _DTYPES and sinks.is_contiguous() and not sinks.is_neg()
+    return in_memory and plan.counts_sinks()
 
 
 def counted(plan: Plan, tensors: tuple[Tensor, ...], call: Call, sinks: Tensor) -> tuple[Tensor, ...] | None:
@@ -55,17 +54,15 @@ def counted(plan: Plan, tensors: tuple[Tensor, ...], call: Call, sinks: Tensor) 
     """
     if not may_be_counted(plan, sinks) or not _every_row_sees_a_key(tensors, call):
         return None
+    given = call._replace(sinks=sinks)
+    direction: Direction = "forward" if len(tensors) == FORWARD_TENSORS else "backward"
     try:
-        results: tuple[Tensor, ...] = plan.kernel(*tensors, call._replace(sinks=sinks))
-    except (UnsupportedInputError, BackendUnavailableError) as error:
-        log.info("%s doesn't count sinks, its results are rescaled: %s", plan.backend, error)
-        state().keep_without_sinks(plan)
-        return None
+        results: tuple[Tensor, ...] = plan.kernel(*tensors, given)
+        check_results(results, direction, (*tensors, given), plan.backend)
     except Exception as error:
-        plan.decline_reason(error)  # counts it
-        raise
-    if len(tensors) != FORWARD_TENSORS:
-        check_grad_of_sinks(results, sinks, plan.backend)
+        if plan.sinks_decline_reason(error) is None:  # counts it
+            raise
+        return None
     counters.count(plan.counters)
     return results
 

@@ -239,7 +239,8 @@ def test_explain_decides_as_without_them_and_says_what_counts_them(packed, fake,
     assert found.backend == plain.backend == "mine"
     assert (both.backend, both.backward.backend) == ("mine", "other")
     assert " · sinks" in str(found) and "sinks" not in str(plain)
-    by_kernel = "forward on mine: sinks counted by the kernel, where every row is known to see a key"
+    by_kernel = "forward on mine: sinks counted by the kernel, "
+    by_kernel += "where every row is known to see a key and the program doesn't get the LSE"
     rescaled = "forward on mine: results are rescaled for the sinks"
     said = [note for note in found.notes if "sinks" in note]
     assert said == [by_kernel if counts else rescaled]

@@ -224,8 +224,8 @@ def _copies(recipe: Recipe, tensors: dict[str, Tensor], halves: dict[str, _Halve
 
 def _rearranged(x: Tensor, dims: int, half: _Halves | None) -> Tensor:
     """Return a tensor, or the halves of its sequences, with heads and head dims in reverse order."""
-    if x.dim() == 1:  # sinks, or their gradient of a dense call; sinks may be all the same
-        return x.flip(0) if half is None else x.flip(0) - 1.0
+    if x.dim() == 1:  # sinks, which may be all the same
+        return x.flip(0) - 1.0
     is_lse = x.dim() < dims  # (B, H, S) and (H, T); the others are (B, S, H, D) and (T, H, D)
     x = x.flip(-2) if is_lse else x.flip(-2, -1)
     return x if half is None else x.index_select(-1 if is_lse else -3, half.rows)

@@ -210,6 +210,9 @@ struct VarlenBackward final : public torch::autograd::Node {
     if (!PyArg_ParseTuple(returned.get(), "O!O", &PyTuple_Type, &gradients, &described)) {
       throw_error_of_python();
     }
+    const Py_ssize_t expected = sinks.defined() ? 4 : 3;
+    TORCH_CHECK(PyTuple_GET_SIZE(gradients) == expected, "attnreg: a kernel breaks the contract: got ",
+                PyTuple_GET_SIZE(gradients), " gradients, expected ", expected);
     keep_described(key, generation, described, tensors.size(), nullptr);
     Tensors found;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(gradients); i++) {
