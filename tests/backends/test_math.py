@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnreg.backends import math as reference
 from attnreg.backends.math import batch, mask
-from attnreg.contract.backend import Call
+from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.spec import Device
 from attnreg.errors import InvalidInputError
 from attnreg.measure import CASES, QUICK, Case, inputs, measure
@@ -139,6 +139,22 @@ def test_an_lse_that_was_summed_in_another_order_is_not_that_of_more_keys():
     other = lse + 3 * torch.finfo(torch.float32).eps * lse.abs()
     grads = zip(*(backward(grad_out, q, k, v, out, one, call) for one in (lse, other)), strict=True)
     assert all(torch.equal(*pair) for pair in grads)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("sinks", [True, False])
+@pytest.mark.parametrize(("window", "dim"), [((0, 0), 64), (CAUSAL, 128)])
+def test_gradients_are_right_after_a_forward_that_summed_its_scores_in_another_order(
+    sinks, window, dim, seed
+):
+    def other_order(q, k, v, call):
+        dims = torch.randperm(dim, generator=torch.Generator().manual_seed(1))
+        return forward(q[..., dims].contiguous(), k[..., dims].contiguous(), v, call)
+
+    lengths = {"lens_q": (40, 17), "lens_k": (40, 30), "varlen": True, "heads": (4, 2), "dims": (dim, dim)}
+    case = Case(name="c", dtype="float32", scale=1.0, window=window, sinks=sinks, **lengths)
+    errors = measure(Kernels(other_order, backward), case, seed=seed)
+    assert all(error.passed for error in errors.values()), errors
 
 
 def test_float64_gradients_do_not_rest_on_a_float32_lse():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnreg.backends.math.batch import Group, as_rows, groups, sequences
 from attnreg.backends.math.mask import TILE_QUERIES, Mask, Tile
-from attnreg.backends.math.softmax import ForwardResults, Softmax
+from attnreg.backends.math.softmax import ForwardResults, Output, Softmax
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import ANY_SIZE, Capabilities
 from attnreg.contract.spec import AttentionSpec
@@ -102,7 +102,7 @@ def backward(
             # differ by more the more terms they have. In 16 bits those of another kernel may be off by more.
             terms = 16.0 if q.dtype.itemsize == 2 else max(q.shape[-1] ** 0.5 / 4, 2.0)
             rounding = torch.finfo(lse.dtype).eps * terms
-            given = ForwardResults(of_out, of_all, rounding)
+            given = ForwardResults(of_out, of_all, rounding, is_exact=q.dtype.itemsize > 2)
             part_q, part_k, part_v = _attend_backward(grad, query, key, value, given, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
@@ -159,21 +159,29 @@ def _attend_backward(
 
     The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
     sum(grad * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
-    gradients where scores are large, or where terms cancel, as with one or two keys. So they are used in rows
-    only whose LSE and output are those of more keys.
+    gradients where scores are large, or where terms cancel, as with one or two keys. So only that is taken of
+    them by which they differ from what is computed anew: in rows that see more keys than there are here.
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
         of_rows = q[:, :, rows], grad[:, :, rows]
         area = of_rows[0].shape[:-1].numel() * k.shape[2]
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
-        softmax = Softmax(of_rows[0])
+        softmax, output = Softmax(of_rows[0]), Output(of_rows[0], given.out[:, :, rows])
         delta = torch.zeros_like(softmax.total)
-        for _, scores, grad_weights, *_ in products or _products(*of_rows, k, v, mask, rows):
+        for tile, scores, grad_weights, kept, _ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
-        share = given.share(rows, softmax)
-        delta = torch.where(share == 1.0, delta / softmax.divisor, given.delta(rows, of_rows[1]))
+            if given.is_exact:
+                seen = _seen_keys(k, tile), _seen_keys(v, tile)
+                output.add(_times(weights if kept is None else weights * kept, seen[1]), fade, *seen)
+        share, delta = given.share(rows, softmax), delta / softmax.divisor
+        if given.is_exact:
+            part, rest, is_precise = output.compared(softmax, mask.call.scale)
+            share = part.where(is_precise, share)
+            delta = delta * part + (rest * of_rows[1]).sum(-1, keepdim=True)
+        else:
+            delta = torch.where(share == 1.0, delta, given.delta(rows, of_rows[1]))
         delta = delta - (0.0 if grad_lse is None else grad_lse[:, :, rows])
         share = share / softmax.divisor
         for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):

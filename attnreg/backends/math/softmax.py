@@ -7,6 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# How large an output has to be, relative to the largest value, for a part of it to be known precisely: its
+# weighted values don't cancel.
+PRECISE = 0.1
+# Up to which part of the limit of `Output.compared` a difference is nothing but rounding.
+ROUNDING = 0.25
+
 
 class Softmax:
     """The softmax of some rows, of which one tile of keys after another comes.
@@ -45,12 +51,14 @@ class Softmax:
 class ForwardResults(NamedTuple):
     """The output and the LSE (b, H, S_q, 1) that a backward is given; maybe of more keys than it is given.
 
-    `rounding` is how much of an LSE its kernel may have rounded it by.
+    `rounding` is how much of an LSE its kernel may have rounded it by; `is_exact` says that the output has as
+    many bits as what is computed here.
     """
 
     out: Tensor
     lse: Tensor
     rounding: float
+    is_exact: bool
 
     def share(self, rows: slice, softmax: Softmax) -> Tensor:
         """Return how much of the weight of some rows is on the keys of `softmax`: 1 if it is all."""
@@ -63,3 +71,39 @@ class ForwardResults(NamedTuple):
     def delta(self, rows: slice, grad_out: Tensor) -> Tensor:
         """Return what the softmax's backward subtracts in rows that see other keys as well."""
         return (self.out[:, :, rows] * grad_out).sum(-1, keepdim=True)
+
+
+class Output:
+    """The output of some rows, computed anew tile by tile, beside the one that a backward is given."""
+
+    def __init__(self, q: Tensor, given: Tensor) -> None:
+        self._q, self._given, self._sum = q, given, torch.zeros_like(given)
+        self._longest_key = self._largest_value = given.new_zeros(())
+
+    def add(self, weighted: Tensor, fade: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Add the weighted values of a tile, whose keys and values are given, too."""
+        self._sum = self._sum * fade + weighted
+        self._longest_key = torch.maximum(self._longest_key, _largest(keys.norm(dim=-1)))
+        self._largest_value = torch.maximum(self._largest_value, _largest(values))
+
+    def compared(self, softmax: Softmax, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return by row how the output that was given is made of the one computed here.
+
+        That is a factor on it, what is left, and whether the factor is the share of the weights that is on
+        these keys. An LSE says less of that share: it differs where a forward has summed scores in another
+        order, by as much as a small sink changes it; an output is divided by the sum of its own weights.
+        """
+        here = self._sum / softmax.divisor
+        square = here.square().sum(-1, keepdim=True)
+        part = ((self._given * here).sum(-1, keepdim=True) / square).where(square > 0.0, 1.0)
+        rest = self._given - part * here
+        largest = rest.abs().amax(-1, keepdim=True)
+        # By about so much scores differ that were summed in another order, and weights by this part.
+        rounding = 8.0 + abs(scale) * self._q.norm(dim=-1, keepdim=True) * self._longest_key
+        limit = torch.finfo(here.dtype).eps * rounding * self._largest_value
+        is_precise = (largest <= limit) & (here.abs().amax(-1, keepdim=True) > PRECISE * self._largest_value)
+        return part, rest.masked_fill(largest <= ROUNDING * limit, 0.0), is_precise
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().nan_to_num(0.0, 0.0, 0.0).amax() if x.numel() else x.new_zeros(())
