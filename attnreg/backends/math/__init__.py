@@ -31,6 +31,9 @@ HELD = 2**23
 
 # Up to so many rows a sum over a group of heads is short.
 FEW_ROWS = 16
+# How many terms of a score are summed at a time on a GPU. A kernel of cuBLAS may add up all of them one after
+# the other: large scores are further off then than those of PyTorch's own attention, of other shapes.
+SUMMED = 32
 
 EVERYTHING = Capabilities(
     devices=("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla", "privateuseone", "meta"),
@@ -215,8 +218,19 @@ def _products(
 
 def _scores(q: Tensor, keys: Tensor, mask: Mask) -> Tensor:
     """Return the scores of a tile, scaled and bounded by the softcap, before anything is added."""
-    scores, softcap = _times(q, keys.mT).mul_(mask.call.scale), mask.call.softcap
+    scores, softcap = _in_short_sums(q, keys).mul_(mask.call.scale), mask.call.softcap
     return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+
+
+def _in_short_sums(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the products of queries and keys, before they are scaled."""
+    if not q.is_cuda or q.dtype != torch.float32:
+        return _times(q, keys.mT)
+    first, *others = zip(q.split(SUMMED, -1), keys.split(SUMMED, -1), strict=True)
+    scores = _times(first[0], first[1].mT)
+    for some_q, some_k in others:
+        scores += _times(some_q, some_k.mT)
+    return scores
 
 
 def _masked(scores: Tensor, tile: Tile, mask: Mask) -> Tensor:
