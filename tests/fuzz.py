@@ -304,8 +304,8 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                 break
     if beyond and not found.wrong:
         found = Found("wrong", "; ".join(f"{name} of {ran() or 'torch'}: {e}" for name, e in beyond.items()))
-    if found.wrong and device == "cuda" and not case.varlen:
-        if _is_torchs_alone(now, given):
+    if found.wrong and not case.varlen:
+        if device == "cuda" and _is_torchs_alone(now, given):
             return Found("torch chose an op that isn't routed, and failed")
         torchs_may_run = drawn.request == "nothing" or ran() == "efficient"
         if beyond and torchs_may_run and _is_so_without_attnreg(now, given, results, set(beyond)):

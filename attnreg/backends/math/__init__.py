@@ -226,7 +226,7 @@ def _in_short_sums(q: Tensor, keys: Tensor) -> Tensor:
     """Return the products of queries and keys, before they are scaled."""
     if not q.is_cuda or q.dtype != torch.float32:
         return _times(q, keys.mT)
-    first, *others = zip(q.split(SUMMED, -1), keys.split(SUMMED, -1), strict=True)
+    first, *others = zip(torch.split(q, SUMMED, -1), torch.split(keys, SUMMED, -1), strict=True)
     scores = _times(first[0], first[1].mT)
     for some_q, some_k in others:
         scores += _times(some_q, some_k.mT)
