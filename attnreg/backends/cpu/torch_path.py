@@ -117,13 +117,13 @@ def backward(
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     _check_options(call)
-    if _needs_float64(q, lse) or (q.dtype == torch.float32 and _most_seen(call) <= 2):
+    if _needs_float64(q, lse):
         wide = q.double(), k.double(), v.double()
         results = of_all_keys(_forward(flash, *wide, call), out, lse)
         grads = backward(flash, grad_out.double(), *wide, *results, call)
         return grads[0].to(q.dtype), grads[1].to(q.dtype), grads[2].to(q.dtype)
     dtype = lse_dtype(q)
-    if q.dtype != dtype and _most_seen(call) <= _FEW_KEYS:
+    if q.dtype != dtype and _sees_few(call):
         out, lse = of_all_keys(_forward(flash, q.to(dtype), k.to(dtype), v.to(dtype), call), out, lse)
     elif lse.dtype != dtype:
         out, lse = of_all_keys(forward(flash, q, k, v, call), out, lse)
@@ -163,10 +163,9 @@ def _check_options(call: Call) -> None:
         raise UnsupportedInputError("grad_lse must be None for torch's kernel, got a tensor")
 
 
-def _most_seen(call: Call) -> int:
-    """Return how many keys a row sees at most."""
+def _sees_few(call: Call) -> bool:
     left, right = call.window
-    return min(call.max_k, left + right + 1 if left >= 0 <= right else call.max_k)
+    return min(call.max_k, left + right + 1 if left >= 0 <= right else call.max_k) <= _FEW_KEYS
 
 
 def _is_packed(call: Call) -> bool:

@@ -170,16 +170,17 @@ def _attend_backward(
         of_rows = q[:, :, rows], grad[:, :, rows]
         area = of_rows[0].shape[:-1].numel() * k.shape[2]
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
-        softmax, output = Softmax(of_rows[0]), Output(of_rows[0], given.out[:, :, rows])
+        softmax = Softmax(of_rows[0])
+        output = Output(of_rows[0], given.out[:, :, rows]) if given.is_exact else None
         delta = torch.zeros_like(softmax.total)
         for tile, scores, grad_weights, kept, _ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
-            if given.is_exact:
+            if output is not None:
                 seen = _seen_keys(k, tile), _seen_keys(v, tile)
                 output.add(_times(weights if kept is None else weights * kept, seen[1]), fade, *seen)
         share, delta = given.share(rows, softmax), delta / softmax.divisor
-        if given.is_exact:
+        if output is not None:
             part, rest, is_precise = output.compared(softmax, mask.call.scale)
             share = part.where(is_precise, share)
             delta = delta * part + (rest * of_rows[1]).sum(-1, keepdim=True)
