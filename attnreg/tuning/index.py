@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from itertools import count, repeat
 from math import dist, log
@@ -9,6 +10,7 @@ from statistics import median, pvariance
 from typing import NamedTuple
 
 from attnreg.tuning.kinds import (
+    GROWTHS,
     RATIO,
     SHORT,
     SPREADS,
@@ -36,12 +38,13 @@ AS_NEAR = 2.0
 # A point that is nearer than this has the call's own coordinates.
 EXACT = 1e-9
 
-# The most that is taken for the fixed cost of a kernel; the rest of its time grows with the work.
-MOST_FLOOR_US = 15.0
+# The most that is taken for the fixed cost of a kernel; the rest of its time grows with the work. Of forwards
+# of more than a few queries it is less, as `STARTS` have a part of it.
+MOST_FLOOR_US, MOST_IN_TILES_US = 15.0, 8.0
 
 
 class Place(NamedTuple):
-    """A point, its coordinates, and its work for each of `SPREADS`."""
+    """A point, its coordinates, and its work for each of `GROWTHS`."""
 
     at: tuple[float, ...]
     point: Point
@@ -93,7 +96,9 @@ class Index:
 
     def clamped(self, at: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Return the nearest coordinates in the measured range, and in which a call is outside of it."""
-        inside = tuple(min(max(x, low), high) for x, low, high in zip(at, self.low, self.high, strict=True))
+        inside = tuple(map(min, map(max, at, self.low), self.high))
+        if inside == at:
+            return at, ()
         outside = tuple(
             f"{axis} {2 ** (x / step):.0f} is {'above' if x > edge else 'below'} {2 ** (edge / step):.0f}"
             for axis, step, x, edge in zip(AXES, STEPS, at, inside, strict=True)
@@ -101,17 +106,22 @@ class Index:
         )
         return inside, outside
 
-    def times_of_few(self, name: str, single: bool) -> list[tuple[tuple[float, ...], float]]:
-        """Return work and GPU time, less the fixed cost, of a backend's points of one query or of several."""
-        floor = self.floors.get(name, 0.0)
-        return [
-            (place.works, max(found.gpu_us - floor, 1.0))
+    def floor(self, name: str, growth: int) -> float:
+        """Return the fixed cost of a backend's calls that grow so, in microseconds."""
+        most = MOST_IN_TILES_US if growth >= len(SPREADS) else MOST_FLOOR_US
+        return min(self.floors.get(name, 0.0), most)
+
+    def misfit(self, name: str, queries: range, growth: int) -> float:
+        """Return how much a backend's times differ for the same work, of points with so many queries."""
+        floor = self.floor(name, growth)
+        costs = [
+            log(max(found.gpu_us - floor, 1.0) / place.works[growth])
             for place in self.places
-            if (size := place.point.size).max_q <= SHORT
-            and (size.max_q == 1) is single
+            if place.point.size.max_q in queries
             and (found := place.point.backends.get(name)) is not None
             and found.gpu_us is not None
         ]
+        return pvariance(costs) * len(costs) if costs else 0.0
 
     def nearest(
         self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None
@@ -155,26 +165,36 @@ class Kinds:
             places.setdefault(family_of(kind), []).append(one)
         self._exact = {family: Index(family, found) for family, found in places.items()}
         self._known: dict[tuple[Kind, bool], Index | None] = {}
-        self._spreads: dict[tuple[str, bool], int] = {}
+        self._growths: dict[tuple[str, Index, int], tuple[int, float]] = {}
 
-    def spread_of(self, name: str, max_q: int) -> int:
-        """Return the place in `SPREADS` of the one that explains a backend's times of few queries best.
+    def growth_of(self, name: str, index: Index, max_q: int) -> tuple[int, float]:
+        """Return the place in `GROWTHS` of the one that fits a backend's times best, and the fixed cost.
 
-        That is the one by which times for the same work differ least within a family, for one query and for
-        several apart; where no family has two of them, the first.
+        That is the one by which times for the same work differ least within a family: of all families for one
+        query and for a few, of those with this head dim for more; where no family has two, the first.
         """
-        if max_q > SHORT:
+        queries = min(max_q, 2) if max_q <= SHORT else 0
+        key = name, index, queries
+        if (found := self._growths.get(key)) is None:
+            growth = self._fitting(name, index.family, max_q)
+            found = self._growths[key] = growth, index.floor(name, growth)
+        return found
+
+    def _fitting(self, name: str, family: Kind, max_q: int) -> int:
+        if max_q > SHORT and family.direction == "backward":
             return 0
-        single = max_q == 1
-        if (name, single) not in self._spreads:
-            errors = [0.0] * len(SPREADS)
-            for index in self._exact.values():
-                times = index.times_of_few(name, single)
-                for spread in range(len(SPREADS)):
-                    costs = [log(gpu_us / works[spread]) for works, gpu_us in times]
-                    errors[spread] += pvariance(costs) * len(costs) if costs else 0.0
-            self._spreads[name, single] = errors.index(min(errors))
-        return self._spreads[name, single]
+        if max_q > SHORT:
+            queries, growths = range(SHORT + 1, sys.maxsize), range(len(SPREADS), len(GROWTHS))
+            alike = family.direction, family.head_dim
+            near = [
+                index
+                for index in self._exact.values()
+                if (index.family.direction, index.family.head_dim) == alike
+            ]
+        else:
+            queries = range(1, 2) if max_q == 1 else range(2, SHORT + 1)
+            growths, near = range(len(SPREADS)), [*self._exact.values()]
+        return min(growths, key=lambda growth: sum(one.misfit(name, queries, growth) for one in near))
 
     def index_for(self, kind: Kind, max_q: int) -> Index | None:
         """Return the points of that kind's family, else of the nearest family that may replace it.

@@ -6,7 +6,9 @@ that differ only in the ratio of heads. Between other kinds they can't, except a
 
 from __future__ import annotations
 
-from math import log2
+from collections.abc import Iterator
+from itertools import product
+from math import ceil, log2
 from typing import NamedTuple
 
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -23,14 +25,14 @@ READING = 100
 # H200's table predicted from the others, 0.5 is best (0.25 and 1 are worse). A call with few queries mostly
 # reads the keys, and a kernel may read those of several heads once or several times: there the distance is
 # larger.
-RATIO, SHORT, FARTHER = 0.5, 16, 2.0
+RATIO, SHORT, FARTHER = 0.5, 16, 1.0
 
 # Kernels process keys in tiles of this size. Without a mask they check bounds only for a partial last tile,
 # which takes cuDNN a quarter longer on an H200.
 TILE, PARTIAL = 128, 1.0
 
 # Kernels have other code paths for one query than for two.
-SINGLE = 2.0
+SINGLE = 5.0
 
 # What the host takes for a call depends on how many kernels it launches, hardly on its size. Where there are
 # fewer blocks of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among
@@ -42,9 +44,17 @@ SHARED = ", shared key heads"
 HOST_SHAPES = (MANY, MANY + SHARED, FEW, FEW + SHARED, ONE, LONG)
 ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS, HALF = 64, 200, 2**14, 512, 66
 
-# How kernels spread few queries over multiprocessors: a block reads all keys of a sequence for the query
-# heads of one key head, or for one query head; or it reads a part of the keys, and all multiprocessors work.
-SPREADS = ("by key head", "by query head", "by parts of the keys")
+# How a kernel's time may grow with a call's sizes; a backend's points tell which of these fits it best. With
+# few queries a block reads keys for the query heads of one key head, or for one query head. It reads all keys
+# of a sequence, one block on a multiprocessor at a time or several, or a part of them, and all work.
+SPREADS = tuple(product(("key head", "query head"), ("one block at a time", "several", "parts of the keys")))
+
+# With more queries a block has a tile of them, and takes as long before its first key as for so many keys.
+# Together with `SPREADS`, `FARTHER` and `SINGLE` chosen by two tables of two minutes, of an H100 and an H200:
+# 511 and 155 forwards of random shapes take 1.006 of the best backend's time in place of 1.015 and 1.011, and
+# at worst 1.19 in place of 2.90.
+STARTS = (30, 100, 200, 300)
+GROWTHS = (*SPREADS, *STARTS)
 
 # The multiprocessors of an H100 and of an H200.
 PROCESSORS = 132
@@ -171,20 +181,56 @@ def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
 
 
 def works(kind: Kind, size: Size, processors: int = 1) -> tuple[float, ...]:
-    """Return the work that a call's time grows with, for each of `SPREADS`.
+    """Return the work that a call's time grows with, for each of `GROWTHS`; for another's, the usual one."""
+    usual = (work(kind, size),)
+    if size.max_q <= SHORT:
+        return (*_spread(kind, size, processors), *usual * len(STARTS))
+    if kind.direction == "backward":
+        return usual * len(GROWTHS)
+    scores, read = _in_tiles(kind, size, processors)
+    return (*usual * len(SPREADS), *(scores + start * read for start in STARTS))
 
-    A block that reads all keys of a sequence takes as long with few others as with many: where there are
-    fewer blocks than multiprocessors, it counts as if there were one for each.
+
+def _spread(kind: Kind, size: Size, processors: int) -> Iterator[float]:
+    """Yield the work of few queries. Blocks that are fewer than multiprocessors take as long as so many."""
+    one_each = kind._replace(ratio=1)
+    for amount, heads in (
+        (work(kind, size), heads_k(kind, size)),
+        (work(one_each, size), size.heads_q),
+    ):
+        share = max(size.batch * heads, 1) / processors
+        yield from (amount * ceil(share) / share, amount * max(1.0, 1.0 / share), amount)
+
+
+def _in_tiles(kind: Kind, size: Size, processors: int) -> tuple[float, float]:
+    """Return the work of blocks that compute whole tiles, and what is added for each key of a start.
+
+    Without a mask all blocks take as long: they run in waves.
     """
-    whole = work(kind, size)
-    if size.max_q > SHORT:
-        return (whole,) * len(SPREADS)
-    per_head = work(kind._replace(ratio=1), size)
-    return (
-        whole * max(1.0, processors / max(size.batch * heads_k(kind, size), 1)),
-        per_head * max(1.0, processors / max(size.batch * size.heads_q, 1)),
-        whole,
+    batch, ragged = max(size.batch, 1), kind.varlen and size.batch > 1
+    # Lengths of packed sequences aren't known one by one: their last tiles are half full.
+    queries, keys = (
+        mean + TILE / 2 if ragged else ceil(mean / TILE) * TILE
+        for mean in (max(tokens / batch, 1.0) for tokens in (size.tokens_q, size.tokens_k))
     )
+    scores = size.heads_q * _pairs_in_tiles(kind.mask, size.window, queries, keys)
+    if kind.mask == "none" and not ragged:
+        share = batch * size.heads_q * queries / TILE / processors
+        scores *= ceil(share) / share
+    read = size.heads_q * queries + heads_k(kind, size) * size.tokens_k / batch
+    each = batch * (kind.head_dim + kind.head_dim_v + 1)
+    return each * scores, each * read
+
+
+def _pairs_in_tiles(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
+    """Return `_pairs` of whole tiles."""
+    if mask == "none":
+        return queries * keys
+    if mask == "causal":
+        seen = min(queries, keys)
+        return seen * (max(keys - queries, 0.0) + (seen + TILE) / 2)
+    left, right = (keys if bound < 0 else float(bound) for bound in window)
+    return queries * min(keys, left + right + 1 + TILE)
 
 
 def work(kind: Kind, size: Size) -> float:

@@ -6,7 +6,7 @@ weren't faster together than one.
 
 All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
 of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work (of few queries
-by how the backend spreads them over the GPU, which its points tell); if the very call was measured, its own
+by how the backend spreads them over the GPU; `kinds.GROWTHS`); if the very call was measured, its own
 time counts. A host time depends on how many kernels a call launches: it is that of a call of the same
 `HOST_SHAPES` through its front (SDPA or `varlen_attn`), where that was measured.
 """
@@ -133,20 +133,19 @@ def predict(
     at = coordinates(kind, size)
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
-    amounts = works(kind, size, kinds.processors)
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     recorded = direction == "backward" or spec.needs_backward
     hosts = _hosts(kinds, kind, names, compiled, recorded, host_shapes_of(kind, size))
-    found = []
+    amounts, found = works(kind, size, kinds.processors), []
     for name in names:
-        spread = kinds.spread_of(name, size.max_q)
+        growth, floor = kinds.growth_of(name, index, size.max_q)
         near_it = [
-            (distance, place.works[spread], place.point.backends[name])
+            (distance, place.works[growth], place.point.backends[name])
             for distance, place in near
             if name in place.point.backends
         ]
         found.append(
-            _candidate(name, index, kind.ratio, near_it, amounts[spread], hosts[name], spec.capturing)
+            _candidate(name, index, kind.ratio, near_it, floor, amounts[growth], hosts[name], spec.capturing)
         )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
@@ -226,6 +225,7 @@ def _candidate(
     index: Index,
     ratio: int,
     known: Sequence[tuple[float, float, Measured]],
+    floor: float,
     amount: float,
     host: float | None,
     capturing: bool,
@@ -235,7 +235,6 @@ def _candidate(
     closest = known[0][2]
     if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
-    floor = index.floors[name]
     gpu = _mean(
         [
             (floor + (found.gpu_us - floor) * amount / measured, 1.0 / max(distance, EXACT) ** 2)
