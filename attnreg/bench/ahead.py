@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from multiprocessing.process import BaseProcess
 from typing import get_args
@@ -34,11 +34,17 @@ SHARE, LONGEST_S = 0.4, 600.0
 Group = list[AttentionSpec]
 
 
-def compile_ahead(specs: Iterable[AttentionSpec], entries: Iterable[Entry], seconds: float) -> int:
+def compile_ahead(
+    specs: Iterable[AttentionSpec],
+    entries: Iterable[Entry],
+    seconds: float,
+    meanwhile: Callable[[Callable[[], bool]], None] | None = None,
+) -> int:
     """Call each backend that compiles once for each of these calls, in processes; return how many were used.
 
     Returns 0 at once where it isn't worth it: no such backend, few kinds of calls, few cores. What isn't done
-    within a share of `seconds` is compiled when it is called, as everything is without this.
+    within a share of `seconds` is compiled when it is called, as everything is without this. `meanwhile` is
+    called in this process as soon as the others run, with what tells whether they still do.
     """
     names = [entry.name for entry in entries if entry.backend is not None and entry.backend.compiles]
     groups: dict[object, Group] = {}
@@ -55,6 +61,8 @@ def compile_ahead(specs: Iterable[AttentionSpec], entries: Iterable[Entry], seco
     try:
         for process in processes:
             process.start()
+        if meanwhile is not None:
+            meanwhile(lambda: time.monotonic() < deadline and any(one.is_alive() for one in processes))
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0.0))
     finally:

@@ -16,18 +16,19 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from attnreg import api
+from attnreg import api, aten
 from attnreg.bench.compare import Batch
 from attnreg.bench.shapes import Shape, decode, dense, packed
 from attnreg.bench.sides import Side, layers, layers_backward, ran, untouched, wrong_backend
-from attnreg.contract.spec import Direction
-from attnreg.dispatch import call_cache
+from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.dispatch import call_cache, planning
 from attnreg.dispatch.counters import reset_stats
 from attnreg.measure.timing import interleaved, timer_for
 from attnreg.torchlib import captured
 from attnreg.tuning.checks import check_alive
 from attnreg.tuning.kinds import FEW, LONG, MANY, ONE, SHARED
 from attnreg.tuning.points import Front
+from attnreg.tuning.session import Session
 
 SHAPES = (packed([128, 128], 8, 8, 64, False), dense(2, 128, 8, 8, 64, False))
 OTHERS = (
@@ -41,6 +42,34 @@ OTHERS = (
 LAYERS, ROUNDS = 24, 15
 # The directions, and whether autograd records the call; without a gradient there is the last one only.
 MEASURED: tuple[tuple[Direction, bool], ...] = (("forward", True), ("backward", True), ("forward", False))
+
+
+def measure(session: Session, hurried: bool = False) -> None:
+    """Measure the host time per call on a GPU, for each backend of which the table doesn't have it.
+
+    `hurried`: only with the kind of routers in use, as without the call cache it takes three times as long.
+    """
+    if names := _missing(session, hurried):
+        session.add_fronts(host_costs(session.device, names, as_used=hurried))
+
+
+def specs(session: Session, hurried: bool = False) -> list[AttentionSpec]:
+    """Return the calls that `measure` makes."""
+    device = planning.device_of(session.device)
+    shapes = (*SHAPES, *(one for _, one in OTHERS)) if _missing(session, hurried) else ()
+    return [shape.spec(device) for shape in shapes]
+
+
+def _missing(session: Session, hurried: bool) -> list[str]:
+    if session.device.type != "cuda":
+        return []
+    aten.ensure()  # installs the routers: after that it is known whether they are compiled
+    in_use = bool(captured.call_cache_in_use)
+    wanted = {in_use} if hurried else {False, in_use}
+    # Older tables have times of fewer shapes.
+    known = {(front.backend, front.compiled) for front in session.fronts if front.shape == MANY + SHARED}
+    names = [entry.name for entry in session.entries]
+    return [name for name in names if not known.issuperset((name, one) for one in wanted)]
 
 
 def host_costs(

@@ -176,43 +176,26 @@ def _session(out: Path | None, place: torch.device, named: tuple[str, ...], fres
     return Session(file, here, entries, place, Checks(place), timer, points, known.fronts, replaced)
 
 
-def measure_fronts(session: Session, hurried: bool = False) -> None:
-    """Measure the host time per call on a GPU, for each backend of which the table doesn't have it.
-
-    `hurried`: only with the kind of routers in use, as without the call cache it takes three times as long.
-    """
-    from attnreg import aten
-    from attnreg.torchlib import captured
-    from attnreg.tuning.kinds import MANY, SHARED
-
-    if session.device.type != "cuda":
-        return
-    aten.ensure()  # installs the routers: after that it is known whether they are compiled
-    in_use = bool(captured.call_cache_in_use)
-    wanted = {in_use} if hurried else {False, in_use}
-    # Older tables have times of fewer shapes.
-    known = {(front.backend, front.compiled) for front in session.fronts if front.shape == MANY + SHARED}
-    names = [entry.name for entry in session.entries]
-    if missing := [name for name in names if not known.issuperset((name, one) for one in wanted)]:
-        from attnreg.bench.fronts import host_costs
-
-        session.add_fronts(host_costs(session.device, missing, as_used=hurried))
-
-
 def _run(
     session: Session, specs: list[AttentionSpec], in_order: list[AttentionSpec], deadline: float
 ) -> tuple[str, str]:
     """Measure behind a progress bar, `specs` first; return how it ended, and the problem if there is one."""
+    from attnreg.bench import fronts
     from attnreg.bench.ahead import compile_ahead
     from attnreg.tuning.checks import DeviceLostError
 
-    done = 0
+    done, hurried = 0, deadline < inf
     try:
         with output.progress(len(specs), "compiling") as update:
             todo = [spec for spec in specs if session.todo(spec)]
-            compile_ahead(todo, session.entries, deadline - time.monotonic())
+            compile_ahead(
+                [*todo, *fronts.specs(session, hurried)],
+                session.entries,
+                deadline - time.monotonic(),
+                lambda going_on: session.prepare(todo, going_on),
+            )
             update(description="host time per call")
-            measure_fronts(session, hurried=deadline < inf)
+            fronts.measure(session, hurried)
             for done, spec in enumerate(session.run(in_order, deadline - time.monotonic()), 1):
                 what = f"{spec.max_q} x {spec.max_k}, head dim {spec.head_dim}"
                 update(completed=min(done, len(specs)), description=what)

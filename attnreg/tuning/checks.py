@@ -21,10 +21,15 @@ TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backwar
 
 
 class Checks:
-    """Checks each backend once for each kind of call, at small sizes, and keeps what was found."""
+    """Checks each backend once for each kind of call, at small sizes, and keeps what was found.
+
+    Attributes:
+        first_calls: seconds of the first call of a backend, by its name, the call and the direction.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.first_calls: dict[tuple[str, AttentionSpec, Direction], float] = {}
         self._found: dict[tuple[object, ...], dict[Direction, Verdict] | Exception] = {}
 
     def of(self, entry: Entry, spec: AttentionSpec, direction: Direction) -> Verdict:

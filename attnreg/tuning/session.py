@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import get_args
 
@@ -74,6 +75,23 @@ class Session:
                     self.skipped.append((spec, reasons))
             yield spec
 
+    def prepare(self, specs: Iterable[AttentionSpec], going_on: Callable[[], bool]) -> None:
+        """Check and call the backends that don't compile once for each call, while other processes compile.
+
+        Whatever goes wrong goes wrong again, and is reported, where it is measured.
+        """
+        entries = [entry for entry in self.entries if entry.backend is None or not entry.backend.compiles]
+        for spec in specs:
+            if not going_on():
+                return
+            todo = () if unmeasurable(spec) else self.todo(spec)
+            with suppress(Exception), self._on_device():
+                Measurement(spec, todo, entries, self.checks, self.timer, self.device, inf).call_once()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Return the context in which CUDA events are recorded on the session's device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def todo(self, spec: AttentionSpec) -> tuple[Direction, ...]:
         """Return the directions of a call that the table lacks from some backend."""
         wanted: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
@@ -132,8 +150,7 @@ class Session:
             return
         found: list[Point] = []
         try:
-            # CUDA events are recorded on the current device.
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            with self._on_device():
                 call = Measurement(spec, todo, self.entries, self.checks, self.timer, self.device, deadline)
                 for point in call.points():
                     found.append(point)

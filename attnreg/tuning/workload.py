@@ -47,6 +47,8 @@ QUICK = (
     (1, False, FULL, ((6, 1, 1448), (20, 1, 2048))),
     (1, True, CAUSAL, ((8, 1024, 1024),)),
     (4, False, FULL, ((2, 900, 900),)),
+    (4, True, CAUSAL, ((2, 900, 900),)),
+    (4, True, FULL, ((2, 900, 900),)),
 )
 QUICK_DIMS, QUICK_HEADS = (128, 64, 96), 16
 

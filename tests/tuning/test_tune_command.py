@@ -11,7 +11,8 @@ from support.tuned import off_by, raising, spec_with, watched
 import attnreg
 from attnreg import _registry
 from attnreg.backends import math as math_backend
-from attnreg.cli.tune import host_rows, measure_fronts
+from attnreg.bench import fronts
+from attnreg.cli.tune import host_rows
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import Device
 from attnreg.selection import policy
@@ -112,12 +113,12 @@ def test_tune_measures_host_times_of_those_backends_only_that_the_table_lacks_th
     session, entry, monkeypatch, measured_fronts, python_routers
 ):
     made = session(entry("a"), entry("b"))
-    measure_fronts(made)  # a CPU is its own host
+    fronts.measure(made)  # a CPU is its own host
     made.device = torch.device("cuda")
     few = Front("a", False, "forward", 8.0, recorded=False, shape=MANY + SHARED)
     made.fronts = (few,)
-    measure_fronts(made)
-    measure_fronts(made)
+    fronts.measure(made)
+    fronts.measure(made)
     assert measured_fronts == [("cuda", ["b"], False)]
     made.fronts += (Front("a", False, "backward", 30.0, shape=MANY + SHARED),)
     made.fronts += (Front("a", False, "backward", 29.0, compiled=True),)
@@ -128,14 +129,14 @@ def test_tune_measures_host_times_of_those_backends_only_that_the_table_lacks_th
     ]
     # Those anew of which only calls of many queries were timed, as in older tables.
     made.fronts = (few._replace(shape=MANY), few._replace(backend="b"))
-    measure_fronts(made)
+    fronts.measure(made)
     assert measured_fronts[1:] == [("cuda", ["a"], False)]
     # With the call cache those anew of which one kind is missing; if there is little time, the kind in use.
     monkeypatch.setattr(captured, "call_cache_in_use", True)
     made.fronts = few, few._replace(backend="b", compiled=True)
-    measure_fronts(made, hurried=True)
+    fronts.measure(made, hurried=True)
     made.fronts = few, few._replace(compiled=True), few._replace(backend="b", compiled=True)
-    measure_fronts(made)
+    fronts.measure(made)
     assert measured_fronts[2:] == [("cuda", ["a"], True), ("cuda", ["b"], False)]
 
 

@@ -16,8 +16,8 @@ def test_one_query_takes_two_waves_where_there_is_one_block_more_than_multiproce
     def one(batch, **took):
         return point(spec_with(batch=batch, max_q=1, max_k=8192, heads_q=4, heads_k=4), **took)
 
-    # 33 x 4 blocks on 132 multiprocessors, and 66 x 4; the fixed cost is 15 us. Whoever runs several blocks at
-    # a time, or shares the keys among all, has no waves.
+    # 33 x 4 blocks on 132 multiprocessors, and 66 x 4; the fixed cost is 15 us. Who shares the keys among all
+    # multiprocessors has no waves.
     points = [
         one(33, waves=115.0, parts=115.0),
         one(66, waves=215.0, parts=215.0),
