@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnreg import _registry
-from attnreg.bench.random_shapes import MUCH, draw, losses_of
+from attnreg.bench.losses import MUCH, losses_of
+from attnreg.bench.random_shapes import draw
 from attnreg.bench.report import save, show
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
 from attnreg.bench.summary import FIXED

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from attnreg.bench.losses import losses
 from attnreg.bench.overhead_cpu import QUESTIONS
-from attnreg.bench.random_shapes import losses
 from attnreg.bench.report import machine
 from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD
 from attnreg.bench.summary import CHOSEN, DIRECT, FIXED

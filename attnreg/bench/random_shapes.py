@@ -15,7 +15,7 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle
 from math import exp, log
 from typing import Any
@@ -24,7 +24,8 @@ from attnreg import _registry
 from attnreg.bench import sides
 from attnreg.bench.ahead import compile_ahead
 from attnreg.bench.compare import batch_beyond_the_cache, checked, short
-from attnreg.bench.report import Job, Table
+from attnreg.bench.losses import BY_DEVICE, BY_HOST, MUCH, best_of, losses_of, summary, tables, worst_of
+from attnreg.bench.report import Job
 from attnreg.bench.selection import strategies
 from attnreg.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
 from attnreg.bench.sides import Side
@@ -44,15 +45,14 @@ SECONDS, MOST_CALLS, FEW_CALLS = 0.012, 250, 50
 # A measurement is the least of so many in a row, as `timeit` takes it: one that another program interrupts
 # says nothing of a kernel. With one alone the same backend, measured twice, differed by up to 1.5 at 30 us.
 BURSTS = 3
-# A loss of more than this is counted, and a host that takes so much of the time is what bounds a call.
-MUCH, HOST_BOUND = 1.15, 0.9
-WORST = 10
-ALL, BY_HOST, BY_DEVICE = "all", "bound by the host", "bound by the device"
+# A host that takes so much of the time is what bounds a call.
+HOST_BOUND = 0.9
+# A shape on which a choice loses `MUCH` is measured so many times as often again, all ways of it: where the
+# host bounds a call, five rounds of a backend differed from five others of the same by up to 1.29.
+MORE = 2
 
 # Lengths, the most tokens in a call, the most floating-point operations of a forward.
 GPU, CPU = (180, 11_600, 48_000, 6e11), (12, 400, 1_200, 2e8)
-
-Row = Mapping[str, Any]
 
 
 def draw(seed: int, number: int, device: str) -> Shape:
@@ -92,7 +92,7 @@ def measure(job: Job, count: int, seed: int) -> None:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
     job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
-    job.tables = _tables(summed, worst)
+    job.tables = tables(summed, worst)
     job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
 
 
@@ -133,15 +133,13 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
     timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
-    rounds = interleaved(timed, job.rounds)
-    by_round = {
-        step: {name: [one[step] * 1e6 for one in rounds[name]] for name in rounds}
-        for step in rounds[CHOSEN][0]
-    }
-    taken = {
-        step: {name: statistics.median(found) for name, found in times.items()}
-        for step, times in by_round.items()
-    }
+    by_round = _by_round(interleaved(timed, job.rounds))
+    taken = _medians(by_round)
+    if _doubtful(by_round, taken):
+        for step, times in _by_round(interleaved(timed, MORE * job.rounds)).items():
+            for name, found in times.items():
+                by_round[step][name] += found
+        taken = _medians(by_round)
     return {
         "case": str(shape),
         "shape": shape.to_dict(),
@@ -152,6 +150,30 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
             step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()
         },
     }
+
+
+def _by_round(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Return microseconds by step, way and round, of seconds by way, round and step."""
+    return {
+        step: {name: [one[step] * 1e6 for one in found] for name, found in rounds.items()}
+        for step in rounds[CHOSEN][0]
+    }
+
+
+def _medians(by_round: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {
+        step: {name: statistics.median(found) for name, found in times.items()}
+        for step, times in by_round.items()
+    }
+
+
+def _doubtful(by_round: Mapping[str, Any], taken: Mapping[str, Any]) -> bool:
+    """Whether a choice loses so much that it counts, by few rounds."""
+    return any(
+        losses_of({"rounds": by_round, "microseconds": taken}, step).get(name, 1.0) > MUCH
+        for step in by_round
+        for name in (CHOSEN, ADAPTIVE)
+    )
 
 
 def _take_turns(side: Side, backward: bool) -> None:
@@ -176,11 +198,6 @@ def _ran(side: Side, backward: bool) -> dict[str, str]:
             forward, *both = sides.ran().values()
             found[step] = forward if step == FORWARD else " + ".join(dict.fromkeys((forward, *both)))
     return found
-
-
-def best_of(times: Mapping[str, float]) -> str:
-    """Return which backend took least."""
-    return min((name for name in times if name.startswith(FIXED)), key=times.__getitem__)
 
 
 def _steps(side: Side, backward: bool) -> Iterator[tuple[str, Callable[[], object], int, int]]:
@@ -216,84 +233,3 @@ def _bound(side: Side, backward: bool, step: str) -> str:
     clocks = "back_to_back", "host"
     whole, host = (_times(side, backward, often, clock, FEW_CALLS)[step] for clock in clocks)
     return BY_HOST if host >= HOST_BOUND * whole else BY_DEVICE
-
-
-def losses_of(row: Row, step: str) -> dict[str, float]:
-    """Return the time of each way over that of the best backend: in each round, and of that the median.
-
-    A host runs at half its speed for seconds at a time. In one round all ways have it alike.
-    """
-    rounds = row["rounds"][step]
-    best = rounds[best_of(row["microseconds"][step])]
-    return {
-        name: statistics.median(one / other for one, other in zip(times, best, strict=True))
-        for name, times in rounds.items()
-    }
-
-
-def losses(rows: Sequence[Row], step: str, bound: str = ALL) -> dict[str, list[float]]:
-    """Return what each way loses, of every shape that has the step."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        if step in row["microseconds"] and bound in (ALL, row["bound"][step]):
-            for name, loss in losses_of(row, step).items():
-                found.setdefault(name, []).append(loss)
-    return found
-
-
-def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return mean, percentiles and worst of the losses, by step, bound and way."""
-    return [
-        {
-            "step": step, "bound": bound, "way": name, "shapes": len(found), "mean": statistics.fmean(found),
-            "median": percentile(found, 50), "p90": percentile(found, 90), "p99": percentile(found, 99),
-            "worst": max(found), "above": sum(loss > MUCH for loss in found) / len(found),
-        }
-        for step in (FORWARD, BOTH)
-        for bound in (ALL, BY_HOST, BY_DEVICE)
-        for name, found in losses(rows, step, bound).items()
-    ]  # fmt: skip
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that so many percent of all don't exceed."""
-    return sorted(values)[max(0, -int(-len(values) * percent // 100) - 1)]
-
-
-def worst_of(rows: Sequence[Row], step: str) -> list[dict[str, Any]]:
-    """Return the shapes on which the choice by measurement loses most: what ran, and what is best."""
-    found = []
-    for row in rows:
-        if times := row["microseconds"].get(step):
-            best = best_of(times)
-            found.append(
-                {
-                    "number": row["number"], "case": row["case"], "loss": losses_of(row, step)[CHOSEN],
-                    "ran": row["ran"][CHOSEN][step], "best": best.removeprefix(FIXED),
-                    "microseconds": times[best],
-                }
-            )  # fmt: skip
-    return sorted(found, key=lambda one: -one["loss"])[:WORST]
-
-
-def _tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[Table]:
-    """Return the sums, separate for each bound of a call if both occur, and the most that is lost."""
-    numbers, found = ("mean", "median", "p90", "p99", "worst"), []
-    for step in (FORWARD, BOTH):
-        here = [one for one in summed if one["step"] == step]
-        bounds = list(dict.fromkeys(one["bound"] for one in here))
-        for bound in bounds if len(bounds) > 2 else bounds[:1]:
-            rows = [
-                (one["way"], *(f"{one[x]:.3f}" for x in numbers), f"{one['above']:.1%}", str(one["shapes"]))
-                for one in here
-                if one["bound"] == bound
-            ]
-            title = f"{step}, {bound}: time over that of the best backend"
-            found.append(Table(title, ("chosen", *numbers, f"above {MUCH}", "shapes"), rows))
-        cells = [
-            (f"{one['number']}: {one['case']}", f"{one['loss']:.2f}", one["ran"], one["best"])
-            for one in worst[step]
-        ]
-        header = ("shape", "loss", "by measurement", "best")
-        found.append(Table(f"{step}: the most that is lost", header, cells))
-    return found

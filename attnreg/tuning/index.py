@@ -38,9 +38,9 @@ AS_NEAR = 2.0
 # A point that is nearer than this has the call's own coordinates.
 EXACT = 1e-9
 
-# The most that is taken for the fixed cost of a kernel; the rest of its time grows with the work. Of forwards
-# of more than a few queries it is less, as `STARTS` have a part of it.
-MOST_FLOOR_US, MOST_IN_TILES_US = 15.0, 8.0
+# The most that is taken for the fixed cost of a kernel; the rest of its time grows with the work. Of 8, 10
+# and 15 this chose best.
+MOST_FLOOR_US = 10.0
 
 
 class Place(NamedTuple):
@@ -106,14 +106,9 @@ class Index:
         )
         return inside, outside
 
-    def floor(self, name: str, growth: int) -> float:
-        """Return the fixed cost of a backend's calls that grow so, in microseconds."""
-        most = MOST_IN_TILES_US if growth >= len(SPREADS) else MOST_FLOOR_US
-        return min(self.floors.get(name, 0.0), most)
-
     def misfit(self, name: str, queries: range, growth: int) -> float:
         """Return how much a backend's times differ for the same work, of points with so many queries."""
-        floor = self.floor(name, growth)
+        floor = self.floors.get(name, 0.0)
         costs = [
             log(max(found.gpu_us - floor, 1.0) / place.works[growth])
             for place in self.places
@@ -165,19 +160,17 @@ class Kinds:
             places.setdefault(family_of(kind), []).append(one)
         self._exact = {family: Index(family, found) for family, found in places.items()}
         self._known: dict[tuple[Kind, bool], Index | None] = {}
-        self._growths: dict[tuple[str, Index, int], tuple[int, float]] = {}
+        self._growths: dict[tuple[str, Index, int], int] = {}
 
-    def growth_of(self, name: str, index: Index, max_q: int) -> tuple[int, float]:
-        """Return the place in `GROWTHS` of the one that fits a backend's times best, and the fixed cost.
+    def growth_of(self, name: str, index: Index, max_q: int) -> int:
+        """Return the place in `GROWTHS` of the one that fits a backend's times best.
 
         That is the one by which times for the same work differ least within a family: of all families for one
         query and for a few, of those with this head dim for more; where no family has two, the first.
         """
-        queries = min(max_q, 2) if max_q <= SHORT else 0
-        key = name, index, queries
+        key = name, index, min(max_q, 2) if max_q <= SHORT else 0
         if (found := self._growths.get(key)) is None:
-            growth = self._fitting(name, index.family, max_q)
-            found = self._growths[key] = growth, index.floor(name, growth)
+            found = self._growths[key] = self._fitting(name, index.family, max_q)
         return found
 
     def _fitting(self, name: str, family: Kind, max_q: int) -> int:

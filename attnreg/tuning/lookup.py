@@ -138,14 +138,14 @@ def predict(
     hosts = _hosts(kinds, kind, names, compiled, recorded, host_shapes_of(kind, size))
     amounts, found = works(kind, size, kinds.processors), []
     for name in names:
-        growth, floor = kinds.growth_of(name, index, size.max_q)
+        growth = kinds.growth_of(name, index, size.max_q)
         near_it = [
             (distance, place.works[growth], place.point.backends[name])
             for distance, place in near
             if name in place.point.backends
         ]
         found.append(
-            _candidate(name, index, kind.ratio, near_it, floor, amounts[growth], hosts[name], spec.capturing)
+            _candidate(name, index, kind.ratio, near_it, amounts[growth], hosts[name], spec.capturing)
         )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
@@ -225,7 +225,6 @@ def _candidate(
     index: Index,
     ratio: int,
     known: Sequence[tuple[float, float, Measured]],
-    floor: float,
     amount: float,
     host: float | None,
     capturing: bool,
@@ -235,6 +234,7 @@ def _candidate(
     closest = known[0][2]
     if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
+    floor = index.floors[name]
     gpu = _mean(
         [
             (floor + (found.gpu_us - floor) * amount / measured, 1.0 / max(distance, EXACT) ** 2)

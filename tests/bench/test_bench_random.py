@@ -12,7 +12,8 @@ from support.known import know
 
 from attnreg.backends import math as math_backend
 from attnreg.bench import random_shapes
-from attnreg.bench.random_shapes import ALL, BY_DEVICE, BY_HOST, draw, losses, percentile, summary, worst_of
+from attnreg.bench.losses import ALL, BY_DEVICE, BY_HOST, losses, percentile, summary, worst_of
+from attnreg.bench.random_shapes import draw
 from attnreg.bench.shapes import BOTH, FORWARD
 from attnreg.bench.summary import ADAPTIVE, CHOSEN, ORDER
 from attnreg.measure.timing import Timer
@@ -109,6 +110,7 @@ def test_the_worst_say_what_ran_and_what_is_best():
 
 def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
+    monkeypatch.setattr(random_shapes, "_doubtful", lambda by_round, taken: False)
     out, plot = tmp_path / "found.json", tmp_path / "losses.png"
     given = ("--device", "cpu", "--backend", "cpu,math", "--random", "3", "--seed", "1", "--rounds", "1")
     done = invoke("bench", "selection", *given, "--out", str(out), "--plot", str(plot))
@@ -127,6 +129,21 @@ def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypat
     for step, times in row["microseconds"].items():
         assert row["rounds"][step] == {way: [time] for way, time in times.items()}
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_shape_on_which_a_choice_loses_much_is_measured_thrice_as_often_and_all_rounds_count(monkeypatch):
+    def found(chosen, order):
+        times = {FORWARD: rounds([chosen] * 3, [order] * 3, A=[10.0] * 3)}
+        return random_shapes._doubtful(times, row_of(0, BY_HOST, **times)["microseconds"])
+
+    assert (found(11.4, 20.0), found(11.6, 10.0)) == (False, True)
+    monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
+    monkeypatch.setattr(random_shapes, "_doubtful", lambda by_round, taken: True)
+    given = ("--device", "cpu", "--backend", "cpu,math", "--random", "1", "--seed", "1", "--rounds", "1")
+    (row,) = json.loads(invoke("bench", "selection", *given, "--json").stdout)["results"]["rows"]
+    for step, times in row["microseconds"].items():
+        for way, time in times.items():
+            assert (len(row["rounds"][step][way]), sorted(row["rounds"][step][way])[1]) == (3, time)
 
 
 def test_a_backend_that_is_wrong_is_left_out_and_the_others_are_measured(fake, monkeypatch):
