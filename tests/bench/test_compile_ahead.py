@@ -69,6 +69,30 @@ def test_a_backend_that_compiles_is_called_at_every_size_in_both_directions_and_
             assert (spec.max_q, spec.window, spec.head_dim) in sizes
 
 
+def test_this_process_does_something_else_meanwhile_and_knows_when_the_others_are_done(
+    monkeypatch, fake, inline
+):
+    compiling = fake("compiling", compiles=True)
+    know(monkeypatch, compiling.backend)
+    seen = []
+
+    def meanwhile(going_on):
+        seen.append(len(inline))
+        monkeypatch.setattr(Inline, "is_alive", lambda process: True)
+        seen.append(going_on())
+        monkeypatch.setattr(Inline, "is_alive", lambda process: False)
+        seen.append(going_on())
+
+    ahead.compile_ahead(KINDS, _registry.entries().values(), 60.0, meanwhile)
+    assert seen == [3, True, False]
+    # The time is up, whatever they do; and where nothing is started there is no meanwhile.
+    monkeypatch.setattr(Inline, "terminate", lambda process: None, raising=False)
+    monkeypatch.setattr(Inline, "is_alive", lambda process: True)
+    ahead.compile_ahead(KINDS, _registry.entries().values(), 0.0, lambda going_on: seen.append(going_on()))
+    ahead.compile_ahead(KINDS[:2], _registry.entries().values(), 60.0, lambda going_on: seen.append("called"))
+    assert seen[3:] == [False]
+
+
 def test_what_fails_in_a_process_does_not_keep_the_rest_from_being_compiled(monkeypatch, fake, inline):
     broken = fake("broken", compiles=True, load=lambda: 1 / 0)
     right = fake("right", compiles=True)
