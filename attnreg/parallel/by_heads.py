@@ -17,7 +17,7 @@ from torch import Tensor
 from attnreg.contract.backend import Call
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.parts import Run, as_runs, on_device, taken
+from attnreg.parallel.parts import Places, Run, on_device, taken
 from attnreg.parallel.stepwise import Options, without_values
 from attnreg.torchlib.layout import copy
 from attnreg.torchlib.modes import differentiable_once
@@ -70,19 +70,20 @@ class WholeBatch(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, rank: int, device: torch.device) -> WholeBatch:
         """Work out what a layout means on a device."""
-        by_rank = torch.cat([layout.index(number) for number in range(layout.ranks)])
-        places = torch.empty_like(by_rank)
-        places[by_rank] = torch.arange(len(by_rank))
+        held = [(begin, end) for pieces in layout.pieces for _, begin, end in pieces]
+        whole = [(0, layout.tokens)]
+        in_order, by_rank = Places({0: held}).runs(whole), Places({0: whole}).runs(held)
         cu_seq = torch.tensor(layout.cu_seq)
         longest = int(cu_seq.diff().max()) if len(cu_seq) > 1 else 0
-        rows = _rows_on(places, device), _rows_on(by_rank, device)
+        rows = _rows_on(in_order, device), _rows_on(by_rank, device)
         return cls(*rows, on_device(cu_seq.int(), device), longest, layout.rows, rank)
 
 
-def _rows_on(index: Tensor, device: torch.device) -> Rows:
-    """Return a permutation as runs, or, if these are many, as an index on the device."""
-    found = as_runs(index)
-    return found if len(found) <= MOST_RUNS else on_device(index, device)
+def _rows_on(runs: list[Run], device: torch.device) -> Rows:
+    """Return runs, or, if these are many, an index on the device."""
+    if len(runs) <= MOST_RUNS:
+        return runs
+    return on_device(torch.cat([torch.arange(begin, end) for _, begin, end in runs]), device)
 
 
 def _in_order(rows: Tensor, order: Rows) -> Tensor:

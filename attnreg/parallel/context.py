@@ -32,9 +32,10 @@ from attnreg.parallel.calls import (
 )
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.methods import Choice, check_asked, choose, explain_context_parallel
+from attnreg.parallel.methods import Choice, check_asked, check_possible, choose, explain_context_parallel
+from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import prepared
-from attnreg.parallel.steps import Needs, gathering, rotating
+from attnreg.parallel.steps import gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
 from attnreg.torchlib.modes import autocast, is_transformed
 from attnreg.varlen.spread import spread_over
@@ -228,6 +229,9 @@ class ContextParallel(SpreadBatch):
 
     def _methods(self, kind: Kind, device: torch.device) -> list[str]:
         """Return the method of a call, and those that "auto" takes if no kernel can run that one."""
+        if self.method != "auto":  # what each would take is of no use
+            check_possible(self.method, kind.shape, self.layout.ranks)
+            return [self.method]
         needs, memory = self._needs(kind.window), self._most(device)
         choice = choose(needs, kind.shape, self.method, self._rates, memory)
         return [choice.method, *choice.others]

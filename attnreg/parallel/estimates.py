@@ -7,9 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.by_heads import group_count, unsupported
-from attnreg.parallel.steps import Needs
+from attnreg.parallel.needs import Needs
 
 ALL_TO_ALL, ALL_GATHER, RING = "all_to_all", "all_gather", "ring"
 # A backward has five matrix products where a forward has two.
@@ -96,7 +99,7 @@ class Estimate:
     Attributes:
         name: "all_to_all", "all_gather" or "ring".
         seconds: an estimate, of the forward and, if there is one, the backward.
-        received: bytes that each rank receives in the forward.
+        received, sent: bytes that each rank receives and sends in the forward.
         memory: bytes that the most loaded rank needs at most besides its own inputs and results.
         refusal: why the call can't go by it; empty if it can.
     """
@@ -104,39 +107,47 @@ class Estimate:
     name: str
     seconds: float
     received: tuple[int, ...]
+    sent: tuple[int, ...]
     memory: int
     refusal: str = ""
 
 
 class _Call:
-    """A call, with what each rank gets of each other one.
+    """A call, with what each rank gets of the others.
 
     Attributes:
-        received: bytes of keys and values, by rank and source.
-        computing: seconds of the forward with these keys, where keys come to queries.
+        received, sent: bytes of keys and values, by rank.
+        coming: the most of them that a rank receives of the one at each distance before it.
+        computing: seconds of the forward with these keys, where keys come to queries, by rank.
         alone: of that each rank's queries whose keys are all on that rank.
+        slowest: the seconds with keys at each distance, of the rank that takes longest.
         evenly: seconds of the forward where each rank computes as much as the others.
         factors: what the forward and, if there is one, the backward take of that.
     """
 
     def __init__(self, needs: Needs, shape: Shape, rates: Rates) -> None:
         self.needs, self.layout, self.shape, self.rates = needs, needs.layout, shape, rates
-        ranks = range(needs.layout.ranks)
         seconds = shape.flops_of_pair / rates.flops
-        self.distances = [0, *filter(needs.at, ranks[1:])]
-        self.received = [[needs.rows(rank, source) * shape.row_k for source in ranks] for rank in ranks]
-        self.alone = [needs.alone(rank) * seconds for rank in ranks]
-        pairs = [[needs.pairs(rank, source) * seconds for source in ranks] for rank in ranks]
-        self.evenly = sum(map(sum, pairs)) / len(pairs)
-        self.computing = [[x / rates.cut for x in row] for row in pairs]
-        for rank, alone in enumerate(self.alone):
-            self.computing[rank][rank] += alone - alone / rates.cut
+        self.received = [rows * shape.row_k for rows in needs.moved.sum(1).tolist()]
+        self.sent = [rows * shape.row_k for rows in needs.moved.sum(0).tolist()]
+        self.coming = [rows * shape.row_k for rows in _most(needs.moved)]
+        self.alone = [needs.alone(rank) * seconds for rank in range(needs.layout.ranks)]
+        pairs, own = needs.pairs.sum(1).tolist(), needs.pairs.diagonal().tolist()
+        self.evenly = sum(pairs) * seconds / len(pairs)
+        cut = seconds / rates.cut
+        without = [alone - alone / rates.cut for alone in self.alone]
+        self.computing = [count * cut + less for count, less in zip(pairs, without, strict=True)]
+        self.slowest = [count * cut for count in _most(needs.pairs)]
+        self.slowest[0] = max(count * cut + less for count, less in zip(own, without, strict=True))
         self.factors = (1.0, BACKWARD) if shape.needs_backward else (1.0,)
         self.most = max(self.layout.rows, default=0)
 
-    def coming(self, distance: int) -> int:
-        """Return the most bytes that a rank receives of the one so far before it."""
-        return max(row[(rank - distance) % len(row)] for rank, row in enumerate(self.received))
+
+def _most(table: Tensor) -> list[int]:
+    """Return the most that the table has at each distance from a rank back to another one."""
+    ranks = torch.arange(len(table), device="cpu")
+    found: list[int] = table.gather(1, (ranks[:, None] - ranks) % len(ranks)).amax(0).tolist()
+    return found
 
 
 def estimates(needs: Needs, shape: Shape, rates: Rates) -> tuple[Estimate, ...]:
@@ -150,8 +161,12 @@ def _all_to_all(call: _Call) -> Estimate:
     layout, shape, rates, ranks = call.layout, call.shape, call.rates, call.layout.ranks
     repeated = 1 if shape.heads_k % ranks == 0 else max(ranks // shape.heads_k, 1)
     there, back = shape.row_q + repeated * shape.row_k, shape.row_out
-    received = tuple(
-        (layout.tokens - rows) * there // ranks + rows * back * (ranks - 1) // ranks for rows in layout.rows
+    received, sent = (
+        tuple(
+            (layout.tokens - rows) * of_others // ranks + rows * own * (ranks - 1) // ranks
+            for rows in layout.rows
+        )
+        for of_others, own in ((there, back), (back, there))
     )
     heads, heads_k = max(shape.heads // ranks, 1), max(shape.heads_k * repeated // ranks, 1)
     groups = group_count(heads, heads_k, call.most * there)
@@ -167,69 +182,74 @@ def _all_to_all(call: _Call) -> Estimate:
     refusal = unsupported(shape.heads, shape.heads_k, ranks)
     # A backward has what the forward kept, gradients as kernels give them, packed and in the ranks' order.
     held = 4 * there + 2 * back if shape.needs_backward else 3 * (there + back)
-    return Estimate(ALL_TO_ALL, seconds, received, call.most * held, refusal)
+    return Estimate(ALL_TO_ALL, seconds, received, sent, call.most * held, refusal)
 
 
 def _all_gather(call: _Call) -> Estimate:
     """What needs no keys of others is computed while they come, and while their gradients go back."""
     shape, rates = call.shape, call.rates
-    totals = [sum(row) for row in call.received]
     slowest, memory = 0.0, 0
     for rank, rows in enumerate(call.layout.rows):
-        sent = sum(row[rank] for row in call.received)
-        moving = rates.moving(max(totals[rank], sent))
-        together = sum(call.computing[rank]) - call.alone[rank]
+        received, sent = call.received[rank], call.sent[rank]
+        moving = rates.moving(max(received, sent))
+        together = call.computing[rank] - call.alone[rank]
         # Keys, queries and results of the second call are copied.
-        copied = 2 * totals[rank] + rows * (shape.row_q + shape.row_out) if moving else 0
+        copied = 2 * received + rows * (shape.row_q + shape.row_out) if moving else 0
         overhead = rates.copying(copied) + rates.launch
         seconds = sum(max(x * call.alone[rank], moving) + x * together + overhead for x in call.factors)
         slowest = max(slowest, seconds)
         if moving:
-            memory = max(memory, totals[rank] + sent + _copied(call, rank))
-    return Estimate(ALL_GATHER, slowest, tuple(totals), memory)
+            memory = max(memory, received + sent + _copied(call, rank))
+    return Estimate(ALL_GATHER, slowest, tuple(call.received), tuple(call.sent), memory)
 
 
 def _copied(call: _Call, rank: int) -> int:
     """Return the bytes that all_gather copies for the queries that need keys of others, and their results."""
     shape, whole = call.shape, call.needs.whole(rank)
     spans = [span for span, is_here in whole if not is_here]
-    here = [span.piece for span, is_here in whole if is_here]
-    if here and len(here) <= here[-1] - here[0]:  # others are between them
-        spans = [span for span, _ in whole]
+    here = [span for span, is_here in whole if is_here]
+    if here and len(here) <= here[-1].piece - here[0].piece:  # others are between them
+        spans, here = [span for span, _ in whole], []
     keys = sum(span.key_count for span in spans) * shape.row_k
     queries = sum(span.end - span.begin for span in spans) * (shape.row_q + shape.row_out)
-    if shape.needs_backward:  # it has the keys of the forward, and gradients of all that was copied
-        return 2 * (keys + queries)
+    if shape.needs_backward:
+        # It has the keys of the forward, gradients of all that was copied, and then those of the other
+        # queries and their keys, as kernels give them.
+        own = sum(span.end - span.begin for span in here) * (shape.row_q + shape.row_k)
+        return 2 * (keys + queries) + own
     return keys + queries + call.layout.rows[rank] * shape.row_out
 
 
 def _ring(call: _Call) -> Estimate:
     """Each step is as slow as its slowest rank, and the next one's keys come meanwhile."""
-    shape, rates, ranks = call.shape, call.rates, call.layout.ranks
+    shape, rates = call.shape, call.rates
+    distances = [0, *call.needs.distances]
     merged = call.most * shape.row_out
     wide = max(4 // shape.bytes_each, 1)
     seconds, most = 0.0, 0
     for factor in call.factors:
-        for distance, following in itertools.zip_longest(call.distances, call.distances[1:]):
-            coming = 0 if following is None else call.coming(following)
-            slowest = max(row[(rank - distance) % ranks] for rank, row in enumerate(call.computing))
+        for distance, following in itertools.zip_longest(distances, distances[1:]):
+            coming = 0 if following is None else call.coming[following]
             # In a backward the gradients of the step before go back meanwhile.
-            seconds += max(factor * slowest, (1 if factor == 1.0 else 2) * rates.moving(coming))
+            seconds += max(
+                factor * call.slowest[distance], (1 if factor == 1.0 else 2) * rates.moving(coming)
+            )
             seconds += rates.launch
             # Merging reads and writes float32 several times.
             seconds += rates.copying(2 * wide * merged) if distance else 0.0
             most = max(most, coming)
         if factor != 1.0:
-            seconds += rates.moving(call.coming(call.distances[-1])) if len(call.distances) > 1 else 0.0
-    memory = _of_ring(call, most, 3 * wide * merged) if len(call.distances) > 1 else 0
-    return Estimate(RING, seconds, tuple(map(sum, call.received)), memory)
+            seconds += rates.moving(call.coming[distances[-1]]) if len(distances) > 1 else 0.0
+    memory = _of_ring(call, most, 3 * wide * merged) if len(distances) > 1 else 0
+    return Estimate(RING, seconds, tuple(call.received), tuple(call.sent), memory)
 
 
 def _of_ring(call: _Call, most: int, merging: int) -> int:
     """Return the bytes that a step needs: what has come, what comes and goes, copies, and what is merged."""
-    shape, ranks = call.shape, range(call.layout.ranks)
-    keys = max(call.needs.repeated(rank, source) for rank in ranks for source in ranks if rank != source)
+    shape, keys = call.shape, int(call.needs.repeated.max())
     copied = keys * shape.row_k + call.most * (shape.row_q + shape.row_out)
-    others = 2 * most if len(call.distances) > 2 else 0  # of the next step; in a backward of the last, too
+    others = (
+        2 * most if len(call.needs.distances) > 1 else 0
+    )  # of the next step; in a backward of the last, too
     forward = most + others + copied + merging
     return max(forward, 3 * most + 2 * others + 2 * copied) if shape.needs_backward else forward

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from attnreg.errors import InvalidInputError
 from attnreg.varlen.plans import window
 
 __all__ = ["Layout", "Piece"]
+
+# One number, or many at once.
+Rows = TypeVar("Rows", int, Tensor)
 
 
 class Piece(NamedTuple):
@@ -117,18 +120,26 @@ class Layout:
         return self.pieces[rank]
 
 
-def visible_pairs(begin: int, end: int, first: int, last: int, left: int, right: int) -> int:
+def visible_pairs(begin: Rows, end: Rows, first: Rows, last: Rows, left: int, right: int) -> Rows:
     """Count the pairs of queries `begin` to `end` and the keys `first` to `last`, of which each sees one."""
-    whole = max(last, end) - min(first, begin)
-    left, right = (whole if bound < 0 else bound for bound in (left, right))
+    # As no row comes after both ends, a bound that is their sum excludes nothing.
+    back: Any = last + end if left < 0 else left
+    ahead: Any = last + end if right < 0 else right
     # Queries before `low` reach the first key, those from `high` on the last.
-    low, high = (min(max(row, begin), end) for row in (first + left, last - right))
-    lowest = first * (low - begin) + _sum(low, end) - left * (end - low)
-    highest = _sum(begin, high) + right * (high - begin) + (last - 1) * (end - high)
-    return highest - lowest + end - begin
+    low, high = _clamped(first + back, begin, end), _clamped(last - ahead, begin, end)
+    lowest = first * (low - begin) + _sum(low, end) - back * (end - low)
+    highest = _sum(begin, high) + ahead * (high - begin) + (last - 1) * (end - high)
+    count: Rows = highest - lowest + end - begin
+    return count
 
 
-def _sum(begin: int, end: int) -> int:
+def _clamped(row: Rows, low: Rows, high: Rows) -> Rows:
+    if isinstance(row, Tensor):
+        return row.clamp(low, high)
+    return min(max(row, low), high)
+
+
+def _sum(begin: Rows, end: Rows) -> Rows:
     """Return the sum of the numbers from `begin` to before `end`."""
     return (begin + end - 1) * (end - begin) // 2
 

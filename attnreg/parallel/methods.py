@@ -14,9 +14,10 @@ import torch
 
 from attnreg.contract.spec import canonical_dtype
 from attnreg.errors import InvalidInputError, did_you_mean
+from attnreg.parallel.by_heads import unsupported
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, Estimate, Rates, Shape, estimates
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.steps import Needs
+from attnreg.parallel.needs import Needs
 from attnreg.varlen.plans import window
 
 __all__ = ["Choice", "explain_context_parallel"]
@@ -57,11 +58,12 @@ class Choice:
         lines = [
             f"{self.method}: {self.reason}",
             "",
-            f"{'method':<12}{'time':>10}{'received, most':>18}{'memory':>12}",
+            f"{'method':<12}{'time':>10}{'received, most':>18}{'sent, most':>18}{'memory':>12}",
         ]
         for one in self.methods:
-            most = max(one.received, default=0)
-            numbers = f"{one.seconds * 1e3:>7.2f} ms{most / 2**20:>14.1f} MiB{one.memory / 2**20:>8.1f} MiB"
+            sizes = (max(one.received, default=0), 14), (max(one.sent, default=0), 14), (one.memory, 8)
+            numbers = f"{one.seconds * 1e3:>7.2f} ms"
+            numbers += "".join(f"{size / 2**20:>{width}.1f} MiB" for size, width in sizes)
             lines.append(f"{one.name:<12}" + (f"  no: {one.refusal}" if one.refusal else numbers))
         lines += ["", f"{'rank':<6}{'tokens':>10}{'pairs':>16}{'of the mean':>14}"]
         mean = sum(self.pairs) / len(self.pairs)
@@ -83,18 +85,22 @@ def check_asked(method: object, rates: object, memory: object) -> None:
         raise InvalidInputError(f"memory: got {memory!r}, expected a number of bytes")
 
 
+def check_possible(method: str, shape: Shape, ranks: int) -> None:
+    """Check that a call can go by the method that is asked for."""
+    refusal = unsupported(shape.heads, shape.heads_k, ranks) if method == ALL_TO_ALL else ""
+    if refusal:
+        raise InvalidInputError(f"method: got {method!r}, but {refusal}")
+
+
 def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | None) -> Choice:
     """Return what each method would take, and the one that is taken.
 
     Raises `InvalidInputError` if the method that is asked for can't be taken.
     """
-    ranks = range(needs.layout.ranks)
-    pairs = tuple(sum(needs.pairs(rank, source) for source in ranks) for rank in ranks)
+    pairs = tuple(needs.pairs.sum(1).tolist())
     found = estimates(needs, shape, rates)
-    by_name = {one.name: one for one in found}
     if method != "auto":
-        if by_name[method].refusal:
-            raise InvalidInputError(f"method: got {method!r}, but {by_name[method].refusal}")
+        check_possible(method, shape, needs.layout.ranks)
         names, reason = [method], "asked for"
     else:
         names, reason = _cheapest([one for one in found if not one.refusal], memory)

@@ -7,7 +7,9 @@ of several calls. The plan says which comes first: it is written, later ones are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,68 +122,55 @@ def prepared(
     A backward that keeps the received keys begins with them, so that their gradients are on their way back
     while the rest is computed.
     """
-    own = _Rows(layout, layout.index(rank))
-    found: list[Prepared] = []
+    own = [(begin, end) for _, begin, end in layout.pieces[rank]]
+    of_own, found = Places({0: own}), list[Prepared]()
     for number, step in enumerate(steps):
-        received = _Rows(layout, _rows(step.receives))
-        keys = _Keys(own, received, number)
-        parts = [_part(window, spans, own, keys, device) for window, spans in grouped(step.spans)]
+        received = list(itertools.chain.from_iterable(step.receives))
+        of_keys = Places({0: own, number: received}) if received else of_own
+        parts = [_part(window, spans, of_own, of_keys, device) for window, spans in grouped(step.spans)]
         move = None
         if step.sends:
             sends, receives = ([row_count(ranges) for ranges in x] for x in (step.sends, step.receives))
-            move = Move(tuple(as_runs(own.places[_rows(step.sends)])), sends, receives)
+            rows = of_own.runs(itertools.chain.from_iterable(step.sends))
+            move = Move(tuple(rows), sends, receives)
         found.append(Prepared(move, parts))
     backward = list(range(len(found)))[:: -1 if keeps else 1]
-    return _with_puts(found, backward, keeps, own.count)
+    return _with_puts(found, backward, keeps, row_count(own))
 
 
-class _Rows:
-    """Rows of the whole batch, and where each of them stands among them."""
+class Places:
+    """Where rows of the whole batch are: in which tensor, and at which place there."""
 
-    def __init__(self, layout: Layout, rows: Tensor) -> None:
-        self.count = len(rows)
-        self.places = torch.full((layout.tokens,), -1)
-        self.places[rows] = torch.arange(len(rows))
+    def __init__(self, tensors: dict[int, list[Range]]) -> None:
+        self._held: list[tuple[int, int, int]] = []  # first row, tensor, place of that row
+        for number, ranges in tensors.items():
+            lengths = (end - begin for begin, end in ranges)
+            places = itertools.accumulate(lengths, initial=0)
+            self._held += [(begin, number, place) for (begin, _), place in zip(ranges, places, strict=False)]
+        self._held.sort()
 
-
-class _Keys(NamedTuple):
-    """The keys of a step: those of this rank, and those that it received."""
-
-    own: _Rows
-    received: _Rows
-    number: int
-
-    def runs(self, rows: Tensor) -> list[Run]:
-        """Return where rows of the whole batch are."""
-        own, received = self.own.places[rows], self.received.places[rows]
-        behind = self.own.count + 1  # a run doesn't go on from one to the other
-        places = torch.where(received >= 0, received + behind, own) if self.number else own
-        return [
-            Run(self.number, begin - behind, end - behind) if begin >= behind else Run(0, begin, end)
-            for _, begin, end in as_runs(places)
-        ]
-
-
-def as_runs(places: Tensor) -> list[Run]:
-    """Return rows, by their places, as runs of a tensor that is number 0."""
-    if not len(places):
-        return []
-    cuts = ((places.diff() != 1).nonzero()[:, 0] + 1).tolist()
-    firsts = places[[0, *cuts]].tolist()
-    lengths = (after - before for before, after in itertools.pairwise([0, *cuts, len(places)]))
-    return [Run(0, first, first + length) for first, length in zip(firsts, lengths, strict=True)]
-
-
-def _rows(ranges_of_ranks: Sequence[Sequence[Range]]) -> Tensor:
-    rows = [torch.arange(*one) for ranges in ranges_of_ranks for one in ranges]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *rows])
+    def runs(self, ranges: Iterable[Range]) -> list[Run]:
+        """Return ranges, all of whose rows are there, as runs; those are made one that follow each other."""
+        found: list[Run] = []
+        for begin, end in ranges:
+            at = bisect_right(self._held, begin, key=operator.itemgetter(0)) - 1
+            while begin < end:
+                first, source, place = self._held[at]
+                at += 1
+                upto = min(end, self._held[at][0]) if at < len(self._held) else end
+                run = Run(source, place + begin - first, place + upto - first)
+                if found and found[-1].source == source and found[-1].end == run.begin:
+                    run = run._replace(begin=found.pop().begin)
+                found.append(run)
+                begin = upto
+        return found
 
 
 def _part(
-    window: tuple[int, int], spans: Sequence[Span], own: _Rows, keys: _Keys, device: torch.device
+    window: tuple[int, int], spans: Sequence[Span], own: Places, keys: Places, device: torch.device
 ) -> Part:
-    queries = as_runs(own.places[_rows([[(span.begin, span.end) for span in spans]])])
-    runs_k = keys.runs(_rows([span.keys for span in spans]))
+    queries = own.runs((span.begin, span.end) for span in spans)
+    runs_k = keys.runs(itertools.chain.from_iterable(span.keys for span in spans))
     lengths_q, lengths_k = [span.end - span.begin for span in spans], [span.key_count for span in spans]
     cu_q = cu_k = on_device(torch.tensor([0, *lengths_q]).cumsum(0).int(), device)
     if lengths_k != lengths_q:

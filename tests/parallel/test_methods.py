@@ -12,8 +12,10 @@ import pytest
 import attnreg
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.estimates import Rates
-from attnreg.parallel.layout import contiguous
-from attnreg.parallel.steps import Needs, gathering, rotating
+from attnreg.parallel.layout import Layout, contiguous
+from attnreg.parallel.needs import Needs
+from attnreg.parallel.spans import row_count
+from attnreg.parallel.steps import gathering, rotating
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = list(itertools.accumulate([0, 700, 5000, 40, 0, 12000, 3000]))
@@ -33,14 +35,39 @@ def estimate(choice, name):
 
 @pytest.mark.parametrize("how", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize("window", [(-1, -1), (500, 0)])
-def test_bytes_received_are_those_of_the_steps(how, window):
+def test_bytes_received_and_sent_are_those_of_the_steps(how, window):
     choice = explained(DOCUMENTS, 4, how, window_size=window, is_causal=True, heads_k=4, head_dim_v=64)
-    layout = attnreg.spread_documents(DOCUMENTS, 4, how)
+    layout = attnreg.spread_documents(DOCUMENTS, 4, how, window_size=window)
     bytes_of_row = 4 * (128 + 64) * 2
     for name, steps in (("all_gather", gathering), ("ring", rotating)):
         of_ranks = [steps(Needs(layout, window[0], 0), rank) for rank in range(4)]
-        rows = [sum(step.received for step in mine) for mine in of_ranks]
-        assert estimate(choice, name).received == tuple(bytes_of_row * count for count in rows)
+        for direction, got in (("receives", "received"), ("sends", "sent")):
+            rows = [rows_of(mine, direction) for mine in of_ranks]
+            assert sum(rows) > 0
+            assert getattr(estimate(choice, name), got) == tuple(bytes_of_row * count for count in rows)
+
+
+def rows_of(steps, direction):
+    """Return how many rows a rank receives or sends in all steps."""
+    return sum(row_count(ranges) for step in steps for ranges in getattr(step, direction))
+
+
+def test_what_the_busiest_rank_sends_is_said():
+    """One rank has a document's begin, whose keys the three others see: it sends more than any receives."""
+    choice = explained([0, 4000], 4, "contiguous", heads_k=4, window_size=(3000, 0))
+    found = estimate(choice, "all_gather")
+    of_thousand = 1000 * 4 * 2 * 128 * 2
+    assert found.received == (0, of_thousand, 2 * of_thousand, 3 * of_thousand)
+    assert found.sent == (3 * of_thousand, 2 * of_thousand, of_thousand, 0)
+    apart = Layout((0, 3000, 4000), ([(0, 0, 1000)], [(0, 1000, 2000)], [(0, 2000, 3000)], [(1, 3000, 4000)]))
+    choice = attnreg.explain_context_parallel(apart, heads=4, head_dim=128, window_size=(1, 0))
+    assert estimate(choice, "all_gather").sent == (2048, 2048, 0, 0)
+
+
+def test_all_to_all_sends_as_much_as_is_received_in_all():
+    found = estimate(explained(DOCUMENTS, 4, "balanced", heads_k=4, head_dim_v=64), "all_to_all")
+    assert sum(found.sent) == pytest.approx(sum(found.received))
+    assert found.sent != found.received
 
 
 def test_all_to_all_is_refused_where_heads_do_not_divide():

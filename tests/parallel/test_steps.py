@@ -13,9 +13,10 @@ import attnreg
 from attnreg.measure.reference import attend
 from attnreg.parallel.balance import balanced
 from attnreg.parallel.layout import contiguous, zigzag
+from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import Run, prepared, taken
-from attnreg.parallel.spans import grouped
-from attnreg.parallel.steps import Needs, gathering, rotating
+from attnreg.parallel.spans import grouped, row_count
+from attnreg.parallel.steps import gathering, rotating
 
 HEADS, DIM = 2, 4
 WINDOWS = [(-1, -1), (-1, 0), (5, 0), (0, 0), (3, 2), (-1, 3), (4, -1), (0, 9), (40, 40)]
@@ -105,7 +106,14 @@ def test_only_keys_that_are_seen_are_moved():
     layout = contiguous([0, 100, 400], 4)  # each rank has 100 tokens, the first a document
     for way in (gathering, rotating):
         causal, windowed = (
-            [sum(step.received for step in way(Needs(layout, left, 0), rank)) for rank in range(4)]
+            [
+                sum(
+                    row_count(ranges)
+                    for step in way(Needs(layout, left, 0), rank)
+                    for ranges in step.receives
+                )
+                for rank in range(4)
+            ]
             for left in (-1, 10)
         )
         assert causal == [0, 0, 100, 200]
