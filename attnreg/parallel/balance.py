@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError, did_you_mean
-from attnreg.parallel.layout import Layout, Piece, checked_offsets, contiguous, joined, visible_pairs, zigzag
+from attnreg.parallel.estimates import BACKWARD, Rates, Shape, estimates
+from attnreg.parallel.layout import (
+    Layout,
+    Piece,
+    checked_offsets,
+    contiguous,
+    cut_at,
+    joined,
+    visible_pairs,
+    zigzag,
+)
+from attnreg.parallel.needs import Needs
 from attnreg.varlen.plans import window
 
 __all__ = ["spread_documents"]
@@ -20,6 +32,10 @@ __all__ = ["spread_documents"]
 PAIRS_PER_WIDTH = 6
 # Kernels compute whole tiles: on each bound of a mask half of one's length, for each query.
 PAIRS_PER_BOUND = 64
+# Layouts are made before a call says its heads: they are compared for those of a large model in 16 bits. More
+# ranks than a node has GPUs are joined by a network card for each, of 400 Gbit/s.
+SHAPE = Shape(heads=64, heads_k=8, dim=128, dim_v=128, bytes_each=2, needs_backward=True)
+RANKS_OF_NODE, LINK_OF_NODES = 8, 45e9
 
 
 def spread_documents(
@@ -36,9 +52,10 @@ def spread_documents(
     Args:
         cu_seq: where each document begins in the whole batch, and the end of the last.
         ranks: how many ranks there are.
-        how: "balanced": by cost, and only documents are cut that make a rank's work too much. "zigzag": two
-            chunks of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens,
-            one rank's after the other's.
+        how: "balanced": by cost: the fastest, by an estimate, of three layouts: documents dealt out whole
+            where that is possible, consecutive tokens of equal cost, and "contiguous". "zigzag": two chunks
+            of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
+            rank's after the other's.
         is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees.
         width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
             attention alone, and ranks may have very different numbers of tokens.
@@ -46,14 +63,26 @@ def spread_documents(
     if not (isinstance(width, int | float) and 0 <= width < math.inf):
         raise InvalidInputError(f"width: got {width!r}, expected the width of a model, or 0")
     if how == "balanced":
-        bounds = sum(bound >= 0 for bound in window(window_size, is_causal))
-        per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * bounds
-        return balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
+        bound = window(window_size, is_causal)
+        per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * sum(one >= 0 for one in bound)
+        made = [balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)]
+        if made[0].cut:  # else no keys move, and all ranks have about the same work
+            costs = _Costs(made[0].cu_seq, *bound, per_token)
+            made += [_consecutive(costs, ranks), contiguous(cu_seq, ranks)]
+        return min(made, key=lambda layout: _seconds(layout, bound, width))
     makers = {"contiguous": contiguous, "zigzag": zigzag}
     known = ["balanced", *makers]
     if how not in known:  # a list of names, as `how` may be of any type
         raise InvalidInputError(f"how: got {how!r}, expected one of {known}{did_you_mean(str(how), known)}")
     return makers[how](cu_seq, ranks)
+
+
+def _seconds(layout: Layout, bound: tuple[int, int], width: float) -> float:
+    """Estimate what a layer takes of a model as `SHAPE`, by the fastest method."""
+    rates = Rates() if layout.ranks <= RANKS_OF_NODE else Rates(link=LINK_OF_NODES)
+    found = [one.seconds for one in estimates(Needs(layout, *bound), SHAPE, rates) if not one.refusal]
+    seconds_of_pair = SHAPE.flops_of_pair * (1 + BACKWARD) / rates.flops
+    return min(found) + PAIRS_PER_WIDTH * width * max(layout.rows) * seconds_of_pair
 
 
 class _Costs(NamedTuple):
@@ -80,6 +109,22 @@ class _Costs(NamedTuple):
             else:
                 high = middle
         return low
+
+
+def _consecutive(costs: _Costs, ranks: int) -> Layout:
+    """Give each rank tokens that cost as much as the others', one rank's after the other's.
+
+    Of a window's keys a rank then needs only those just before its first token, or after its last one.
+    """
+    offsets = costs.cu_seq
+    whole = list(cut_at(offsets, 0, offsets[-1]))
+    reached, cuts = list(itertools.accumulate(map(costs.of, whole), initial=0.0)), [0]
+    for number in range(1, ranks):
+        cost = reached[-1] * number / ranks
+        at = min(bisect_right(reached, cost) - 1, len(whole) - 1)
+        cuts.append(costs.head(whole[at], cost - reached[at]))
+    ends = itertools.pairwise([*cuts, offsets[-1]])
+    return Layout(offsets, tuple(tuple(cut_at(offsets, begin, end)) for begin, end in ends))
 
 
 def balanced(

@@ -2,13 +2,17 @@
 
 import functools
 import itertools
+import random
 
 import pytest
 import torch
 
+import attnreg
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.balance import balanced, spread_documents
+from attnreg.parallel.estimates import Rates
 from attnreg.parallel.layout import Layout, Piece, contiguous, visible_pairs, zigzag
+from attnreg.parallel.needs import Needs
 
 BATCHES = {
     "one document": [0, 64],
@@ -173,3 +177,34 @@ def test_a_number_of_ranks_that_is_none_is_refused(ranks):
 def test_arguments_of_spread_documents_that_are_wrong_are_refused(given, said):
     with pytest.raises(InvalidInputError, match=f"^{said}"):
         spread_documents([0, 4], 2, **given)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (4096, 0)], ids=["causal", "window of 4,096"])
+@pytest.mark.parametrize(("ranks", "link"), [(2, 231e9), (8, 231e9), (16, 45e9), (64, 45e9)])
+def test_balanced_takes_no_longer_than_contiguous_by_the_estimate(ranks, link, window):
+    """Of drawn documents; on many ranks slices of them that even out the work may need too many keys."""
+    draw, shorter = random.Random(ranks), 0
+    for each in (256, 2048, 4096, 16384):
+        lengths = [0]
+        while sum(lengths) < ranks * each:
+            lengths.append(min(draw.randint(500, 20000), ranks * each - sum(lengths)))
+        seconds = []
+        for how in ("balanced", "contiguous"):
+            layout = spread_documents(list(itertools.accumulate(lengths)), ranks, how, window_size=window)
+            found = attnreg.explain_context_parallel(
+                layout, heads=64, heads_k=8, head_dim=128, window_size=window, rates=Rates(link=link)
+            )
+            seconds.append(min(one.seconds for one in found.methods if not one.refusal))
+        assert seconds[0] <= seconds[1]
+        shorter += seconds[0] < 0.95 * seconds[1]
+    assert shorter >= 2
+
+
+def test_consecutive_tokens_of_equal_cost_need_few_keys_with_a_window():
+    cu_seq, window = [0, 30_000, 30_700, 70_000], (1000, 0)
+    layout = spread_documents(cu_seq, 16, window_size=window)
+    assert layout.imbalance(*window) < 1.05
+    assert all(one.end == other.begin for one, other in itertools.pairwise(itertools.chain(*layout.pieces)))
+    moved = Needs(layout, *window).moved
+    assert int(moved.sum(0).max()) <= 1000
+    assert int(moved.sum(1).max()) <= 1000
