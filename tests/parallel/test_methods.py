@@ -6,12 +6,15 @@ import math
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import attnreg
 from attnreg.errors import InvalidInputError
-from attnreg.parallel.estimates import Rates
+from attnreg.parallel.context import ContextParallel
+from attnreg.parallel.estimates import Rates, Shape
 from attnreg.parallel.layout import Layout, contiguous
 from attnreg.parallel.needs import Needs
 from attnreg.parallel.spans import row_count
@@ -53,15 +56,22 @@ def rows_of(steps, direction):
 
 
 def test_what_the_busiest_rank_sends_is_said():
-    """One rank has a document's begin, whose keys the three others see: it sends more than any receives."""
-    choice = explained([0, 4000], 4, "contiguous", heads_k=4, window_size=(3000, 0))
-    found = estimate(choice, "all_gather")
-    of_thousand = 1000 * 4 * 2 * 128 * 2
-    assert found.received == (0, of_thousand, 2 * of_thousand, 3 * of_thousand)
-    assert found.sent == (3 * of_thousand, 2 * of_thousand, of_thousand, 0)
-    apart = Layout((0, 3000, 4000), ([(0, 0, 1000)], [(0, 1000, 2000)], [(0, 2000, 3000)], [(1, 3000, 4000)]))
-    choice = attnreg.explain_context_parallel(apart, heads=4, head_dim=128, window_size=(1, 0))
-    assert estimate(choice, "all_gather").sent == (2048, 2048, 0, 0)
+    """One rank has the begins of three documents, the others an end each: it sends more than any gets."""
+    first, *others = [[], [], [], []]
+    for document, other in enumerate(others):
+        begin = 1100 * document
+        first.append((document, begin, begin + 1000))
+        other.append((document, begin + 1000, begin + 1100))
+    layout = Layout((0, 1100, 2200, 3300), (first, *others))
+    choice = attnreg.explain_context_parallel(layout, heads=16, heads_k=8, head_dim=128)
+    of_thousand = 1000 * 8 * (128 + 128) * 2
+    for name in ("all_gather", "ring"):
+        assert estimate(choice, name).received == (0, *[of_thousand] * 3)
+        assert estimate(choice, name).sent == (3 * of_thousand, 0, 0, 0)
+    assert choice.to_dict()["methods"][1]["sent"] == (3 * of_thousand, 0, 0, 0)
+    head, row = (line for line in str(choice).splitlines() if line.startswith(("method", "ring  ")))
+    assert head.index("received, most") < head.index("sent, most") < head.index("memory")
+    assert row.split()[3:7] == ["3.9", "MiB", "11.7", "MiB"]
 
 
 def test_all_to_all_sends_as_much_as_is_received_in_all():
@@ -207,3 +217,16 @@ def test_a_rate_that_a_machine_cannot_have_is_an_error(rate, said):
         Rates(**rate)
     assert str(error.value) == said
     assert Rates(latency=0, launch=0.0, cut=1).moving(0) == 0.0
+
+
+def test_a_method_by_name_costs_no_estimate(monkeypatch):
+    """Its plan is made for each new batch all the same; an estimate for many ranks would take longer."""
+    context, shape = object.__new__(ContextParallel), Shape(4, 4, 64, 64, 2, True)
+    context.layout = contiguous([0, 100], 3)
+    kind = SimpleNamespace(shape=shape, window=(-1, 0))
+    monkeypatch.setattr("attnreg.parallel.context.choose", None)  # a call of it would raise
+    for context.method in ("ring", "all_gather"):
+        assert context._methods(kind, torch.device("cpu")) == [context.method]
+    context.method = "all_to_all"
+    with pytest.raises(InvalidInputError, match="query heads must be a multiple of the 3 ranks, got 4"):
+        context._methods(kind, torch.device("cpu"))
