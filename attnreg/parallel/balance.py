@@ -65,10 +65,11 @@ def spread_documents(
     if how == "balanced":
         bound = window(window_size, is_causal)
         per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * sum(one >= 0 for one in bound)
-        made = [balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)]
-        if made[0].cut:  # else no keys move, and all ranks have about the same work
-            costs = _Costs(made[0].cu_seq, *bound, per_token)
-            made += [_consecutive(costs, ranks), contiguous(cu_seq, ranks)]
+        dealt = balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
+        if not dealt.cut:  # no keys move, and all ranks have about the same work
+            return dealt
+        costs = _Costs(dealt.cu_seq, *bound, per_token)
+        made = dealt, _consecutive(costs, ranks), contiguous(costs.cu_seq, ranks)
         return min(made, key=lambda layout: _seconds(layout, bound, width))
     makers = {"contiguous": contiguous, "zigzag": zigzag}
     known = ["balanced", *makers]
