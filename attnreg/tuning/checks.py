@@ -42,8 +42,10 @@ class Checks:
         if key not in self._found:
             try:
                 self._found[key] = self._checked(entry, spec, cases)
-            except Exception as error:  # noqa: BLE001 - raised below, for every call of the kind
-                self._found[key] = error
+            except Exception as error:
+                if no_memory(error):  # there may be enough the next time: other processes compile now
+                    raise
+                self._found[key] = error  # raised below, for every call of the kind
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)

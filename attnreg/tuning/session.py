@@ -81,7 +81,7 @@ class Session:
         Whatever goes wrong goes wrong again, and is reported, where it is measured.
         """
         entries = [entry for entry in self.entries if entry.backend is None or not entry.backend.compiles]
-        for spec in specs:
+        for spec in specs if entries else ():
             if not going_on():
                 return
             todo = () if unmeasurable(spec) else self.todo(spec)
