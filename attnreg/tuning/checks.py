@@ -42,14 +42,16 @@ class Checks:
         if key not in self._found:
             try:
                 self._found[key] = self._checked(entry, spec, cases)
-            except Exception as error:
-                if no_memory(error):  # there may be enough the next time: other processes compile now
-                    raise
-                self._found[key] = error  # raised below, for every call of the kind
+            except Exception as error:  # noqa: BLE001 - raised below, for every call of the kind
+                self._found[key] = error
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
         return found.get(direction, Verdict(0.0, "its backward can't be checked"))
+
+    def forget_failures(self) -> None:
+        """Check backends that raised anew: their kind's next call may find what they lacked."""
+        self._found = {key: one for key, one in self._found.items() if not isinstance(one, Exception)}
 
     def _checked(
         self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...]
