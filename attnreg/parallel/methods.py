@@ -79,7 +79,8 @@ def check_asked(method: object, rates: object, memory: object) -> None:
         raise InvalidInputError(f"method: got {method!r}, expected one of {known}{hint}")
     if not isinstance(rates, Rates):
         raise InvalidInputError(f"rates: got {rates!r}, expected attnreg.parallel.estimates.Rates")
-    if memory is not None and not (isinstance(memory, int | float) and memory >= 0):
+    is_bool = isinstance(memory, bool)
+    if memory is not None and (is_bool or not (isinstance(memory, int | float) and memory >= 0)):
         raise InvalidInputError(f"memory: got {memory!r}, expected a number of bytes")
 
 
