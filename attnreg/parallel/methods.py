@@ -1,7 +1,7 @@
 """Which method a distributed call goes by: what each of the three would take, by a model of time and memory.
 
-It looks at the layout and at shapes alone, so all ranks come to the same choice, and so does
-`explain_context_parallel` without a GPU.
+It looks at the layout, at shapes and at a memory that is the same on all ranks, so all come to the same
+choice, and so does `explain_context_parallel` without a GPU.
 """
 
 from __future__ import annotations

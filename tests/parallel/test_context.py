@@ -41,7 +41,7 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
         "unused mask": r"InvalidInputError: is_causal: got 'yes' with how='zigzag', expected none",
         "unused width": r"InvalidInputError: width: got 99 with how='zigzag', expected none: 'balanced'",
         "window": r"InvalidInputError: window_size: got 'abc', expected \(left, right\), integers",
-        "object": r"InvalidInputError: how: got <.*ProcessGroup object at 0x.*>, expected one of",
+        "object": r"InvalidInputError: how: got <Anywhere object at 0x7f0[01]>, expected one of",
         "device of explain": r"InvalidInputError: device: got 'cuda:99', expected one of this machine \(",
         "layout and how": r"InvalidInputError: how: got 'zigzag' with a Layout, expected none",
         "layout and mask": r"InvalidInputError: is_causal: got False with a Layout, expected none",
@@ -71,6 +71,14 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
     for said in two_ranks.run(work.refusals):
         assert said.keys() == expected.keys()
         assert {name: text for name, text in said.items() if not re.match(expected[name], text)} == {}
+
+
+@pytest.mark.parametrize("name", ["layout", "method", "heeds"])
+def test_explain_names_itself_where_it_does_not_take_an_argument(two_ranks, name):
+    said = two_ranks.run(work.explained_with, **{name: 1})
+    assert all(
+        f"ContextParallel.explain() got an unexpected keyword argument '{name}'" in one for one in said
+    )
 
 
 def test_a_wrong_call_after_a_right_one_is_an_error_at_once(two_ranks):

@@ -349,6 +349,22 @@ def under_autocast():
     return [out.dtype, *(x.dtype for x in torch.autograd.grad(out.sum(), inputs))]
 
 
+class _Anywhere:
+    """An object whose address is another on each rank."""
+
+    def __repr__(self):
+        return f"<Anywhere object at {0x7F00 + dist.get_rank():#x}>"
+
+
+def explained_with(**options):
+    """Return what the `explain` of a context says of arguments that it doesn't take."""
+    try:
+        attnreg.context_parallel(dist.group.WORLD, [0, 20]).explain(heads=4, head_dim=8, **options)
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
 def refusals():
     """Return what wrong uses say."""
     spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
@@ -372,7 +388,7 @@ def refusals():
         "unused mask": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzag", is_causal="yes"),
         "unused width": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzag", width=99),
         "window": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "balanced", window_size="abc"),
-        "object": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], dist.group.WORLD),
+        "object": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], _Anywhere()),
         "device of explain": lambda: spread.explain(heads=4, head_dim=8, device="cuda:99"),
         "layout and how": lambda: attnreg.context_parallel(dist.group.WORLD, spread.layout, "zigzag"),
         "layout and mask": lambda: attnreg.context_parallel(dist.group.WORLD, spread.layout, is_causal=False),
