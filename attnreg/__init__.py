@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     )
     from attnreg.explanation import Explanation, explain
     from attnreg.parallel.balance import spread_documents
-    from attnreg.parallel.context import ContextParallel, context_parallel
+    from attnreg.parallel.context import ContextParallel
+    from attnreg.parallel.front import context_parallel
     from attnreg.parallel.layout import Layout, Piece
     from attnreg.parallel.methods import explain_context_parallel
     from attnreg.selection.decision import Decision
@@ -63,7 +64,8 @@ _HOMES = {
     " RanksDifferError RegistrationError UnknownBackendError UnsupportedInputError",
     "explanation": "Explanation explain",
     "parallel.balance": "spread_documents",
-    "parallel.context": "ContextParallel context_parallel",
+    "parallel.context": "ContextParallel",
+    "parallel.front": "context_parallel",
     "parallel.layout": "Layout Piece",
     "parallel.methods": "explain_context_parallel",
     "selection.decision": "Decision",

@@ -244,6 +244,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
             if not failing:
                 raise
             log.warning("%s", error)  # the program's own exception says more
+        recording.say_what_it_lacks()
 
 
 def install() -> None:

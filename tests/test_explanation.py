@@ -14,13 +14,11 @@ from attnreg import aten, errors, explain, flash_attn
 from attnreg.aten import efficient
 from attnreg.aten.bypassed import ROUTED
 from attnreg.contract.discovery import Entry
-from attnreg.explanation import call_spec
+from attnreg.explanation import UNASKED, call_spec
 from attnreg.torchlib import captured
 
-NOT_SERVED = (
-    "nothing asks for a backend: attnreg.varlen_attn runs as explained, "
-    "torch's functions run torch's own kernels"
-)
+NOTHING_ASKS = "nothing asks for a backend: torch's functions run torch's own kernels"
+NOT_SERVED = NOTHING_ASKS.replace("torch's f", "attnreg.varlen_attn runs as explained, torch's f")
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +68,8 @@ def test_a_call_for_another_machine_is_explained_row_by_row():
         )
     )
     assert str(explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True))) == (
-        f"{forward}{backward}"
-        f"note: {NOT_SERVED}\n"
+        f"{UNASKED}\n\n{forward}{backward}"
+        f"note: {NOTHING_ASKS}\n"
         "\n"
         "note: assumes that FA4 loads there (can't load here: no GPU here; "
         "install it with: make fa4)\n"
@@ -340,8 +338,15 @@ def test_a_backend_of_the_call_that_cannot_load_here_is_a_refusal_and_no_error()
 # Notes
 
 
+def test_sinks_are_an_option_of_varlen_attn_alone():
+    assert any(
+        "has no sinks: an option of attnreg.varlen_attn" in one for one in explain(spec(sinks=True)).notes
+    )
+
+
 def test_where_nothing_is_registered_a_note_says_that_torchs_entry_points_are_not_served(routers):
-    assert explain(spec()).notes == (NOT_SERVED,)
+    assert explain(spec()).notes == (NOTHING_ASKS,)
+    assert explain(spec(varlen=True)).notes == (NOT_SERVED,)
     with attnreg.register_backend("math"):
         assert explain(spec()).notes == ()
     attnreg.install()

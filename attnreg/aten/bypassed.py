@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend
 
 from attnreg.aten import cpu, cudnn, efficient, flash, nested
 from attnreg.contract.spec import AttentionSpec
-from attnreg.dispatch import counters, scope
+from attnreg.dispatch import counters, scope, trace
 from attnreg.dispatch.planning import Native, device_of
 from attnreg.dispatch.state import state
 from attnreg.errors import UnsupportedInputError
@@ -191,6 +191,7 @@ def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: An
         result = torchs(*arguments, **options)
         if found is not None:
             counters.bypassed(*found[1])
+            trace.count_bypassed(*found[1])
         return result
 
     with contextlib.suppress(Exception):  # private; TorchScript takes it for torch's function then

@@ -24,7 +24,7 @@ from attnreg import _registry
 from attnreg.bench import sides
 from attnreg.bench.ahead import compile_ahead
 from attnreg.bench.compare import batch_beyond_the_cache, checked, short
-from attnreg.bench.losses import BY_DEVICE, BY_HOST, MUCH, best_of, losses_of, summary, tables, worst_of
+from attnreg.bench.losses import BY_DEVICE, BY_HOST, best_of, summary, tables, worst_of
 from attnreg.bench.report import Job
 from attnreg.bench.selection import strategies
 from attnreg.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
@@ -47,8 +47,8 @@ SECONDS, MOST_CALLS, FEW_CALLS = 0.012, 250, 50
 BURSTS = 3
 # A host that takes so much of the time is what bounds a call.
 HOST_BOUND = 0.9
-# A shape on which a choice loses `MUCH` is measured so many times as often again, all ways of it: where the
-# host bounds a call, five rounds of a backend differed from five others of the same by up to 1.29.
+# A shape that the host bounds is measured so many times as often again: five rounds of a backend differed
+# there from five others of the same by up to 1.29.
 MORE = 2
 
 # Lengths, the most tokens in a call, the most floating-point operations of a forward.
@@ -135,7 +135,8 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
     by_round = _by_round(interleaved(timed, job.rounds))
     taken = _medians(by_round)
-    if _doubtful(by_round, taken):
+    bound = {step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()}
+    if BY_HOST in bound.values():
         for step, times in _by_round(interleaved(timed, MORE * job.rounds)).items():
             for name, found in times.items():
                 by_round[step][name] += found
@@ -146,9 +147,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         "ran": {name: _ran(one.side, shape.backward) for name, one in right.items()},
         "microseconds": taken,
         "rounds": by_round,
-        "bound": {
-            step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()
-        },
+        "bound": bound,
     }
 
 
@@ -165,15 +164,6 @@ def _medians(by_round: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dic
         step: {name: statistics.median(found) for name, found in times.items()}
         for step, times in by_round.items()
     }
-
-
-def _doubtful(by_round: Mapping[str, Any], taken: Mapping[str, Any]) -> bool:
-    """Whether a choice loses so much that it counts, by few rounds."""
-    return any(
-        losses_of({"rounds": by_round, "microseconds": taken}, step).get(name, 1.0) > MUCH
-        for step in by_round
-        for name in (CHOSEN, ADAPTIVE)
-    )
 
 
 def _take_turns(side: Side, backward: bool) -> None:

@@ -54,7 +54,7 @@ def explain(
     ] = None,
     softcap: Annotated[float, valued("--softcap", "X", "Bound on the scores; 0 for none.")] = 0.0,
     grad_lse: Annotated[
-        bool, typer.Option("--grad-lse", help="The backward has a gradient of the LSE, too.")
+        bool, typer.Option("--grad-lse", help="--backward, with a gradient of the LSE, too.")
     ] = False,
     sinks: Annotated[
         bool, typer.Option("--sinks", help="With sinks: one more score for each head, without a value.")
@@ -95,7 +95,7 @@ def explain(
         tokens_q=-1 if tokens_q is None else tokens_q, tokens_k=-1 if tokens_k is None else tokens_k,
         dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
         num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, sinks=sinks,
-        needs_backward=backward, deterministic=deterministic, capturing=capture,
+        needs_backward=backward or grad_lse, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
     )  # fmt: skip
     found = _explained(spec, backend, options.names("--prefer", prefer))

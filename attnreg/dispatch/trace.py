@@ -8,6 +8,7 @@ then every minute in which something ran, so that a program that is killed leave
 from __future__ import annotations
 
 import atexit
+import collections
 import logging
 import multiprocessing.util
 import os
@@ -50,6 +51,7 @@ class Recording:
         full: whether calls were left out, as there were too many.
         failed: whether writing has failed, which is logged once.
         over: set when it ends.
+        bypassed: how many calls of PyTorch's function no router saw, by torch's kernel and the reason.
     """
 
     path: Path
@@ -58,6 +60,7 @@ class Recording:
     full: bool = False
     failed: bool = False
     over: threading.Event = field(default_factory=threading.Event)
+    bypassed: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
 
     def counter(self, spec: AttentionSpec, direction: Direction) -> Counter | None:
         """Return the counter of one direction of a spec; None if there are too many specs."""
@@ -83,6 +86,21 @@ class Recording:
             if fresh := {place: n for place, n in fresh.items() if n}:
                 merge(self.path, fresh, max(end - time.monotonic(), 0.0))
             self.written = now
+
+    def say_what_it_lacks(self) -> None:
+        """Log what was called and can't be in the file, as no router saw it; once."""
+        lacks, self.bypassed = self.bypassed, collections.Counter()
+        if lacks:
+            runs = "; ".join(
+                f"{kernel} ran {n} of them: {reason}" for (kernel, reason), n in lacks.most_common()
+            )
+            log.warning("%s lacks %d calls that attnreg never saw: %s", self.path, lacks.total(), runs)
+
+
+def count_bypassed(kernel: str, reason: str) -> None:
+    """Count a call that no router saw, for what recordings say at their end."""
+    for recording in _recordings:
+        recording.bypassed[kernel, reason] += 1
 
 
 def counters(spec: AttentionSpec, direction: Direction) -> tuple[Counter, ...]:
@@ -130,6 +148,7 @@ def follow(path: Path | None) -> None:
             _followed = start(path)
     if before is not None:
         _write(before)
+        before.say_what_it_lacks()
 
 
 def _keep_writing(recording: Recording) -> None:
@@ -152,12 +171,14 @@ def _forget_the_parents() -> None:
     collect()
     for recording in _recordings:
         recording.written = {place: counter.value for place, counter in recording.counted.items()}
+        recording.bypassed.clear()
 
 
 @atexit.register
 def _at_exit() -> None:
     if _followed is not None:
         _write(_followed)
+        _followed.say_what_it_lacks()
 
 
 def _write_at_the_end_of_a_worker(_: object) -> None:

@@ -201,7 +201,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))
     notes = (
-        *_front_notes(FLASH if described.front == FLASH else VARLEN),
+        *_front_notes(described.front if described.front != SDPA else VARLEN if spec.varlen else ""),
         *described.notes,
         *_assumptions(spec, decided["forward"], entries),
         *(sinks_line(shown, one, entries) for one in decided.values() if shown.sinks and one.backend),
@@ -213,7 +213,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_turns(spec, policy, directions),
     )
     runs_torchs_kernel = described.front == SDPA and not spec.varlen  # while nothing asks for a backend
-    is_asked = now.active or leading is not None or not runs_torchs_kernel or spec.device.simulated
+    is_asked = now.active or leading is not None or not runs_torchs_kernel
     unasked = "" if is_asked else UNASKED
     return Explanation(shown, decided["forward"], decided.get("backward"), notes, unasked)
 

@@ -77,6 +77,7 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
         "seqused_k": spec.seqused_k,
         "block_table": spec.page_size is not None,
         "num_splits": spec.num_splits is not None,
+        "sinks": spec.sinks,
     }
     named = ", ".join(name for name, given in (of_flash | of_packed).items() if given)
     if not named:

@@ -7,13 +7,16 @@ that of the call before; on the CPU: no GPU is waited for.
 
 from __future__ import annotations
 
+import re
 import weakref
-from typing import Any, NoReturn
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, NoReturn
 
 import torch._C._distributed_c10d as torch_dist
 import torch.distributed as dist
 
 from attnreg.errors import AttnregError, RanksDifferError
+from attnreg.torchlib.modes import is_plain
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -39,51 +42,86 @@ class BatchAgreement:
         # As torch itself compares all that ranks do with TORCH_DISTRIBUTED_DEBUG=DETAIL.
         return is_last and torch_dist.get_debug_level() != torch_dist.DebugLevel.DETAIL
 
-    def compare(self, mine: dict[str, str], can: bool = True) -> bool:
-        """Compare the batch and what else has to be the same; returns whether all ranks can do what is next.
-
-        Raises `RanksDifferError` on every rank, as `agree`.
-        """
+    def compare(self, mine: dict[str, str], said: Any = None) -> list[Any]:
+        """Compare the batch and what else has to be the same, as `agree`."""
         name = f"number {self._number} of those compared before" if self._number else "a new one"
-        all_can = agree(self._group, mine | {"batch": name}, can)
+        all_said = agree(self._group, mine | {"batch": name}, said)
         if not self._number:
             self._number = _counts[self._group] = _counts.get(self._group, 0) + 1
         _last[self._group] = self._number
-        return all_can
+        return all_said
 
 
-def agree(group: Any, mine: dict[str, str], can: bool = True) -> bool:
+class _Problem(NamedTuple):
+    """What is wrong on a rank.
+
+    Attributes:
+        mistake: the same for the same mistake: no address of an object, and no reasons of a rank's own rows.
+        text: all of it.
+    """
+
+    mistake: str
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Problem:
+        text = str(error) if isinstance(error, AttnregError) else f"{type(error).__name__}: {error}"
+        return cls(re.sub(r" at 0x[0-9a-fA-F]+", "", text.partition("\n")[0]), text)
+
+
+def agree(group: Any, mine: dict[str, str], said: Any = None, problem: _Problem | None = None) -> list[Any]:
     """Compare what is to be the same on all ranks of a group; all of them call this.
 
-    Returns whether all of them can do what they agree on. Raises `RanksDifferError`, on every rank, if
-    something differs; it says what, and what two ranks have.
+    Returns what each rank says besides. Raises `RanksDifferError`, on every rank, if something differs, or if
+    something is wrong on some ranks, or not the same on all; it says what two ranks have.
     """
     _last[group] = 0  # unless they agree, they compare before the next call, whatever it is
-    all_ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(all_ranks, (mine, can), group=_on_cpu(group))
+    all_ranks = _gathered(group, (mine, said, problem))
+    _check_problems([problem for _, _, problem in all_ranks])
     for name in all_ranks[0][0]:
-        values = [texts.get(name, "nothing") for texts, _ in all_ranks]
+        values = [texts.get(name, "nothing") for texts, _, _ in all_ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise RanksDifferError(
                 f"context parallel: ranks differ in {name}: rank 0 has {values[0]}, rank {other} has "
                 f"{values[other]}; expected the same on all {len(values)} ranks of the group"
             )
-    return all(one for _, one in all_ranks)
+    return [said for _, said, _ in all_ranks]
 
 
-def refuse(group: Any, problem: Exception) -> NoReturn:
+def _check_problems(problems: list[_Problem | None]) -> None:
+    found: dict[str, str] = {}
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            found.setdefault(problem.mistake, f"rank {rank}'s call is wrong: {problem.text}")
+    if len(found) > 1 or (found and None in problems):
+        raise RanksDifferError("context parallel: " + "\n".join(list(found.values())[:2]))
+
+
+def _gathered(group: Any, mine: Any) -> list[Any]:
+    """Return what each rank gives."""
+
+    def gather() -> list[Any]:
+        all_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(all_ranks, mine, group=_on_cpu(group))
+        return all_ranks
+
+    if is_plain():
+        return gather()
+    # Function transforms and modes, in which a call is wrong, are of one thread.
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(gather).result()
+
+
+def refuse(group: Any, error: Exception) -> NoReturn:
     """Raise what is wrong on this rank, once the others, which wait for it in `agree`, know of it."""
-    # The first line alone: further ones may be of this rank's rows.
-    said = str(problem).partition("\n")[0]
-    said = said if isinstance(problem, AttnregError) else f"{type(problem).__name__}: {said}"
     try:
-        agree(group, {"arguments": said})
-    except RanksDifferError as error:
-        raise error from problem
-    except RuntimeError as error:  # the others don't come, until the group's timeout or as they have ended
-        raise problem from error
-    raise problem
+        agree(group, {}, problem=_Problem.of(error))
+    except RanksDifferError as all_know:
+        raise all_know from error
+    except RuntimeError as lost:  # the others don't come, until the group's timeout or as they have ended
+        raise error from lost
+    raise error
 
 
 def _on_cpu(group: Any) -> Any:

@@ -69,7 +69,8 @@ class SpreadBatch:
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[:here] = rows
         parts = [torch.empty_like(padded) for _ in range(self.layout.ranks)]
-        dist.all_gather(parts, padded, group=self.group)
+        # As bytes: gloo and NCCL don't know every dtype.
+        dist.all_gather([x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=self.group)
         whole = rows.new_empty((self.layout.tokens, *rows.shape[1:]))
         for rank, count in enumerate(self.layout.rows):
             whole[self._rows(rank, whole.device)] = parts[rank][:count]
@@ -92,9 +93,9 @@ class SpreadBatch:
         """The longest document, in tokens: `max_q` and `max_k` of `varlen_attn`."""
         return max((end - begin for begin, end in itertools.pairwise(self.layout.cu_seq)), default=0)
 
-    def _compare(self, call: str, mine: dict[str, str], can: bool = True) -> bool:
-        """Compare layout and call, which all ranks do; returns whether all of them can."""
-        return self._agreement.compare(texts_of_layout(self.layout) | {"call": call} | mine, can)
+    def _compare(self, call: str, mine: dict[str, str], said: Any = None) -> list[Any]:
+        """Compare layout and call, which all ranks do; returns what each rank says besides."""
+        return self._agreement.compare(texts_of_layout(self.layout) | {"call": call} | mine, said)
 
     def _rows(self, rank: int, device: torch.device) -> Tensor:
         return self._on(f"rows of {rank}", device, lambda: self.layout.index(rank))

@@ -170,9 +170,8 @@ def check_tokens(tensor: object, dim: int, expected: int, of: str) -> None:
 
 
 def texts_of_layout(layout: Layout) -> dict[str, str]:
-    """Return what ranks compare of a layout; `agreement.refuse` says what is wrong in its place."""
+    """Return what ranks compare of a layout."""
     return {
-        "arguments": "none that is wrong",
         "offsets": f"{short(layout.cu_seq)} ({_digest(layout.cu_seq)})",
         "layouts": f"{short(layout.rows)} rows ({_digest(layout.pieces)})",
     }

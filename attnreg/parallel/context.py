@@ -1,9 +1,11 @@
-"""`context_parallel`: what a program makes once for each packed batch, and the calls spread by it."""
+"""`ContextParallel`: what a program makes once for each packed batch, and the calls spread by it."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import logging
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
@@ -11,12 +13,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from attnreg.dispatch import scope
+from attnreg.dispatch.calls import bounds
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.parallel.agreement import refuse
-from attnreg.parallel.balance import spread_documents
 from attnreg.parallel.batch import SpreadBatch
 from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
 from attnreg.parallel.by_heads import Work as WorkByHeads
@@ -32,7 +33,7 @@ from attnreg.parallel.calls import (
 )
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.methods import Choice, check_asked, check_possible, choose, explain_context_parallel
+from attnreg.parallel.methods import Choice, check_possible, choose, explain_context_parallel
 from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import prepared
 from attnreg.parallel.steps import gathering, rotating
@@ -40,72 +41,12 @@ from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
 from attnreg.torchlib.modes import autocast, is_transformed
 from attnreg.varlen.spread import spread_over
 
-__all__ = ["ContextParallel", "context_parallel"]
+__all__ = ["ContextParallel"]
 
+log = logging.getLogger("attnreg")
 
-def context_parallel(
-    group: dist.ProcessGroup | DeviceMesh,
-    batch: Layout | Sequence[int] | Tensor,
-    how: str | None = None,
-    *,
-    is_causal: bool | None = None,
-    window_size: Sequence[int] | None = None,
-    width: int | None = None,
-    method: str = "auto",
-    rates: Rates | None = None,
-    memory: int | None = None,
-) -> ContextParallel:
-    """Spread a packed batch over the ranks of a group; all of them call this with the same batch.
-
-    Args:
-        group: the ranks; of a `DeviceMesh` one dimension, such as `mesh["cp"]`.
-        batch: where each document begins in the whole batch, and the end of the last; or a `Layout`.
-        how, is_causal, window_size, width: as of `spread_documents`, if `batch` is no layout. `how` is
-            "contiguous" unless given. "balanced" needs the window of the calls to balance their work.
-        method: "all_to_all", "all_gather" or "ring", or "auto": the fastest by an estimate.
-        rates: what the estimate assumes of the machine.
-        memory: how many bytes a call may take on a rank besides its inputs and results, for "auto"; unless
-            given an eighth of the GPU's memory, and any number on a CPU.
-
-    Raises:
-        RanksDifferError: an argument is wrong on some ranks; the others get it from their first call.
-        InvalidInputError: an argument is wrong on every rank, or the group is.
-    """
-    found: Any = group
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or ()
-            raise InvalidInputError(f"group: got a mesh of dimensions {names}, expected one, as mesh['cp']")
-        is_here = group.get_coordinate() is not None
-        found = group.get_group() if is_here else dist.GroupMember.NON_GROUP_MEMBER
-    if not isinstance(found, dist.ProcessGroup):
-        if found is dist.GroupMember.NON_GROUP_MEMBER:
-            raise InvalidInputError(
-                "group: got one that this process isn't in, expected one that it is a rank of"
-            )
-        expected = "a process group (torch.distributed.group.WORLD is one after init_process_group) or a mesh"
-        raise InvalidInputError(f"group: got {found!r}, expected {expected}")
-    rates = Rates() if rates is None else rates
-    try:
-        check_asked(method, rates, memory)
-        options = {"how": how, "is_causal": is_causal, "window_size": window_size, "width": width}
-        layout = _layout(batch, dist.get_world_size(found), options)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever it raises
-        refuse(found, error)
-    return ContextParallel(found, layout, method, rates, memory)
-
-
-def _layout(batch: Layout | Sequence[int] | Tensor, ranks: int, options: dict[str, Any]) -> Layout:
-    given = {name: got for name, got in options.items() if got is not None}
-    if not isinstance(batch, Layout):
-        return spread_documents(batch, ranks, **{"how": "contiguous"} | given)
-    for name, got in given.items():
-        raise InvalidInputError(f"{name}: got {got!r} with a Layout, expected none: the layout says it")
-    if batch.ranks != ranks:
-        raise InvalidInputError(
-            f"batch: got a layout for {batch.ranks} ranks, expected {ranks}: the group has so many"
-        )
-    return batch
+# For each group the memory that "auto" may take on the rank that has the least.
+_least_memory: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class ContextParallel(SpreadBatch):
@@ -123,12 +64,21 @@ class ContextParallel(SpreadBatch):
         taken: how many calls (forwards) went by each method.
     """
 
-    def __init__(self, group: Any, layout: Layout, method: str, rates: Rates, memory: int | None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        layout: Layout,
+        method: str,
+        rates: Rates,
+        memory: int | None,
+        balanced_for: tuple[int, int] | None,
+    ) -> None:
         super().__init__(group, layout)
         self.method, self.taken = method, Counter[str]()
         self._rates, self._memory = rates, memory
         self._agreed: dict[Kind, str] = {}  # and the method that it goes by
         self._before: list[Any] = []
+        self._balanced_for = balanced_for  # a window that the program gave for it
 
     def __enter__(self) -> Self:
         self._before.append(spread_over(self))
@@ -139,24 +89,50 @@ class ContextParallel(SpreadBatch):
             raise InvalidInputError("context: got the end of a `with` block, expected its begin before")
         spread_over(self._before.pop())
 
-    def explain(self, *, device: torch.device | str | None = None, **call: Any) -> Choice:
+    def explain(
+        self,
+        *,
+        heads: int,
+        heads_k: int | None = None,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype | str = "bfloat16",
+        is_causal: bool = True,
+        window_size: Sequence[int] | None = (-1, -1),
+        needs_backward: bool = True,
+        device: torch.device | str | None = None,
+    ) -> Choice:
         """Say which method a call takes here, as `explain_context_parallel` does; no rank waits for others.
 
         Args:
-            device: where the tensors are, whose memory "auto" looks at; the group's own unless given.
-            call: those arguments of `explain_context_parallel` that are about the call: heads, head dims,
-                dtype, mask, `needs_backward`.
+            heads, heads_k, head_dim, head_dim_v: of the call, as of `explain_context_parallel`.
+            dtype, is_causal, window_size, needs_backward: of the call, too.
+            device: where the tensors are, whose memory "auto" looks at; the group's own unless given. Before
+                a first call it is this rank's, after it that of the rank that has the least.
         """
         if device is None:
             is_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
             device = "cuda" if is_gpu else "cpu"
-        for name in call.keys() & {"method", "rates", "memory"}:
+        try:
+            memory = self._most(torch.device(device))
+        except (AssertionError, RuntimeError, TypeError) as error:
             raise InvalidInputError(
-                f"{name}: got {call[name]!r}, expected none: the context has its own; "
-                "explain_context_parallel takes any"
-            )
-        call |= {"method": self.method, "rates": self._rates, "memory": self._most(torch.device(device))}
-        return explain_context_parallel(self.layout, **call)
+                f"device: got {device!r}, expected one of this machine ({error})"
+            ) from error
+        return explain_context_parallel(
+            self.layout,
+            heads=heads,
+            heads_k=heads_k,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=dtype,
+            is_causal=is_causal,
+            window_size=window_size,
+            needs_backward=needs_backward,
+            method=self.method,
+            rates=self._rates,
+            memory=memory,
+        )
 
     def attend(
         self,
@@ -175,13 +151,13 @@ class ContextParallel(SpreadBatch):
             InvalidInputError, UnsupportedInputError: on every rank, if all make the same wrong call; on this
                 rank alone, if others make one that isn't compared.
         """
-        if is_transformed():  # where other ranks can't be asked, either
-            raise UnsupportedInputError(
-                "group: got a call in a function transform or in forward-mode AD, expected one outside: "
-                "calls spread over ranks have a backward alone"
-            )
         kind, given = None, Arguments(**arguments)
         try:
+            if is_transformed():
+                raise UnsupportedInputError(
+                    "group: got a call in a function transform or in forward-mode AD, expected one outside: "
+                    "calls spread over ranks have a backward alone"
+                )
             check_tensors(query, key, value, given, self.layout.rows[self.rank])
             query, key, value = autocast(query, key, value)
             kind = kind_of(query, key, value, given, self.longest)
@@ -212,6 +188,11 @@ class ContextParallel(SpreadBatch):
         Of the methods that "auto" may take it is the first whose calls kernels can run on all ranks.
         """
         device = tensors[0].device
+        requested = {"method that is asked for": self.method, "memory": "of no use", "rates": "of no use"}
+        if self.method == "auto":
+            requested |= {"memory": self._memory_text(device), "rates": str(self._rates)}
+            if kind not in self._agreed:
+                self._learn_least_memory(device, requested)
         for number in itertools.count():
             try:
                 methods = [self._agreed[kind]] if kind in self._agreed else self._methods(kind, device)
@@ -219,12 +200,16 @@ class ContextParallel(SpreadBatch):
                 problem = None if kind in self._agreed else problem_of(work.calls(*tensors), work.options)
                 if problem is not None and number + 1 == len(methods):
                     raise problem
-                mine = texts(kind, device, methods[number])
+                mine = requested | texts(kind, device, methods[number])
             except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever it raises
                 refuse(self.group, error)
-            if self._compare("forward", mine, problem is None):
+            if all(self._compare("forward", mine, problem is None)):
                 break
         self._agreed[kind] = methods[number]
+        if self._balanced_for is not None and self.rank == 0:
+            balanced_for = bounds(self._balanced_for, False, self.longest, self.longest)
+            if balanced_for != kind.window:
+                _warn_of_another_window(balanced_for, kind.window)
         return work
 
     def _methods(self, kind: Kind, device: torch.device) -> list[str]:
@@ -251,9 +236,22 @@ class ContextParallel(SpreadBatch):
 
     def _most(self, device: torch.device) -> int | None:
         """Return the memory that "auto" may take."""
-        if self._memory is None and device.type == "cuda":
-            return torch.cuda.get_device_properties(device).total_memory // 8
-        return self._memory
+        if self._memory is not None:
+            return self._memory
+        here = _memory_of(device)
+        return here if here is None else _least_memory.get(self.group, here)
+
+    def _memory_text(self, device: torch.device) -> str:
+        """Return what ranks compare of it."""
+        if self._memory is not None:
+            return f"{self._memory} bytes"
+        return "any" if _memory_of(device) is None else "an eighth of the GPU's"
+
+    def _learn_least_memory(self, device: torch.device, requested: dict[str, str]) -> None:
+        """Learn from all ranks what the least of their GPUs has, once for a group: else they choose apart."""
+        here = _memory_of(device)
+        if self._memory is None and here is not None and self.group not in _least_memory:
+            _least_memory[self.group] = min(self._compare("forward", requested, here))
 
     def _needs(self, bound: tuple[int, int]) -> Needs:
         needs: Needs = self._once(("needs", *bound), lambda: Needs(self.layout, *bound))
@@ -266,3 +264,20 @@ class ContextParallel(SpreadBatch):
         of_rank = functools.partial(steps, self._needs(bound), self.rank)
         place = self.layout, self.rank, device, method == ALL_GATHER
         return self._once((method, *bound, device), lambda: prepared(of_rank(), *place))
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Return how much memory a call may take on a device; None for any."""
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).total_memory // 8 if is_gpu else None
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_of_another_window(balanced_for: tuple[int, int], got: tuple[int, int]) -> None:
+    """Log it once in a process, as programs make a context for each batch."""
+    log.warning(
+        "context parallel: got a call with the window %s, but its batch is balanced for %s: the call is "
+        "computed by its own window, and ranks may have unequal work",
+        got,
+        balanced_for,
+    )

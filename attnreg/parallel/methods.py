@@ -1,7 +1,7 @@
 """Which method a distributed call goes by: what each of the three would take, by a model of time and memory.
 
-It looks at the layout and at shapes alone, so all ranks come to the same choice, and so does
-`explain_context_parallel` without a GPU.
+It looks at the layout, at shapes and at a memory that is the same on all ranks, so all come to the same
+choice, and so does `explain_context_parallel` without a GPU.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def check_asked(method: object, rates: object, memory: object) -> None:
         raise InvalidInputError(f"method: got {method!r}, expected one of {known}{hint}")
     if not isinstance(rates, Rates):
         raise InvalidInputError(f"rates: got {rates!r}, expected attnreg.parallel.estimates.Rates")
-    if memory is not None and not (isinstance(memory, int | float) and memory >= 0):
+    is_bool = isinstance(memory, bool)
+    if memory is not None and (is_bool or not (isinstance(memory, int | float) and memory >= 0)):
         raise InvalidInputError(f"memory: got {memory!r}, expected a number of bytes")
 
 

@@ -49,6 +49,10 @@ class Checks:
             raise found.with_traceback(None)
         return found.get(direction, Verdict(0.0, "its backward can't be checked"))
 
+    def forget_failures(self) -> None:
+        """Check backends that raised anew: their kind's next call may find what they lacked."""
+        self._found = {key: one for key, one in self._found.items() if not isinstance(one, Exception)}
+
     def _checked(
         self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...]
     ) -> dict[Direction, Verdict]:

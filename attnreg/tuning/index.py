@@ -148,7 +148,7 @@ class Kinds:
 
     Attributes:
         fronts: host times by the `place` of a `Front`.
-        processors: how many multiprocessors the device has; 1 where that doesn't matter.
+        processors: how many multiprocessors the device has; 1 where that doesn't matter (`kinds.works`).
     """
 
     def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = (), processors: int = 1) -> None:
@@ -160,25 +160,27 @@ class Kinds:
             places.setdefault(family_of(kind), []).append(one)
         self._exact = {family: Index(family, found) for family, found in places.items()}
         self._known: dict[tuple[Kind, bool], Index | None] = {}
-        self._growths: dict[tuple[str, Index, int], int] = {}
+        self._growths: dict[tuple[str, int], int] = {}
 
-    def growth_of(self, name: str, index: Index, max_q: int) -> int:
+    def growth_of(self, name: str, family: Kind, max_q: int) -> int:
         """Return the place in `GROWTHS` of the one that fits a backend's times best.
 
-        That is the one by which times for the same work differ least within a family: of all families for one
-        query and for a few, of those with this head dim for more; where no family has two, the first.
+        Times for the same work should differ least within families. For one query, and for a few, those of
+        all families count; for more, those of forwards with this head dim. If no family has two, it is the
+        first.
         """
-        key = name, index, min(max_q, 2) if max_q <= SHORT else 0
+        few = max_q <= SHORT
+        key = name, min(max_q, 2) if few else -family.head_dim
+        if not few and family.direction == "backward":
+            return 0  # `works` has one for all
         if (found := self._growths.get(key)) is None:
-            found = self._growths[key] = self._fitting(name, index.family, max_q)
+            found = self._growths[key] = self._fitting(name, family.head_dim, max_q)
         return found
 
-    def _fitting(self, name: str, family: Kind, max_q: int) -> int:
-        if max_q > SHORT and family.direction == "backward":
-            return 0
+    def _fitting(self, name: str, head_dim: int, max_q: int) -> int:
         if max_q > SHORT:
             queries, growths = range(SHORT + 1, sys.maxsize), range(len(SPREADS), len(GROWTHS))
-            alike = family.direction, family.head_dim
+            alike = "forward", head_dim
             near = [
                 index
                 for index in self._exact.values()

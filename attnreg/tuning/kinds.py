@@ -181,11 +181,15 @@ def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
 
 
 def works(kind: Kind, size: Size, processors: int = 1) -> tuple[float, ...]:
-    """Return the work that a call's time grows with, for each of `GROWTHS`; for another's, the usual one."""
+    """Return the work that a call's time grows with, for each of `GROWTHS`.
+
+    It is `work` for those of calls with another number of queries, of backwards, and of a device whose number
+    of multiprocessors doesn't matter: a CPU, or calls of nearly the same size.
+    """
     usual = (work(kind, size),)
     if size.max_q <= SHORT:
         return (*_spread(kind, size, processors), *usual * len(STARTS))
-    if kind.direction == "backward":
+    if kind.direction == "backward" or processors == 1:
         return usual * len(GROWTHS)
     scores, read = _in_tiles(kind, size, processors)
     return (*usual * len(SPREADS), *(scores + start * read for start in STARTS))
@@ -205,17 +209,19 @@ def _spread(kind: Kind, size: Size, processors: int) -> Iterator[float]:
 def _in_tiles(kind: Kind, size: Size, processors: int) -> tuple[float, float]:
     """Return the work of blocks that compute whole tiles, and what is added for each key of a start.
 
-    Without a mask all blocks take as long: they run in waves.
+    What is read before is a block's queries and, once for each key head, the keys. Without a mask blocks of
+    equal sequences take as long as each other, and run in waves.
     """
-    batch, ragged = max(size.batch, 1), kind.varlen and size.batch > 1
+    batch = max(size.batch, 1)
     # Lengths of packed sequences aren't known one by one: their last tiles are half full.
+    ragged = kind.varlen and size.tokens_q < batch * size.max_q
     queries, keys = (
         mean + TILE / 2 if ragged else ceil(mean / TILE) * TILE
         for mean in (max(tokens / batch, 1.0) for tokens in (size.tokens_q, size.tokens_k))
     )
     scores = size.heads_q * _pairs_in_tiles(kind.mask, size.window, queries, keys)
     if kind.mask == "none" and not ragged:
-        share = batch * size.heads_q * queries / TILE / processors
+        share = batch * max(size.heads_q, 1) * queries / TILE / processors
         scores *= ceil(share) / share
     read = size.heads_q * queries + heads_k(kind, size) * size.tokens_k / batch
     each = batch * (kind.head_dim + kind.head_dim_v + 1)

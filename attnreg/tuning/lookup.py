@@ -5,8 +5,8 @@ directions: so one backend runs both. On an H100 two backends, each the fastest 
 weren't faster together than one.
 
 All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
-of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work (of few queries
-by how the backend spreads them over the GPU; `kinds.GROWTHS`); if the very call was measured, its own
+of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work, in the way that
+fits the backend's points best (`kinds.GROWTHS`); if the very call was measured, its own
 time counts. A host time depends on how many kernels a call launches: it is that of a call of the same
 `HOST_SHAPES` through its front (SDPA or `varlen_attn`), where that was measured.
 """
@@ -138,7 +138,7 @@ def predict(
     hosts = _hosts(kinds, kind, names, compiled, recorded, host_shapes_of(kind, size))
     amounts, found = works(kind, size, kinds.processors), []
     for name in names:
-        growth = kinds.growth_of(name, index, size.max_q)
+        growth = kinds.growth_of(name, index.family, size.max_q)
         near_it = [
             (distance, place.works[growth], place.point.backends[name])
             for distance, place in near

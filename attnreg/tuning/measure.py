@@ -21,7 +21,8 @@ from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.workload import case_of, copies
 
-ROUNDS = 7
+# The median of so few as the fewest leaves a slow second out.
+ROUNDS, FEWEST_ROUNDS = 7, 3
 
 # Long enough for the clock and short enough for many rounds; and fewer launches than a queue has room for.
 ROUND_S, MOST_CALLS = 2e-3, 50
@@ -130,7 +131,7 @@ class Measurement:
                     in_turn.remove(runner)
             if number == 0:
                 in_turn = _worth_it(in_turn)
-            elif self._timer.now() > self._deadline:
+            elif number >= FEWEST_ROUNDS and self._timer.now() > self._deadline:
                 break
 
     @torch.no_grad()

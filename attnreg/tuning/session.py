@@ -78,15 +78,16 @@ class Session:
     def prepare(self, specs: Iterable[AttentionSpec], going_on: Callable[[], bool]) -> None:
         """Check and call the backends that don't compile once for each call, while other processes compile.
 
-        Whatever goes wrong goes wrong again, and is reported, where it is measured.
+        What fails, as for want of memory that the others hold, is tried again where it is measured.
         """
         entries = [entry for entry in self.entries if entry.backend is None or not entry.backend.compiles]
-        for spec in specs:
+        for spec in specs if entries else ():
             if not going_on():
-                return
-            todo = () if unmeasurable(spec) else self.todo(spec)
-            with suppress(Exception), self._on_device():
-                Measurement(spec, todo, entries, self.checks, self.timer, self.device, inf).call_once()
+                break
+            if todo := () if unmeasurable(spec) else self.todo(spec):
+                with suppress(Exception), self._on_device():
+                    Measurement(spec, todo, entries, self.checks, self.timer, self.device, inf).call_once()
+        self.checks.forget_failures()
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Return the context in which CUDA events are recorded on the session's device."""

@@ -64,6 +64,7 @@ def varlen_attn(
     dropout_p: float = 0,  # as softcap
     backend: str | None = None,
     group: Any = None,
+    mesh: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
 
@@ -105,6 +106,7 @@ def varlen_attn(
         group: what `attnreg.context_parallel` returned: the tokens of query, key and value are spread over
             its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it
             every call is spread.
+        mesh: refused: a `DeviceMesh` is for `attnreg.context_parallel`.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
@@ -121,7 +123,7 @@ def varlen_attn(
     if returns_lse is None and return_aux is not None:
         raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
     returns_lse = bool(returns_lse)
-    if spread.is_on or group is not None:
+    if spread.is_on or group is not None or mesh is not None:
         given = {
             "is_causal": is_causal, "window_size": window_size, "scale": scale, "enable_gqa": enable_gqa,
             "softcap": softcap, "sinks": sinks, "with_lse": returns_lse, "backend": backend,
@@ -133,7 +135,7 @@ def varlen_attn(
         offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
         longest = {"max_q": max_q, "max_k": max_k}
         attend_spread = spread.attend_uncompiled if compiling else spread.attend
-        results = attend_spread(group, query, key, value, offsets, longest, given, refused)
+        results = attend_spread(mesh or group, query, key, value, offsets, longest, given, refused)
         return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
     if sinks is not None:
         check_sinks(query, sinks)

@@ -110,7 +110,6 @@ def test_the_worst_say_what_ran_and_what_is_best():
 
 def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
-    monkeypatch.setattr(random_shapes, "_doubtful", lambda by_round, taken: False)
     out, plot = tmp_path / "found.json", tmp_path / "losses.png"
     given = ("--device", "cpu", "--backend", "cpu,math", "--random", "3", "--seed", "1", "--rounds", "1")
     done = invoke("bench", "selection", *given, "--out", str(out), "--plot", str(plot))
@@ -131,14 +130,9 @@ def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypat
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_shape_on_which_a_choice_loses_much_is_measured_thrice_as_often_and_all_rounds_count(monkeypatch):
-    def found(chosen, order):
-        times = {FORWARD: rounds([chosen] * 3, [order] * 3, A=[10.0] * 3)}
-        return random_shapes._doubtful(times, row_of(0, BY_HOST, **times)["microseconds"])
-
-    assert (found(11.4, 20.0), found(11.6, 10.0)) == (False, True)
+def test_a_shape_that_the_host_bounds_is_measured_thrice_as_often_and_all_rounds_count(monkeypatch):
     monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
-    monkeypatch.setattr(random_shapes, "_doubtful", lambda by_round, taken: True)
+    monkeypatch.setattr(random_shapes, "_bound", lambda side, backward, step: BY_HOST)
     given = ("--device", "cpu", "--backend", "cpu,math", "--random", "1", "--seed", "1", "--rounds", "1")
     (row,) = json.loads(invoke("bench", "selection", *given, "--json").stdout)["results"]["rows"]
     for step, times in row["microseconds"].items():

@@ -76,6 +76,7 @@ FLAGS = ("bias", "alibi", "seqused-k", "grad-lse", "deterministic")
         ("--softcap 30", {"softcap": 30.0}),
         ("--capture", {"capturing": True}),
         ("--backward", {"needs_backward": True}),
+        ("--grad-lse", {"needs_backward": True}),
         ("--dtype half", {"dtype": "float16"}),
         ("--dtype float64", {"dtype": "float64"}),
         ("--device sm_100", {"device": {"type": "cuda", "capability": [10, 0]}}),

@@ -6,6 +6,7 @@ from support import rank_batches as work
 
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.balance import spread_documents
+from attnreg.parallel.estimates import Rates
 
 
 def test_auto_leaves_out_a_method_whose_calls_no_kernel_of_a_rank_can_run(three_ranks):
@@ -14,9 +15,12 @@ def test_auto_leaves_out_a_method_whose_calls_no_kernel_of_a_rank_can_run(three_
     assert found[0] in ({"all_gather": 1}, {"all_to_all": 1})
     assert found == found[:1] * 3
     by_name = three_ranks.run(work.where_kernels_refuse, "ring", work.refuses_what_the_ring_needs)
-    assert all("RanksDifferError" in said and "no such window" not in said for said in by_name)
     none = three_ranks.run(work.where_kernels_refuse, "auto", work.refuses_all)
-    assert all("rank 2 has no attention backend can run this" in said for said in none)
+    start = "RanksDifferError: context parallel: rank 2's call is wrong: no attention backend can run this"
+    for said in (by_name, none):  # every rank gets the reasons of that one
+        assert len(set(said)) == 1
+        assert said[0].startswith(start)
+        assert "no such window" in said[0]
 
 
 def test_sinks_need_no_kernel_with_a_gradient_of_the_lse(two_ranks):
@@ -31,6 +35,40 @@ def test_a_context_explains_what_its_calls_take_and_counts_what_they_took(three_
     for (little, took_little), (much, took_much), (usual, took_usual) in three_ranks.run(work.explained):
         assert little != much == usual
         assert (took_little, took_much, took_usual) == ({little: 2}, {much: 2}, {much: 2})
+
+
+def test_ranks_with_gpus_of_different_memory_choose_by_the_least(three_ranks):
+    """They learn it once for a group, in one exchange more before its first call."""
+    little = three_ranks.run(work.explained)[0][0][0]
+    found = three_ranks.run(work.unequal_memory)
+    much, little_first = found[0][0][0][0], found[2][0][0][0]
+    assert (little_first, found[1][0][0][0]) == (little, much)
+    assert much != little
+    for rank, (first, second) in enumerate(found):
+        assert first == ([little if rank == 2 else much, little], {little: 2}, 2)
+        assert second == ([little, little], {little: 2}, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("memory", (10**9, 10)), ("memory", (None, 10)), ("rates", (Rates(link=1e9), Rates()))],
+)
+def test_ranks_that_are_to_choose_by_different_estimates_get_an_error_that_names_them(
+    two_ranks, name, values
+):
+    said = two_ranks.run(work.other_estimates, name, *values)
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"RanksDifferError: context parallel: ranks differ in {name}: rank 0 has ")
+    assert "any, rank 1 has 10 bytes" in said[0] or values[0] is not None
+
+
+def test_one_rank_warns_once_where_calls_have_another_window_than_was_given_for_the_balance(two_ranks):
+    expected = (
+        "context parallel: got a call with the window (-1, 0), but its batch is balanced for (2, 0): the "
+        "call is computed by its own window, and ranks may have unequal work"
+    )
+    assert two_ranks.run(work.warnings_of_another_window, window_size=(2, 0)) == [[expected], []]
+    assert two_ranks.run(work.warnings_of_another_window) == [[], []]
 
 
 def test_a_context_balances_by_the_window_and_the_width_that_it_is_given(two_ranks):

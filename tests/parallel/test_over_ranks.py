@@ -119,23 +119,32 @@ def test_ranks_that_disagree_all_get_an_error_that_names_both(ranks):
     no_batch = ranks.run(work.disagree, cu_seq={last: [0, 7, 5]})
     first = ranks.run(work.disagree, memory={0: "much"})
     no_offsets = ranks.run(work.disagree, ends={last: torch.tensor(5)})
-    for said, here, there in (
+    sides = (
         (offsets, "(0, 5, 12)", "(0, 6, 12)"),
         (heads, str(len(ranks)), str(2 * len(ranks))),
         (backends, "math", "cpu"),
         (methods, "all_gather", "ring"),
         (dtypes, "float32", "float64"),
         (gradients, "True, True, True", "False, False, False"),
-        (wrong, "none that is wrong", "softcap"),
-        (no_batch, "none that is wrong", "cu_seq: got [0, 7, 5]"),
-        (first, "memory: got 'much'", "none that is wrong"),
-        (no_offsets, "none that is wrong", "cu_seq_q: got shape ()"),
-    ):
+    )
+    for said, here, there in sides:
         assert len(set(said)) == 1
         assert said[0].startswith("RanksDifferError: context parallel: ranks differ in ")
-        assert here in said[0].partition("rank 0 has")[2].partition("; expected")[0]
-        assert f"rank {1 if said is first else last} has" in said[0]
-        assert there in said[0]
+        before, after = said[0].split(f", rank {last} has ")
+        assert here in before.partition("rank 0 has")[2]
+        assert there in after
+    for said, rank, text in (
+        (wrong, last, "softcap: got -1.0"),
+        (no_batch, last, "cu_seq: got [0, 7, 5]"),
+        (first, 0, "memory: got 'much'"),
+        (no_offsets, last, "cu_seq_q: got shape ()"),
+    ):
+        assert len(set(said)) == 1
+        assert said[0].startswith(f"RanksDifferError: context parallel: rank {rank}'s call is wrong: {text}")
+    both = ranks.run(work.disagree, softcap={0: -1.0}, memory={last: -1})
+    assert len(set(both)) == 1
+    assert both[0].startswith("RanksDifferError: context parallel: rank 0's call is wrong: softcap: got -1.0")
+    assert f"\nrank {last}'s call is wrong: memory: got -1" in both[0]
 
 
 def test_ranks_that_gather_what_differs_all_get_an_error_that_names_both(ranks):
@@ -145,7 +154,6 @@ def test_ranks_that_gather_what_differs_all_get_an_error_that_names_both(ranks):
         ({"how": "zigzag"}, "rows (", "rows ("),
         ({"width": 3}, "shape of a row: rank 0 has (2,)", "(3,)"),
         ({"dtype": torch.float64}, "torch.float32", "torch.float64"),
-        ({"more": 1}, "none that is wrong", "tensor: got 13 tokens, expected the 12 of this rank"),
     ):
         options = {name: {last: value} for name, value in different.items()}
         said = ranks.run(work.gather_what_differs, **options)
@@ -154,6 +162,9 @@ def test_ranks_that_gather_what_differs_all_get_an_error_that_names_both(ranks):
         before, after = said[0].split(f", rank {last} has ")
         assert here in before
         assert there in after
+    said = ranks.run(work.gather_what_differs, more={last: 1})
+    text = f"rank {last}'s call is wrong: tensor: got 13 tokens, expected the 12 of this rank"
+    assert said == [f"RanksDifferError: context parallel: {text}"] * len(ranks)
 
 
 def test_a_call_that_is_wrong_on_every_rank_is_an_error_on_every_rank(ranks):
@@ -173,8 +184,11 @@ def test_a_call_that_some_ranks_have_no_kernel_for_is_an_error_on_every_rank(ran
         return
     last = len(ranks) - 1
     assert len(set(said)) == 1
-    assert f"none that is wrong, rank {last} has no attention backend can run this" in said[0]
-    assert said[0].startswith("RanksDifferError")
+    start = (
+        f"RanksDifferError: context parallel: rank {last}'s call is wrong: no attention backend can run this"
+    )
+    assert said[0].startswith(start)
+    assert "few" in said[0].partition("\n")[2]  # with the reasons, on every rank
 
 
 @by_each_method

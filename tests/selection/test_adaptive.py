@@ -391,3 +391,14 @@ def test_attnreg_policy_adaptive_needs_no_other_setting(taking, runs, monkeypatc
     attnreg.reload()
     assert policy.current().adaptive is not None
     assert runs(2) == ["one", "two"]
+
+
+def test_lengths_of_one_cell_are_run_by_the_backend_that_its_calls_have_shown_to_be_the_fastest(taking, ran):
+    taking(one=(1.0, 4.0), two=(2.2, 2.2))  # forward and backward, whatever the length
+    attnreg.configure({"policy": "adaptive"})
+    for _ in range(30):
+        attend(128, grad=True)
+    for length in (120, 128, 129, 150, 180):  # a tile more doesn't make a forward twice as long
+        ran()
+        attend(length, grad=True)
+        assert ran()["two"] == (1, 1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from support.ranks import _attend, _inputs, said_by
 
 import attnreg
 from attnreg.backends import math
-from attnreg.parallel import agreement
+from attnreg.parallel import agreement, context
 
 
 def _known(method, *batches):
@@ -180,6 +181,62 @@ def explained():
         _attend(spread, inputs, group=spread)
         found.append((said, dict(spread.taken)))
     return found
+
+
+def unequal_memory(**options):
+    """Return what calls take, and what is said before and after, where the last rank has little memory."""
+    usual, exchanges = context._memory_of, 0
+    compare = agreement.agree
+
+    def counted(*arguments):
+        nonlocal exchanges
+        exchanges += 1
+        return compare(*arguments)
+
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    context._memory_of = lambda device: 0 if is_last else 10**9
+    found = []
+    try:
+        for _ in range(2):
+            spread = attnreg.context_parallel(dist.group.WORLD, [0, 6000], "zigzag", **options)
+            inputs = [x.requires_grad_() for x in _inputs(spread, heads=12)[1]]
+            said = [spread.explain(heads=12, head_dim=8, dtype="float32").method]
+            agreement.agree, exchanges = counted, 0
+            _attend(spread, inputs, group=spread)
+            _attend(spread, inputs, group=spread)
+            agreement.agree = compare
+            said.append(spread.explain(heads=12, head_dim=8, dtype="float32").method)
+            found.append((said, dict(spread.taken), exchanges))
+    finally:
+        context._memory_of, agreement.agree = usual, compare
+        context._least_memory.clear()
+    return found
+
+
+def other_estimates(name, *values):
+    """Return what a call says for which ranks give other memory or rates."""
+    options = {name: values[dist.get_rank() % len(values)]}
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 20], **options)
+    return said_by(lambda: _attend(spread, _inputs(spread)[1], group=spread))
+
+
+def warnings_of_another_window(**options):
+    """Return what is logged in calls of two batches with two windows."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    context._warn_of_another_window.cache_clear()
+    context.log.addHandler(handler)
+    try:
+        for cu_seq in ([0, 7, 20], [0, 8, 20]):
+            spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, "balanced", **options)
+            whole, inputs = _inputs(spread)
+            for window in ((2, 0), (-1, 0), (-1, 0)):
+                out = _attend(spread, inputs, group=spread, window_size=window)
+                alone = spread.shard(_attend(spread, whole, window_size=window))
+                assert (out - alone).abs().max() < 1e-5  # by its own window
+    finally:
+        context.log.removeHandler(handler)
+    return said
 
 
 def balance(**options):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from support import truth
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnreg
 from attnreg.backends import math
@@ -130,7 +131,8 @@ def compare(
         results, weights = results[:1], weights[:1]
     wanted = torch.autograd.grad(results, leaves, weights)
 
-    spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, how, is_causal=window[1] == 0, method=method)
+    balance = {"is_causal": window[1] == 0} if how == "balanced" else {}
+    spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, how, method=method, **balance)
     mine = [spread.shard(x).requires_grad_() for x in (query, key, value)]
     mine += [] if sink is None else [sink.requires_grad_()]
     attnreg.reset_stats()
@@ -225,6 +227,17 @@ def gather_what_differs(**different):
     said = said_by(call, **given)
     assert call(**usual).sum() == 2 * 12 * count
     return said
+
+
+def gathered(dtype, dim):
+    """Return whether a tensor of a dtype comes back from the parts that ranks have of it."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag")
+    shape = (20, 3) if dim == 0 else (3, 20)
+    whole = torch.arange(60).reshape(shape).to(dtype)
+    if dtype.is_complex:
+        whole = whole.conj()
+    got = spread.gather(spread.shard(whole, dim), dim)
+    return got.dtype == dtype and got.to(torch.complex64).tolist() == whole.to(torch.complex64).tolist()
 
 
 def a_kernel_raises():
@@ -336,6 +349,22 @@ def under_autocast():
     return [out.dtype, *(x.dtype for x in torch.autograd.grad(out.sum(), inputs))]
 
 
+class _Anywhere:
+    """An object whose address is another on each rank."""
+
+    def __repr__(self):
+        return f"<Anywhere object at {0x7F00 + dist.get_rank():#x}>"
+
+
+def explained_with(**options):
+    """Return what the `explain` of a context says of arguments that it doesn't take."""
+    try:
+        attnreg.context_parallel(dist.group.WORLD, [0, 20]).explain(heads=4, head_dim=8, **options)
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
 def refusals():
     """Return what wrong uses say."""
     spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
@@ -354,13 +383,24 @@ def refusals():
         "method": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], method="rin"),
         "rates": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], rates=5),
         "memory": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], memory="8GB"),
+        "memory, a bool": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], memory=True),
+        "unused window": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], window_size=(3,)),
+        "unused mask": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzag", is_causal="yes"),
+        "unused width": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzag", width=99),
+        "window": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "balanced", window_size="abc"),
+        "object": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], _Anywhere()),
+        "device of explain": lambda: spread.explain(heads=4, head_dim=8, device="cuda:99"),
         "layout and how": lambda: attnreg.context_parallel(dist.group.WORLD, spread.layout, "zigzag"),
         "layout and mask": lambda: attnreg.context_parallel(dist.group.WORLD, spread.layout, is_causal=False),
         "ranks": lambda: attnreg.context_parallel(dist.group.WORLD, attnreg.spread_documents([0, 20], 7)),
         "how": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzags"),
         "group": lambda: _attend(spread, inputs, group=dist.group.WORLD),
+        "mesh=": lambda: _attend(spread, inputs, mesh=grid),
         "rows": lambda: _attend(spread, whole, group=spread),
         "offsets": lambda: attnreg.varlen_attn(*inputs, ends, ends, 20, 20, group=spread),
+        "keys of their own": lambda: attnreg.varlen_attn(
+            *inputs, spread.cu_seq(), ends, 13, 13, group=spread
+        ),
         "int64": lambda: attnreg.varlen_attn(*inputs, *[spread.cu_seq().long()] * 2, 20, 20, group=spread),
         "one number": lambda: attnreg.varlen_attn(*inputs, *[ends.sum()] * 2, 20, 20, group=spread),
         "short": lambda: attnreg.varlen_attn(*inputs, *[spread.cu_seq()] * 2, 12, 20, group=spread),
@@ -386,6 +426,33 @@ def refusals():
         except attnreg.AttnregError as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+def in_a_mode_on_one_rank(name):
+    """Return what a rank gets of a call that the last one makes in a function transform, or in a mode."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20])
+    whole, inputs = _inputs(spread)
+    modes = {
+        "grad": lambda call: torch.func.grad(lambda x: call([x, *inputs[1:]]).sum())(inputs[0]),
+        "vmap": lambda call: torch.vmap(lambda x: call([x, *inputs[1:]]))(inputs[0][None]),
+        "jvp": lambda call: torch.func.jvp(lambda x: call([x, *inputs[1:]]), (inputs[0],), (inputs[0],)),
+        "fake": _with_fake_tensors,
+    }
+    ends = spread.cu_seq()
+
+    def attend(given):
+        return attnreg.varlen_attn(*given, ends, ends, 13, 13, True, group=spread)
+
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    said = said_by(lambda: modes[name](attend) if is_last else attend(inputs))
+    difference = (attend(inputs) - spread.shard(_attend(spread, whole))).abs().max()
+    assert difference < 1e-5  # the error has changed nothing
+    return said
+
+
+def _with_fake_tensors(call):
+    with FakeTensorMode() as mode:
+        return call([mode.from_tensor(torch.empty(10, 4, 8)) for _ in range(3)])
 
 
 def _zeros(query, key, value, call):

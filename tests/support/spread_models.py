@@ -83,7 +83,7 @@ def trained(how, method):
         for layer in model.layers:
             fully_shard(layer, mesh=cp)
         fully_shard(model, mesh=cp)
-    step = torch.compile(model, backend="eager") if how == "compiled" else model
+    step = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     attnreg.reset_stats()
     with spread:
         loss = (step(hidden) * weights).sum()

@@ -4,6 +4,7 @@ import pytest
 from support.tuned import point, spec_with
 
 from attnreg.tuning.index import Kinds
+from attnreg.tuning.kinds import SPREADS, kind_of, size_of, works
 from attnreg.tuning.lookup import predict
 
 
@@ -41,13 +42,13 @@ def test_a_few_queries_of_which_each_head_reads_the_keys_cost_by_query_heads_in_
 def test_a_call_costs_whole_tiles_and_what_a_block_takes_before_its_first_key():
     def square(length, start):
         tiles = -(-length // 128) * 128
-        # 2 sequences of 4 heads; 10 us are the fixed cost. On one multiprocessor waves are of one block.
+        # 2 sequences of 4 heads; 10 us are the fixed cost. On two multiprocessors all waves are full.
         return 10.0 + 1e-2 * (4 * tiles * tiles + start * (4 * tiles + 4 * length)) / 100
 
     lengths = (256, 512, 1024, 2048)
     points = [point(spec_with(n), short=square(n, 30), long=square(n, 300)) for n in lengths]
     for length in (300, 700, 1100):
-        found = times(points, 1, max_q=length, max_k=length)
+        found = times(points, 2, max_q=length, max_k=length)
         assert found == pytest.approx({"short": square(length, 30), "long": square(length, 300)})
 
 
@@ -61,3 +62,52 @@ def test_without_a_mask_blocks_run_in_waves_and_under_a_causal_mask_they_fill_th
     assert took_at(4, causal=False) == pytest.approx(210.0, rel=1e-2)
     assert took_at(3, causal=False) > 0.9 * took_at(4, causal=False)
     assert took_at(3, causal=True) == pytest.approx(160.0, rel=1e-2)
+
+
+def worked(processors=10**6, **changes):
+    """Return what a call costs whose blocks take 30 keys' time to start, in pairs of a query and a key."""
+    spec = spec_with(**({"batch": 1, "heads_q": 1, "heads_k": 1} | changes))
+    found = works(kind_of(spec, "forward"), size_of(spec), processors)[len(SPREADS)]
+    read = -(-spec.max_q // 128) * 128 + spec.max_k
+    return found / (2 * spec.head_dim + 1) - 30 * read
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "pairs"),
+    [
+        ((256, 256), (-1, 0), 128 * 128 * 3),
+        ((257, 257), (-1, 0), 128 * 128 * 6),
+        ((128, 512), (-1, 0), 128 * 512),
+        ((512, 1024), (100, 0), 512 * (101 + 128)),
+        ((512, 256), (1000, 1000), 512 * 256),
+    ],
+)
+def test_tiles_that_a_mask_leaves_are_whole_ones(sizes, window, pairs):
+    assert worked(max_q=sizes[0], max_k=sizes[1], window=window) == pytest.approx(pairs)
+
+
+def test_packed_sequences_have_half_full_last_tiles_and_no_waves_unless_they_are_of_one_length():
+    ragged = {"varlen": True, "batch": 2, "max_q": 384, "max_k": 384, "tokens_q": 512, "tokens_k": 512}
+    spec = spec_with(heads_q=1, heads_k=1, **ragged)
+    found = works(kind_of(spec, "forward"), size_of(spec), 4)[len(SPREADS)] / (2 * spec.head_dim + 1)
+    assert found == pytest.approx(2 * (320 * 320 + 30 * (320 + 256)))
+    same = {"varlen": True, "batch": 3, "max_q": 128, "max_k": 128}
+    packed, dense = (
+        works(kind_of(one, "forward"), size_of(one), 4)[len(SPREADS)]
+        for one in (
+            spec_with(heads_q=1, heads_k=1, **same),
+            spec_with(heads_q=1, heads_k=1, **same | {"varlen": False}),
+        )
+    )
+    assert packed == dense
+
+
+def test_on_a_cpu_and_among_calls_of_nearly_one_size_only_multiplications_count():
+    points = [point(spec_with(128), a=110.0)]
+    assert times(points, 1, max_q=129, max_k=128)["a"] == pytest.approx(110.0, rel=1e-2)
+    assert times(points, 8, max_q=129, max_k=128)["a"] > 150.0
+
+
+def test_a_call_without_heads_costs_something():
+    spec = spec_with(heads_q=0, heads_k=1)
+    assert all(work > 0 for work in works(kind_of(spec, "forward"), size_of(spec), 132)[len(SPREADS) :])

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 from support.tuned import altered, spec_with
 
 BOTH = dataclasses.replace(spec_with(32), needs_backward=True)
@@ -48,3 +49,18 @@ def test_it_ends_with_the_processes_and_what_fails_is_reported_where_it_is_measu
     assert list(rest) == []
     list(made.run([BOTH], 1e6))
     assert all("ZeroDivisionError" in point.backends["broken"].failed for point in made.fresh)
+
+
+def test_memory_that_other_processes_hold_meanwhile_rules_no_backend_out(session, entry):
+    held = [True]
+
+    def take(out):
+        if held:
+            raise torch.OutOfMemoryError("held by others")
+        return out
+
+    made = session(entry("large", change=altered(take)))
+    made.prepare([BOTH], lambda: True)
+    held.clear()
+    list(made.run([BOTH], 1e6))
+    assert [point.backends["large"].trouble for point in made.fresh] == ["", ""]

@@ -394,3 +394,19 @@ def test_calls_run_where_the_variable_names_a_file_that_cannot_be_written(tmp_pa
     assert ran() == {"math": (3, 0)}
     said = f"calls are not recorded: ATTNREG_RECORD: {tmp_path}/no/x.jsonl: can't be written: "
     assert [record.getMessage() for record in caplog.records] == [f"{said}No such file or directory"]
+
+
+def test_calls_that_no_router_saw_are_named_once_at_the_end(tmp_path, caplog):
+    q = torch.randn(1, 2, 16, 8)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    assert [one.getMessage().partition(" lacks ")[2] for one in caplog.records] == [
+        "2 calls that attnreg never saw: torch's math kernel ran 2 of them: "
+        "dropout_p must be 0 on a CPU, got 0.1"
+    ]
+    caplog.clear()
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        F.scaled_dot_product_attention(q, q, q)
+    assert not caplog.records
