@@ -41,7 +41,14 @@ _FUNCTIONS = {
 }
 _PADDING = {
     name: getattr(bert_padding, name)
-    for name in ("index_first_axis", "index_put_first_axis", "pad_input", "unpad_input")
+    for name in (
+        "__getattr__",
+        "index_first_axis",
+        "index_first_axis_residual",
+        "index_put_first_axis",
+        "pad_input",
+        "unpad_input",
+    )
 }
 
 

@@ -7,7 +7,10 @@ function transforms are to see an op, it is a packed one of equal lengths.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +26,43 @@ from attnreg.varlen import autograd, spread
 from attnreg.varlen.front import AuxRequest, varlen_attn
 from attnreg.varlen.plans import call_of, check_tensors, window
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What flash-attn calls the arguments that `varlen_attn` and the contract's checks call otherwise.
+OF_DENSE = {"query": "q", "key": "k", "value": "v", "scale": "softmax_scale", "is_causal": "causal"}
+OF_PACKED = OF_DENSE | {
+    "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
+}  # fmt: skip
+
 # Output and LSE.
 Results = tuple[Tensor, Tensor]
 
 # Offsets and longest sequence, of queries and of keys.
 Lengths = tuple[Any, Tensor | None, int, int]
+
+
+def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have an error about a function's arguments say their names, by those in what the function calls.
+
+    The refusal of a call that no backend can run keeps the contract's names, as in `explain`; so do errors of
+    the op that compiled code calls.
+    """
+    # "The key's heads" are "k's heads".
+    word = re.compile(rf"\b(?:the )?({'|'.join(names)})\b")
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def named(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except InvalidInputError as error:
+                error.args = (word.sub(lambda found: names[found[1]], str(error)),)
+                raise
+
+        return named
+
+    return decorated
 
 
 class Options(NamedTuple):
@@ -130,9 +165,11 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     spread.check_is_off("packed sequences: flash_attn_varlen_func with the offsets of the whole batch")
     check_tensors(alibi_slopes=options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
-    if not batch == len(k) == len(v):
-        got = f"{batch} for q, {len(k)} for k and {len(v)} for v"
-        raise InvalidInputError(f"batch: got {got}, expected equal ones")
+    for name, tensor in {"k": k, "v": v}.items():
+        if len(tensor) != batch:
+            raise InvalidInputError(
+                f"batch: got {batch} for q and {len(tensor)} for {name}, expected equal ones"
+            )
     if not torch.compiler.is_compiling() and is_plain(q, k, v):
         return _attend(q, k, v, options, (None, None, length_q, length_k))
     offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError
 
+# flash-attn's module imports these of einops, and programs such as verl import them from there.
+_OF_EINOPS = ("rearrange", "repeat")
+
+
+def __getattr__(name: str) -> Any:
+    """Return one of einops' functions when it is asked for, as attnreg itself doesn't need einops."""
+    if name not in _OF_EINOPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module("einops"), name)
+    except ImportError as error:
+        raise ImportError(
+            f"flash_attn.bert_padding.{name} is a function of einops, which can't be imported ({error}); "
+            "install it with pip install einops"
+        ) from error
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of `input`, (rows, ...), at `indices`, int64 (n,)."""
     return input.index_select(0, indices)  # its backward is faster than that of indexing, which sorts
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `index_first_axis`, and `input` once more, in the same memory, for a residual connection."""
+    return index_first_axis(input, indices), input.view_as(input)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:

@@ -5,13 +5,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError
-from attnreg.flash_attn.attention import Options, attend_dense, attend_packed, check_weights, returned
+from attnreg.flash_attn.attention import (
+    OF_DENSE,
+    OF_PACKED,
+    Options,
+    attend_dense,
+    attend_packed,
+    check_weights,
+    naming,
+    returned,
+)
 
 # The output; with `return_attn_probs` also the LSE and, as no weights are returned, an empty tensor.
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
 Window = tuple[int, int]
 
+_OF_KV = {"k": "kv", "v": "kv"}
+_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
+_OF_OFFSETS = {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
 
+
+@naming(OF_DENSE)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -54,6 +68,7 @@ def flash_attn_func(
     return returned(attend_dense(q, k, v, options), return_attn_probs)  # type: ignore[no-any-return]
 
 
+@naming(_OF_QKV)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -73,6 +88,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@naming(_OF_KV)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -93,6 +109,7 @@ def flash_attn_kvpacked_func(
     )  # fmt: skip
 
 
+@naming(OF_PACKED)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -133,6 +150,7 @@ def flash_attn_varlen_func(
     return returned(results, return_attn_probs)  # type: ignore[no-any-return]
 
 
+@naming(_OF_QKV | _OF_OFFSETS)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -155,6 +173,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@naming(_OF_KV)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from attnreg.errors import InvalidInputError
 from attnreg.flash_attn.attention import (
+    OF_DENSE,
     Options,
     attend_packed,
     check_packed,
+    naming,
     regular_offsets,
     unpacked,
 )
@@ -21,7 +23,10 @@ from attnreg.torchlib.modes import is_plain
 from attnreg.varlen import spread
 from attnreg.varlen.plans import check_tensors, window
 
+_NAMES = OF_DENSE | {"key": "k_cache", "value": "v_cache", "seqused_k": "cache_seqlens"}
 
+
+@naming(_NAMES)
 @torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,

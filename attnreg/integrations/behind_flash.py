@@ -64,6 +64,7 @@ is_flash_attn_2_available._dynamo_marked_constant = True  # type: ignore[attr-de
 
 # Their names and those of their arguments are the package flash-attn's. `s_aux` is what transformers calls
 # sinks, and leaves out without a word where a function doesn't have it.
+@flash.naming(flash.OF_PACKED)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

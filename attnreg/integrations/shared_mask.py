@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.errors import UnsupportedInputError
 from attnreg.integrations.packing import Batch, Packing, Window, pack
 
 _unpacked = threading.local()
@@ -22,6 +23,18 @@ class Structure(NamedTuple):
 
     window: Window
     documents: Tensor | None = None
+
+
+class _NoAttributeError(UnsupportedInputError, AttributeError):
+    """An `AttributeError` too, as Accelerate and others ask by `hasattr` whether an argument is a tensor."""
+
+
+def _said(use: str) -> str:
+    return (
+        f"attnreg: got a model that computes with its attention mask itself ({use}), expected one whose "
+        "layers pass it on to transformers' attention functions; attn_implementation='eager', or 'sdpa' "
+        "where the model has it, runs it"
+    )
 
 
 class SharedMask:
@@ -73,6 +86,19 @@ class SharedMask:
             return []  # nothing is read back there, also if layers are compiled and the mask was made before
         masks = (sibling() for sibling in self._siblings)
         return [mask for mask in masks if mask is not None and mask is not self]
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoAttributeError(_said(f"mask.{name}"))
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedInputError(_said("an operator"))
+
+    __getitem__ = __invert__ = __rsub__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        # torch calls this where a mask is among a function's arguments, also for `scores + mask`.
+        raise UnsupportedInputError(_said(torch.overrides.resolve_name(function) or str(function)))
 
     def contiguous(self) -> SharedMask:
         """Return the mask itself; `generate` asks for it."""

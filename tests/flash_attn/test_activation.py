@@ -75,6 +75,24 @@ def test_a_program_that_imports_torch_and_flash_attn_runs_by_a_variable_alone():
     assert (json.loads(run.stdout or "null"), run.stderr) == (SEEN, "")
 
 
+# As verl imports it.
+OF_PADDING = "from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input\n"
+
+
+def test_a_program_that_takes_einops_functions_from_bert_padding_runs(tmp_path):
+    (tmp_path / "einops.py").write_text("def rearrange(tensor, pattern): return tensor, pattern\n")
+    program = f"import sys, torch; sys.path.insert(0, {str(tmp_path)!r})\n{OF_PADDING}"
+    run = forked(program + "print(rearrange(3, 'b -> b'))", ATTNREG_AS_FLASH_ATTN="1")
+    assert (run.stdout, run.stderr) == ("(3, 'b -> b')\n", "")
+
+
+def test_a_program_that_takes_them_where_einops_is_not_installed_is_told_so():
+    program = "import sys, torch; sys.modules['einops'] = None\n"
+    run = forked(program + OF_PADDING, ATTNREG_AS_FLASH_ATTN="1")
+    said = "ImportError: flash_attn.bert_padding.rearrange is a function of einops, which can't be imported"
+    assert said in run.stderr
+
+
 @pytest.mark.parametrize("value", ["0", "off", ""])
 def test_the_variable_may_say_no(value):
     run = forked(PROGRAM, ATTNREG_AS_FLASH_ATTN=value)

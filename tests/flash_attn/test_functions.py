@@ -142,7 +142,8 @@ def test_what_was_made_in_inference_mode_serves_training_as_well():
 
 WRONG = {
     "q: got (5, 4, 16), expected 4 dimensions (batch, length, heads, head_dim)": lambda q: (q[0], q, q, {}),
-    "batch: got 2 for q, 1 for k and 1 for v, expected equal ones": lambda q: (q, q[:1], q[:1], {}),
+    "batch: got 2 for q and 1 for k, expected equal ones": lambda q: (q, q[:1], q[:1], {}),
+    "batch: got 2 for q and 1 for v, expected equal ones": lambda q: (q, q, q[:1], {}),
     "alibi_slopes: got [1.0], expected a tensor": lambda q: (q, q, q, {"alibi_slopes": [1.0]}),
     "dropout_p: got 1.5, expected 0 to 1": lambda q: (q, q, q, {"dropout_p": 1.5}),
     "softcap: got None, expected 0 for none, or a number above 0 that float32 can hold": lambda q: (

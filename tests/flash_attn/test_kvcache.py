@@ -224,10 +224,13 @@ REFUSED = {
     "window_size: got (-2, 0), expected (left, right), integers of -1 or more": {"window_size": (-2, 0)},
     "softcap: got nan, expected 0 for none, or a number above 0 that float32 can hold": {"softcap": math.nan},
     "softcap: got None, expected 0 for none, or a number above 0 that float32 can hold": {"softcap": None},
-    "scale: got nan, expected a finite number": {"softmax_scale": math.nan},
+    "softmax_scale: got nan, expected a finite number": {"softmax_scale": math.nan},
     "num_splits: got -1, expected an integer of 0 or more": {"num_splits": -1},
-    "dtype: got query torch.float64, key torch.float32, value torch.float32, expected one dtype": {
+    "dtype: got q torch.float64, k_cache torch.float32, v_cache torch.float32, expected one dtype": {
         "q": torch.randn(BATCH, 1, HEADS, DIM, dtype=torch.float64)
+    },
+    "heads: got 3 for q and 2 for k_cache, expected a multiple of k_cache's": {
+        "q": torch.randn(BATCH, 1, 3, DIM)
     },
     "cache_seqlens: got -1, expected 0 or more": {"cache_seqlens": ints(5, -1, 0)},
     "cache_seqlens: got -3, expected 0 or more": {"cache_seqlens": -3},

@@ -235,9 +235,9 @@ def test_slopes_of_another_shape_or_dtype_are_refused(slopes, got):
 @pytest.mark.parametrize(
     ("lengths", "problem"),
     [
-        (([0, 5], [0, 5], 5, 5), "cu_seq_q: got [0, 5], expected a tensor"),
-        ((offsets(5), offsets(5), 5.0, 5), "max_q: got 5.0, expected an integer"),
-        ((offsets(5), offsets(5), 4, 5), "max_q: got 4, expected at least 5, the longest sequence"),
+        (([0, 5], [0, 5], 5, 5), "cu_seqlens_q: got [0, 5], expected a tensor"),
+        ((offsets(5), offsets(5), 5.0, 5), "max_seqlen_q: got 5.0, expected an integer"),
+        ((offsets(5), offsets(5), 4, 5), "max_seqlen_q: got 4, expected at least 5, the longest sequence"),
     ],
 )
 def test_wrong_lengths_are_refused_with_slopes_as_without(lengths, problem):

@@ -1,4 +1,4 @@
-"""On a GPU: a model of transformers, with its documents in one batch, on each backend."""
+"""On a GPU: models of transformers, with their documents in one batch, on each backend."""
 
 import importlib.util
 
@@ -15,20 +15,42 @@ FORMS = (
 )
 
 
+# Softcap and windows, sinks and windows, windows of an encoder: not every backend has them.
+OTHERS = [
+    (name, form)
+    for name in ("Gemma2", "GptOss", "ModernBert")
+    for form in FORMS
+    if name != "ModernBert" or "positions" not in form  # encoders pass no positions to their attention
+]
+
+
 @pytest.fixture
-def check():
-    """Return the check that tests/integrations runs on a CPU; without transformers a failure says so."""
+def on_device():
+    """Return the checks that tests/integrations runs on a CPU; without transformers a failure says so."""
     if importlib.util.find_spec("transformers") is None:
         pytest.fail("needs transformers: pip install -c constraints.txt transformers", pytrace=False)
-    from support import llama_on_device
+    from support import models_on_device
 
-    assert tuple(llama_on_device.FORMS) == FORMS
-    return llama_on_device.check
+    assert tuple(models_on_device.FORMS) == FORMS
+    return models_on_device
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_each_document_of_a_batch_is_computed_as_by_itself_on_the_backend_that_is_asked_for(
-    check, form, dtype, named
+    on_device, form, dtype, named
 ):
-    check(form, "cuda", dtype, named)
+    on_device.check("Llama", form, "cuda", dtype, named)
+
+
+@pytest.mark.parametrize(("name", "form"), OTHERS)
+def test_windows_softcaps_and_sinks_count_on_the_backend_that_is_asked_for_or_one_that_has_them(
+    on_device, name, form, named
+):
+    on_device.check(name, form, "cuda", torch.bfloat16, named)
+
+
+def test_each_image_of_a_vision_tower_is_computed_as_by_itself_on_the_backend_that_is_asked_for(
+    on_device, named
+):
+    on_device.check_images("cuda", torch.bfloat16, named)

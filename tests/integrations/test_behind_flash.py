@@ -39,7 +39,7 @@ def test_transformers_finds_the_package_usable_wherever_it_asks():
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "ModernBert"])
-def test_padding_is_unpadded_once_for_all_layers_under_this_name_too(name, read_backs):
+def test_lengths_are_read_back_once_for_all_layers_under_this_name_too(name, read_backs):
     docs = models.documents()
     eager = models.model(name, "eager")
     one = models.model(name, NAME)

@@ -2,23 +2,73 @@
 
 import pytest
 import torch
-from support import llama_on_device
+from support import models_on_device
+from support.transformers_models import ENCODERS
+
+from attnreg.integrations import transformers
+
+BACKENDS = ("cpu", "math")
+OFFSETS = "packed, offsets by the collator"
+OTHERS = [
+    (name, form)
+    for name in models_on_device.SIZES
+    for form in models_on_device.FORMS
+    # Encoders pass no positions to their attention.
+    if name != "Llama" and not (name in ENCODERS and form == "packed, positions that start anew")
+]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "math"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("form", llama_on_device.FORMS)
+@pytest.mark.parametrize("form", models_on_device.FORMS)
 def test_each_document_of_a_batch_is_computed_as_by_itself_on_the_backend_that_is_asked_for(
     form, dtype, backend
 ):
-    llama_on_device.check(form, "cpu", dtype, backend)
+    models_on_device.check("Llama", form, "cpu", dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "form"), OTHERS)
+def test_windows_softcaps_and_sinks_count_in_bfloat16(name, form, backend):
+    models_on_device.check(name, form, "cpu", torch.bfloat16, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_image_of_a_vision_tower_is_computed_as_by_itself_in_bfloat16(backend):
+    models_on_device.check_images("cpu", torch.bfloat16, backend)
 
 
 def test_a_document_that_sees_another_is_not_within_the_rule(monkeypatch):
     def without_offsets(docs):
         return {"input_ids": torch.cat(docs, 1)}
 
-    form = "packed, offsets by the collator"
-    monkeypatch.setitem(llama_on_device.FORMS, form, without_offsets)
-    with pytest.raises(AssertionError, match=r"^logits of document 1: "):
-        llama_on_device.check(form, "cpu", torch.float32, "math")
+    monkeypatch.setitem(models_on_device.FORMS, OFFSETS, without_offsets)
+    with pytest.raises(AssertionError, match=r"^results of document 1: "):
+        models_on_device.check("Llama", OFFSETS, "cpu", torch.float32, "math")
+
+
+def no_window(window, options):
+    return (-1, 0 if window[1] == 0 else -1), options
+
+
+def no_softcap(window, options):
+    return window, options._replace(softcap=0.0)
+
+
+def no_sinks(window, options):
+    return window, options._replace(sinks=options.sinks - 50.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("Gemma2", no_window), ("Gemma2", no_softcap), ("GptOss", no_sinks), ("ModernBert", no_window)],
+)
+def test_layers_without_one_of_their_options_are_not_within_the_rule(monkeypatch, name, without):
+    packed = transformers._packed
+
+    def changed(query, key, value, packing, window, options):
+        return packed(query, key, value, packing, *without(window, options))
+
+    monkeypatch.setattr(transformers, "_packed", changed)
+    with pytest.raises(AssertionError, match=r": \d\.\d\de[+-]\d\d, plain PyTorch"):
+        models_on_device.check(name, OFFSETS, "cpu", torch.bfloat16, "math")

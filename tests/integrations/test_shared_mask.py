@@ -173,6 +173,63 @@ def test_a_mask_of_two_dimensions_that_reaches_a_layer_is_an_error():
         call(torch.ones(2, 6, dtype=torch.bool))
 
 
+COMPUTES = (
+    "attnreg: got a model that computes with its attention mask itself ({}), expected one whose layers pass "
+    "it on to transformers' attention functions; attn_implementation='eager', or 'sdpa' where the model has "
+    "it, runs it"
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "use"),
+    [
+        (
+            lambda: transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64),
+            "torch.Tensor.add",
+        ),
+        (
+            lambda: transformers.MptConfig(d_model=32, n_layers=1, n_heads=4, vocab_size=64, max_seq_len=64),
+            "mask.to",
+        ),
+    ],
+    ids=["Bloom", "Mpt"],
+)
+def test_a_model_that_computes_with_its_mask_itself_is_told_what_runs_it(config, use):
+    batch = models.padded(models.documents(), "right")
+    del batch["position_ids"]
+    one = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation="attnreg")
+    with pytest.raises(UnsupportedInputError) as error:
+        one(**batch)
+    assert str(error.value) == COMPUTES.format(use)
+    one = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation="eager")
+    assert one(**batch).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("compute", "use"),
+    [
+        (lambda mask: torch.zeros(2, 4, 6, 6) + mask, "torch.Tensor.add"),
+        (lambda mask: mask + torch.zeros(2, 4, 6, 6), "torch.Tensor.add"),
+        (lambda mask: torch.zeros(2, 4, 6, 6).masked_fill(mask, 0.0), "torch.Tensor.masked_fill"),
+        (lambda mask: torch.where(mask, 0.0, 1.0), "torch.where"),
+        (lambda mask: mask[:, :, :, :6], "an operator"),
+        (lambda mask: ~mask, "an operator"),
+        (lambda mask: 1.0 - mask, "an operator"),
+        (lambda mask: mask.shape, "mask.shape"),
+    ],
+    ids=["added to", "added", "filled by", "where", "a part", "not", "one less", "shape"],
+)
+def test_a_mask_is_no_tensor_to_compute_with(compute, use):
+    with pytest.raises(UnsupportedInputError) as error:
+        compute(made()[0])
+    assert str(error.value) == COMPUTES.format(use)
+
+
+def test_a_mask_says_no_to_those_who_ask_whether_it_is_a_tensor():
+    assert not hasattr(made()[0], "to")
+    assert getattr(made()[0], "dtype", None) is None
+
+
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
 def test_documents_are_recognised_wherever_a_version_of_transformers_names_them(order):
     documents = torch.tensor([[0, 0, 1, 1, 1, 1]])

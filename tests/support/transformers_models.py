@@ -30,35 +30,40 @@ GEMMA = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+# Each of them takes other sizes by name.
 CONFIGS = {
-    "Llama": lambda: transformers.LlamaConfig(**DECODER),
-    "Qwen2": lambda: transformers.Qwen2Config(
-        **DECODER, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    "Llama": functools.partial(transformers.LlamaConfig, **DECODER),
+    "Qwen2": functools.partial(
+        transformers.Qwen2Config, **DECODER, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
-    "Gemma2": lambda: transformers.Gemma2Config(**DECODER, **GEMMA, attn_logit_softcapping=2.0),
-    "Gemma3": lambda: transformers.Gemma3TextConfig(**DECODER, **GEMMA),
-    "GptOss": lambda: transformers.GptOssConfig(
-        **DECODER, head_dim=8, sliding_window=5, layer_types=GEMMA["layer_types"], num_local_experts=2,
-        num_experts_per_tok=1, experts_implementation="eager", rope_parameters=ROPE,
+    "Gemma2": functools.partial(transformers.Gemma2Config, **DECODER, **GEMMA, attn_logit_softcapping=2.0),
+    "Gemma3": functools.partial(transformers.Gemma3TextConfig, **DECODER, **GEMMA),
+    "GptOss": functools.partial(
+        transformers.GptOssConfig, **DECODER, head_dim=8, sliding_window=5, layer_types=GEMMA["layer_types"],
+        num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager", rope_parameters=ROPE,
     ),
-    "Bert": lambda: transformers.BertConfig(**ENCODER),
-    "ModernBert": lambda: transformers.ModernBertConfig(
-        **ENCODER, local_attention=8, global_attn_every_n_layers=3, bos_token_id=1, cls_token_id=1,
-        eos_token_id=2, sep_token_id=2,
+    "Bert": functools.partial(transformers.BertConfig, **ENCODER),
+    "ModernBert": functools.partial(
+        transformers.ModernBertConfig, **ENCODER, local_attention=8, global_attn_every_n_layers=3,
+        bos_token_id=1, cls_token_id=1, eos_token_id=2, sep_token_id=2,
     ),
 }  # fmt: skip
 ENCODERS = ("Bert", "ModernBert")
 
 
-@functools.cache
-def _model(name):
+def built(name, **sizes):
+    """Return a new model in float32 with eager attention; always the same weights."""
     torch.manual_seed(0)
-    config = CONFIGS[name]()
     kind = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForCausalLM
-    one = kind.from_config(config, attn_implementation="eager").double().eval()
+    one = kind.from_config(CONFIGS[name](**sizes), attn_implementation="eager").eval()
     for layer in one.model.layers if name == "GptOss" else ():
         torch.nn.init.normal_(layer.self_attn.sinks)
     return one
+
+
+@functools.cache
+def _model(name):
+    return built(name).double()
 
 
 def model(name, attention):
@@ -114,18 +119,22 @@ def gradients(one, outs):
     return {name: x.grad for name, x in one.named_parameters() if x.grad is not None}
 
 
-def vision_tower():
-    """Return Qwen2-VL's vision tower, patches and sizes of two images, and what eager makes of each alone."""
+def vision_tower(grids=((1, 4, 4), (1, 2, 6)), **sizes):
+    """Return Qwen2-VL's vision tower, patches and sizes of images, and what eager makes of each alone."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     torch.manual_seed(0)
-    config = Qwen2VLVisionConfig(
-        depth=2, embed_dim=32, hidden_size=32, num_heads=4, patch_size=4, mlp_ratio=2
-    )
+    usual = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
+    config = Qwen2VLVisionConfig(**usual | sizes)
     tower = Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="eager")
+    grids = torch.tensor(grids)
+    patches = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, dtype=torch.float64)
     tower = tower.double().eval()
-    grids = torch.tensor([[1, 4, 4], [1, 2, 6]])
-    patches = torch.randn(28, 3 * 2 * 4 * 4, dtype=torch.float64)
-    parts = zip(patches.split([16, 12]), grids, strict=True)
-    return tower, patches, grids, [tower(x, grid_thw=grid[None]).last_hidden_state for x, grid in parts]
+    return tower, patches, grids, by_image(tower, patches, grids)
+
+
+def by_image(tower, patches, grids):
+    """Return what a vision tower makes of each image alone."""
+    parts = zip(patches.split(grids.prod(-1).tolist()), grids, strict=True)
+    return [tower(x, grid_thw=grid[None]).last_hidden_state for x, grid in parts]

@@ -1,0 +1,151 @@
+"""Small random models on a device, the documents of one batch held to each of them alone in float64."""
+
+import copy
+import functools
+from typing import NamedTuple
+
+import torch
+from support import transformers_models as models
+
+import attnreg
+from attnreg.integrations.transformers import install
+from attnreg.measure.rule import FACTOR, TOLERANCES
+
+LENGTHS = (5, 300, 42)
+IMAGES = ((1, 16, 18), (1, 2, 6))
+FORMS = {
+    "packed, offsets by the collator": lambda docs: models.packed(docs, True),
+    "packed, positions that start anew": lambda docs: models.packed(docs, False),
+    "padded on the right": lambda docs: models.padded(docs, "right"),
+    "padded on the left": lambda docs: models.padded(docs, "left"),
+}
+# Wide enough for the kernels of GPUs, with windows that are neither a document nor a tile of theirs, and
+# scores that are large enough for a softcap to count.
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512}
+_HEADS = _WIDE | {"head_dim": 64}
+_WINDOW = _HEADS | {"sliding_window": 37, "initializer_range": 0.1}
+SIZES = {
+    "Llama": _HEADS,
+    "Gemma2": _WINDOW | {"query_pre_attn_scalar": 64},
+    # With one expert no rounding leads a token to another; with 16 heads there are as many sinks.
+    "GptOss": _WINDOW | {"num_local_experts": 1, "num_attention_heads": 16},
+    "ModernBert": _WIDE | {"local_attention": 74, "initializer_range": 0.1},
+}
+
+
+class Results(NamedTuple):
+    """The logits or hidden states of each document, and the gradients of all parameters, by name."""
+
+    outs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+    def named(self):
+        """Return all tensors by a name, in float64 on the CPU."""
+        outs = {f"results of document {number}": out for number, out in enumerate(self.outs)}
+        return {name: x.detach().cpu().double() for name, x in (outs | self.gradients).items()}
+
+
+@functools.cache
+def _model(name, dtype):
+    """Return a model whose parameters are numbers of the dtype, with transformers' eager attention."""
+    return models.built(name, **SIZES[name]).to(dtype)
+
+
+def _model_on(name, device, dtype, rounded_to):
+    """Return a copy of a model on a device; computes in a dtype."""
+    return copy.deepcopy(_model(name, rounded_to)).to(device, dtype)
+
+
+def _results(one, outs, dtype):
+    """Return the results of a forward, with the gradients of a weighted sum of all of them."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [
+        torch.randn(out.shape, generator=generator).to(dtype).to(out.device, out.dtype) for out in outs
+    ]
+    sum((out * weight).sum().double() for out, weight in zip(outs, weights, strict=True)).backward()
+    return Results(outs, {name: x.grad for name, x in one.named_parameters() if x.grad is not None})
+
+
+@functools.cache
+def alone(name, device, dtype, rounded_to):
+    """Return what plain PyTorch makes of each document by itself, by name."""
+    one = _model_on(name, device, dtype, rounded_to)
+    outs = [
+        models.results(one, {"input_ids": doc.to(device)})[0] for doc in models.documents(lengths=LENGTHS)
+    ]
+    return _results(one, outs, rounded_to).named()
+
+
+def in_a_batch(name, form, device, dtype, backend):
+    """Return the same of the documents in one batch, by attnreg on a backend, and the calls that ran."""
+    install()
+    docs = models.documents(lengths=LENGTHS)
+    one = _model_on(name, device, dtype, dtype)
+    one.set_attn_implementation("attnreg")
+    batch = FORMS[form](docs) | ({} if name in models.ENCODERS else {"use_cache": False})
+    on_device = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    attnreg.reset_stats()
+    with attnreg.use_backend(backend):
+        out = models.results(one, on_device)
+    outs = models.by_document(out, on_device, docs)
+    return _results(one, outs, dtype).named(), attnreg.stats().calls
+
+
+def check(name, form, device, dtype, backend):
+    """Hold results and gradients of a batch to float64 by the accuracy rule, and which backend ran.
+
+    The rule is about one call of attention. Here plain PyTorch computes the whole model in the dtype, with
+    each document alone.
+    """
+    got, calls = in_a_batch(name, form, device, dtype, backend)
+    layers = _model(name, dtype).config.num_hidden_layers
+    assert_counted(calls, layers)
+    if name == "Llama":  # other models have options that not every backend has
+        assert list(calls) == [backend]
+    assert_within_the_rule(
+        got, alone(name, device, dtype, dtype), alone(name, "cpu", torch.float64, dtype), dtype
+    )
+
+
+def check_images(device, dtype, backend):
+    """Hold the images of one batch of Qwen2-VL's vision tower to each of them alone in the same way."""
+    install()
+    tower, patches, grids, _ = models.vision_tower(IMAGES, embed_dim=256, hidden_size=256)
+    rounded = tower.to(dtype)
+
+    def alone(device, computed_in):
+        one = copy.deepcopy(rounded).to(device, computed_in)
+        given = patches.to(dtype).to(device, computed_in)
+        return _results(one, models.by_image(one, given, grids.to(device)), dtype).named()
+
+    one = copy.deepcopy(rounded).to(device)
+    one.set_attn_implementation("attnreg")
+    attnreg.reset_stats()
+    with attnreg.use_backend(backend):
+        out = one(patches.to(device, dtype), grid_thw=grids.to(device)).last_hidden_state
+    got = _results(one, list(out.split(grids.prod(-1).tolist())), dtype).named()
+    assert_counted(attnreg.stats().calls, len(IMAGES) * one.config.depth)
+    assert_within_the_rule(got, alone(device, dtype), alone("cpu", torch.float64), dtype)
+
+
+def assert_counted(calls, expected):
+    """Compare how many calls ran, on whichever backends."""
+    for direction in ("forward", "backward"):
+        assert sum(of_backend[direction] for of_backend in calls.values()) == expected, calls
+
+
+def assert_within_the_rule(got, plain, right, dtype):
+    """Compare tensors by name with right ones, by the error that plain PyTorch has.
+
+    Errors are root mean squares: the largest of a gradient that a whole model's rounding went into is chance.
+    """
+    assert got.keys() == plain.keys() == right.keys()
+    for name, expected in right.items():
+        relative, absolute = TOLERANCES.get(dtype, (torch.finfo(dtype).eps / 2, 0.0))
+        size, error, of_plain = (_rms(x) for x in (expected, got[name] - expected, plain[name] - expected))
+        allowed = FACTOR * of_plain + relative * size + absolute
+        assert error <= allowed, f"{name}: {error:.2e}, plain PyTorch {of_plain:.2e}, size {size:.2e}"
+
+
+def _rms(x):
+    return x.square().mean().sqrt().item()
