@@ -56,14 +56,15 @@ def spread_documents(
             where that is possible, consecutive tokens of equal cost, and "contiguous". "zigzag": two chunks
             of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
             rank's after the other's.
-        is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees.
+        is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees, the
+            others don't.
         width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
             attention alone, and ranks may have very different numbers of tokens.
     """
-    if not (isinstance(width, int | float) and 0 <= width < math.inf):
+    if isinstance(width, bool) or not (isinstance(width, int | float) and 0 <= width < math.inf):
         raise InvalidInputError(f"width: got {width!r}, expected the width of a model, or 0")
+    bound = window(window_size, is_causal)
     if how == "balanced":
-        bound = window(window_size, is_causal)
         per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * sum(one >= 0 for one in bound)
         dealt = balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
         if not dealt.cut:  # no keys move, and all ranks have about the same work

@@ -172,6 +172,8 @@ def test_a_number_of_ranks_that_is_none_is_refused(ranks):
         ({"width": "64"}, "width: got '64', expected the width of a model, or 0"),
         ({"width": -1}, "width: got -1, expected"),
         ({"width": float("nan")}, "width: got nan, expected"),
+        ({"width": True}, "width: got True, expected"),
+        ({"how": "zigzag", "window_size": "abc"}, "window_size: got 'abc', expected"),
     ],
 )
 def test_arguments_of_spread_documents_that_are_wrong_are_refused(given, said):
