@@ -81,13 +81,12 @@ def _layout(batch: Layout | Sequence[int] | Tensor, ranks: int, options: dict[st
     given = {name: got for name, got in options.items() if got is not None}
     if not isinstance(batch, Layout):
         how = given.setdefault("how", "contiguous")
-        layout = spread_documents(batch, ranks, **given)
-        for name in [name for name in given if name != "how" and how != "balanced"]:
+        for name in [name for name in given if name != "how" and how in ("contiguous", "zigzag")]:
             raise InvalidInputError(
                 f"{name}: got {given[name]!r} with how={how!r}, expected none: 'balanced' alone counts by "
                 "it, and calls take their own mask"
             )
-        return layout
+        return spread_documents(batch, ranks, **given)
     for name, got in given.items():
         raise InvalidInputError(f"{name}: got {got!r} with a Layout, expected none: the layout says it")
     if batch.ranks != ranks:

@@ -30,21 +30,26 @@ GEMMA = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-# Each of them takes other sizes by name.
+
+def _config(name, **fixed):
+    """Return what makes a configuration, with other sizes by name: transformers loads it when it is made."""
+    return lambda **sizes: getattr(transformers, name)(**fixed | sizes)
+
+
 CONFIGS = {
-    "Llama": functools.partial(transformers.LlamaConfig, **DECODER),
-    "Qwen2": functools.partial(
-        transformers.Qwen2Config, **DECODER, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    "Llama": _config("LlamaConfig", **DECODER),
+    "Qwen2": _config(
+        "Qwen2Config", **DECODER, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
-    "Gemma2": functools.partial(transformers.Gemma2Config, **DECODER, **GEMMA, attn_logit_softcapping=2.0),
-    "Gemma3": functools.partial(transformers.Gemma3TextConfig, **DECODER, **GEMMA),
-    "GptOss": functools.partial(
-        transformers.GptOssConfig, **DECODER, head_dim=8, sliding_window=5, layer_types=GEMMA["layer_types"],
+    "Gemma2": _config("Gemma2Config", **DECODER, **GEMMA, attn_logit_softcapping=2.0),
+    "Gemma3": _config("Gemma3TextConfig", **DECODER, **GEMMA),
+    "GptOss": _config(
+        "GptOssConfig", **DECODER, head_dim=8, sliding_window=5, layer_types=GEMMA["layer_types"],
         num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager", rope_parameters=ROPE,
     ),
-    "Bert": functools.partial(transformers.BertConfig, **ENCODER),
-    "ModernBert": functools.partial(
-        transformers.ModernBertConfig, **ENCODER, local_attention=8, global_attn_every_n_layers=3,
+    "Bert": _config("BertConfig", **ENCODER),
+    "ModernBert": _config(
+        "ModernBertConfig", **ENCODER, local_attention=8, global_attn_every_n_layers=3,
         bos_token_id=1, cls_token_id=1, eos_token_id=2, sep_token_id=2,
     ),
 }  # fmt: skip
