@@ -192,7 +192,7 @@ def check_scale(scale: float) -> None:
 def checked_softcap(softcap: float) -> float:
     """Return a softcap as a float; it is 0 for none, or a finite number above 0."""
     try:
-        found = float(softcap)
+        found = float(softcap) if not isinstance(softcap, str) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):
         found = math.nan
     if found != 0.0 and not LEAST_SCALE <= found <= 1.0 / LEAST_SCALE:
@@ -203,7 +203,7 @@ def checked_softcap(softcap: float) -> float:
 def checked_dropout(dropout_p: float) -> float:
     """Return a probability of dropping an attention weight as a float."""
     try:
-        found = float(dropout_p)
+        found = float(dropout_p) if not isinstance(dropout_p, str) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):
         found = math.nan
     if not 0.0 <= found <= 1.0:

@@ -145,7 +145,7 @@ def test_a_compiled_program_runs_it_between_two_graphs(ran):
     assert all(map(torch.equal, grads, torch.autograd.grad(expected, tensors, torch.ones_like(out))))
 
 
-@pytest.mark.parametrize("dropout_p", [-0.1, 1.5, float("nan"), "much"])
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.5, float("nan"), "much", "0.1"])
 def test_what_is_no_probability_is_refused(dropout_p):
     with pytest.raises(InvalidInputError) as error:
         attend(*packed(), dropout_p=dropout_p)

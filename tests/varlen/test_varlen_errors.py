@@ -114,7 +114,7 @@ BAD = [
             {"softcap": x},
             f"softcap: got {x!r}, expected 0 for none, or a number above 0 that float32 can hold",
         )
-        for x in (-1.0, float("nan"), float("inf"), 1e-40, "x", [1.0])
+        for x in (-1.0, float("nan"), float("inf"), 1e-40, "x", "3", [1.0])
     ),
     ({"alibi_slopes": [1.0]}, "alibi_slopes: got [1.0], expected a tensor"),
     ({"alibi_slopes": torch.ones(3)}, f"alibi_slopes: got shape (3,), torch.float32, {SLOPES}"),
