@@ -8,13 +8,11 @@ from typing import Any
 
 from attnreg.bench.report import Table
 from attnreg.bench.shapes import BOTH, FORWARD
-from attnreg.bench.summary import CHOSEN, FIXED
+from attnreg.bench.summary import CHOSEN, FIXED, Row
 
 # A loss of more than this is counted; so many of the worst are named.
 MUCH, WORST = 1.15, 10
 ALL, BY_HOST, BY_DEVICE = "all", "bound by the host", "bound by the device"
-
-Row = Mapping[str, Any]
 
 
 def best_of(times: Mapping[str, float]) -> str:

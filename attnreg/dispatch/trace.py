@@ -91,10 +91,8 @@ class Recording:
         """Log what was called and can't be in the file, as no router saw it; once."""
         lacks, self.bypassed = self.bypassed, collections.Counter()
         if lacks:
-            runs = "; ".join(
-                f"{kernel} ran {n} of them: {reason}" for (kernel, reason), n in lacks.most_common()
-            )
-            log.warning("%s lacks %d calls that attnreg never saw: %s", self.path, lacks.total(), runs)
+            runs = (f"{n} that {kernel} ran ({reason})" for (kernel, reason), n in lacks.most_common())
+            log.warning("%s lacks calls that attnreg never saw: %s", self.path, "; ".join(runs))
 
 
 def count_bypassed(kernel: str, reason: str) -> None:

@@ -248,8 +248,7 @@ def _of_ring(call: _Call, most: int, merging: int) -> int:
     """Return the bytes that a step needs: what has come, what comes and goes, copies, and what is merged."""
     shape, keys = call.shape, int(call.needs.repeated.max())
     copied = keys * shape.row_k + call.most * (shape.row_q + shape.row_out)
-    others = (
-        2 * most if len(call.needs.distances) > 1 else 0
-    )  # of the next step; in a backward of the last, too
+    # Of the next step; in a backward of the last, too.
+    others = 2 * most if len(call.needs.distances) > 1 else 0
     forward = most + others + copied + merging
     return max(forward, 3 * most + 2 * others + 2 * copied) if shape.needs_backward else forward

@@ -21,7 +21,8 @@ from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.workload import case_of, copies
 
-# The median of so few as the fewest leaves a slow second out.
+# Past the deadline there are still the fewest, as the median of three leaves out a round in which the machine
+# was slow.
 ROUNDS, FEWEST_ROUNDS = 7, 3
 
 # Long enough for the clock and short enough for many rounds; and fewer launches than a queue has room for.
