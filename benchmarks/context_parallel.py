@@ -7,7 +7,7 @@ Starts a process for each GPU, two unless `--ranks` says more. Forward and backw
 128. `share` is one GPU's time for the whole batch over `ranks` times the time that the ranks take for it
 together: 1 where half the work takes half the time. Times are the slowest rank's, medians of some rounds.
 Beside it in the same run: torch's `context_parallel` with either rotation, and all-to-all over heads written
-by hand (`_spread.py`). Bandwidth and latency of the link are what `attnreg.parallel.estimates.Rates` takes.
+by hand (`_spread.py`). Link and latency are measured as ranks do before their first call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ import torch.multiprocessing as mp
 
 import attnreg
 from attnreg.bench.report import machine, show_machine
+from attnreg.parallel.machine import exchanges
 from benchmarks._spread import ONE, Case, Place, cases, sides, sides_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 
 class Here:
@@ -90,21 +89,6 @@ class Here:
         run()
         self.wait()
         return int(self.slowest(torch.cuda.max_memory_allocated() - before))
-
-
-def link(here: Here) -> dict[str, float]:
-    """Return bytes that a rank receives per second, and what the smallest exchange takes."""
-    size, ranks = 2**26, dist.get_world_size()
-    found = {}
-    for name, count, calls in (("large", size, 20), ("small", 8 * ranks, 50)):
-        sent, received = (torch.zeros(count, dtype=torch.uint8, device=here.device) for _ in range(2))
-
-        def run(sent: Tensor = sent, received: Tensor = received) -> None:
-            dist.all_to_all_single(received, sent)
-
-        run()
-        found[name] = min(here.seconds(run, calls) for _ in range(3))
-    return {"bytes_per_second": size * (ranks - 1) / ranks / found["large"], "latency": found["small"]}
 
 
 def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict[str, Any]]) -> None:
@@ -167,7 +151,8 @@ def work(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None
     backend = "nccl" if here.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, **given)
     found: dict[str, Any] = {"machine": machine(), "ranks": ranks, "backend": options.backend}
-    found["link"], found["cases"] = link(here), []
+    measured = exchanges(dist.group.WORLD, here.device)
+    found["link"], found["cases"] = measured._asdict(), []
     if rank == 0:
         show_machine()
         print(f"link: {found['link']['bytes_per_second'] / 1e9:.1f} GB/s received, ", end="")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
@@ -33,6 +32,7 @@ from attnreg.parallel.calls import (
 )
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
 from attnreg.parallel.layout import Layout
+from attnreg.parallel.machine import Machine, can_learn, learn, machine_of
 from attnreg.parallel.methods import Choice, check_possible, choose, explain_context_parallel
 from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import prepared
@@ -44,9 +44,6 @@ from attnreg.varlen.spread import spread_over
 __all__ = ["ContextParallel"]
 
 log = logging.getLogger("attnreg")
-
-# For each group the memory that "auto" may take on the rank that has the least.
-_least_memory: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class ContextParallel(SpreadBatch):
@@ -69,7 +66,7 @@ class ContextParallel(SpreadBatch):
         group: Any,
         layout: Layout,
         method: str,
-        rates: Rates,
+        rates: Rates | None,
         memory: int | None,
         balanced_for: tuple[int, int] | None,
     ) -> None:
@@ -107,14 +104,14 @@ class ContextParallel(SpreadBatch):
         Args:
             heads, heads_k, head_dim, head_dim_v: of the call, as of `explain_context_parallel`.
             dtype, is_causal, window_size, needs_backward: of the call, too.
-            device: where the tensors are, whose memory "auto" looks at; the group's own unless given. Before
-                a first call it is this rank's, after it that of the rank that has the least.
+            device: where the tensors are; the group's own unless given. Before a GPU's first call "auto"
+                goes by this rank's memory and the defaults of `rates`, after it by what ranks have measured.
         """
         if device is None:
             is_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
             device = "cuda" if is_gpu else "cpu"
         try:
-            memory = self._most(torch.device(device))
+            here = self._machine(torch.device(device))
         except (AssertionError, RuntimeError, TypeError) as error:
             raise InvalidInputError(
                 f"device: got {device!r}, expected one of this machine ({error})"
@@ -130,8 +127,8 @@ class ContextParallel(SpreadBatch):
             window_size=window_size,
             needs_backward=needs_backward,
             method=self.method,
-            rates=self._rates,
-            memory=memory,
+            rates=here.rates,
+            memory=here.memory,
         )
 
     def attend(
@@ -190,9 +187,10 @@ class ContextParallel(SpreadBatch):
         device = tensors[0].device
         requested = {"method that is asked for": self.method, "memory": "of no use", "rates": "of no use"}
         if self.method == "auto":
-            requested |= {"memory": self._memory_text(device), "rates": str(self._rates)}
-            if kind not in self._agreed:
-                self._learn_least_memory(device, requested)
+            requested |= self._said_of_machine(device)
+            if kind not in self._agreed and can_learn(self.group, device):
+                self._compare("forward", requested)
+                learn(self.group, device, functools.partial(self._compare, "forward", requested))
         for number in itertools.count():
             try:
                 methods = [self._agreed[kind]] if kind in self._agreed else self._methods(kind, device)
@@ -217,8 +215,8 @@ class ContextParallel(SpreadBatch):
         if self.method != "auto":  # what each would take is of no use
             check_possible(self.method, kind.shape, self.layout.ranks)
             return [self.method]
-        needs, memory = self._needs(kind.window), self._most(device)
-        choice = choose(needs, kind.shape, self.method, self._rates, memory)
+        here = self._machine(device)
+        choice = choose(self._needs(kind.window), kind.shape, self.method, here.rates, here.memory)
         return [choice.method, *choice.others]
 
     def _work(self, method: str, kind: Kind, given: Arguments, device: torch.device) -> Work | WorkByHeads:
@@ -234,24 +232,20 @@ class ContextParallel(SpreadBatch):
         if not self._agreement.holds:
             self._compare("backward", {})
 
-    def _most(self, device: torch.device) -> int | None:
-        """Return the memory that "auto" may take."""
-        if self._memory is not None:
-            return self._memory
-        here = _memory_of(device)
-        return here if here is None else _least_memory.get(self.group, here)
+    def _machine(self, device: torch.device) -> Machine:
+        """Return what "auto" chooses by."""
+        memory, rates = machine_of(self.group, device)
+        memory = memory if self._memory is None else self._memory
+        return Machine(memory, rates if self._rates is None else self._rates)
 
-    def _memory_text(self, device: torch.device) -> str:
+    def _said_of_machine(self, device: torch.device) -> dict[str, str]:
         """Return what ranks compare of it."""
-        if self._memory is not None:
-            return f"{self._memory} bytes"
-        return "any" if _memory_of(device) is None else "an eighth of the GPU's"
-
-    def _learn_least_memory(self, device: torch.device, requested: dict[str, str]) -> None:
-        """Learn from all ranks what the least of their GPUs has, once for a group: else they choose apart."""
-        here = _memory_of(device)
-        if self._memory is None and here is not None and self.group not in _least_memory:
-            _least_memory[self.group] = min(self._compare("forward", requested, here))
+        has_most = machine_of(self.group, device).memory is not None
+        memory = "an eighth of the GPU's" if has_most else "any"
+        return {
+            "memory": memory if self._memory is None else f"{self._memory} bytes",
+            "rates": "as measured" if self._rates is None else str(self._rates),
+        }
 
     def _needs(self, bound: tuple[int, int]) -> Needs:
         needs: Needs = self._once(("needs", *bound), lambda: Needs(self.layout, *bound))
@@ -264,12 +258,6 @@ class ContextParallel(SpreadBatch):
         of_rank = functools.partial(steps, self._needs(bound), self.rank)
         place = self.layout, self.rank, device, method == ALL_GATHER
         return self._once((method, *bound, device), lambda: prepared(of_rank(), *place))
-
-
-def _memory_of(device: torch.device) -> int | None:
-    """Return how much memory a call may take on a device; None for any."""
-    is_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).total_memory // 8 if is_gpu else None
 
 
 @functools.lru_cache(maxsize=64)

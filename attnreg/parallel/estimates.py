@@ -25,7 +25,7 @@ class Rates:
 
     The defaults are for two H200s joined by NVLink, from which two H100s differ little: `flops`, `link` and
     `latency` as `benchmarks/context_parallel.py` measured them (docs/results/context_parallel_h200.json), the
-    others as they account for the times of whole calls in that run. It measures the link of any machine.
+    others as they account for the times of whole calls in that run. On GPUs ranks measure these three.
 
     Attributes:
         flops: of an attention kernel, per second.

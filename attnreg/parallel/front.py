@@ -43,7 +43,8 @@ def context_parallel(
             other `how`. They don't reach the calls, each of which takes its own mask: at the first call with
             another one than was given here rank 0 logs a warning, as ranks may then have unequal work.
         method: "all_to_all", "all_gather" or "ring", or "auto": the fastest by an estimate.
-        rates: what the estimate assumes of the machine.
+        rates: what the estimate assumes of the machine. Unless given, the ranks of a group on GPUs measure
+            link and matrix products before their first call (some milliseconds).
         memory: how many bytes a call may take on a rank besides its inputs and results, for "auto"; unless
             given an eighth of the GPU's memory, of the rank that has the least, and any number on a CPU.
 
@@ -65,7 +66,6 @@ def context_parallel(
             )
         expected = "a process group (torch.distributed.group.WORLD is one after init_process_group) or a mesh"
         raise InvalidInputError(f"group: got {found!r}, expected {expected}")
-    rates = Rates() if rates is None else rates
     try:
         check_asked(method, rates, memory)
         options = {"how": how, "is_causal": is_causal, "window_size": window_size, "width": width}

@@ -79,7 +79,7 @@ def check_asked(method: object, rates: object, memory: object) -> None:
     if method not in known:
         hint = did_you_mean(str(method), known)
         raise InvalidInputError(f"method: got {method!r}, expected one of {known}{hint}")
-    if not isinstance(rates, Rates):
+    if rates is not None and not isinstance(rates, Rates):
         raise InvalidInputError(f"rates: got {rates!r}, expected attnreg.parallel.estimates.Rates")
     is_bool = isinstance(memory, bool)
     if memory is not None and (is_bool or not (isinstance(memory, int | float) and memory >= 0)):
@@ -145,7 +145,8 @@ def explain_context_parallel(
         heads, heads_k: query heads, and key heads if there are fewer, before they are spread.
         head_dim, head_dim_v: of query and key, and of the value if it has another.
         dtype, is_causal, window_size, needs_backward: of the call, as of `varlen_attn`.
-        method, rates: as of `context_parallel`.
+        method: as of `context_parallel`.
+        rates: what the estimate assumes of the machine; two H200s joined by NVLink unless given.
         memory: how many bytes a call may take, for "auto"; any number unless given. A `ContextParallel` on
             GPUs takes an eighth of their memory, and its `explain` says what its own calls take.
 
@@ -154,8 +155,8 @@ def explain_context_parallel(
     """
     if not isinstance(layout, Layout):
         raise InvalidInputError(f"layout: got {layout!r}, expected a Layout, as of spread_documents")
-    rates = Rates() if rates is None else rates
     check_asked(method, rates, memory)
+    rates = Rates() if rates is None else rates
     heads_k = heads if heads_k is None else heads_k
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     sizes = {"heads": heads, "heads_k": heads_k, "head_dim": head_dim, "head_dim_v": head_dim_v}

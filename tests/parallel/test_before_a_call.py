@@ -38,15 +38,33 @@ def test_a_context_explains_what_its_calls_take_and_counts_what_they_took(three_
 
 
 def test_ranks_with_gpus_of_different_memory_choose_by_the_least(three_ranks):
-    """They learn it once for a group, in one exchange more before its first call."""
+    """They learn it once for a group, in two exchanges more before its first call."""
     little = three_ranks.run(work.explained)[0][0][0]
-    found = three_ranks.run(work.unequal_memory)
-    much, little_first = found[0][0][0][0], found[2][0][0][0]
-    assert (little_first, found[1][0][0][0]) == (little, much)
+    found = three_ranks.run(work.unequal_machines)
+    much, little_first = found[0][0][0][0][0], found[2][0][0][0][0]
+    assert (little_first, found[1][0][0][0][0]) == (little, much)
     assert much != little
-    for rank, (first, second) in enumerate(found):
-        assert first == ([little if rank == 2 else much, little], {little: 2}, 2)
+    for rank, ((first, second), _, _) in enumerate(found):
+        assert first == ([little if rank == 2 else much, little], {little: 2}, 3)
         assert second == ([little, little], {little: 2}, 1)
+
+
+def test_ranks_choose_by_what_the_slowest_of_them_has_measured(three_ranks):
+    found = three_ranks.run(work.unequal_machines, measures=False)
+    expected = Rates(flops=0.8e12, link=1e9, latency=2.0**-18)
+    assert [rates for _, rates, _ in found] == [expected] * 3
+
+
+def test_what_ranks_measure_is_the_same_on_all_and_leaves_random_numbers_alone(three_ranks):
+    found = three_ranks.run(work.unequal_machines)
+    rates = found[0][1]
+    assert [one for _, one, _ in found] == [rates] * 3
+    usual = Rates()
+    assert 0 < rates.flops < usual.flops  # of a CPU
+    assert 0 < rates.link < usual.link
+    assert rates.latency > 0
+    assert (rates.cut, rates.memory, rates.launch) == (usual.cut, usual.memory, usual.launch)
+    assert all(kept for _, _, kept in found)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from support.ranks import _attend, _inputs, said_by
 
 import attnreg
 from attnreg.backends import math
-from attnreg.parallel import agreement, context
+from attnreg.parallel import agreement, context, machine
 
 
 def _known(method, *batches):
@@ -183,22 +183,30 @@ def explained():
     return found
 
 
-def unequal_memory(**options):
-    """Return what calls take, and what is said before and after, where the last rank has little memory."""
-    usual, exchanges = context._memory_of, 0
-    compare = agreement.agree
+def unequal_machines(measures=True):
+    """Return what calls take, and what is said before and after, where the last rank has little memory.
+
+    Without `measures` every rank pretends to have measured something else.
+    """
+    compare, exchanges, rank = agreement.agree, 0, dist.get_rank()
 
     def counted(*arguments):
         nonlocal exchanges
         exchanges += 1
         return compare(*arguments)
 
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    context._memory_of = lambda device: 0 if is_last else 10**9
-    found = []
+    faked = {"memory_of": lambda device: 0 if rank == dist.get_world_size() - 1 else 10**9}
+    faked |= {"PRODUCT": 64, "EXCHANGED": 2**12}
+    if not measures:
+        link = machine.Exchanges(1e9 * (rank + 1), 2.0 ** (rank - 20))
+        faked |= {"products": lambda device: 1e12 * (rank + 1), "exchanges": lambda group, device: link}
+    usual = {name: getattr(machine, name) for name in faked}
+    found, random = [], torch.get_rng_state()
     try:
+        for name, one in faked.items():
+            setattr(machine, name, one)
         for _ in range(2):
-            spread = attnreg.context_parallel(dist.group.WORLD, [0, 6000], "zigzag", **options)
+            spread = attnreg.context_parallel(dist.group.WORLD, [0, 6000], "zigzag")
             inputs = [x.requires_grad_() for x in _inputs(spread, heads=12)[1]]
             said = [spread.explain(heads=12, head_dim=8, dtype="float32").method]
             agreement.agree, exchanges = counted, 0
@@ -207,10 +215,13 @@ def unequal_memory(**options):
             agreement.agree = compare
             said.append(spread.explain(heads=12, head_dim=8, dtype="float32").method)
             found.append((said, dict(spread.taken), exchanges))
+        rates = spread._machine(inputs[0].device).rates
     finally:
-        context._memory_of, agreement.agree = usual, compare
-        context._least_memory.clear()
-    return found
+        for name, one in usual.items():
+            setattr(machine, name, one)
+        agreement.agree = compare
+        machine._learned.clear()
+    return found, rates, bool((torch.get_rng_state() == random).all())
 
 
 def other_estimates(name, *values):
