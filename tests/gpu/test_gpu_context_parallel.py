@@ -78,12 +78,12 @@ def test_sinks_and_the_gradient_of_the_lse_pass_through(ranks, method):
     assert_ran(ranks.run(work.compare, method, DOCUMENTS, **options, **ON_GPU), "math")
 
 
-@pytest.mark.only_for("FA2", "FA4", "cuDNN")
+@pytest.mark.only_for("FA2", "FA4", "cuDNN", "math")
 def test_sdpa_of_dtensors_runs_on_each_ranks_heads(ranks, named):
     assert_ran(ranks.run(spread_models.sdpa_of_shards, named), named)
 
 
-@pytest.mark.only_for("FA2", "FA4", "cuDNN")
+@pytest.mark.only_for("FA2", "FA4", "cuDNN", "math")
 @pytest.mark.parametrize("rotation", ["alltoall", "allgather"])
 @pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "CUDNN_ATTENTION"])
 def test_torchs_own_context_parallel_runs_on_a_backend(ranks, named, kernel, rotation):
