@@ -18,7 +18,7 @@ from attnreg.dispatch.calls import bounds
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.parallel.agreement import refuse
 from attnreg.parallel.batch import SpreadBatch
-from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
+from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch, group_count
 from attnreg.parallel.by_heads import Work as WorkByHeads
 from attnreg.parallel.calls import (
     Arguments,
@@ -225,8 +225,15 @@ class ContextParallel(SpreadBatch):
         options = Options(kind.scale, kind.softcap, choice, needs_backward, self._before_backward)
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
-            return Work(plan, self.group, options)
+            return Work(plan, self.group, options, self._groups(method, kind))
         return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
+
+    def _groups(self, method: str, kind: Kind) -> int:
+        """Return into how many groups the heads are cut whose keys all_gather receives, on all ranks alike."""
+        if method != ALL_GATHER:
+            return 1
+        most = max(self._needs(kind.window).moved.sum(1).tolist()) * kind.shape.row_k
+        return group_count(kind.shape.heads, kind.shape.heads_k, most)
 
     def _before_backward(self) -> None:
         if not self._agreement.holds:

@@ -1,12 +1,13 @@
 """all_gather and ring: keys and values come to the queries, in steps, and results are merged by their LSE.
 
-While one step is computed the next one's keys are on their way. Between ranks gradients travel in the dtype
-in which kernels give them. With all_gather a backward has the keys of the forward's calls; with the ring it
-receives them once more.
+While one step is computed the next one's keys are on their way. With all_gather heads are cut into groups for
+that, too. Between ranks gradients travel in the dtype in which kernels give them. With all_gather a backward
+has the keys of the forward's calls; with the ring it receives them once more.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 from attnreg.contract.backend import Call
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.parallel.exchange import Pending
-from attnreg.parallel.parts import Part, Plan, Put, Run, taken
+from attnreg.parallel.parts import Move, Part, Plan, Put, Run, taken
 from attnreg.torchlib.layout import copy
 from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen.autograd import run_backward, run_forward
@@ -37,11 +38,22 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A distributed call, without its tensors."""
+    """A distributed call, without its tensors.
+
+    Attributes:
+        groups: into how many groups the heads are cut in steps that receive keys. All groups' keys are on
+            their way at once, so while one group is computed the next ones come.
+    """
 
     plan: Plan
     group: Any
     options: Options
+    groups: int = 1
+
+    def heads(self, tensor: Tensor, move: Move | None) -> list[slice]:
+        """Return the heads of each group, of a tensor (rows, heads, ...) in a step."""
+        count = tensor.shape[1] // (1 if move is None else self.groups)
+        return [slice(begin, begin + count) for begin in range(0, tensor.shape[1], count)]
 
     def call(self, query: Tensor, part: Part) -> Call:
         """Return the contract's call of a part, whose queries `query` are."""
@@ -52,10 +64,11 @@ class Work:
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
         """Yield what its kernels are called with, with tensors of these shapes but without values."""
-        for part in (part for step in self.plan.steps for part in step.parts):
+        for move, part in ((step.move, part) for step in self.plan.steps for part in step.parts):
             rows_q, rows_k = (sum(end - begin for _, begin, end in x) for x in (part.queries, part.keys))
-            rows = without_values(query, rows_q)
-            others = without_values(key, rows_k), without_values(value, rows_k)
+            share = 1 if move is None else self.groups
+            rows = without_values(query, rows_q, share)
+            others = without_values(key, rows_k, share), without_values(value, rows_k, share)
             yield rows, *others, self.call(rows, part)
 
 
@@ -66,6 +79,9 @@ def without_values(like: Tensor, rows: int, divisor: int = 1) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+ALL = slice(None)
 
 
 class Sums:
@@ -84,20 +100,21 @@ class Sums:
             self._value = made(self._like, dtype=self._dtype)
         return self._value
 
-    def put(self, put: Put, new: Tensor) -> None:
-        """Write or add some of a call's results."""
+    def put(self, put: Put, new: Tensor, heads: slice = ALL) -> None:
+        """Write or add some of a call's results, which are of these heads."""
         (_, begin, end), at, is_first = put
-        if is_first and self._value is None and end - begin == len(self._like) == len(new):
+        fills = end - begin == len(self._like) and new.shape[:2] == self._like.shape[:2]
+        if is_first and self._value is None and fills:
             self._value = new.to(self._dtype)
         elif is_first:
-            self.value[begin:end] = new[at : at + end - begin]
+            self.value[begin:end, heads] = new[at : at + end - begin]
         else:
-            self.value[begin:end] += new[at : at + end - begin]
+            self.value[begin:end, heads] += new[at : at + end - begin]
 
-    def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor) -> None:
+    def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor, heads: slice) -> None:
         """Take both what is there and new rows times a factor."""
         (_, begin, end), at, _ = put
-        old = self.value[begin:end]
+        old = self.value[begin:end, heads]
         torch.add(old * kept[..., None], new[at : at + end - begin] * share[..., None], out=old)
 
 
@@ -120,23 +137,45 @@ class Keys:
         self._own, self._work = (key, value), work
         self._coming = self._ask(0)
 
-    def _ask(self, number: int) -> Pending | None:
+    def _ask(self, number: int) -> list[Pending]:
         steps = self._work.plan.steps
         if number >= len(steps) or (move := steps[number].move) is None:
-            return None
-        rows, at = _space(sum(move.sends), *self._own), 0
+            return []
+        return [self._ask_for(move, heads) for heads in self._work.heads(self._own[0], move)]
+
+    def _ask_for(self, move: Move, heads: slice) -> Pending:
+        key, value = (x[:, heads] for x in self._own)
+        rows, at = _space(sum(move.sends), key, value), 0
         for _, begin, end in move.rows:
-            for to, source in zip(_unpacked(rows[at : at + end - begin], *self._own), self._own, strict=True):
+            for to, source in zip(
+                _unpacked(rows[at : at + end - begin], key, value), (key, value), strict=True
+            ):
                 copy(to, source[begin:end])
             at += end - begin
         return Pending(rows, move.sends, move.receives, self._work.group)
 
-    def of(self, number: int) -> Tensor | None:
-        """Return the packed rows that a step receives; None in a step that receives nothing."""
-        coming = self._coming
-        received = None if coming is None else coming.wait()
-        self._coming = self._ask(number + 1)
-        return received
+    def of(self, number: int) -> Iterator[Tensor | None]:
+        """Yield for each group of heads the packed rows of a step; None in a step that receives nothing."""
+        coming: list[Pending | None] = [*self._coming] or [None]
+        self._coming = []
+        while coming:
+            pending = coming.pop(0)
+            received = None if pending is None else pending.wait()
+            if not coming:
+                self._coming = self._ask(number + 1)
+            yield received
+
+
+class Returning(NamedTuple):
+    """Gradients on their way back: of which own rows and which heads."""
+
+    runs: Sequence[Run]
+    heads: slice
+    pending: Pending
+
+
+# Key and value of a part, by step, place in it and first head.
+Kept = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
 
 
 class StepwiseAttention(torch.autograd.Function):
@@ -149,8 +188,10 @@ class StepwiseAttention(torch.autograd.Function):
         out, lse, kept = _forward(query, key, value, work)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
-        ctx.save_for_backward(query, key, value, out, lse, sinks, *kept)
-        ctx.work = work
+        ctx.save_for_backward(
+            query, key, value, out, lse, sinks, *itertools.chain.from_iterable(kept.values())
+        )
+        ctx.work, ctx.kept = work, tuple(kept)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -166,28 +207,31 @@ class StepwiseAttention(torch.autograd.Function):
         ctx.work.options.before_backward()
         # A rank without any gradient takes part all the same: the others wait for it.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = _backward(grad_out, grad_lse, (query, key, value), (out, lse), kept, ctx.work)
+        kept_of = dict(zip(ctx.kept, zip(kept[::2], kept[1::2], strict=True), strict=True))
+        grads = _backward(grad_out, grad_lse, (query, key, value), (out, lse), kept_of, ctx.work)
         return *grads, of_sinks, None
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor, Kept]:
     """Return output, LSE, and the keys and values of calls that a backward isn't to gather once more."""
     plan, wide = work.plan, _wide(query.dtype)
     dtype = wide if plan.is_long else query.dtype
     outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), dtype, plan.fills_all_rows)
     lses = Sums(query.new_empty(query.shape[:2]), wide, plan.fills_all_rows)
-    keys, kept = Keys(key, value, work), []
+    keys, kept = Keys(key, value, work), Kept()
     for number, step in enumerate(plan.steps):
-        sources = _sources(key, value, number, keys.of(number))
-        for at, part in enumerate(step.parts):
-            key_now, value_now = (taken(x, part.keys) for x in sources)
-            if (number, at) in plan.kept:
-                kept += [key_now, value_now]
-            inputs = taken({0: query}, part.queries), key_now, value_now
-            call = work.call(inputs[0], part)
-            out, lse, *_ = run_forward(inputs, call, work.options.choice, work.options.needs_backward)
-            for put in part.outs:
-                _put(outs, lses, put, out, lse.mT.to(wide))
+        groups = work.heads(query, step.move), work.heads(key, step.move), keys.of(number)
+        for of_queries, of_keys, received in zip(*groups, strict=True):
+            sources = _sources(key[:, of_keys], value[:, of_keys], number, received)
+            for at, part in enumerate(step.parts):
+                key_now, value_now = (taken(x, part.keys) for x in sources)
+                if (number, at) in plan.kept:
+                    kept[number, at, of_keys.start] = key_now, value_now
+                inputs = taken({0: query[:, of_queries]}, part.queries), key_now, value_now
+                call = work.call(inputs[0], part)
+                out, lse, *_ = run_forward(inputs, call, work.options.choice, work.options.needs_backward)
+                for put in part.outs:
+                    _put(outs, lses, put, out, lse.mT.to(wide), of_queries)
     return outs.value.to(query.dtype), lses.value.mT.contiguous(), kept
 
 
@@ -201,16 +245,16 @@ def _sources(
     return {0: key, number: others_k}, {0: value, number: others_v}
 
 
-def _put(outs: Sums, lses: Sums, put: Put, out: Tensor, lse: Tensor) -> None:
+def _put(outs: Sums, lses: Sums, put: Put, out: Tensor, lse: Tensor, heads: slice) -> None:
     """Write results of a call, or merge them with those of the same queries and other keys."""
     if put.is_first:
-        outs.put(put, out)
-        lses.put(put, lse)
+        outs.put(put, out, heads)
+        lses.put(put, lse, heads)
         return
     (_, begin, end), at, _ = put
-    before, new = lses.value[begin:end], lse[at : at + end - begin]
+    before, new = lses.value[begin:end, heads], lse[at : at + end - begin]
     total = torch.logaddexp(before, new)
-    outs.merge(put, (before - total).exp_(), out, (new - total).exp_())
+    outs.merge(put, (before - total).exp_(), out, (new - total).exp_(), heads)
     before.copy_(total)
 
 
@@ -219,66 +263,74 @@ def _backward(
     grad_lse: Tensor | None,
     inputs: tuple[Tensor, Tensor, Tensor],
     results: tuple[Tensor, Tensor],
-    kept: list[Tensor],
+    kept: Kept,
     work: Work,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan, (query, key, value) = work.plan, inputs
     wide = _wide(query.dtype)
     sums_q = Sums(query, wide if plan.is_long else query.dtype, plan.fills_all_rows)
     own = [Sums(x, wide if plan.is_long_k else x.dtype, 0 in plan.whole_k) for x in (key, value)]
-    keys, returning = None if plan.keeps else Keys(key, value, work), None
-    kept_of = dict(zip(plan.kept, zip(kept[::2], kept[1::2], strict=True), strict=True))
+    keys, returning = None if plan.keeps else Keys(key, value, work), list[Returning]()
     for number in plan.backward:
         move, parts = plan.steps[number].move, plan.steps[number].parts
-        back, sums = None, {0: own}
-        if move is not None:
-            back = _space(sum(move.receives), key, value)
-            if number not in plan.whole_k:
-                back.zero_()
-            sums[number] = [Sums(x, x.dtype, value=x) for x in _unpacked(back, key, value)]
-        sources = _sources(key, value, number, None if keys is None else keys.of(number))
-        for at, part in enumerate(parts):
-            keys_now = kept_of.get((number, at)) or tuple(taken(x, part.keys) for x in sources)
-            grads = _part_backward(work, part, (query, grad_out, grad_lse, *results), keys_now)
-            for put in part.grads_q:
-                sums_q.put(put, grads[0])
-            for put in part.grads_k:
-                for one, new in zip(sums[put.run.source], grads[1:], strict=True):
-                    one.put(put, new)
-        if back is not None and move is not None:
-            # Those of one step at a time: of all steps they would be as much as the whole batch's.
-            _add(own, returning, key, value)
-            returning = move.rows, Pending(back, move.receives, move.sends, work.group)
-    _add(own, returning, key, value)
+        received_rows = itertools.repeat(None) if keys is None else keys.of(number)
+        groups = zip(work.heads(query, move), work.heads(key, move), received_rows, strict=False)
+        for of_queries, of_keys, received in groups:
+            key_here, value_here, back, sums = key[:, of_keys], value[:, of_keys], None, {0: own}
+            if move is not None:
+                back = _space(sum(move.receives), key_here, value_here)
+                if number not in plan.whole_k:
+                    back.zero_()
+                sums[number] = [Sums(x, x.dtype, value=x) for x in _unpacked(back, key_here, value_here)]
+            sources = _sources(key_here, value_here, number, received)
+            of_rows = [x[:, of_queries] for x in (query, grad_out, results[0])]
+            lses = [None if x is None else x[of_queries] for x in (grad_lse, results[1])]
+            for at, part in enumerate(parts):
+                keys_now = kept.get((number, at, of_keys.start)) or tuple(
+                    taken(x, part.keys) for x in sources
+                )
+                grads = _part_backward(work, part, of_rows, lses, keys_now)
+                for put in part.grads_q:
+                    sums_q.put(put, grads[0], of_queries)
+                for put in part.grads_k:
+                    heads = ALL if put.run.source else of_keys
+                    for one, new in zip(sums[put.run.source], grads[1:], strict=True):
+                        one.put(put, new, heads)
+            if back is not None and move is not None:
+                # Those of one step at a time: of all steps they would be as much as the whole batch's.
+                if len(returning) == work.groups:
+                    _add(own, returning.pop(), key, value)
+                pending = Pending(back, move.receives, move.sends, work.group)
+                returning.append(Returning(move.rows, of_keys, pending))
+    for last in returning:
+        _add(own, last, key, value)
     return sums_q.value.to(query.dtype), own[0].value.to(key.dtype), own[1].value.to(value.dtype)
 
 
 def _part_backward(
     work: Work,
     part: Part,
-    of_queries: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor],
+    of_rows: Sequence[Tensor],
+    lses: Sequence[Tensor | None],
     of_keys: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of a part; LSE and output, of all keys, make them those of the whole."""
-    query, grad_out, grad_lse, out, lse = of_queries
-    rows, grad_out, out, lse = (taken({0: x}, part.queries) for x in (query, grad_out, out, lse.mT))
-    if grad_lse is not None:
-        grad_lse = taken({0: grad_lse.mT}, part.queries).mT.contiguous()
-    tensors = [rows, *of_keys, out, lse.mT.contiguous()]
+    """Return the gradients of a part; LSE and output, of all keys, make them those of the whole.
+
+    `of_rows` are query, gradient of the output and output, `lses` the LSE's gradient and the LSE.
+    """
+    rows, grad_out, out = (taken({0: x}, part.queries) for x in of_rows)
+    grad_lse, lse = (None if x is None else taken({0: x.mT}, part.queries).mT.contiguous() for x in lses)
+    tensors: list[Any] = [rows, *of_keys, out, lse]
     call = work.call(rows, part)._replace(cu_seqlens_q=None, cu_seqlens_k=None)
     offsets = part.cu_q, part.cu_k, None, None, None
     return run_backward(grad_out, tensors, call, work.options.choice, None, grad_lse, *offsets)
 
 
-def _add(
-    sums: list[Sums], returning: tuple[Sequence[Run], Pending] | None, key: Tensor, value: Tensor
-) -> None:
-    """Add the gradients of rows that come back from other ranks, if some do."""
-    if returning is None:
-        return
-    runs, pending = returning
-    came, at = _unpacked(pending.wait(), key, value), 0
+def _add(sums: list[Sums], returning: Returning, key: Tensor, value: Tensor) -> None:
+    """Add the gradients of rows that come back from other ranks."""
+    runs, heads, pending = returning
+    came, at = _unpacked(pending.wait(), key[:, heads], value[:, heads]), 0
     for run in runs:
         for one, new in zip(sums, came, strict=True):
-            one.put(Put(run, at, is_first=False), new)
+            one.put(Put(run, at, is_first=False), new, heads)
         at += run.end - run.begin
