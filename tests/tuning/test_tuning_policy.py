@@ -96,6 +96,21 @@ def test_what_really_runs_is_what_the_table_says_of_each_direction(here, routers
     assert ran() == {"second": (1, 0), "third": (0, 1)}
 
 
+def test_a_backward_with_a_gradient_of_the_lse_is_priced_as_one_of_eight_more_columns(here, routers):
+    wide = spec_with(head_dim=72, head_dim_v=72)
+    attnreg.configure(
+        here(
+            point(spec_with(), "backward", first=10.0, second=20.0, third=30.0),
+            point(wide, "backward", first=40.0, second=35.0, third=30.0),
+        )
+    )
+    usual = attnreg.explain(spec_with(needs_backward=True)).backward
+    assert (usual.backend, usual.source) == ("first", TABLE)
+    found = attnreg.explain(spec_with(needs_backward=True, grad_lse=True)).backward
+    assert (found.backend, found.source) == ("third", TABLE)
+    assert found.predicted.of("second").gpu_us == 35.0
+
+
 def test_every_preference_is_stronger_than_a_table(here, routers, monkeypatch):
     times = {"first": 30.0, "second": 10.0, "third": 20.0}
     assert decided() == ("first", "default order for cpu")
