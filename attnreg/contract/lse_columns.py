@@ -51,9 +51,8 @@ def with_columns(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ..
         # A row that sees no key takes no gradient, and may have NaN for one.
         rest = call.grad_lse.masked_fill(lse == float("-inf"), 0.0).mT
         for column, unit in enumerate(UNITS.get(canonical_dtype(out.dtype), (1.0, 1.0)), dims[2]):
-            out[..., column] = unit
-            grad_out[..., column] = rest / -unit
-            rest = rest.add(grad_out[..., column], alpha=unit)
+            out[..., column].fill_(unit)
+            rest = rest.add(grad_out[..., column].copy_(rest / -unit), alpha=unit)
         grads = backward(grad_out, query, key, value, out, lse, call._replace(grad_lse=None))
         return tuple(grad[..., :dim].contiguous() for grad, dim in zip(grads, dims, strict=True))
 
@@ -63,6 +62,6 @@ def with_columns(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ..
 def _widened(x: Tensor) -> Tensor:
     """Return a copy with zeros in further columns."""
     wide = x.new_empty((*x.shape[:-1], x.shape[-1] + COLUMNS))
-    wide[..., : x.shape[-1]] = x
-    wide[..., x.shape[-1] :] = 0.0
+    wide[..., : x.shape[-1]].copy_(x)
+    wide[..., x.shape[-1] :].zero_()
     return wide

@@ -3,8 +3,9 @@
 import itertools
 
 import torch
-from support import one_sequence
+from support import one_sequence, ranks
 
+import attnreg
 from attnreg.backends import math as math_backend
 from attnreg.contract.backend import Kernels
 
@@ -20,6 +21,15 @@ def kernels(seen=None):
         return backward(*given)
 
     return Kernels(FORWARD, run)
+
+
+def spread(method, cu_seq, **options):
+    """Compare a call spread over ranks with float64, on a backend that has these kernels."""
+    on = dict.fromkeys(("varlen", "gqa", "causal", "window", "delta_from_out"), True)
+    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32", "bfloat16"), **on)
+    backend = attnreg.Backend(name="flash-like", forward=limits, backward=limits, load=kernels)
+    with attnreg.register_backend(backend):
+        return ranks.compare(method, cu_seq, backend=backend.name, **options)
 
 
 def backward(grad_out, query, key, value, out, lse, call):

@@ -26,6 +26,7 @@ from attnreg.tuning.environments import environment
 from attnreg.tuning.lookup import predict_both
 from attnreg.tuning.points import Measured
 from attnreg.tuning.tables import file_name
+from attnreg.tuning.workload import unmeasurable
 
 CPU = Device("cpu")
 GPU = Device("cuda", (9, 0), 0, "NVIDIA Test 9000")
@@ -109,6 +110,8 @@ def test_a_backward_with_a_gradient_of_the_lse_is_priced_as_one_of_eight_more_co
     found = attnreg.explain(spec_with(needs_backward=True, grad_lse=True)).backward
     assert (found.backend, found.source) == ("third", TABLE)
     assert found.predicted.of("second").gpu_us == 35.0
+    decide = "times of head dims that are 8 larger, or the default order decides"
+    assert unmeasurable(spec_with(grad_lse=True)) == f"grad_lse can't be measured: {decide}"
 
 
 def test_every_preference_is_stronger_than_a_table(here, routers, monkeypatch):
