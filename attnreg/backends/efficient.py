@@ -40,7 +40,8 @@ LIMITS: dict[str, Any] = {
     "heads": Range(0, GRID),
     **dict.fromkeys(("causal", "window", "dropout", "bias", "deterministic", "capture"), True),
 }
-FORWARD = BACKWARD = Capabilities(**LIMITS)
+FORWARD = Capabilities(**LIMITS)
+BACKWARD = Capabilities(**LIMITS, delta_from_out=True)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:

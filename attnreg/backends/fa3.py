@@ -61,7 +61,7 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
 FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
-BACKWARD = _Backward(**LIMITS)
+BACKWARD = _Backward(**LIMITS, delta_from_out=True)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:

@@ -71,8 +71,8 @@ class Call(NamedTuple):
             on others in the batch, the longest lengths or its place. The kernel then splits no keys.
         softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
             them or hidden; 0 for none.
-        grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone. Times
-            the weight of a score it is added to the score's gradient.
+        grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone, if that
+            declares it. Times the weight of a score it is added to the score's gradient.
         sinks: (H,) float16, bfloat16 or float32, contiguous: for each head the score of one more key, without
             a value, that every row sees; packed calls only. Given only where the direction declares `sinks`
             and every row is known to see another key. The forward counts them in output and LSE, the backward

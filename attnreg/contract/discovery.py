@@ -16,6 +16,8 @@ from typing import Any
 
 from attnreg.contract import known_issues
 from attnreg.contract.backend import Backend, Kernels
+from attnreg.contract.capabilities import Capabilities
+from attnreg.contract.lse_columns import COLUMNS, widened, with_columns
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import BackendUnavailableError, RegistrationError
 from attnreg.torchlib.isolation import strip_tracebacks
@@ -58,8 +60,8 @@ class Entry:
                 self._missing = self._probe(self.backend)
             return self._missing or ""
 
-    def kernels(self) -> Kernels:
-        """Load the backend, once per process, and return its kernels.
+    def kernels(self, spec: AttentionSpec | None = None) -> Kernels:
+        """Load the backend, once per process, and return its kernels, fit for a call if its spec is given.
 
         If it can't load here, a `BackendUnavailableError` says why and what to install.
         """
@@ -68,11 +70,14 @@ class Entry:
                 self._kernels = self._load(self.backend)
             if self._kernels is None:
                 raise BackendUnavailableError(f"{self.name} {self.unavailable()}") from self.cause
-            return self._kernels
+            found = self._kernels
+        if spec is None or found.backward is None or not self.adds_columns(spec, "backward"):
+            return found
+        return found._replace(backward=with_columns(found.backward), specialize=None)
 
-    def kernel(self, direction: Direction) -> Callable[..., Any]:
+    def kernel(self, direction: Direction, spec: AttentionSpec | None = None) -> Callable[..., Any]:
         """Return the function of one direction as `kernels` does; an error as well where there is none."""
-        kernels = self.kernels()
+        kernels = self.kernels(spec)
         found = kernels.forward if direction == "forward" else kernels.backward
         if found is None:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
@@ -91,22 +96,13 @@ class Entry:
         """Return every reason against running one direction of `spec` here."""
         if self.backend is None:
             return (self.unavailable(),)
-        capabilities = self.backend.forward if direction == "forward" else self.backend.backward
-        if capabilities is None:
+        if self._limits(direction) is None:
             return ("has no backward",)
         spec = spec.of(direction)
         # A package that is missing here needn't be missing on the simulated machine.
         missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
         try:
-            against = capabilities.unsupported(spec)
-            if not against and self.backend.refuses is not None:
-                found = self.backend.refuses(spec)
-                # As a sequence, each letter of a text would be a reason.
-                against = () if isinstance(found, str) else tuple(found)
-                if isinstance(found, str) or not all(isinstance(reason, str) for reason in against):
-                    raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
-            if not against and not missing:
-                against = known_issues.against(self.name, self.backend.version, spec, direction)
+            against = self._against(spec, direction, missing)
             if not against and self._set_aside:
                 aside = self._set_aside.get(_without_lengths(spec, direction))
                 against = (aside,) if aside else ()
@@ -114,13 +110,46 @@ class Entry:
             against = (f"check failed: {type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
 
+    def _against(self, spec: AttentionSpec, direction: Direction, missing: str) -> tuple[str, ...]:
+        """Return the reasons of the backend's limits, of its own check and of known issues."""
+        backend, limits = self.backend, self._limits(direction)
+        if backend is None or limits is None:
+            return ()
+        if self.adds_columns(spec, direction):
+            # What is against the call either way isn't about the columns.
+            against = self._against(replace(spec, grad_lse=False), direction, missing)
+            further = f"grad_lse takes {COLUMNS} more columns of the head dim: "
+            return against or tuple(further + one for one in self._against(widened(spec), direction, missing))
+        against = limits.unsupported(spec)
+        if not against and backend.refuses is not None:
+            found = backend.refuses(spec)
+            # As a sequence, each letter of a text would be a reason.
+            against = () if isinstance(found, str) else tuple(found)
+            if isinstance(found, str) or not all(isinstance(reason, str) for reason in against):
+                raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
+        if not against and not missing:
+            against = known_issues.against(self.name, backend.version, spec, direction)
+        return against
+
+    def _limits(self, direction: Direction) -> Capabilities | None:
+        if self.backend is None:
+            return None
+        return self.backend.forward if direction == "forward" else self.backend.backward
+
+    def adds_columns(self, spec: AttentionSpec, direction: Direction) -> bool:
+        """Whether the kernel is given the gradient of the LSE in further columns; see `lse_columns`."""
+        limits = self._limits(direction)
+        if direction == "forward" or limits is None or not spec.grad_lse:
+            return False
+        return limits.delta_from_out and not limits.grad_lse
+
     def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether the kernel of one direction may be given sinks of such a call, which it counts itself.
 
         Not of calls whose results have to have the same bits, as nobody has checked that of sinks; nor in a
         capture, where it isn't known that every row sees a key.
         """
-        limits = self.backend and (self.backend.forward if direction == "forward" else self.backend.backward)
+        limits = self._limits(direction)
         if not limits or not limits.sinks or not spec.varlen or spec.dropout or spec.grad_lse:
             return False
         has_to_repeat = spec.deterministic or spec.batch_invariant

@@ -88,7 +88,7 @@ def make_plan(
     set_aside = functools.partial(entry.set_aside, spec, direction)
     counts_sinks = functools.cache(lambda: entry.counts_sinks(spec, direction))
     made = made._replace(set_aside=set_aside, counts_sinks=counts_sinks)
-    if (specialize := entry.kernels().specialize) is not None:
+    if (specialize := entry.kernels(spec).specialize) is not None:
         made = made._replace(specialize=functools.partial(specialize, direction))
 
     def passed() -> None:
@@ -200,7 +200,7 @@ def _settle(
         if native is not None and decision.backend == native.name:
             return decision, _faster_than_native(spec, direction, entries.get(native.name.casefold()))
         try:
-            return decision, offered[decision.backend.casefold()].kernel(direction)
+            return decision, offered[decision.backend.casefold()].kernel(direction, spec)
         except BackendUnavailableError:
             continue  # its probe was too hopeful; from now on it is rejected with the cause
 

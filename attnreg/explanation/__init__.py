@@ -24,7 +24,7 @@ from attnreg.dispatch.state import state, with_reasons
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.explanation.call_spec import FLASH, VARLEN, CallSpec, described, masked, nested, packed
 from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
-from attnreg.selection.render import decision_table, sinks_line
+from attnreg.selection.render import decision_table, option_lines
 from attnreg.torchlib import captured
 from attnreg.tuning.kinds import kind_of
 from attnreg.varlen.plans import check_sinks, check_tensors
@@ -204,7 +204,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_front_notes(described.front if described.front != SDPA else VARLEN if spec.varlen else ""),
         *described.notes,
         *_assumptions(spec, decided["forward"], entries),
-        *(sinks_line(shown, one, entries) for one in decided.values() if shown.sinks and one.backend),
+        *(line for one in decided.values() for line in option_lines(shown, one, entries)),
         *_untried(decided.values(), entries),
         *_failures(decided.values()),
         *_declined(decided.values()),

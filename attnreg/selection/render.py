@@ -7,12 +7,13 @@ from typing import NoReturn
 
 from attnreg.contract.capabilities import one_line
 from attnreg.contract.discovery import Entry
+from attnreg.contract.lse_columns import COLUMNS
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import Decision
 from attnreg.tuning.lookup import Prediction
 
-__all__ = ["decision_table", "fallback_line", "one_line", "refuse", "sinks_line"]
+__all__ = ["decision_table", "fallback_line", "one_line", "option_lines", "refuse"]
 
 ELIGIBLE = "could run it"
 
@@ -31,16 +32,22 @@ def fallback_line(backend: str, reason: str, instead: str) -> str:
     return f"{backend} can't run this call, {instead} runs it: {reason}"
 
 
-def sinks_line(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> str:
-    """Return what counts the sinks of a call in one direction that a backend runs."""
-    entry = entries.get((decision.backend or "").casefold())
-    if entry is not None and entry.counts_sinks(spec, decision.direction):
+def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield how a direction that a backend runs has options that its kernel may not know of."""
+    direction, name = decision.direction, decision.backend
+    if name is None:
+        return
+    entry = entries.get(name.casefold())
+    if spec.sinks and entry is not None and entry.counts_sinks(spec, direction):
         how = "sinks counted by the kernel, where every row is known to see a key"
-        if decision.direction == "forward":
+        if direction == "forward":
             how += " and the program doesn't get the LSE"
-    else:
-        how = "results are rescaled for the sinks"
-    return f"{decision.direction} on {decision.backend}: {how}"
+        yield f"{direction} on {name}: {how}"
+    elif spec.sinks:
+        yield f"{direction} on {name}: results are rescaled for the sinks"
+    if entry is not None and entry.adds_columns(spec, direction):
+        given = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
+        yield f"{direction} on {name}: {given}, {spec.head_dim + COLUMNS} for {spec.head_dim}"
 
 
 def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:

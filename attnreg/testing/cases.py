@@ -33,7 +33,7 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "num_splits": lambda case: case.num_splits is not None,
     "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
     "softcap": lambda case: case.softcap > 0.0,
-    "grad_lse": lambda case: case.grad_lse,
+    **dict.fromkeys(("grad_lse", "delta_from_out"), lambda case: case.grad_lse),
     "sinks": lambda case: case.counts_sinks,
     "deterministic": lambda case: case.deterministic,
     "batch_invariant": lambda case: case.batch_invariant,

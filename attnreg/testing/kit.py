@@ -150,7 +150,8 @@ class Conformance:
         Raises `BackendUnavailableError` if the backend can't load here.
         """
         check = check if isinstance(check, Check) else Check(check)
-        kernels, spec = self._entry.kernels(), check.case.spec(device_of(self.device))
+        spec = check.case.spec(device_of(self.device))
+        kernels = self._entry.kernels(spec)
         forward = self._entry.reasons(spec, "forward")
         backward = self._entry.reasons(spec, "backward")
         unclear = self._unclear(spec, (*forward, *backward))

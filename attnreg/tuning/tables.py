@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnreg.contract.discovery import Entry
+from attnreg.contract.lse_columns import widened
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.environments import environment, matched, matched_simulated
@@ -101,6 +102,8 @@ class Tables:
         table = self.report(spec.device).in_force
         if table is None:
             return None
+        if direction == "backward" and spec.grad_lse:
+            spec = widened(spec)  # tables have no such calls; a kernel that takes that gradient needs less
         if not spec.needs_backward:
             return predict(table.kinds, spec, direction, str(table), self.compiled)
         last = self._last

@@ -197,7 +197,8 @@ def unmeasurable(spec: AttentionSpec) -> str:
     options = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
     options += ["dropout"] if spec.dropout > 0.0 else []
     if options:
-        return f"{' and '.join(options)} can't be measured: the default order decides"
+        otherwise = "times of head dims that are 8 larger, or " if options == ["grad_lse"] else ""
+        return f"{' and '.join(options)} can't be measured: {otherwise}the default order decides"
     tokens = spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k
     return (
         "" if all((*tokens, spec.heads_q, spec.head_dim, spec.head_dim_v)) else "there is nothing to compute"

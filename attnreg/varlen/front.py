@@ -100,8 +100,8 @@ def varlen_attn(
             taken, aligned bottom-right (ALiBi). It has no gradient.
         dropout_p: probability of dropping an attention weight, the others grow by 1 / (1 - dropout_p). Which
             are dropped follows from torch's default generator of the device (`torch.manual_seed`); another
-            backend drops others, so the forward's runs the backward; where a gradient comes through the LSE,
-            `math` has both. Under torch.compile such a call is a graph break.
+            backend drops others, so the forward's runs the backward. Under torch.compile such a call is a
+            graph break.
         backend: run on this backend or not at all.
         group: what `attnreg.context_parallel` returned: the tokens of query, key and value are spread over
             its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from support import dense, truth
+from support import dense, flash, truth
 from support.packed_calls import offsets
 
 import attnreg
@@ -113,6 +113,23 @@ def test_packed_sequences_are_right_in_each_form(ran):
     truth.assert_near(lse, expected_lse, torch.float32)
     assert torch.equal(whole, out) and torch.equal(half, out)
     assert ran() == {"math": (3, 1)}
+
+
+def test_the_lse_of_a_dense_batch_has_a_gradient_on_a_backend_that_is_given_it_in_columns(fake, ran):
+    inputs, seen = batch(6, 9, heads=(4, 2)), []
+    limits = {"grad_lse": False, "delta_from_out": True}
+    with attnreg.register_backend(fake("mine", load=lambda: flash.kernels(seen), **limits).backend):
+        _, lse, _ = flash_attn.flash_attn_func(*inputs, causal=True, return_attn_probs=True)
+        grads = torch.autograd.grad(lse.square().sum(), inputs, materialize_grads=True)
+    q, k, v = inputs
+    pairs = (x.repeat_interleave(2, dim=2).transpose(1, 2) for x in (k, v))
+    _, expected = truth.dense(q.transpose(1, 2), *pairs, window=CAUSAL)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs, materialize_grads=True)
+    for one, other in zip(grads, wanted, strict=True):
+        truth.assert_near(one, other.double())
+    assert wanted[0].any() and wanted[1].any()
+    assert ran() == {"mine": (1, 1)}
+    assert {x.shape[-1] for x in seen[0][:5]} == {24}
 
 
 def test_a_table_of_pages_says_where_keys_are():

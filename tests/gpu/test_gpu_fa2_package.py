@@ -52,6 +52,13 @@ def hold(entry, cases, *, backward=True):
 
 
 @SHAPES
+@pytest.mark.parametrize("option", [{"alibi": True}, {"softcap": 2.0}], ids=str)
+def test_a_gradient_of_the_lse_is_right_with_either_option(fa2, lengths, option):
+    options = {"heads": (4, 2), "window": CAUSAL, "grad_lse": True, **option, **lengths}
+    hold(fa2, [Case(name=f"{options}", dtype=dtype, **options) for dtype in ("bfloat16", "float16")])
+
+
+@SHAPES
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL, (8, 2)], ids=str)
 @pytest.mark.parametrize(("dim", "heads"), [(64, (4, 4)), (128, (6, 2)), (40, (8, 1))], ids=str)
 def test_alibi_is_right_in_both_directions(fa2, lengths, window, dim, heads):

@@ -43,7 +43,7 @@ def test_an_option_is_right_in_both_directions(named, option, lengths, window, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 def test_sinks_are_served_by_both_kernels_of_each_backend(named, ran, heads, dtype):
-    """A gradient of the LSE, which not all of them have, isn't asked for."""
+    """That of their LSE is in test_gpu_lse_columns.py."""
     query, key, value, *rest = gpu.packed((113, 1, 64, 31, 603), heads=heads, dtype=dtype, grad=False)
     sinks = torch.linspace(-1, 4, heads[0], device="cuda").to(dtype)
 

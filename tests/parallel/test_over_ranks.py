@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support import flash
 from support import ranks as work
 
 METHODS = ["all_to_all", "all_gather", "ring"]
@@ -49,6 +50,13 @@ def test_the_cpu_backend_computes_for_each_rank(ranks, method):
         options = {"window": window, "how": "zigzag", "heads": (heads, heads), "dims": (16, 16)}
         counts = ranks.run(work.compare, method, BATCH, backend="cpu", with_lse=False, **options)
         assert_ran(counts, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@by_each_method
+def test_a_gradient_of_the_lse_reaches_kernels_that_are_given_it_in_columns(ranks, method, dtype):
+    options = {"window": (-1, 0), "how": "balanced", "heads": (2 * len(ranks), len(ranks)), "dtype": dtype}
+    assert_ran(ranks.run(flash.spread, method, BATCH, dims=(16, 16), **options), "flash-like")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

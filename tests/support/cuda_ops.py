@@ -90,12 +90,17 @@ def as_native_lse(lse):
     return lse.masked_fill(lse == -torch.inf, torch.inf).float()
 
 
-def differentiated(grad, inputs, attend):
-    """Return the gradients of `attend` in float64, from a thread: a kernel runs where nothing is recorded."""
+def differentiated(grad, inputs, attend, of_lse=None):
+    """Return the gradients of `attend` in float64, from a thread: a kernel runs where nothing is recorded.
+
+    They are those by its output, and by its LSE if that has a gradient.
+    """
 
     def run():
         leaves = [x.detach().double().requires_grad_() for x in inputs]
-        return torch.autograd.grad(attend(*leaves)[0], leaves, grad.double())
+        results, grads = attend(*leaves), (grad.double(), of_lse)
+        count = 1 if of_lse is None else 2
+        return torch.autograd.grad(results[:count], leaves, grads[:count])
 
     with ThreadPoolExecutor(1) as thread:
         grads = thread.submit(run).result()

@@ -101,7 +101,7 @@ def _backward(
     _checked(query, key, bias)
     assert out.is_contiguous()
     assert p == 0.0 or (int(seed), int(offset), seed.device.type) == (SEED, OFFSET, "cpu")
-    _, right = _attend(query, key, value, bias, cu_q, cu_k, mask, scale)
+    own, right = _attend(query, key, value, bias, cu_q, cu_k, mask, scale)
     expected = _padded(right, cu_q, max_q)
     hidden = _padded(torch.where(right == -torch.inf, torch.inf, right), cu_q, max_q) == torch.inf
     assert not (lse == -torch.inf).any(), "exp(-inf - -inf) would be NaN"
@@ -112,7 +112,12 @@ def _backward(
     def attend(*leaves):
         return _attend(*leaves, *([None] if bias is None else []), cu_q, cu_k, mask, scale)
 
-    grads = differentiated(grad, tensors, attend)
+    # The kernel computes delta, the sum of output times gradient, from the output that it is given: what that
+    # makes a difference is like a gradient of the LSE.
+    difference = ((own - out.double()) * grad.double()).sum(-1)
+    of_lse = difference.transpose(1, 2) if cu_q is None else difference[0].T
+    of_lse = of_lse.masked_fill(right == -torch.inf, 0.0)
+    grads = differentiated(grad, tensors, attend, of_lse)
     return *(x.contiguous() for x in grads[:3]), grads[3] if wants_bias else None
 
 

@@ -183,7 +183,7 @@ def owners(names):
 # How many cases of `QUICK` the limits of each backend admit in both directions on an H200, those with a known
 # issue included: a backend that came to refuse more than that would pass by running less. Torch's FA2 takes
 # pages from torch 2.12 on.
-ADMITTED = {"FA2": 290 if PAGES else 288, "FA3": 284, "FA4": 304, "cuDNN": 252, "math": 732}
+ADMITTED = {"FA2": 296 if PAGES else 294, "FA3": 290, "FA4": 304, "cuDNN": 256, "math": 732}
 HEAVY_ADMITTED = {"FA2": 10, "FA3": 10, "FA4": 10, "cuDNN": 10, "math": 32}
 
 
@@ -214,7 +214,7 @@ REFUSAL = re.compile(
             r"(alibi_slopes need|softcap needs) the package flash-attn",
             r"softcap must be 0, got [\d.]+$",
             r"sinks must be None, got a tensor: they are counted after the kernel$",
-            r"grad_lse must be None, got a tensor",
+            r"grad_lse takes 8 more columns of the head dim: head_dim must be .*, got \d+$",
             r"dropout_p must be 0, got 0\.3$",
             r"num_splits must be (None|1 or None|None for dense tensors), got \d+$",
             r"not deterministic, and deterministic algorithms are on$",

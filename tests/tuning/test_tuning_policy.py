@@ -26,6 +26,7 @@ from attnreg.tuning.environments import environment
 from attnreg.tuning.lookup import predict_both
 from attnreg.tuning.points import Measured
 from attnreg.tuning.tables import file_name
+from attnreg.tuning.workload import unmeasurable
 
 CPU = Device("cpu")
 GPU = Device("cuda", (9, 0), 0, "NVIDIA Test 9000")
@@ -94,6 +95,23 @@ def test_what_really_runs_is_what_the_table_says_of_each_direction(here, routers
     query = torch.randn(2, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
     F.scaled_dot_product_attention(query, query, query).sum().backward()
     assert ran() == {"second": (1, 0), "third": (0, 1)}
+
+
+def test_a_backward_with_a_gradient_of_the_lse_is_priced_as_one_of_eight_more_columns(here, routers):
+    wide = spec_with(head_dim=72, head_dim_v=72)
+    attnreg.configure(
+        here(
+            point(spec_with(), "backward", first=10.0, second=20.0, third=30.0),
+            point(wide, "backward", first=40.0, second=35.0, third=30.0),
+        )
+    )
+    usual = attnreg.explain(spec_with(needs_backward=True)).backward
+    assert (usual.backend, usual.source) == ("first", TABLE)
+    found = attnreg.explain(spec_with(needs_backward=True, grad_lse=True)).backward
+    assert (found.backend, found.source) == ("third", TABLE)
+    assert found.predicted.of("second").gpu_us == 35.0
+    decide = "times of head dims that are 8 larger, or the default order decides"
+    assert unmeasurable(spec_with(grad_lse=True)) == f"grad_lse can't be measured: {decide}"
 
 
 def test_every_preference_is_stronger_than_a_table(here, routers, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import truth
+from support import flash, truth
 from support.packed_calls import CAUSAL, LENGTHS_K, LENGTHS_Q, LSE, offsets, random_like, total
 from torch._dynamo import compiled_autograd
 
@@ -48,6 +48,14 @@ def refusing(fake):
         yield recorder
 
 
+@pytest.fixture
+def in_columns(fake):
+    """Register a backend "mine" that is given that gradient in columns; return what its backward is given."""
+    seen, limits = [], {"grad_lse": False, "delta_from_out": True}
+    with attnreg.register_backend(fake("mine", load=lambda: flash.kernels(seen), **limits).backend):
+        yield seen
+
+
 @pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("options", [{}, {"window_size": CAUSAL}, {"softcap": 0.8}], ids=str)
 def test_the_lse_has_a_gradient_at_every_repeated_call(front, packed, options, of):
@@ -86,6 +94,36 @@ def test_a_gradient_that_is_no_plain_memory_is_read_as_its_values(front, packed)
     for lazy, plain in ((negative, -ones), (torch._efficientzerotensor(ones.shape), 0 * ones)):
         found = gradients(results, given[:3], (1,), [lazy])
         assert all(map(torch.equal, found, gradients(results, given[:3], (1,), [plain])))
+
+
+@pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": CAUSAL}, {"softcap": 0.8}, {"backend": "mine"}], ids=str
+)
+def test_a_backend_that_is_given_it_in_columns_runs_such_a_backward(
+    front, packed, in_columns, ran, options, of
+):
+    ran()
+    for _ in range(3):
+        assert_right(packed(LENGTHS_Q, LENGTHS_K), of, **options)
+        assert not attnreg.stats().fallbacks
+        assert ran() == {"mine": (1, 1)}
+    dims = {x.shape[-1] for given in in_columns for x in given[:5]}
+    assert dims == ({16} if of == (0,) else {24})
+
+
+def test_rows_that_see_no_key_take_no_gradient_in_columns_either(front, packed, in_columns, ran):
+    given = packed((6, 3), (2, 0))
+    _, lse = attnreg.varlen_attn(*given, window_size=CAUSAL, return_aux=LSE)
+    unseeing = lse == -torch.inf
+    assert 0 < unseeing.sum() < unseeing.numel()
+    grad = random_like(lse)
+    found = torch.autograd.grad(lse, given[:3], grad.masked_fill(unseeing, torch.nan))
+    _, expected = truth.varlen(*given[:5], window=CAUSAL)
+    wanted = gradients((without_unseen(expected),), given[:3], (0,), [grad.masked_fill(unseeing, 0.0)])
+    for one, other in zip(found, wanted, strict=True):
+        truth.assert_near(one, other.double())
+    assert ran() == {"mine": (1, 1)}
 
 
 def test_a_backward_without_that_gradient_stays_with_a_backend_that_can_not_be_told_it(
@@ -152,12 +190,15 @@ def test_compiled_autograd_gives_the_same(front, packed, of):
         torch.testing.assert_close(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, other)
 
 
-def test_a_compiled_function_gives_it(packed):
+@pytest.mark.parametrize("backend", ["mine", "math"])
+def test_a_compiled_function_gives_it(packed, in_columns, ran, backend):
     torch._dynamo.reset()
     given = packed(LENGTHS_Q, LENGTHS_K)
+    ran()
     attend = torch.compile(attnreg.varlen_attn, backend="aot_eager", fullgraph=True)
     for of in LOSSES.values():
-        assert_right(given, of, attend=attend)
+        assert_right(given, of, attend=attend, backend=backend)
+    assert ran() == {backend: (3, 3)}
     torch._dynamo.reset()
 
 

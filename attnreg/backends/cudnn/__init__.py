@@ -40,7 +40,7 @@ FORWARD = Capabilities(
     capture=True,
 )
 # On Hopper its deterministic backward takes B * H * S_q * S_k * 2 bytes.
-BACKWARD = replace(FORWARD, deterministic=False)
+BACKWARD = replace(FORWARD, deterministic=False, delta_from_out=True)
 
 
 def _unavailable() -> str | None:

@@ -51,7 +51,7 @@ LIMITS: dict[str, Any] = {
 }
 MOST_SPLITS = 128  # the same file
 FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
-BACKWARD = _Backward(**LIMITS)
+BACKWARD = _Backward(**LIMITS, delta_from_out=True)
 
 
 def _needs_package(paged: bool, alibi: bool, softcap: float) -> bool:
