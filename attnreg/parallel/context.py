@@ -229,11 +229,12 @@ class ContextParallel(SpreadBatch):
         return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
 
     def _groups(self, method: str, kind: Kind) -> int:
-        """Return into how many groups the heads are cut whose keys all_gather receives, on all ranks alike."""
+        """Return into how many groups heads are cut whose keys all_gather receives; the same on all ranks."""
         if method != ALL_GATHER:
             return 1
-        most = max(self._needs(kind.window).moved.sum(1).tolist()) * kind.shape.row_k
-        return group_count(kind.shape.heads, kind.shape.heads_k, most)
+        needs = self._needs(kind.window)
+        rows = self._once(("most received", *kind.window), lambda: int(needs.moved.sum(1).max()))
+        return group_count(kind.shape.heads, kind.shape.heads_k, rows * kind.shape.row_k)
 
     def _before_backward(self) -> None:
         if not self._agreement.holds:
