@@ -18,7 +18,7 @@ from attnreg.dispatch.calls import bounds
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.parallel.agreement import refuse
 from attnreg.parallel.batch import SpreadBatch
-from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch, group_count
+from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
 from attnreg.parallel.by_heads import Work as WorkByHeads
 from attnreg.parallel.calls import (
     Arguments,
@@ -30,7 +30,7 @@ from attnreg.parallel.calls import (
     problem_of,
     texts,
 )
-from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, Rates
+from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, Rates, gathered_groups
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.machine import Machine, can_learn, learn, machine_of
 from attnreg.parallel.methods import Choice, check_possible, choose, explain_context_parallel
@@ -225,16 +225,14 @@ class ContextParallel(SpreadBatch):
         options = Options(kind.scale, kind.softcap, choice, needs_backward, self._before_backward)
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
-            return Work(plan, self.group, options, self._groups(method, kind))
+            groups = 1 if method == RING else self._gathered_groups(kind)
+            return Work(plan, self.group, options, groups)
         return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
 
-    def _groups(self, method: str, kind: Kind) -> int:
-        """Return into how many groups heads are cut whose keys all_gather receives; the same on all ranks."""
-        if method != ALL_GATHER:
-            return 1
-        needs = self._needs(kind.window)
-        rows = self._once(("most received", *kind.window), lambda: int(needs.moved.sum(1).max()))
-        return group_count(kind.shape.heads, kind.shape.heads_k, rows * kind.shape.row_k)
+    def _gathered_groups(self, kind: Kind) -> int:
+        of_kind = "groups", kind.shape, *kind.window
+        groups: int = self._once(of_kind, lambda: gathered_groups(self._needs(kind.window), kind.shape))
+        return groups
 
     def _before_backward(self) -> None:
         if not self._agreement.holds:

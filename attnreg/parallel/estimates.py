@@ -185,18 +185,28 @@ def _all_to_all(call: _Call) -> Estimate:
     return Estimate(ALL_TO_ALL, seconds, received, sent, call.most * held, refusal)
 
 
+def gathered_groups(needs: Needs, shape: Shape) -> int:
+    """Return into how many groups heads are cut whose keys all_gather receives; the same on all ranks."""
+    return group_count(shape.heads, shape.heads_k, max(needs.moved.sum(1).tolist()) * shape.row_k)
+
+
 def _all_gather(call: _Call) -> Estimate:
     """What needs no keys of others is computed while they come, and while their gradients go back."""
     shape, rates = call.shape, call.rates
     slowest, memory = 0.0, 0
+    groups = gathered_groups(call.needs, shape)
     for rank, rows in enumerate(call.layout.rows):
         received, sent = call.received[rank], call.sent[rank]
-        moving = rates.moving(max(received, sent))
+        moving = rates.moving(max(received, sent) / groups)  # a group's
         together = call.computing[rank] - call.alone[rank]
         # Keys, queries and results of the second call are copied.
         copied = 2 * received + rows * (shape.row_q + shape.row_out) if moving else 0
-        overhead = rates.copying(copied) + rates.launch
-        seconds = sum(max(x * call.alone[rank], moving) + x * together + overhead for x in call.factors)
+        overhead = rates.copying(copied) + rates.launch * (groups if moving else 1)
+        seconds = 0.0
+        for x in call.factors:
+            # Either computing is waited for, or moving: then the last group that has come is computed alone.
+            computed = max(x * call.alone[rank], moving) + x * together
+            seconds += max(computed, groups * moving + x * together / groups) + overhead
         slowest = max(slowest, seconds)
         if moving:
             memory = max(memory, received + sent + _copied(call, rank))

@@ -19,6 +19,7 @@ from attnreg.contract.backend import Call
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.parts import Move, Part, Plan, Put, Run, taken
+from attnreg.parallel.results import ALL, Sums, put_or_merge, wide
 from attnreg.torchlib.layout import copy
 from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen.autograd import run_backward, run_forward
@@ -75,47 +76,6 @@ class Work:
 def without_values(like: Tensor, rows: int, divisor: int = 1) -> Tensor:
     """Return a tensor of so many rows and, of the heads, a share, that takes no memory."""
     return like.new_empty(1).expand(rows, like.shape[1] // divisor, like.shape[2])
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-ALL = slice(None)
-
-
-class Sums:
-    """Results of rows, some of which have several: these are written, or added to what is there."""
-
-    def __init__(
-        self, like: Tensor, dtype: torch.dtype, fills_all_rows: bool = False, value: Tensor | None = None
-    ) -> None:
-        self._like, self._dtype, self._fills_all_rows, self._value = like, dtype, fills_all_rows, value
-
-    @property
-    def value(self) -> Tensor:
-        """All rows; 0 where nothing has been written, unless every row will be."""
-        if self._value is None:
-            made = torch.empty_like if self._fills_all_rows else torch.zeros_like
-            self._value = made(self._like, dtype=self._dtype)
-        return self._value
-
-    def put(self, put: Put, new: Tensor, heads: slice = ALL) -> None:
-        """Write or add some of a call's results, which are of these heads."""
-        (_, begin, end), at, is_first = put
-        fills = end - begin == len(self._like) and new.shape[:2] == self._like.shape[:2]
-        if is_first and self._value is None and fills:
-            self._value = new.to(self._dtype)
-        elif is_first:
-            self.value[begin:end, heads] = new[at : at + end - begin]
-        else:
-            self.value[begin:end, heads] += new[at : at + end - begin]
-
-    def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor, heads: slice) -> None:
-        """Take both what is there and new rows times a factor."""
-        (_, begin, end), at, _ = put
-        old = self.value[begin:end, heads]
-        torch.add(old * kept[..., None], new[at : at + end - begin] * share[..., None], out=old)
 
 
 def _unpacked(rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,10 +174,10 @@ class StepwiseAttention(torch.autograd.Function):
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor, Kept]:
     """Return output, LSE, and the keys and values of calls that a backward isn't to gather once more."""
-    plan, wide = work.plan, _wide(query.dtype)
-    dtype = wide if plan.is_long else query.dtype
+    plan, dtype_lse = work.plan, wide(query.dtype)
+    dtype = dtype_lse if plan.is_long else query.dtype
     outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), dtype, plan.fills_all_rows)
-    lses = Sums(query.new_empty(query.shape[:2]), wide, plan.fills_all_rows)
+    lses = Sums(query.new_empty(query.shape[:2]), dtype_lse, plan.fills_all_rows)
     keys, kept = Keys(key, value, work), Kept()
     for number, step in enumerate(plan.steps):
         groups = work.heads(query, step.move), work.heads(key, step.move), keys.of(number)
@@ -231,7 +191,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Ten
                 call = work.call(inputs[0], part)
                 out, lse, *_ = run_forward(inputs, call, work.options.choice, work.options.needs_backward)
                 for put in part.outs:
-                    _put(outs, lses, put, out, lse.mT.to(wide), of_queries)
+                    put_or_merge(outs, lses, put, out, lse.mT.to(dtype_lse), of_queries)
     return outs.value.to(query.dtype), lses.value.mT.contiguous(), kept
 
 
@@ -245,19 +205,6 @@ def _sources(
     return {0: key, number: others_k}, {0: value, number: others_v}
 
 
-def _put(outs: Sums, lses: Sums, put: Put, out: Tensor, lse: Tensor, heads: slice) -> None:
-    """Write results of a call, or merge them with those of the same queries and other keys."""
-    if put.is_first:
-        outs.put(put, out, heads)
-        lses.put(put, lse, heads)
-        return
-    (_, begin, end), at, _ = put
-    before, new = lses.value[begin:end, heads], lse[at : at + end - begin]
-    total = torch.logaddexp(before, new)
-    outs.merge(put, (before - total).exp_(), out, (new - total).exp_(), heads)
-    before.copy_(total)
-
-
 def _backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -267,9 +214,9 @@ def _backward(
     work: Work,
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan, (query, key, value) = work.plan, inputs
-    wide = _wide(query.dtype)
-    sums_q = Sums(query, wide if plan.is_long else query.dtype, plan.fills_all_rows)
-    own = [Sums(x, wide if plan.is_long_k else x.dtype, 0 in plan.whole_k) for x in (key, value)]
+    long = wide(query.dtype)
+    sums_q = Sums(query, long if plan.is_long else query.dtype, plan.fills_all_rows)
+    own = [Sums(x, long if plan.is_long_k else x.dtype, 0 in plan.whole_k) for x in (key, value)]
     keys, returning = None if plan.keeps else Keys(key, value, work), list[Returning]()
     for number in plan.backward:
         move, parts = plan.steps[number].move, plan.steps[number].parts

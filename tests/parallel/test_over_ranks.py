@@ -83,6 +83,21 @@ def test_heads_in_groups_come_back_in_their_places(ranks):
     assert [one["math"] for one in counts] == [{"forward": 4, "backward": 4}] * len(ranks)
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (5, 2)], ids=str)
+@pytest.mark.parametrize("how", ["contiguous", "zigzag"])
+def test_all_gather_computes_heads_in_groups_where_keys_are_received(ranks, how, window):
+    """As large messages are cut; what needs no keys of others stays one call."""
+    options = {"how": how, "window": window, "heads": (8, 4), "dims": (8, 6), "sinks": True}
+    whole, grouped = (
+        [one["math"] for one in ranks.run(work.compare, "all_gather", BATCH, **options, **more)]
+        for more in ({}, {"enough": 1, "most_rounded": 1})
+    )
+    further = [one["forward"] - other["forward"] for one, other in zip(grouped, whole, strict=True)]
+    assert all(one["backward"] == one["forward"] for one in grouped)
+    assert all(count % 3 == 0 for count in further)  # 4 calls in place of one
+    assert max(further) >= 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_rows_with_many_results_are_summed_in_float32(ranks, method, dtype):

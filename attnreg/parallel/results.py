@@ -1,0 +1,62 @@
+"""Results of a rank's rows, some of which are of several calls: written, added up, or merged by their LSE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnreg.parallel.parts import Put
+
+ALL = slice(None)  # heads
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which many results of a row are summed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Sums:
+    """Results of rows, some of which have several: these are written, or added to what is there."""
+
+    def __init__(
+        self, like: Tensor, dtype: torch.dtype, fills_all_rows: bool = False, value: Tensor | None = None
+    ) -> None:
+        self._like, self._dtype, self._fills_all_rows, self._value = like, dtype, fills_all_rows, value
+
+    @property
+    def value(self) -> Tensor:
+        """All rows; 0 where nothing has been written, unless every row will be."""
+        if self._value is None:
+            made = torch.empty_like if self._fills_all_rows else torch.zeros_like
+            self._value = made(self._like, dtype=self._dtype)
+        return self._value
+
+    def put(self, put: Put, new: Tensor, heads: slice = ALL) -> None:
+        """Write or add some of a call's results, which are of these heads."""
+        (_, begin, end), at, is_first = put
+        fills = end - begin == len(self._like) and new.shape[:2] == self._like.shape[:2]
+        if is_first and self._value is None and fills:
+            self._value = new.to(self._dtype)
+        elif is_first:
+            self.value[begin:end, heads] = new[at : at + end - begin]
+        else:
+            self.value[begin:end, heads] += new[at : at + end - begin]
+
+    def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor, heads: slice) -> None:
+        """Take both what is there and new rows times a factor."""
+        (_, begin, end), at, _ = put
+        old = self.value[begin:end, heads]
+        torch.add(old * kept[..., None], new[at : at + end - begin] * share[..., None], out=old)
+
+
+def put_or_merge(outs: Sums, lses: Sums, put: Put, out: Tensor, lse: Tensor, heads: slice) -> None:
+    """Write results of a call, or merge them with those of the same queries and other keys."""
+    if put.is_first:
+        outs.put(put, out, heads)
+        lses.put(put, lse, heads)
+        return
+    (_, begin, end), at, _ = put
+    before, new = lses.value[begin:end, heads], lse[at : at + end - begin]
+    total = torch.logaddexp(before, new)
+    outs.merge(put, (before - total).exp_(), out, (new - total).exp_(), heads)
+    before.copy_(total)
