@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import measure
+from attnreg.parallel import by_heads, exchange, stepwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -172,6 +174,43 @@ def whole_batch(here: Place, case: Case) -> list[Tensor]:
     return list(measure.inputs(described, here.device, drawn_on=here.device)[:4])
 
 
+class Unsent(exchange.Pending):
+    """Other rows in the place of those that would come: a call takes what it takes without a link."""
+
+    made: ClassVar[dict[tuple[int, ...], Tensor]] = {}
+
+    def __init__(self, rows: Tensor, sends: list[int], receives: list[int], group: Any) -> None:
+        shape = sum(receives), *rows.shape[1:]
+        if shape not in self.made:
+            self.made[shape] = torch.randn(shape, device=rows.device).to(rows.dtype)
+        self._received = self.made[shape]
+
+    def wait(self) -> Tensor:
+        """Return rows that nobody has sent."""
+        return self._received
+
+
+@contextlib.contextmanager
+def changed(module: Any, name: str, value: object, step: Callable[[], Any]) -> Iterator[Callable[[], object]]:
+    """Give a step for which a module has another value."""
+    usual = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield step()
+    finally:
+        setattr(module, name, usual)
+        Unsent.made.clear()
+
+
+def sides_of_parts(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield what all_gather and the ring take without what each is made of."""
+    whole = whole_batch(here, case)
+    gather, ring = (partial(ours, here, case, whole, method, case.how) for method in ("all_gather", "ring"))
+    yield "all_gather, one group", lambda: changed(by_heads, "MOST_GROUPS", 1, gather)
+    for name, step in (("all_gather", gather), ("ring", ring)):
+        yield f"{name}, nothing sent", lambda step=step: changed(stepwise, "Pending", Unsent, step)
+
+
 def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what is compared: a name, and a function that returns a context manager of a step."""
     whole = whole_batch(here, case)
@@ -182,6 +221,8 @@ def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
         "all_to_all, contiguous",
         lambda: contextlib.nullcontext(ours(here, case, whole, "all_to_all", "contiguous")),
     )
+    if len(case.lengths) == 1:
+        yield from sides_of_parts(here, case)
     if sum(case.lengths) % dist.get_world_size() == 0:
         yield "all-to-all by hand", lambda: contextlib.nullcontext(ulysses(here, case, whole))
 
