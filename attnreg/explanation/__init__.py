@@ -27,6 +27,7 @@ from attnreg.selection.decision import Decision, Policy, Preference, select, tie
 from attnreg.selection.render import decision_table, option_lines
 from attnreg.torchlib import captured
 from attnreg.tuning.kinds import kind_of
+from attnreg.varlen.front import AuxRequest, asks_for_lse
 from attnreg.varlen.plans import check_sinks, check_tensors
 
 __all__ = ["Explanation", "explain"]
@@ -98,6 +99,7 @@ def explain(
     max_q: int = 0,
     max_k: int = 0,
     is_causal: bool = False,
+    return_aux: AuxRequest | None = None,
     *,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -115,7 +117,8 @@ def explain(
     """Say which backend would run a call, who decided, and every reason against every other.
 
     Takes an `AttentionSpec`; or the arguments of `varlen_attn`, query (T, H, D) with offsets; or
-    those of `F.scaled_dot_product_attention`, query (B, H, S, D). Runs no kernel.
+    those of `F.scaled_dot_product_attention`, query (B, H, S, D). Runs no kernel. Where a gradient and
+    `return_aux=AuxRequest(lse=True)` are asked for, the backward is that of output and LSE.
 
     Raises:
         InvalidInputError: the arguments contradict each other.
@@ -153,9 +156,12 @@ def explain(
             seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa,
         )  # fmt: skip
         if sinks is not None:
-            call_spec = _with_sinks(call_spec, query, sinks)
-        return _explained(call_spec, leading)
+            check_sinks(query, sinks)
+        grad_lse = asks_for_lse(return_aux) and call_spec.spec.needs_backward
+        spec = replace(call_spec.spec, sinks=sinks is not None, grad_lse=grad_lse)
+        return _explained(call_spec._replace(spec=spec), leading)
     alone = {
+        "return_aux": return_aux is not None,
         "window_size": window_size is not None and tuple(window_size) != (-1, -1),
         "seqused_k": seqused_k is not None,
         "block_table": block_table is not None,
@@ -172,11 +178,6 @@ def explain(
         )
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
-
-
-def _with_sinks(call_spec: CallSpec, query: Tensor, sinks: Tensor) -> CallSpec:
-    check_sinks(query, sinks)
-    return call_spec._replace(spec=replace(call_spec.spec, sinks=True))
 
 
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:

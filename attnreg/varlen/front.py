@@ -41,6 +41,14 @@ class AuxRequest(NamedTuple):
     lse: bool = False
 
 
+def asks_for_lse(return_aux: AuxRequest | None) -> bool:
+    """Check what `return_aux=` asks for, attnreg's `AuxRequest` or torch's."""
+    asked = getattr(return_aux, "lse", None)
+    if asked is None and return_aux is not None:
+        raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
+    return bool(asked)
+
+
 def varlen_attn(
     query: Tensor,
     key: Tensor,
@@ -119,10 +127,7 @@ def varlen_attn(
         BackendUnavailableError: that `backend` can't load here.
     """
     compiling = torch.compiler.is_compiling()
-    choice, returns_lse = None, getattr(return_aux, "lse", None)
-    if returns_lse is None and return_aux is not None:
-        raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
-    returns_lse = bool(returns_lse)
+    choice, returns_lse = None, asks_for_lse(return_aux)
     if spread.is_on or group is not None or mesh is not None:
         given = {
             "is_causal": is_causal, "window_size": window_size, "scale": scale, "enable_gqa": enable_gqa,

@@ -8,7 +8,7 @@ from torch._dynamo import compiled_autograd
 
 import attnreg
 from attnreg.backends.cpu import compiled
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 # Which results a loss is made of.
 LOSSES = {"both": (0, 1), "the LSE alone": (1,), "the output alone": (0,)}
@@ -223,3 +223,21 @@ def test_the_gradient_of_that_gradient_is_an_error(packed, front):
     (grad,) = torch.autograd.grad(lse, given[:1], scale, create_graph=True)
     with pytest.raises(RuntimeError, match=r"not implemented|differentiate twice|no autograd formula"):
         grad.sum().backward()
+
+
+def test_explain_says_what_runs_the_backward_of_output_and_lse(packed, refusing):
+    """`refusing` takes no gradient of the LSE; attnreg.explain takes the arguments of the call."""
+    given = packed(LENGTHS_Q, LENGTHS_K)
+    for aux, expected in ((None, "mine"), (attnreg.AuxRequest(), "mine"), (LSE, "math")):
+        said = attnreg.explain(*given, False, aux)
+        assert (said.forward.backend, said.backward.backend) == ("mine", expected)
+    without = attnreg.explain(*(x.detach() for x in given[:3]), *given[3:], return_aux=LSE)
+    assert (without.forward.backend, without.backward) == ("mine", None)
+
+
+def test_explain_refuses_another_request_and_one_of_a_dense_call(packed):
+    given = packed(LENGTHS_Q, LENGTHS_K)
+    with pytest.raises(InvalidInputError, match="return_aux: got True, expected an AuxRequest or None"):
+        attnreg.explain(*given, return_aux=True)
+    with pytest.raises(InvalidInputError, match="explain: got return_aux without cu_seq_q"):
+        attnreg.explain(*(x[None] for x in given[:3]), return_aux=LSE)
