@@ -63,12 +63,12 @@ class Capabilities:
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
     slopes; `seqused_k`; a given number of splits; a `softcap`; in a backward a gradient of the LSE
-    (`grad_lse`); whether a backward without that computes delta as rowsum(grad_out * out), from the output
-    that it is given (`delta_from_out`), so that the gradient of the LSE can be given to it in further columns
-    (`contract.lse_columns`); a scale of 0 or below (`any_scale`); whether it counts `sinks` itself, of packed
-    calls (if not, results are rescaled: sinks decide nothing); whether it is `deterministic`; whether it is
-    `batch_invariant` where a call asks for that (the bits of a sequence's results depend on no other
-    sequence); and whether it can be captured in a CUDA graph (`capture`).
+    (`grad_lse`); whether a backward that doesn't declare it computes delta as rowsum(grad_out * out), from
+    the output that it is given (`delta_from_out`), so that the gradient of the LSE can be given to it in
+    further columns (`contract.lse_columns`); a scale of 0 or below (`any_scale`); whether it counts `sinks`
+    itself, of packed calls (if not, results are rescaled: sinks decide nothing); whether it is
+    `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
+    results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).
 
     Raises:
         RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says

@@ -1,9 +1,9 @@
 """A gradient of the LSE for backwards that take none: in further columns of the head dim.
 
 The gradient of a score is its weight times (gradient of the weight - delta + gradient of the LSE), and a
-flash backward computes delta of each row as rowsum(grad_out * out). So delta takes the gradient of the LSE
-in, by columns in which `out` is constant and `grad_out` is minus that gradient, divided by the constant.
-Query, key and value are 0 there: scores, weights and the gradients of weights stay as they are.
+flash backward computes delta of each row as rowsum(grad_out * out). So the gradient of the LSE can be put
+into delta: by columns in which `out` is constant and `grad_out` is minus that gradient, divided by the
+constant. Query, key and value are 0 there: scores, weights and the gradients of weights stay as they are.
 """
 
 from __future__ import annotations

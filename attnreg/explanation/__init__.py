@@ -160,24 +160,24 @@ def explain(
         grad_lse = asks_for_lse(return_aux) and call_spec.spec.needs_backward
         spec = replace(call_spec.spec, sinks=sinks is not None, grad_lse=grad_lse)
         return _explained(call_spec._replace(spec=spec), leading)
+    is_bounded = window_size is not None and tuple(window_size) != (-1, -1)
     alone = {
-        "return_aux": return_aux is not None,
-        "window_size": window_size is not None and tuple(window_size) != (-1, -1),
-        "seqused_k": seqused_k is not None,
-        "block_table": block_table is not None,
-        "num_splits": num_splits is not None,
-        "softcap": bool(softcap),
-        "sinks": sinks is not None,
-        "alibi_slopes": alibi_slopes is not None,
-    }
-    if any(alone.values()):
-        named = ", ".join(name for name, given in alone.items() if given)
+        "return_aux": return_aux, "window_size": window_size if is_bounded else None, "seqused_k": seqused_k,
+        "block_table": block_table, "num_splits": num_splits, "softcap": softcap or None, "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    _refuse_of_dense(alone)
+    call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
+
+
+def _refuse_of_dense(packed_alone: Mapping[str, object]) -> None:
+    """Refuse what only packed calls have."""
+    if named := ", ".join(name for name, given in packed_alone.items() if given is not None):
         raise InvalidInputError(
             f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none "
             f"(of a dense call of {FLASH} give an AttentionSpec)"
         )
-    call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
 
 
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:

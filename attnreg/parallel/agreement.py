@@ -78,7 +78,7 @@ def agree(group: Any, mine: dict[str, str], said: Any = None, problem: _Problem 
     _last[group] = 0  # unless they agree, they compare before the next call, whatever it is
     all_ranks = _gathered(group, (mine, said, problem))
     _check_problems([problem for _, _, problem in all_ranks])
-    for name in all_ranks[0][0]:
+    for name in dict.fromkeys(name for texts, _, _ in all_ranks for name in texts):
         values = [texts.get(name, "nothing") for texts, _, _ in all_ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:

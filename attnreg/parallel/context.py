@@ -32,7 +32,7 @@ from attnreg.parallel.calls import (
 )
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, Rates, gathered_groups
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.machine import Machine, can_learn, learn, machine_of
+from attnreg.parallel.machine import Machine, learn, machine_of
 from attnreg.parallel.methods import Choice, check_possible, choose, explain_context_parallel
 from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import prepared
@@ -104,8 +104,8 @@ class ContextParallel(SpreadBatch):
         Args:
             heads, heads_k, head_dim, head_dim_v: of the call, as of `explain_context_parallel`.
             dtype, is_causal, window_size, needs_backward: of the call, too.
-            device: where the tensors are; the group's own unless given. Before a GPU's first call "auto"
-                goes by this rank's memory and the defaults of `rates`, after it by what ranks have measured.
+            device: where the tensors are; the group's own unless given. Before the group's first call on GPUs
+                "auto" goes by this rank's memory and the defaults of `rates`, after it by all ranks'.
         """
         if device is None:
             is_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
@@ -187,10 +187,10 @@ class ContextParallel(SpreadBatch):
         device = tensors[0].device
         requested = {"method that is asked for": self.method, "memory": "of no use", "rates": "of no use"}
         if self.method == "auto":
-            requested |= self._said_of_machine(device)
-            if kind not in self._agreed and can_learn(self.group, device):
-                self._compare("forward", requested)
-                learn(self.group, device, functools.partial(self._compare, "forward", requested))
+            requested |= self._compared_of_machine(device)
+            if kind not in self._agreed and (self._memory is None or self._rates is None):
+                tell = functools.partial(self._compare, "forward", requested)
+                learn(self.group, device, self._rates is None, tell)
         for number in itertools.count():
             try:
                 methods = [self._agreed[kind]] if kind in self._agreed else self._methods(kind, device)
@@ -244,13 +244,13 @@ class ContextParallel(SpreadBatch):
         memory = memory if self._memory is None else self._memory
         return Machine(memory, rates if self._rates is None else self._rates)
 
-    def _said_of_machine(self, device: torch.device) -> dict[str, str]:
+    def _compared_of_machine(self, device: torch.device) -> dict[str, str]:
         """Return what ranks compare of it."""
-        has_most = machine_of(self.group, device).memory is not None
-        memory = "an eighth of the GPU's" if has_most else "any"
+        is_gpu = machine_of(self.group, device).memory is not None
+        memory, rates = ("an eighth of the GPU's", "measured") if is_gpu else ("any", "the defaults")
         return {
             "memory": memory if self._memory is None else f"{self._memory} bytes",
-            "rates": "as measured" if self._rates is None else str(self._rates),
+            "rates": rates if self._rates is None else str(self._rates),
         }
 
     def _needs(self, bound: tuple[int, int]) -> Needs:

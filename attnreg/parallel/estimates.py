@@ -25,7 +25,8 @@ class Rates:
 
     The defaults are for two H200s joined by NVLink, from which two H100s differ little: `flops`, `link` and
     `latency` as `benchmarks/context_parallel.py` measured them (docs/results/context_parallel_h200.json), the
-    others as they account for the times of whole calls in that run. On GPUs ranks measure these three.
+    others as they account for the times of whole calls in that run. On GPUs ranks measure `flops`,
+    `link` and `latency` themselves.
 
     Attributes:
         flops: of an attention kernel, per second.
@@ -204,7 +205,7 @@ def _all_gather(call: _Call) -> Estimate:
         overhead = rates.copying(copied) + rates.launch * (groups if moving else 1)
         seconds = 0.0
         for x in call.factors:
-            # Either computing is waited for, or moving: then the last group that has come is computed alone.
+            # The longer of two counts: all computing, or all messages and computing the last group.
             computed = max(x * call.alone[rank], moving) + x * together
             seconds += max(computed, groups * moving + x * together / groups) + overhead
         slowest = max(slowest, seconds)

@@ -44,7 +44,7 @@ def context_parallel(
             another one than was given here rank 0 logs a warning, as ranks may then have unequal work.
         method: "all_to_all", "all_gather" or "ring", or "auto": the fastest by an estimate.
         rates: what the estimate assumes of the machine. Unless given, the ranks of a group on GPUs measure
-            link and matrix products before their first call (some milliseconds).
+            link and matrix product before their first call, with 192 MiB of memory.
         memory: how many bytes a call may take on a rank besides its inputs and results, for "auto"; unless
             given an eighth of the GPU's memory, of the rank that has the least, and any number on a CPU.
 

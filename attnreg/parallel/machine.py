@@ -1,12 +1,12 @@
-"""What "auto" chooses by where the program doesn't say it: the ranks' memory, and how fast they are.
+"""What "auto" goes by where a program doesn't say it: the memory of the ranks' GPUs, and how fast they are.
 
-All ranks have to choose alike. So on GPUs they measure once for a group, before its first choice, and each
-goes by the slowest and by the least memory of all. It takes some milliseconds. Before that, and on a CPU,
-they go by the defaults of `Rates`.
+All ranks have to choose alike, and each knows its own GPU alone. So before a group's first choice its ranks
+tell each other what they have: the least memory counts, and the slowest link and matrix product.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,90 +18,134 @@ import torch.distributed as dist
 from attnreg.parallel.estimates import Rates
 from attnreg.torchlib.modes import is_plain
 
+# By group, once its ranks have told each other.
+_least_memory: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_rates: weakref.WeakKeyDictionary[Any, Rates] = weakref.WeakKeyDictionary()
+
+# Attention does so much of what a matrix product does per second: on an H200 630 of 790 TFLOP/s.
+SHARE_OF_PRODUCT = 0.8
+PRODUCT, EXCHANGED = 4096, 2**26  # rows and columns; bytes
+
 
 class Machine(NamedTuple):
-    """What a call may take on each rank in bytes, None for any number, and how fast the ranks are."""
+    """How many bytes a call may take on each rank, None for any number, and how fast ranks are."""
 
     memory: int | None
     rates: Rates
 
 
 class Exchanges(NamedTuple):
-    """What was measured: bytes that a rank received per second while all did, and the least time of one."""
+    """Bytes that a rank received per second while all did, and what the smallest exchange took."""
 
     bytes_per_second: float
     latency: float
 
 
-_learned: weakref.WeakKeyDictionary[Any, Machine] = weakref.WeakKeyDictionary()
-
-# A forward and backward of an attention kernel do so much of what a matrix product does per second: an H200
-# 630 of 790 TFLOP/s.
-SHARE_OF_PRODUCT = 0.8
-PRODUCT, EXCHANGED = 8192, 2**26  # rows and columns; bytes
-
-
-def machine_of(group: Any, device: torch.device) -> Machine:
-    """Return what is known of a group on this rank: the same on all ranks once they have learned it."""
-    memory = memory_of(device)
-    return Machine(None, Rates()) if memory is None else _learned.get(group, Machine(memory, Rates()))
-
-
 def memory_of(device: torch.device) -> int | None:
-    """Return how much memory a call may take on a device; None for any."""
+    """Return how many bytes a call may take on a device: an eighth of a GPU's; None for any number."""
     is_gpu = device.type == "cuda"
     return torch.cuda.get_device_properties(device).total_memory // 8 if is_gpu else None
 
 
-def can_learn(group: Any, device: torch.device) -> bool:
-    """Whether ranks, which all call this before the same call, should `learn` now."""
-    if memory_of(device) is None or group in _learned or dist.get_world_size(group) == 1 or not is_plain():
-        return False
-    return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+def machine_of(group: Any, device: torch.device) -> Machine:
+    """Return what is known here: of all ranks, once they have told each other, else of this one."""
+    memory = memory_of(device)
+    if memory is None:
+        return Machine(None, Rates())
+    return Machine(_least_memory.get(group, memory), _rates.get(group, Rates()))
 
 
-def learn(group: Any, device: torch.device, share: Callable[[Any], Sequence[Any]]) -> None:
-    """Measure, which all ranks of a group do at once, and keep the least of all; `share` gathers from all."""
-    with torch.no_grad():
-        mine = memory_of(device), exchanges(group, device), products(device)
-    memories, links, flops = zip(*share(mine), strict=True)
-    rates = Rates(
-        flops=SHARE_OF_PRODUCT * min(flops),
-        link=min(one.bytes_per_second for one in links),
-        latency=max(one.latency for one in links),
-    )
-    _learned[group] = Machine(min(memories), rates)
+def learn(group: Any, device: torch.device, measures: bool, tell: Callable[[Any], Sequence[Any]]) -> None:
+    """Have the ranks of a group tell each other what they have, by `tell`; all of them call this at once.
+
+    Nothing is measured in a dispatch mode or a capture of any rank, or where memory is short: the group then
+    keeps the defaults.
+    """
+    memory, measures = memory_of(device), measures and group not in _rates
+    if memory is None or dist.get_world_size(group) == 1 or (group in _least_memory and not measures):
+        return
+    probe = _Probe.made(group, device) if measures else None
+    all_said = tell((memory, probe is not None))
+    _least_memory[group] = min(memory for memory, _ in all_said)
+    if measures:
+        can_measure = probe is not None and all(can for _, can in all_said)
+        _rates[group] = _slowest(tell(probe.run())) if probe is not None and can_measure else Rates()
+
+
+def _slowest(measured: Sequence[tuple[Exchanges, float]]) -> Rates:
+    """Return the rates of the slowest rank, by powers of two: else noise would change the choice."""
+    usual = Rates()
+    found = {
+        "flops": SHARE_OF_PRODUCT * min(flops for _, flops in measured),
+        "link": min(one.bytes_per_second for one, _ in measured),
+        "latency": max(one.latency for one, _ in measured),
+    }
+    steps = {name: round(math.log2(rate / getattr(usual, name))) for name, rate in found.items()}
+    return Rates(**{name: getattr(usual, name) * 2.0**step for name, step in steps.items()})
+
+
+class _Probe:
+    """Tensors to measure with: allocated before the ranks wait for each other."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        generator = torch.Generator(device)  # the program's random numbers stay what they are
+        empty = torch.empty((PRODUCT, PRODUCT), dtype=torch.bfloat16, device=device)
+        self._factor, self._product = empty.normal_(generator=generator), torch.empty_like(empty)
+        self._sent = torch.zeros(EXCHANGED, dtype=torch.uint8, device=device)
+        self._received = torch.empty_like(self._sent)
+
+    @classmethod
+    def made(cls, group: Any, device: torch.device) -> _Probe | None:
+        """Return one, or None where this rank can't measure now."""
+        is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if is_captured or not is_plain():
+            return None
+        try:
+            with torch.no_grad():
+                return cls(group, device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def run(self) -> tuple[Exchanges, float]:
+        """Return what exchanges take, and the operations per second of a matrix product."""
+        with torch.no_grad():
+            seconds = self._seconds(lambda: torch.mm(self._factor, self._factor, out=self._product), 5)
+            return self.exchanges(), 2 * PRODUCT**3 / seconds
+
+    def exchanges(self) -> Exchanges:
+        """Measure the exchange that all methods use."""
+        ranks = dist.get_world_size(self._group)
+        large, small = (self._exchange(size // ranks * ranks) for size in (EXCHANGED, 8 * ranks))
+        received = EXCHANGED * (ranks - 1) / ranks
+        return Exchanges(received / self._seconds(large, 5), self._seconds(small, 20))
+
+    def _exchange(self, size: int) -> Callable[[], object]:
+        sent, received = self._sent[:size], self._received[:size]
+        return lambda: dist.all_to_all_single(received, sent, group=self._group)
+
+    def _seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Return what one of so many calls takes, in the fastest of three rounds after a first call."""
+        run()
+        return min(self._seconds_of_round(run, calls) for _ in range(3)) / calls
+
+    def _seconds_of_round(self, run: Callable[[], object], calls: int) -> float:
+        if self._device.type != "cuda":
+            started = time.perf_counter()
+            for _ in range(calls):
+                run()
+            return time.perf_counter() - started
+        # Other streams aren't waited for: what they do may need this rank's next steps.
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            begin.record()
+            for _ in range(calls):
+                run()
+            end.record()
+            end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 def exchanges(group: Any, device: torch.device) -> Exchanges:
-    """Measure the exchange that all methods use; all ranks of the group call this."""
-    ranks, seconds = dist.get_world_size(group), []
-    for count, calls in ((8 * ranks, 20), (EXCHANGED // ranks * ranks, 5)):
-        sent, received = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
-        seconds.append(
-            _seconds(lambda: dist.all_to_all_single(received, sent, group=group), calls, device)  # noqa: B023
-        )
-    return Exchanges(EXCHANGED * (ranks - 1) / ranks / seconds[1], seconds[0])
-
-
-def products(device: torch.device) -> float:
-    """Measure the operations per second of a matrix product in bfloat16."""
-    generator = torch.Generator(device)  # of its own: the program's random numbers stay what they are
-    given = torch.empty((PRODUCT, PRODUCT), dtype=torch.bfloat16, device=device).normal_(generator=generator)
-    made = torch.empty_like(given)
-    return 2 * PRODUCT**3 / _seconds(lambda: torch.mm(given, given, out=made), 2, device)
-
-
-def _seconds(run: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Return what one of so many calls takes, in the fastest of three rounds after a first call."""
-    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    run()
-    found = []
-    for _ in range(3):
-        wait()
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        wait()
-        found.append((time.perf_counter() - started) / calls)
-    return min(found)
+    """Measure the exchanges of a group, whose ranks all call this."""
+    return _Probe(group, device).exchanges()

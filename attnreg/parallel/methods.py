@@ -1,7 +1,7 @@
 """Which method a distributed call goes by: what each of the three would take, by a model of time and memory.
 
-It looks at the layout, at shapes and at a memory that is the same on all ranks, so all come to the same
-choice, and so does `explain_context_parallel` without a GPU.
+It looks at the layout, at shapes, and at memory and rates that are the same on all ranks, so all come to the
+same choice, and so does `explain_context_parallel`, without a GPU, if it is given those.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Choice:
         methods: what each would take.
         pairs: for each rank how many pairs of query and key its own queries see.
         rows: for each rank how many tokens it has.
+        rates: what the estimates assume of the machine.
         others: what "auto" takes in its place, in this order, where no kernel can run that method's calls.
     """
 
@@ -43,6 +44,7 @@ class Choice:
     methods: tuple[Estimate, ...]
     pairs: tuple[int, ...]
     rows: tuple[int, ...]
+    rates: Rates
     others: tuple[str, ...] = ()
 
     @property
@@ -65,6 +67,8 @@ class Choice:
             numbers = f"{one.seconds * 1e3:>7.2f} ms"
             numbers += "".join(f"{size / 2**20:>{width}.1f} MiB" for size, width in sizes)
             lines.append(f"{one.name:<12}" + (f"  no: {one.refusal}" if one.refusal else numbers))
+        speed = f"{self.rates.flops / 1e12:.0f} TFLOP/s, a link of {self.rates.link / 1e9:.0f} GB/s"
+        lines.append(f"times by {speed}, {self.rates.latency * 1e6:.0f} us an exchange")
         lines += ["", f"{'rank':<6}{'tokens':>10}{'pairs':>16}{'of the mean':>14}"]
         mean = sum(self.pairs) / len(self.pairs)
         for rank, (rows, pairs) in enumerate(zip(self.rows, self.pairs, strict=True)):
@@ -105,7 +109,7 @@ def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | 
         names, reason = [method], "asked for"
     else:
         names, reason = _cheapest([one for one in found if not one.refusal], memory)
-    return Choice(names[0], reason, found, pairs, needs.layout.rows, tuple(names[1:]))
+    return Choice(names[0], reason, found, pairs, needs.layout.rows, rates, tuple(names[1:]))
 
 
 def _cheapest(possible: list[Estimate], memory: int | None) -> tuple[list[str], str]:

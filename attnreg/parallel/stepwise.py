@@ -1,8 +1,9 @@
 """all_gather and ring: keys and values come to the queries, in steps, and results are merged by their LSE.
 
-While one step is computed the next one's keys are on their way. With all_gather heads are cut into groups for
-that, too. Between ranks gradients travel in the dtype in which kernels give them. With all_gather a backward
-has the keys of the forward's calls; with the ring it receives them once more.
+While one step is computed the next one's keys are on their way. With all_gather heads are cut into groups, so
+that one is computed while the next one's keys come. Between ranks gradients travel in the dtype in which
+kernels give them. With all_gather a backward has the keys of the forward's calls; with the ring it receives
+them once more.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Work:
 
     def heads(self, tensor: Tensor, move: Move | None) -> list[slice]:
         """Return the heads of each group, of a tensor (rows, heads, ...) in a step."""
-        count = tensor.shape[1] // (1 if move is None else self.groups)
-        return [slice(begin, begin + count) for begin in range(0, tensor.shape[1], count)]
+        groups = 1 if move is None else self.groups
+        count = tensor.shape[1] // groups
+        return [slice(number * count, (number + 1) * count) for number in range(groups)]
 
     def call(self, query: Tensor, part: Part) -> Call:
         """Return the contract's call of a part, whose queries `query` are."""
@@ -246,7 +248,7 @@ def _backward(
             if back is not None and move is not None:
                 # Those of one step at a time: of all steps they would be as much as the whole batch's.
                 if len(returning) == work.groups:
-                    _add(own, returning.pop(), key, value)
+                    _add(own, returning.pop(0), key, value)
                 pending = Pending(back, move.receives, move.sends, work.group)
                 returning.append(Returning(move.rows, of_keys, pending))
     for last in returning:

@@ -197,7 +197,8 @@ def unmeasurable(spec: AttentionSpec) -> str:
     options = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
     options += ["dropout"] if spec.dropout > 0.0 else []
     if options:
-        otherwise = "times of head dims that are 8 larger, or " if options == ["grad_lse"] else ""
+        larger = "measured times of head dims 8 larger decide, where there are some, else "
+        otherwise = larger if options == ["grad_lse"] else ""
         return f"{' and '.join(options)} can't be measured: {otherwise}the default order decides"
     tokens = spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k
     return (

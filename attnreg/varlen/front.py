@@ -43,10 +43,10 @@ class AuxRequest(NamedTuple):
 
 def asks_for_lse(return_aux: AuxRequest | None) -> bool:
     """Check what `return_aux=` asks for, attnreg's `AuxRequest` or torch's."""
-    asked = getattr(return_aux, "lse", None)
-    if asked is None and return_aux is not None:
+    found = getattr(return_aux, "lse", None)
+    if found is None and return_aux is not None:
         raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
-    return bool(asked)
+    return bool(found)
 
 
 def varlen_attn(
@@ -108,8 +108,9 @@ def varlen_attn(
             taken, aligned bottom-right (ALiBi). It has no gradient.
         dropout_p: probability of dropping an attention weight, the others grow by 1 / (1 - dropout_p). Which
             are dropped follows from torch's default generator of the device (`torch.manual_seed`); another
-            backend drops others, so the forward's runs the backward. Under torch.compile such a call is a
-            graph break.
+            backend drops others, so the forward's runs the backward, which is an error if that can't take a
+            gradient of the LSE (FA2 with head dims above 248). Under torch.compile such a call is a graph
+            break.
         backend: run on this backend or not at all.
         group: what `attnreg.context_parallel` returned: the tokens of query, key and value are spread over
             its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it

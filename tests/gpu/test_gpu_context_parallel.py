@@ -1,11 +1,14 @@
 """On two GPUs, over NCCL: calls that are spread over ranks, each way, against float64 of the whole batch."""
 
 import itertools
+import math
 
 import pytest
 import torch
+from support import rank_batches, spread_models
 from support import ranks as work
-from support import spread_models
+
+from attnreg.parallel.estimates import Rates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,6 +78,20 @@ def test_groups_of_heads_travel_while_others_are_computed(ranks, named):
 def test_sinks_and_the_gradient_of_the_lse_pass_through(ranks, named, method):
     options = {"window": (-1, 0), "how": "balanced", "backend": named, "sinks": True}
     assert_ran(ranks.run(work.compare, method, DOCUMENTS, **options, **ON_GPU), named)
+
+
+@pytest.mark.only_for("FA2")
+def test_ranks_measure_their_link_before_their_first_call_and_agree(ranks, named):
+    """Rounded to the defaults, of two H200s, times powers of two; no GPU is ten times slower or faster."""
+    usual = Rates()
+    found = ranks.run(rank_batches.measured_on_gpus, named)
+    rates = found[0][1]
+    assert found == [(found[0][0], rates, found[0][2])] * 2
+    for name in ("flops", "link", "latency"):
+        step = math.log2(getattr(rates, name) / getattr(usual, name))
+        assert step.is_integer()
+        assert abs(step) <= 3
+    assert sum(found[0][2].values()) == 1
 
 
 @pytest.mark.only_for("FA2", "FA4", "cuDNN", "math")

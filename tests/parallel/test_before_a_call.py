@@ -1,9 +1,12 @@
 """Promises about what is looked at before a call: kernels, scales, masks, and what isn't spread."""
 
+import math
+
 import pytest
 import torch
 from support import rank_batches as work
 
+import attnreg
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.balance import spread_documents
 from attnreg.parallel.estimates import Rates
@@ -38,33 +41,58 @@ def test_a_context_explains_what_its_calls_take_and_counts_what_they_took(three_
 
 
 def test_ranks_with_gpus_of_different_memory_choose_by_the_least(three_ranks):
-    """They learn it once for a group, in two exchanges more before its first call."""
+    """They learn it once for a group, in one exchange more before its first call."""
     little = three_ranks.run(work.explained)[0][0][0]
-    found = three_ranks.run(work.unequal_machines)
-    much, little_first = found[0][0][0][0][0], found[2][0][0][0][0]
-    assert (little_first, found[1][0][0][0][0]) == (little, much)
+    found = three_ranks.run(work.unequal_memory, rates=Rates())
+    much, little_first = found[0][0][0][0], found[2][0][0][0]
+    assert (little_first, found[1][0][0][0]) == (little, much)
     assert much != little
-    for rank, ((first, second), _, _) in enumerate(found):
-        assert first == ([little if rank == 2 else much, little], {little: 2}, 3)
-        assert second == ([little, little], {little: 2}, 1)
+    for rank, (first, second) in enumerate(found):
+        assert first == ([little if rank == 2 else much, little], {little: 2}, 2, Rates())
+        assert second == ([little, little], {little: 2}, 1, Rates())
 
 
 def test_ranks_choose_by_what_the_slowest_of_them_has_measured(three_ranks):
-    found = three_ranks.run(work.unequal_machines, measures=False)
-    expected = Rates(flops=0.8e12, link=1e9, latency=2.0**-18)
-    assert [rates for _, rates, _ in found] == [expected] * 3
+    """Rounded to the defaults times powers of two, so that noise doesn't change the choice."""
+    usual, taken = Rates(), set()
+    for link in (1e7, 1e8, 1e9, 1e10, 1e11):
+        found = three_ranks.run(work.as_measured, flops=usual.flops / 0.8 * 1.3, link=link, latency=1e-5)
+        said, calls, comparisons, rates = found[0]
+        steps = (getattr(rates, name) / getattr(usual, name) for name in ("flops", "link", "latency"))
+        assert [math.log2(step).is_integer() for step in steps] == [True] * 3
+        assert 2**-0.5 < rates.link / link < 2**0.5
+        assert (rates.flops, rates.latency, comparisons) == (usual.flops, usual.latency / 4, 3)
+        assert [(calls, said[1], rates)] * 3 == [(one[1], one[0][1], one[3]) for one in found]
+        assert calls == {said[1]: 2}
+        expected = spread_documents([0, 6000], 3, "zigzag")
+        options = {"heads": 12, "head_dim": 8, "dtype": "float32", "rates": rates}
+        assert said[1] == attnreg.explain_context_parallel(expected, **options).method
+        taken.add(said[1])
+    assert len(taken) > 1
 
 
 def test_what_ranks_measure_is_the_same_on_all_and_leaves_random_numbers_alone(three_ranks):
-    found = three_ranks.run(work.unequal_machines)
-    rates = found[0][1]
-    assert [one for _, one, _ in found] == [rates] * 3
+    found = three_ranks.run(work.measured)
+    (_, _, comparisons, rates), _ = found[0]
     usual = Rates()
-    assert 0 < rates.flops < usual.flops  # of a CPU
-    assert 0 < rates.link < usual.link
-    assert rates.latency > 0
+    assert [(one[3], kept) for one, kept in found] == [(rates, True)] * 3
+    assert comparisons == 3
+    assert rates.flops < usual.flops  # a CPU's
+    assert rates.link < usual.link
     assert (rates.cut, rates.memory, rates.launch) == (usual.cut, usual.memory, usual.launch)
-    assert all(kept for _, _, kept in found)
+
+
+def test_with_given_rates_and_memory_ranks_tell_each_other_nothing(three_ranks):
+    for (_, _, comparisons, rates), _ in three_ranks.run(work.measured, rates=Rates(link=1e9), memory=10**9):
+        assert (comparisons, rates) == (1, Rates(link=1e9))
+
+
+@pytest.mark.parametrize("how", ["mode", "memory"])
+def test_where_a_rank_cannot_measure_all_go_by_the_defaults_from_then_on(three_ranks, how):
+    found = three_ranks.run(work.cannot_measure, how)
+    for first, second in found:
+        assert (first[2:], second[2:]) == ((2, Rates()), (1, Rates()))
+        assert (first[1], second[1]) == (found[0][0][1], found[0][1][1])
 
 
 @pytest.mark.parametrize(

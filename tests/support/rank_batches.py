@@ -1,12 +1,14 @@
 """What ranks do with several batches, and what is asked of kernels before a call."""
 
 import contextlib
+import functools
 import itertools
 import logging
 
 import torch
 import torch.distributed as dist
 from support.ranks import _attend, _inputs, said_by
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
 from attnreg.backends import math
@@ -183,45 +185,109 @@ def explained():
     return found
 
 
-def unequal_machines(measures=True):
-    """Return what calls take, and what is said before and after, where the last rank has little memory.
-
-    Without `measures` every rank pretends to have measured something else.
-    """
-    compare, exchanges, rank = agreement.agree, 0, dist.get_rank()
-
-    def counted(*arguments):
-        nonlocal exchanges
-        exchanges += 1
-        return compare(*arguments)
-
-    faked = {"memory_of": lambda device: 0 if rank == dist.get_world_size() - 1 else 10**9}
-    faked |= {"PRODUCT": 64, "EXCHANGED": 2**12}
-    if not measures:
-        link = machine.Exchanges(1e9 * (rank + 1), 2.0 ** (rank - 20))
-        faked |= {"products": lambda device: 1e12 * (rank + 1), "exchanges": lambda group, device: link}
+@contextlib.contextmanager
+def _as_gpus(**faked):
+    """Have ranks choose as on GPUs: all have memory for any method, and measure; `faked` says otherwise."""
+    faked = {"memory_of": lambda device: 10**9, "PRODUCT": 64, "EXCHANGED": 2**12} | faked
     usual = {name: getattr(machine, name) for name in faked}
-    found, random = [], torch.get_rng_state()
     try:
         for name, one in faked.items():
             setattr(machine, name, one)
-        for _ in range(2):
-            spread = attnreg.context_parallel(dist.group.WORLD, [0, 6000], "zigzag")
-            inputs = [x.requires_grad_() for x in _inputs(spread, heads=12)[1]]
-            said = [spread.explain(heads=12, head_dim=8, dtype="float32").method]
-            agreement.agree, exchanges = counted, 0
-            _attend(spread, inputs, group=spread)
-            _attend(spread, inputs, group=spread)
-            agreement.agree = compare
-            said.append(spread.explain(heads=12, head_dim=8, dtype="float32").method)
-            found.append((said, dict(spread.taken), exchanges))
-        rates = spread._machine(inputs[0].device).rates
+        yield
     finally:
         for name, one in usual.items():
             setattr(machine, name, one)
-        agreement.agree = compare
-        machine._learned.clear()
-    return found, rates, bool((torch.get_rng_state() == random).all())
+        machine._least_memory.clear()
+        machine._rates.clear()
+
+
+def _counting(comparisons):
+    """Return `agree`, which notes each of its calls."""
+    compare = agreement.agree
+
+    def counted(*arguments):
+        comparisons.append(arguments)
+        return compare(*arguments)
+
+    return counted
+
+
+def _chosen(cu_seq=(0, 6000), mode=contextlib.nullcontext, **options):
+    """Return what is said before and after two calls, what they take, and how often ranks compare."""
+    spread = attnreg.context_parallel(dist.group.WORLD, list(cu_seq), "zigzag", **options)
+    inputs = [x.requires_grad_() for x in _inputs(spread, heads=12)[1]]
+    usual, comparisons = agreement.agree, []
+    said = [spread.explain(heads=12, head_dim=8, dtype="float32").method]
+    agreement.agree = _counting(comparisons)
+    try:
+        with mode():
+            _attend(spread, inputs, group=spread)
+        _attend(spread, inputs, group=spread)
+    finally:
+        agreement.agree = usual
+    after = spread.explain(heads=12, head_dim=8, dtype="float32")
+    return [*said, after.method], dict(spread.taken), len(comparisons), after.rates
+
+
+def unequal_memory(**options):
+    """Return what two batches take where the last rank has little memory."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with _as_gpus(memory_of=lambda device: 0 if is_last else 10**9):
+        return [_chosen(**options) for _ in range(2)]
+
+
+def measured(**options):
+    """Return what a batch takes where ranks measure, and whether random numbers stay what they were."""
+    random = torch.get_rng_state()
+    with _as_gpus():
+        found = _chosen(**options)
+    return found, bool((torch.get_rng_state() == random).all())
+
+
+def measured_on_gpus(backend):
+    """Return what a GPU's first call without a method goes by, before and after it, and what is measured."""
+    device = torch.device("cuda", dist.get_rank())
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 4096], "zigzag")
+    before = spread._machine(device).rates
+    inputs = [x.to(device, torch.bfloat16).requires_grad_() for x in _inputs(spread, heads=8, dim=64)[1]]
+    offsets = spread.cu_seq(device)
+    attnreg.varlen_attn(
+        *inputs, offsets, offsets, 4096, 4096, is_causal=True, backend=backend, group=spread
+    ).float().sum().backward()
+    return before, spread._machine(device).rates, dict(spread.taken)
+
+
+def as_measured(flops, link, latency, **options):
+    """Return what a batch takes where ranks have measured this; those of higher rank are faster."""
+    times = 1 + dist.get_rank()
+    run = machine._Probe.run
+    machine._Probe.run = lambda probe: (machine.Exchanges(link * times, latency / times), flops * times)
+    try:
+        with _as_gpus():
+            return _chosen(**options)
+    finally:
+        machine._Probe.run = run
+
+
+def cannot_measure(how):
+    """Return what batches take where the last rank can't measure at the first call; then all could."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    make = machine._Probe.__init__
+
+    def no_memory(*given):
+        raise torch.OutOfMemoryError("none left")
+
+    counts_flops = how == "mode" and is_last
+    mode = functools.partial(FlopCounterMode, display=False) if counts_flops else contextlib.nullcontext
+    if how == "memory" and is_last:
+        machine._Probe.__init__ = no_memory
+    try:
+        with _as_gpus():
+            first = _chosen(mode=mode)
+            machine._Probe.__init__ = make
+            return first, _chosen([0, 3000, 6000])
+    finally:
+        machine._Probe.__init__ = make
 
 
 def other_estimates(name, *values):

@@ -110,7 +110,9 @@ def test_a_backward_with_a_gradient_of_the_lse_is_priced_as_one_of_eight_more_co
     found = attnreg.explain(spec_with(needs_backward=True, grad_lse=True)).backward
     assert (found.backend, found.source) == ("third", TABLE)
     assert found.predicted.of("second").gpu_us == 35.0
-    decide = "times of head dims that are 8 larger, or the default order decides"
+    decide = (
+        "measured times of head dims 8 larger decide, where there are some, else the default order decides"
+    )
     assert unmeasurable(spec_with(grad_lse=True)) == f"grad_lse can't be measured: {decide}"
 
 
