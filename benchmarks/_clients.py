@@ -77,7 +77,7 @@ SIZES = {
     ),
     "cpu": Sizes(
         ("float32", "bfloat16"), 8, 512, 8, 64, 2048, 2, (8, 256, 512, 8, 1024, 2), (2, 16, 72, 256, 0, 1),
-        (1, 8, 128, 256, 64, 1), (1, 16, (320, 640)),
+        (1, 8, 128, 256, 64, 1), (1, 16, (320,)),
     ),
 }  # fmt: skip
 
@@ -392,7 +392,7 @@ def flux(sizes: Sizes, dtype: str, made: dict[str, Any], trains: bool) -> Progra
 def unet(sizes: Sizes, dtype: str, made: dict[str, Any], trains: bool) -> Program:
     """Return a U-Net with self- and cross-attention of 8 heads, as that of Stable Diffusion 1.5."""
     batch, side, widths = sizes.unet
-    name = f"U-Net, widths {', '.join(map(str, widths))}, {side * side} tokens"
+    name = f"U-Net, width {', '.join(map(str, widths))}, {side * side} tokens"
     if not has_diffusers():
         return plain(name, dtype, (batch, 8, widths[0] // 8, side * side, 0, 2), made, trains)
     import diffusers
