@@ -78,7 +78,7 @@ def run(tmp_path):
 
 
 def test_a_test_passes_fails_is_refused_or_skipped_and_one_that_ends_the_process_stops_no_other(run):
-    done, results, numbers = run("--backends=cpu,math", "--each=8", "--processes=2")
+    done, results, numbers = run("--backends=cpu,math", "--each=8")
     assert (done.returncode, done.stderr) == (0, "")
     rows = {
         name: {
@@ -123,11 +123,21 @@ def test_a_test_passes_fails_is_refused_or_skipped_and_one_that_ends_the_process
 
 
 def test_a_greater_sample_has_the_tests_of_a_smaller_one_and_time_leaves_out_the_others(run):
-    _, _, few = run("--each=8", seen="few")
+    _, _, few = run("--each=8", "--processes=2", seen="few")
     _, _, more = run("--each=20", seen="more")
     assert (len(few), len(more), few - more) == (8, 20, set())
     _, results, none = run("--each=8", "--minutes=0", seen="none")
     assert (results["results"]["chosen"]["left_out"], none) == (21, set())
+
+
+@pytest.mark.slow
+def test_a_test_that_takes_too_long_is_ended_and_left_out(run):
+    tests = "def test_first():\n    pass\n"
+    tests += "def test_flash_attn_race_condition():\n    __import__('time').sleep(600)\n"
+    _, results, _ = run("--minutes=0.5", "--grace=0", tests=tests)
+    counts = {row["test"]: row["passed"] for row in results["results"]["chosen"]["rows"]}
+    assert counts == {"all": 1, "test_first": 1}
+    assert results["results"]["chosen"]["left_out"] == 1
 
 
 def test_a_file_that_cannot_be_imported_is_an_error_and_so_is_none(run, tmp_path):
