@@ -19,10 +19,9 @@ def run_with_dropout(
     These come from the device's default generator, which is put back where the kernel declines the call: one
     that is made again from the same state has to draw the same, whichever backend was tried before.
     """
-    device = query.device
-    generator = torch.cuda.default_generators[device.index] if query.is_cuda else torch.default_generator
+    generator = generator_of(query)
     before = None if query.is_cuda and torch.cuda.is_current_stream_capturing() else generator.get_state()
-    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device).view(torch.uint64)
+    seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=query.device).view(torch.uint64)
     try:
         out, lse = plan.run(query, key, value, call._replace(rng_state=seed))
     except DeclinedError:
@@ -30,6 +29,11 @@ def run_with_dropout(
             generator.set_state(before)
         raise
     return out, lse, seed
+
+
+def generator_of(query: Tensor) -> torch.Generator:
+    """Return the default generator of the tensor's device, which the mask of dropout comes from."""
+    return torch.cuda.default_generators[query.device.index] if query.is_cuda else torch.default_generator
 
 
 def forward_choice(

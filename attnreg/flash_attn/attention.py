@@ -154,8 +154,8 @@ def check_packed(
     plan_for("forward", q, k, v, call, scope.current(), needs_backward=False)
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-    """Return the output (B, S_q, H, D_v) and the LSE (B, H, S_q) of a dense batch."""
+def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that there is a batch of each, of one size, and no spread over ranks."""
     for name, tensor in {"q": q, "k": k, "v": v}.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             shown = str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -163,13 +163,18 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
                 f"{name}: got {shown}, expected 4 dimensions (batch, length, heads, head_dim)"
             )
     spread.check_is_off("packed sequences: flash_attn_varlen_func with the offsets of the whole batch")
+    for name, tensor in {"k": k, "v": v}.items():
+        if len(tensor) != len(q):
+            raise InvalidInputError(
+                f"batch: got {len(q)} for q and {len(tensor)} for {name}, expected equal ones"
+            )
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+    """Return the output (B, S_q, H, D_v) and the LSE (B, H, S_q) of a dense batch."""
+    check_dense(q, k, v)
     check_tensors(alibi_slopes=options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
-    for name, tensor in {"k": k, "v": v}.items():
-        if len(tensor) != batch:
-            raise InvalidInputError(
-                f"batch: got {batch} for q and {len(tensor)} for {name}, expected equal ones"
-            )
     if not torch.compiler.is_compiling() and is_plain(q, k, v):
         return _attend(q, k, v, options, (None, None, length_q, length_k))
     offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
@@ -204,15 +209,3 @@ def returned(results: Results, with_weights: bool) -> Any:
     """Return the output, or what flash-attn returns with `return_attn_probs`: no weights without dropout."""
     out, lse = results
     return (out, lse, out.new_empty(0)) if with_weights else out
-
-
-def check_weights(dropout_p: float, with_weights: bool) -> None:
-    """Refuse to return the dropped weights: kernels of the contract return none.
-
-    flash-attn's own, and torch's op for its debugging, return them in a layout of their blocks.
-    """
-    if dropout_p and with_weights:
-        raise InvalidInputError(
-            f"return_attn_probs: got True with dropout_p {dropout_p}, expected False (attnreg asks no kernel "
-            "for the dropped weights), or dropout_p 0 for the LSE alone"
-        )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.flash_attn import dropped_weights
 from attnreg.flash_attn.attention import (
     OF_DENSE,
     OF_PACKED,
     Options,
     attend_dense,
     attend_packed,
-    check_weights,
+    check_dense,
     naming,
     returned,
 )
 
-# The output; with `return_attn_probs` also the LSE and, as no weights are returned, an empty tensor.
-Returned = Tensor | tuple[Tensor, Tensor, Tensor]
+# The output; with `return_attn_probs` also the LSE and, with dropout, the weights, else an empty tensor.
+Returned = Tensor | tuple[Tensor, ...]
 Window = tuple[int, int]
 
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -52,19 +53,23 @@ def flash_attn_func(
         softcap: bound on the scores, `softcap * tanh(score / softcap)`; 0 for none.
         alibi_slopes: float32 (H,) or (B, H); `-slope * |i + S_k - S_q - j|` is added to each score.
         deterministic: whether the gradients have to be bitwise repeatable.
-        return_attn_probs: whether the LSE is returned, too; not with dropout.
+        return_attn_probs: whether the LSE is returned, too, and with dropout the weights: for debugging, as
+            that takes one more forward for each D_v keys, and memory that grows with S_q * S_k.
 
     Returns:
         The output (B, S_q, H, D_v); with `return_attn_probs` also the LSE, float32 (B, H, S_q), natural log,
-        and an empty tensor in the place of the dropped weights. A row that sees no key has an output of 0 and
-        an LSE of -inf.
+        and the weights, (B, H, S_q, S_k): `exp(score - the row's highest score)`, below 0 if it was dropped.
+        They carry no gradient; without dropout an empty tensor is in their place. A row that sees no key has
+        an output of 0 and an LSE of -inf.
 
     Raises:
         InvalidInputError: the arguments contradict each other; says what was got and expected.
         UnsupportedInputError: no backend can run the call; with every reason.
     """
-    check_weights(dropout_p, return_attn_probs)
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if dropout_p and return_attn_probs:
+        check_dense(q, k, v)
+        return dropped_weights.attend(q, k, v, options, (None, None, q.shape[1], k.shape[1]))
     return returned(attend_dense(q, k, v, options), return_attn_probs)  # type: ignore[no-any-return]
 
 
@@ -140,12 +145,18 @@ def flash_attn_varlen_func(
     Other arguments and errors are those of `flash_attn_func`.
 
     Returns:
-        The output (T_q, H, D_v); with `return_attn_probs` also the LSE, float32 (H, T_q), and an empty
-        tensor.
+        The output (T_q, H, D_v); with `return_attn_probs` also the LSE, float32 (H, T_q), and the weights,
+        (B, H, max_seqlen_q, max_seqlen_k), 0 beyond a sequence; without dropout an empty tensor.
     """
-    check_weights(dropout_p, return_attn_probs)
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if dropout_p and return_attn_probs:
+        if block_table is not None:
+            raise UnsupportedInputError(
+                f"return_attn_probs: got True with dropout_p {dropout_p} and a block_table, expected no "
+                "block_table, or dropout_p 0 for the LSE alone"
+            )
+        return dropped_weights.attend(q, k, v, options, lengths)
     results = attend_packed(q, k, v, lengths, options, block_table=block_table)
     return returned(results, return_attn_probs)  # type: ignore[no-any-return]
 

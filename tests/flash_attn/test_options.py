@@ -116,17 +116,6 @@ def test_packed_sequences_with_dropout_have_the_gradient_of_their_own_mask(fake,
     assert torch.equal(drawn.view(torch.int64), used.view(torch.int64))
 
 
-def test_the_dropped_weights_are_refused_and_the_lse_alone_is_not():
-    inputs = batch()
-    with pytest.raises(InvalidInputError) as error:
-        flash_attn.flash_attn_func(*inputs, dropout_p=0.5, return_attn_probs=True)
-    assert str(error.value) == (
-        "return_attn_probs: got True with dropout_p 0.5, expected False (attnreg asks no kernel for the "
-        "dropped weights), or dropout_p 0 for the LSE alone"
-    )
-    assert flash_attn.flash_attn_func(*inputs, return_attn_probs=True)[1].shape == (BATCH, HEADS, 7)
-
-
 # The gradient of the LSE
 
 

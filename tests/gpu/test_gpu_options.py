@@ -1,4 +1,4 @@
-"""On a GPU: a softcap, a gradient of the LSE and sinks are right in both directions."""
+"""On a GPU: a softcap, a gradient of the LSE, sinks and weights with dropout are right in both directions."""
 
 import pytest
 import torch
@@ -8,7 +8,9 @@ from support.sinks import assert_accurate, by_the_formula
 import attnreg
 from attnreg.backends import fa4
 from attnreg.backends.fa4 import adapter, recording
+from attnreg.flash_attn import flash_attn_func
 from attnreg.measure import Case
+from attnreg.measure.reference import attend
 from attnreg.testing import Conformance
 
 pytestmark = pytest.mark.gpu
@@ -170,3 +172,23 @@ def test_fa4_records_graphs_of_calls_with_sinks_after_a_few_usual_ones(named, ra
     expected = by_the_formula(*(x.detach() for x in given[:5]), sinks, window=(30, 0))[0]
     truth.assert_near(out, expected, torch.bfloat16)
     assert ran() == {named: (5, 0)}
+
+
+@pytest.mark.only_for("FA2", "math")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "window"), [(64, (-1, 0)), (128, (40, 8)), (256, (-1, -1))], ids=str)
+def test_the_weights_of_a_call_with_dropout_say_what_its_kernels_have_dropped(named, ran, dtype, dim, window):
+    shapes = (2, 113, 6, dim), (2, 203, 2, dim), (2, 203, 2, dim)
+    inputs = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+    with attnreg.use_backend(named):
+        out, _, weights = flash_attn_func(*inputs, 0.17, window_size=window, return_attn_probs=True)
+    assert ran() == {named: (1 + -(-203 // dim), 0)}
+    copies = [x.detach().double().requires_grad_() for x in inputs]
+    kept = (weights >= 0).double() / 0.83
+    expected = attend(*copies, dim**-0.5, window, kept=kept)[0]
+    assert 0.15 < (weights < 0).sum() / (weights != 0).sum() < 0.19
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, grad)
+    right = torch.autograd.grad(expected, copies, grad.double())
+    for one, other in zip((out, *found), (expected, *right), strict=True):
+        truth.assert_near(one, other, dtype)

@@ -1,0 +1,135 @@
+"""`return_attn_probs` with dropout: the weights, and which of them were dropped.
+
+The contract's kernels return no weights. Which of them a kernel drops depends on the random state and on
+places alone, not on scores or values. So the same call is made beforehand with scores of 0, where all weights
+of a row are equal, and with columns of the identity matrix as values: column j of the output is the weight of
+key j, and 0 if it was dropped. Each such call shows as many keys as a value has dims. Torch's generator is
+put back before each call, so that the call itself draws the same mask, and it is tied to the same backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from attnreg.contract.backend import Call
+from attnreg.dispatch import scope
+from attnreg.dispatch.calls import plan_for, wants_gradient
+from attnreg.dispatch.dropout import generator_of
+from attnreg.dispatch.scope import ScopedChoice
+from attnreg.errors import UnsupportedInputError
+from attnreg.flash_attn.attention import Lengths, Options
+from attnreg.measure import reference
+from attnreg.torchlib.modes import autocast, is_plain
+from attnreg.varlen import autograd, spread
+from attnreg.varlen.plans import check_tensors
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Lengths) -> tuple[Tensor, ...]:
+    """Return output, LSE and the weights, (B, H, S_q, S_k) in the dtype of `q`, which carry no gradient.
+
+    A weight is `exp(score - the row's highest score)`, below 0 if it was dropped, and 0 where a query doesn't
+    see the key. Offsets of a dense call are None. S_q and S_k of a packed one are the longest lengths.
+    """
+    spread.check_is_off("return_attn_probs=False")
+    if lengths[0] is not None:
+        names = "cu_seq_q", "cu_seq_k", "alibi_slopes"
+        others = dict(zip(names, (*lengths[:2], options.alibi_slopes), strict=True))
+        check_tensors(query=q, key=k, value=v, **others)
+    check_tensors(alibi_slopes=options.alibi_slopes)
+    return (_uncompiled if torch.compiler.is_compiling() else _attend)(q, k, v, options, lengths)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Lengths) -> tuple[Tensor, ...]:
+    q, k, v = autocast(q, k, v)
+    if not is_plain(q, k, v, *lengths[:2], options.alibi_slopes):
+        raise UnsupportedInputError(
+            "dropout_p must be 0 in dispatch modes, in function transforms and for tensor subclasses, "
+            f"got {options.dropout_p}"
+        )
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedInputError(
+            "return_attn_probs must be False with dropout while a CUDA graph is captured: torch's generator "
+            "can't be put back there"
+        )
+    call, choice = options.call(q, lengths), scope.current()
+    needs_backward = wants_gradient(q, k, v)
+    plan_for("forward", q, k, v, call, choice, needs_backward=needs_backward)  # checks the arguments
+    kept, choice = _kept(q, k, v, call, choice, needs_backward)
+    out, lse = autograd.attend(q, k, v, call, choice)
+    with torch.no_grad():
+        return out, lse.float().contiguous(), _weights(q, k, call, kept)
+
+
+# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
+_uncompiled = _disable_dynamo(_attend)
+
+
+def _kept(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, choice: ScopedChoice | None, needs_backward: bool
+) -> tuple[Tensor, ScopedChoice | None]:
+    """Return which weights the next call like this one keeps, (B, S_q, H, S_k) or (T_q, H, S_k).
+
+    And the choice of the backend that has drawn this mask. A weight that a query doesn't see isn't kept.
+    """
+    slopes = call.alibi_slopes
+    equal = call._replace(alibi_slopes=None if slopes is None else torch.zeros_like(slopes))
+    places, width = _places(k, call), v.shape[-1]
+    generator, parts = generator_of(q), []
+    before = generator.get_state()
+    for first in range(0, max(call.max_k, 1), width):
+        columns = torch.arange(first, first + width, device=v.device)
+        values = (places[:, None] == columns).to(v.dtype)[:, None].expand(v.shape).contiguous()
+        generator.set_state(before)
+        inputs = torch.zeros_like(q), torch.zeros_like(k), values
+        out, _, _, choice = autograd.run_forward(inputs, equal, choice, needs_backward)
+        parts.append(out != 0)
+    generator.set_state(before)
+    return torch.cat(parts, -1)[..., : call.max_k], choice
+
+
+def _places(k: Tensor, call: Call) -> Tensor:
+    """Return which key of its sequence each token is, (S_k,) or (T_k,)."""
+    offsets = call.cu_seqlens_k
+    tokens = torch.arange(k.shape[-3], device=k.device)
+    if offsets is None:
+        return tokens
+    sequence = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True).clamp(max=len(offsets) - 2)
+    return tokens - offsets[sequence]
+
+
+def _weights(q: Tensor, k: Tensor, call: Call, kept: Tensor) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    sequences = [*_sequences(q, k, kept, call)]
+    found = q.new_zeros(len(sequences), q.shape[-2], call.max_q, call.max_k)
+    # In float16 a smaller one would be rounded to -0, which isn't below 0.
+    least = max(torch.finfo(q.dtype).tiny * torch.finfo(q.dtype).eps, torch.finfo(torch.float32).tiny)
+    for at, (query, key, is_kept) in enumerate(sequences):
+        len_q, len_k, slopes = len(query), len(key), call.alibi_slopes
+        if not (len_q and len_k):
+            continue
+        eye = torch.eye(len_k, dtype=wide, device=q.device)[None, :, None].expand(1, -1, key.shape[1], -1)
+        query, key = query[None].to(wide), key[None].to(wide)
+        given = eye, call.scale, call.window
+        seen = reference.attend(torch.zeros_like(query), torch.zeros_like(key), *given)[0] != 0
+        slopes = slopes[at] if slopes is not None and slopes.dim() == 2 else slopes
+        weights = reference.attend(query, key, *given, alibi_slopes=slopes, softcap=call.softcap)[0]
+        weights = weights / weights.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
+        dropped = seen & ~is_kept[None, ..., :len_k]
+        weights = torch.where(dropped, -weights.clamp(min=least), weights)
+        found[at, :, :len_q, :len_k] = weights[0].transpose(0, 1).to(q.dtype)
+    return found
+
+
+def _sequences(q: Tensor, k: Tensor, kept: Tensor, call: Call) -> Iterator[tuple[Tensor, ...]]:
+    """Yield queries, keys and kept weights of each sequence, whose offsets are read for that."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
+        yield from zip(q, k, kept, strict=True)
+        return
+    of_q, of_k = (pairwise(offsets.tolist()) for offsets in (call.cu_seqlens_q, call.cu_seqlens_k))
+    for (start_q, stop_q), (start_k, stop_k) in zip(of_q, of_k, strict=True):
+        yield q[start_q:stop_q], k[start_k:stop_k], kept[start_q:stop_q]
