@@ -1,6 +1,7 @@
 """The cpu backend's compiled kernel with pages, ALiBi slopes and dropout; pages by torch's kernel, too."""
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -190,6 +191,18 @@ def test_a_sequence_has_its_own_slopes_or_those_of_all_in_any_strides(kernels):
         assert_same(part, expected, tolerance=1e-6)
         # Rows see up to 24 keys, of distances that differ: no two heads or sequences give the same.
         assert not torch.equal(expected[0], solved(kernels, *given, alone)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_weight_whose_products_would_be_subnormal_is_0_and_those_above_are_not(kernels, dtype):
+    """With subnormal numbers an instruction takes far longer. The values of three keys show their weights."""
+    q = torch.zeros(1, 1, 1, 8, dtype=getattr(torch, dtype))
+    k, v = q.expand(1, 3, 1, 8), 2.0**10 * torch.eye(3, 8, dtype=q.dtype)[None, :, None]
+    for power, low in ((-49.5, -99.0), (-50.5, -101.0)):
+        call = Call(1.0, 1, 3, alibi_slopes=torch.tensor([-power * math.log(2.0)]))
+        weights = kernels.forward(q, k, v, call)[0].flatten()[:3].log2() - 10.0
+        expected = torch.tensor([low if low > -100.0 else -torch.inf, power, 0.0])
+        torch.testing.assert_close(weights.float(), expected, rtol=0.0, atol=0.01)
 
 
 def test_slopes_that_are_not_of_the_call_are_an_error(kernels):

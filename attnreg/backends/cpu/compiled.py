@@ -188,8 +188,8 @@ def _run(entry: Any, operands: Sequence[Tensor], sequences: Sequences, call: Cal
     options = option_tensors(call)
     problem = problem_of(operands, sequences, call, options)
     status = entry(ctypes.byref(problem), addresses_of((*operands, *options)))
-    if status == 3:
-        check_pages(operands[1], call)
+    if status == 3 and call.block_table is not None:
+        check_pages(operands[1], call.block_table, call)
     _raise_for(status)
 
 

@@ -26,9 +26,9 @@ def gathered_forward(function: Callable[..., Results]) -> Callable[..., Any]:
     @functools.wraps(function)
     def forward(*given: Any) -> Results:
         *first, k, v, call = given
-        if call.block_table is None or not k.numel():
+        if (table := call.block_table) is None or not k.numel():
             return function(*given)
-        key, value, alone, _ = _gathered(first[-1], k, v, call)
+        key, value, alone, _ = _gathered(first[-1], k, v, table, call)
         return function(*first, key, value, alone)
 
     return forward
@@ -40,46 +40,40 @@ def gathered_backward(function: Callable[..., Results]) -> Callable[..., Any]:
     @functools.wraps(function)
     def backward(*given: Any) -> Results:
         *first, k, v, out, lse, call = given
-        if call.block_table is None or not k.numel():
+        if (table := call.block_table) is None or not k.numel():
             return function(*given)
-        key, value, alone, rows = _gathered(first[-1], k, v, call)
+        key, value, alone, rows = _gathered(first[-1], k, v, table, call)
         grad_q, *grads = function(*first, key, value, out, lse, alone)
         return grad_q, *(_scattered(grad, x, rows) for grad, x in zip(grads, (k, v), strict=True))
 
     return backward
 
 
-def check_pages(k: Tensor, call: Call) -> None:
+def check_pages(k: Tensor, table: Tensor, call: Call) -> None:
     """Raise an error if a page that a call reads isn't there."""
-    assert call.block_table is not None
-    wanted = call.block_table[_lengths(k, call)[:, None] > _starts(k, call)]
+    starts = torch.arange(table.size(1), device="cpu") * k.size(1)
+    wanted = table[_lengths(k, table, call)[:, None] > starts]
     wrong = wanted[(wanted < 0) | (wanted >= k.size(0))]
     if wrong.numel():
         raise InvalidInputError(f"block_table: got page {int(wrong[0])}, expected 0 to {k.size(0) - 1}")
 
 
-def _starts(k: Tensor, call: Call) -> Tensor:
-    """Return which token of a sequence is the first of each page."""
-    assert call.block_table is not None
-    return torch.arange(call.block_table.size(1), device="cpu") * k.size(1)
-
-
-def _lengths(k: Tensor, call: Call) -> Tensor:
+def _lengths(k: Tensor, table: Tensor, call: Call) -> Tensor:
     """Return how many keys each sequence has."""
-    table, used = call.block_table, call.seqused_k
-    assert table is not None
+    used = call.seqused_k
     return table.new_full((len(table),), table.size(1) * k.size(1)) if used is None else used
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Call, Tensor]:
+def _gathered(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Call, Tensor]:
     """Return keys, values and the call without pages, and from which rows of the pages they are."""
     sequences_of(q, k, call)  # checks the lengths
-    check_pages(k, call)
-    assert call.block_table is not None
-    used, size = _lengths(k, call), k.size(1)
+    check_pages(k, table, call)
+    used, size = _lengths(k, table, call), k.size(1)
     longest = int(used.max()) if len(used) else 0
     place = torch.arange(longest, device="cpu")
-    page, within = call.block_table.long()[:, place // size], place % size
+    page, within = table.long()[:, place // size], place % size
     page = page.masked_fill(place >= used[:, None], 0)  # what isn't counted is read from anywhere
     key, value, offsets = k[page, within], v[page, within], None
     if call.varlen:

@@ -94,7 +94,7 @@ class Backward {
           const Ints whole = dropout_.is_on() ? bounds_.each_within(here, key, count) : all_rows();
           gradients_of_block<Number>(
               packed.weights.from(i), packed.grad_scores.from(i), span.from, span.to, is_all || dropout_.is_on(), whole,
-              scale_.to_exponent,
+              scale_,
               {packed.base + here, packed.rest + here, packed.delta + here, packed.grad_lse + here});
         }
         if (scale_.is_capped) {
@@ -234,7 +234,7 @@ class Backward {
           const Floats highest = highest_of(weights, span.from, span.to, load<Floats>(packed.base + lane));
           float factors[kLanes];
           softmax_of_block(
-              weights, span.from, span.to, highest, scale_.to_exponent, {packed.base + lane, packed.rest + lane},
+              weights, span.from, span.to, highest, scale_, {packed.base + lane, packed.rest + lane},
               factors);
           Floats sum{};
           for (int64_t row = span.from; row < span.to; row++) {

@@ -75,6 +75,9 @@ struct Scale {
   float to_exponent = 1.0f;
   double size;
   bool is_capped;
+  // Weights below 2 to the power of this are 0. Slopes give weights of every size: products of the smallest would be too
+  // small for normal numbers, with which an instruction takes far longer.
+  float lowest = -126.0f;
   // With a softcap, what scores are multiplied by before the tanh.
   float to_tanh = 0.0f;
 
@@ -84,6 +87,7 @@ struct Scale {
     const bool is_zero = found < (problem.slopes ? 0x1p-96f : 0x1p-126f);
     sign = is_zero ? 0.0f : problem.scale < 0.0 ? -1.0f : 1.0f;
     to_exponent = is_zero ? 1.0f : found;
+    lowest = problem.slopes ? -100.0f : lowest;
     if (is_zero && problem.slopes) {  // of the exponents nothing is left but slopes
       size = 1.0;
       to_exponent = static_cast<float>(1.0 / kLog2);

@@ -63,8 +63,9 @@ inline Floats highest_of(Panels scores, int64_t from, int64_t to, Floats before)
 // Turns scores into weights relative to the highest score `now`; `factors` are what earlier sums are multiplied by
 // if that has risen.
 inline void softmax_of_block(
-    Panels scores, int64_t from, int64_t to, Floats now, float to_exponent, const RowSums& sums, float* factors) {
+    Panels scores, int64_t from, int64_t to, Floats now, const Scale& scale, const RowSums& sums, float* factors) {
   const Floats before = load<Floats>(sums.highest);
+  const float to_exponent = scale.to_exponent, lowest = scale.lowest;
   // In a row that has seen no key yet, -inf - -inf would be NaN.
   const Floats base = now == -kInfinity ? Floats{} : now;
   Floats sum[2] = {};
@@ -73,14 +74,14 @@ inline void softmax_of_block(
 #pragma GCC unroll 2
     for (int64_t i = 0; i < 2; i++) {
       float* at = scores.at(0, row + i);
-      const Floats weight = exp2((load<Floats>(at) - base) * to_exponent);
+      const Floats weight = exp2((load<Floats>(at) - base) * to_exponent, lowest);
       store(at, weight);
       sum[i] += weight;
     }
   }
   for (; row < to; row++) {
     float* at = scores.at(0, row);
-    const Floats weight = exp2((load<Floats>(at) - base) * to_exponent);
+    const Floats weight = exp2((load<Floats>(at) - base) * to_exponent, lowest);
     store(at, weight);
     sum[0] += weight;
   }
@@ -121,7 +122,7 @@ void softmax_of_tile(
   for (int64_t i = 0; i < kWidth; i++) {
     const int64_t here = i * kLanes;
     const RowSums of_panel{sums.highest + here, sums.weights + here};
-    softmax_of_block(scores.from(i), span.from, span.to, now[i], scale.to_exponent, of_panel, factors + here);
+    softmax_of_block(scores.from(i), span.from, span.to, now[i], scale, of_panel, factors + here);
   }
 }
 
@@ -162,16 +163,17 @@ struct RowStatistics {
 // kTileRows. Rows that see no further keys are `whole`, as `whole_rows` says of some.
 template <class Number>
 void gradients_of_block(
-    Panels weights, Panels grads, int64_t from, int64_t to, bool whole_rows, Ints whole, float to_exponent,
+    Panels weights, Panels grads, int64_t from, int64_t to, bool whole_rows, Ints whole, const Scale& scale,
     const RowStatistics& of) {
   const Floats base = load<Floats>(of.base), rest = load<Floats>(of.rest), delta = load<Floats>(of.delta);
+  const float to_exponent = scale.to_exponent, lowest = scale.lowest;
   Floats sum{}, all{};
   int64_t row = from;
   for (; row < to; row++) {
     float *weight = weights.at(0, row), *grad = grads.at(0, row);
     // No weight is above 1, however much of very large scores was lost to rounding.
     const Floats power = (load<Floats>(weight) - base) * to_exponent - rest;
-    const Floats found = exp2(power > 0.0f ? Floats{} : power);
+    const Floats found = exp2(power > 0.0f ? Floats{} : power, lowest);
     const Floats grad_of_score = found * (load<Floats>(grad) - delta);
     store(weight, found);
     store(grad, grad_of_score);
