@@ -315,6 +315,20 @@ def test_with_one_key_the_scores_have_no_gradient_whatever_is_dropped(kernels, w
     assert max(float(x.abs().max()) for x in (grad_q, grad_k)) < 1e-8
 
 
+def test_a_row_with_little_weight_in_another_block_of_keys_keeps_what_that_adds(kernels):
+    """Gradients of scores add up to 0 over all keys, not over those of a block with nearly all the weight."""
+    k, v, p = torch.zeros(1, 65, 1, 16), torch.zeros(1, 65, 1, 16), 2.0**-24
+    k[0, 0, 0, 0], k[0, 64, 0, 1], v[0, 64, 0, 0] = 14.0, 3.0, 1000.0  # the last key is in the second block
+    q, grad = torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 1, 16)
+    q[..., 0] = 1.0
+    call = Call(1.0, 1, 65, dropout=p, rng_state=STATE)  # nothing is dropped
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        right = torch.autograd.grad(truth.attend(*exact, 1.0)[0].sum(), exact)
+    for found, one in zip(solved(kernels, q, k, v, grad, call)[2:], right, strict=True):
+        torch.testing.assert_close(found.double(), one, rtol=1e-3, atol=1e-6)
+
+
 def test_the_lse_is_that_of_all_weights_and_dropping_all_gives_zeros(kernels):
     q, k, v, grad, call = inputs(ragged((40, 70), dtype="float32"))
     plain = kernels.forward(q, k, v, call)

@@ -19,16 +19,12 @@ class Alibi {
     const int64_t group = problem_.group(), lanes = padded(rows, kLanes);
     places_.resize(lanes);
     slopes_.resize(lanes);
-    rests_.resize(lanes);
     for (int64_t lane = 0; lane < lanes; lane++) {
       const int64_t here = row + std::min(lane, rows - 1), head = key_head * group + here % group;
       const float slope = problem_.slopes[sequence->number * problem_.slope_batch + head * problem_.slope_head];
       places_[lane] = here / group + sequence->keys - sequence->rows;
-      // Scores are without the scale. At most 2^96, so that no distance makes it infinite; in two parts, as where a row
-      // sees distant keys alone, a slope that is off by its last bit changes weights.
-      const double found = std::clamp(-slope / scale_.size, -0x1p96, 0x1p96);
-      slopes_[lane] = static_cast<float>(found);
-      rests_[lane] = static_cast<float>(found - slopes_[lane]);
+      // Scores are without the scale. At most 2^96, so that no distance makes it infinite.
+      slopes_[lane] = static_cast<float>(std::clamp(-slope / scale_.size, -0x1p96, 0x1p96));
     }
   }
 
@@ -38,7 +34,7 @@ class Alibi {
       Panels scores, int64_t panels, int64_t lane, int64_t key, int64_t from, int64_t to, double limit) const {
     bool is_large = false;
     for (int64_t panel = 0; panel < panels; panel++, lane += kLanes) {
-      const Floats slope = load<Floats>(&slopes_[lane]), rest = load<Floats>(&rests_[lane]);
+      const Floats slope = load<Floats>(&slopes_[lane]);
       Floats place;
       for (int64_t i = 0; i < kLanes; i++) {
         place[i] = static_cast<float>(places_[lane + i] - key);
@@ -49,7 +45,7 @@ class Alibi {
         float* at = scores.at(panel, row);
         const Floats score = load<Floats>(at);
         highest = larger(score, highest);
-        store(at, slope * distance + (rest * distance + score));
+        store(at, slope * distance + score);
       }
       is_large = is_large || any_beyond(highest, limit);
     }
@@ -60,7 +56,7 @@ class Alibi {
   const Problem& problem_;
   const Scale& scale_;
   std::vector<int64_t> places_;
-  std::vector<float> slopes_, rests_;
+  std::vector<float> slopes_;
 };
 
 // Which weights dropout drops: by a hash of the random state, of the numbers of sequence and head, and of those of row
