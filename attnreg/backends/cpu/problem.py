@@ -18,6 +18,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Which operands are LSEs, or their gradients.
 _LSES = (4, 9)
+_NO_OPTIONS = (0,) * 6
 
 
 class Problem(ctypes.Structure):
@@ -72,9 +73,6 @@ def problem_of(
     both = call.softcap, call.batch_invariant
     further = _further(q, k, sequences, *options) if options else _NO_OPTIONS
     return _problem(DTYPES[q.dtype], sizes, strides, sequences, call.scale, *both, call.dropout, further)
-
-
-_NO_OPTIONS = (0, 0, 0, 0, 0, 0)
 
 
 def _further(
