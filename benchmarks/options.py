@@ -1,17 +1,20 @@
 """What the options of `varlen_attn` cost: a call with an option and without, on each backend that takes it.
 
-    python benchmarks/options.py [--device cpu|cuda] [--backends FA2,FA4,cuDNN] [--rounds N] [--out FILE]
+    python benchmarks/options.py [--device cpu|cuda] [--backends FA2,FA4,cuDNN] [--rounds N] [--threads N]
+                                 [--out FILE]
 
 Packed, causal, bfloat16 on a GPU and float32 on a CPU. Options: softcap, sinks with their gradient, ALiBi,
-dropout, and the LSE with a gradient of its own. Calls take turns, and the figure is the ratio of the times
-on the device, round by round, median. The aim, on a GPU: at most 1.10 where the kernel itself has the option.
-A refusal is a row with its reason.
+dropout, keys in pages of 16 and of one token, and the LSE with a gradient of its own. Calls take turns, and
+the figure is the ratio of the times on the device, round by round, median; on a CPU with one thread of the
+times of its thread, to which other programs don't add. The aim, on a GPU: at most 1.10 where the kernel
+itself has the option. A refusal is a row with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +49,10 @@ SIZES = {
         Sizes((2048, 1500, 4000, 700, 3100), (16, 4), 128, "bfloat16"),
         Sizes((300, 180, 512, 77), (16, 4), 64, "bfloat16"),
     ],
-    "cpu": [Sizes((300, 180, 512, 77), (8, 2), 64, "float32")],
+    "cpu": [
+        Sizes((300, 180, 512, 77), (8, 2), 64, "float32"),
+        Sizes((300, 180, 512, 77), (8, 2), 64, "bfloat16"),
+    ],
 }
 
 
@@ -65,6 +71,24 @@ def options_of(sizes: Sizes, device: torch.device, backward: bool) -> dict[str, 
     return found | ({"gradient of the LSE": {"return_aux": attnreg.AuxRequest(lse=True)}} if backward else {})
 
 
+def in_pages(lengths: tuple[int, ...], size: int, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return keys and values in pages, each page somewhere, and the arguments that say where."""
+    counts = [-(-length // size) for length in lengths]
+    order = torch.randperm(sum(counts)).to(tensors[0].device)
+    pools = [x.new_zeros(sum(counts), size, *x.shape[1:]) for x in tensors]
+    table = order.new_zeros(len(lengths), max(counts), dtype=torch.int32)
+    begin = first = 0
+    for number, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = table[number, :count] = order[first : first + count]
+        places = torch.arange(length, device=order.device)
+        for pool, x in zip(pools, tensors, strict=True):
+            pool[pages[places // size], places % size] = x[begin : begin + length].detach()
+        begin, first = begin + length, first + count
+    used = torch.tensor(lengths, dtype=torch.int32, device=order.device)
+    pools = [pool.requires_grad_(x.requires_grad) for pool, x in zip(pools, tensors, strict=True)]
+    return pools, {"block_table": table, "seqused_k": used}
+
+
 def calls(
     sizes: Sizes, backend: str, device: torch.device, backward: bool
 ) -> dict[str, Callable[[], object]]:
@@ -76,18 +100,28 @@ def calls(
     )  # fmt: skip
     *tensors, grad, call = inputs(case, device, drawn_on=device)
     query, *rest = (x.requires_grad_(backward) for x in tensors)
-    ends, longest = call.cu_seqlens_q, call.max_q
+    offsets, longest = call.cu_seqlens_q, call.max_q
 
-    def of(given: dict[str, Any]) -> Callable[[], object]:
+    def of(given: dict[str, Any], keys: list[Tensor] = rest) -> Callable[[], object]:
+        of_keys = None if "block_table" in given else offsets
         leaves = [
             query,
-            *rest,
+            *keys,
             *(x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad),
         ]
 
         def run() -> object:
             out = attnreg.varlen_attn(
-                query, *rest, ends, ends, longest, longest, True, enable_gqa=True, backend=backend, **given
+                query,
+                *keys,
+                offsets,
+                of_keys,
+                longest,
+                longest,
+                True,
+                enable_gqa=True,
+                backend=backend,
+                **given,
             )
             if not backward:
                 return out
@@ -96,7 +130,11 @@ def calls(
 
         return run
 
-    return {name: of(given) for name, given in options_of(sizes, device, backward).items()}
+    found = {name: of(given) for name, given in options_of(sizes, device, backward).items()}
+    for size in (16, 1):
+        keys, given = in_pages(sizes.lengths, size, *rest)
+        found[f"pages of {size}"] = of(given, keys)
+    return found
 
 
 def measure(
@@ -105,27 +143,26 @@ def measure(
     """Time each option on one backend; a refusal has its reason instead of a time."""
     timer, rows, able = timer_for(device), [], {}
     step = BOTH if backward else FORWARD
+    about = {"backend": backend, "longest": max(sizes.lengths), "dtype": sizes.dtype, "step": step}
     for name, run in calls(sizes, backend, device, backward).items():
         try:
             run()
             able[name] = run
         except attnreg.AttnregError as problem:
-            row = {"backend": backend, "longest": max(sizes.lengths), "step": step, "option": name}
-            rows.append(row | {"refused": str(problem).splitlines()[0]})
+            rows.append(about | {"option": name, "refused": str(problem).splitlines()[0]})
     if PLAIN not in able:
         return rows
     often = calls_for(0.01, per_call(able[PLAIN], 2), most=20)
-    taken = interleaved(
-        {name: lambda run=run: timer.device_and_host(run, often).device for name, run in able.items()}, rounds
-    )
-    for name, seconds in taken.items():
-        ratio = median_ratio(seconds, taken[PLAIN])
-        rows.append(
-            {
-                "backend": backend, "longest": max(sizes.lengths), "step": step, "option": name,
-                "milliseconds": statistics.median(seconds) * 1e3, "ratio": ratio,
-            }
-        )  # fmt: skip
+
+    def seconds(run: Callable[[], object]) -> float:
+        if device.type == "cpu" and torch.get_num_threads() == 1:
+            return per_call(run, often, time.thread_time)
+        return timer.device_and_host(run, often).device
+
+    taken = interleaved({name: lambda run=run: seconds(run) for name, run in able.items()}, rounds)
+    for name, times in taken.items():
+        ratio = median_ratio(times, taken[PLAIN])
+        rows.append(about | {"option": name, "milliseconds": statistics.median(times) * 1e3, "ratio": ratio})
     return rows
 
 
@@ -137,8 +174,10 @@ def main() -> None:
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backends", help="comma list; default: FA2,FA4,cuDNN on a GPU, cpu on a CPU")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     names = (options.backends or ("FA2,FA4,cuDNN" if device.type == "cuda" else "cpu")).split(",")
     show_machine()
@@ -148,13 +187,13 @@ def main() -> None:
         save(options.out, rows)  # FA4 compiles a kernel for each option, which takes minutes in all
     cells = [
         (
-            row["backend"], str(row["longest"]), row["step"], row["option"],
+            row["backend"], str(row["longest"]), row["dtype"], row["step"], row["option"],
             f"{row['milliseconds']:.3f}" if "ratio" in row else row["refused"][:90],
             f"{row['ratio']:.2f}" if "ratio" in row else "",
         )
         for row in rows
     ]  # fmt: skip
-    header = ("backend", "longest", "step", "option", "ms", "over no option")
+    header = ("backend", "longest", "dtype", "step", "option", "ms", "over no option")
     show("What each option costs, on the device", header, cells)
 
 

@@ -45,9 +45,6 @@ REFUSED = {
     "cpu": Counter(
         {
             SINKS: 3,
-            "alibi_slopes must be None": 2,
-            "block_table must be None: no paged key-value cache": 2,
-            "dropout_p must be 0": 4,
             **{f"head_dim of the value must be that of the query, {dim}": 1 for dim in (5, 32, 40, 64, 192)},
         }
     ),
@@ -57,7 +54,7 @@ FURTHER = {
     "math": set(),
     "cpu": {
         reason
-        for option in ("softcap", "grad_lse")
+        for option in ("softcap", "grad_lse", "alibi_slopes", "dropout_p")
         for reason in (
             f"dtype must be float32, bfloat16 or float16 with {option}",
             f"attn_bias must be None with {option}",

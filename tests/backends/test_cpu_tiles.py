@@ -75,6 +75,19 @@ def test_lengths_that_fill_no_tile_or_block_are_accurate(tiles, lengths, window)
     assert_accurate(tiles, dense(1, *lengths, heads=(2, 1), dims=(64, 64), window=window))
 
 
+@pytest.mark.parametrize("size", [1, 48])
+def test_keys_in_pages_give_the_bits_of_the_same_keys_in_one_piece(tiles, no_tiles, size):
+    q, k, v, _, call = inputs(ragged((144, 96), heads=(4, 2), dims=(64, 64), window=CAUSAL))
+    expected = tiles.forward(q, k, v, call)
+    order = torch.randperm(240 // size, generator=torch.Generator().manual_seed(1))
+    pages = [x.view(-1, size, *x.shape[1:])[order.argsort()] for x in (k, v)]
+    table = torch.zeros(2, 144 // size, dtype=torch.int32)
+    table[0], table[1, : 96 // size] = order[: 144 // size], order[144 // size :]
+    call = call._replace(cu_seqlens_k=None, block_table=table, seqused_k=torch.tensor([144, 96]).int())
+    assert_same(tiles.forward(q, *pages, call), expected)
+    assert not torch.equal(no_tiles.forward(q, *pages, call)[0], expected[0])
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches_are_accurate(tiles, seed):
     draw = random.Random(seed)
@@ -139,6 +152,8 @@ def test_calls_that_tiles_suit_are_multiplied_by_them(tiles, no_tiles):
         {"dims": (40, 64)},
         {"dims": (64, 40)},
         {"softcap": 3.0},
+        {"alibi": True},
+        {"dropout": 0.3, "lengths": (64, 64)},
         {"scale": -0.1},
         {"lengths": (31, 130)},
         {"lengths": (130, 31)},

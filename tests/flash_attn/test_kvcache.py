@@ -1,5 +1,6 @@
 """Decoding with a cache compared with attention over what a loop puts into one."""
 
+import contextlib
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from support import truth
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError
+from attnreg.backends.cpu import compiled
 from attnreg.flash_attn import attention, flash_attn_with_kvcache
 from attnreg.measure.reference import attend
 from attnreg.torchlib import modes
@@ -141,6 +143,47 @@ def test_a_window_a_softcap_and_slopes_hold_over_the_cache():
         truth.assert_near(lse[i], expected_lse[0], torch.float32)
 
 
+# What says where keys are, or is added to scores; the last two need the compiled kernel.
+DECODED = {
+    "pages": {"block_table": torch.tensor([[2, 0], [1, 0], [0, 1]], dtype=torch.int32)},
+    "places": {"cache_batch_idx": torch.tensor([2, 0, 1], dtype=torch.int32)},
+    "leftpad": {"cache_leftpad": torch.tensor([1, 0, 6], dtype=torch.int32)},
+    "slopes": {"alibi_slopes": torch.linspace(0.1, 0.4, HEADS)},
+    "slopes and leftpad": {
+        "alibi_slopes": torch.linspace(0.1, 0.4, HEADS),
+        "cache_leftpad": torch.tensor([1, 0, 6], dtype=torch.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("given", DECODED)
+def test_on_a_cpu_its_own_backend_decodes_whatever_form_the_cache_has(given, registered, ran):
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    k, v = torch.randn(2, BATCH, 1, KEY_HEADS, DIM).unbind()
+    expected = "cpu" if compiled.load() is not None or "slopes" not in given else "math"
+
+    def decode():
+        return flash_attn_with_kvcache(
+            q, k_cache.clone(), v_cache.clone(), k, v, cache_seqlens=LENGTHS, **DECODED[given]
+        )
+
+    with attnreg.register_backend("cpu") if registered else contextlib.nullcontext():
+        out = decode()
+        assert ran() == {expected: (1, 0)}
+    with attnreg.use_backend("math"):
+        truth.assert_near(out, decode().double(), torch.float32)
+
+
+def test_explain_says_that_pages_are_read_on_a_cpu_by_its_own_backend():
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, HEADS, DIM)
+    table, rows = torch.zeros(BATCH, 1, dtype=torch.int32), torch.arange(BATCH + 1, dtype=torch.int32)
+    found = attnreg.explain(
+        q, k_cache, v_cache, rows, None, 1, ROOM, seqused_k=LENGTHS, block_table=table, enable_gqa=True
+    )
+    assert found.forward.backend == "cpu" and found.spec.page_size == ROOM
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_a_step_of_decoding_compiles_to_one_graph_and_writes_into_the_cache():
     def step(q, k_cache, v_cache, k, v):
@@ -258,12 +301,13 @@ def test_a_call_that_is_refused_has_written_nothing_and_names_its_arguments(mess
     assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
 
 
-def test_a_call_that_no_backend_may_run_has_written_nothing():
+def test_a_call_that_no_backend_may_run_has_written_nothing(fake):
     (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
     before = k_cache.clone()
     arguments = {"k": TENSOR + 1, "v": TENSOR + 1, "cache_seqlens": 3, "alibi_slopes": torch.rand(HEADS)}
     attnreg.configure({"strict": True})
-    with attnreg.use_backend("cpu"), pytest.raises(UnsupportedInputError):
+    lone = fake("lone", alibi=False).backend
+    with attnreg.register_backend(lone), pytest.raises(UnsupportedInputError):
         flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
     assert torch.equal(k_cache, before)
 

@@ -10,11 +10,11 @@ RUN = (PYTEST, "-q", "-p", "no:cacheprovider", "-p", "attnreg.testing.plugin")
 
 def test_a_named_backend_adds_a_test_for_each_check(tmp_path):
     run = forked(
-        *RUN, "--attnreg-backend=cpu", "--attnreg-device=cpu", "-rs", "-k", "alibi or bhsd", cwd=tmp_path
+        *RUN, "--attnreg-backend=cpu", "--attnreg-device=cpu", "-rs", "-k", "sinks or bhsd", cwd=tmp_path
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"\n\d+ passed, 2 skipped, \d+ deselected", run.stdout)
-    assert "alibi_slopes must be None, got a tensor" in run.stdout
+    assert re.search(r"\n\d+ passed, 3 skipped, \d+ deselected", run.stdout)
+    assert "sinks must be None, got a tensor" in run.stdout
 
 
 def test_what_is_wrong_fails_with_the_line_that_repeats_it(tmp_path):

@@ -13,18 +13,21 @@ import torch
 from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.backends.cpu.flash import Flash
 from attnreg.contract.backend import Backend, Kernels
-from attnreg.contract.capabilities import Capabilities, Range, one_of
+from attnreg.contract.capabilities import ANY_SIZE, Capabilities, Range, one_of
 from attnreg.contract.spec import AttentionSpec
 
 CAPABILITIES = Capabilities(
     devices=("cpu",),
     dtypes=("float16", "bfloat16", "float32", "float64"),
     head_dim=Range(1, 2**31 - 1),
+    page_size=ANY_SIZE,
     varlen=True,
     gqa=True,
     causal=True,
     window=True,
     bias=True,
+    dropout=True,
+    alibi=True,
     seqused_k=True,
     num_splits=True,
     any_scale=True,
@@ -33,6 +36,9 @@ CAPABILITIES = Capabilities(
     deterministic=True,
     batch_invariant=True,
 )
+
+# Slopes are divided by the softcap.
+_LEAST_SOFTCAP = 2.0**-96
 
 
 def load() -> Kernels:
@@ -54,11 +60,14 @@ def version() -> str:
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     """Say what of a call only the compiled kernel can do, where that can't run it."""
-    option = "softcap" if spec.softcap else "grad_lse" if spec.grad_lse else ""
+    on = {"softcap": spec.softcap, "grad_lse": spec.grad_lse, "alibi_slopes": spec.alibi}
+    option = next((name for name, is_on in {**on, "dropout_p": spec.dropout}.items() if is_on), "")
     if option and spec.dtype not in choice.DTYPES:
         return (f"dtype must be {one_of(choice.DTYPES)} with {option}, got {spec.dtype}",)
-    if option and spec.bias:
-        return (f"attn_bias must be None with {option}, got a tensor",)
+    if spec.bias and (option or spec.page_size is not None):
+        return (f"attn_bias must be None with {option or 'block_table'}, got a tensor",)
+    if spec.alibi and 0.0 < spec.softcap < _LEAST_SOFTCAP:
+        return (f"softcap must be 2**-96 or more with alibi_slopes, got {spec.softcap}",)
     if option and compiled.load() is None:
         return (f"{option} needs the compiled kernel, which `attnreg build` makes",)
     return ()

@@ -1,7 +1,7 @@
 """The compiled kernel (`kernel/module.cpp`), where `attnreg build` has made it.
 
 A call of it is a whole batch, whatever its lengths: it gets the addresses of the tensors and a description of
-everything else, a `_Problem`, and shares the work out among torch's threads. The description is the same for
+everything else, a `Problem`, and shares the work out among torch's threads. The description is the same for
 all calls alike, so it is kept, and a launcher has nothing to do but to pass addresses on.
 """
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.cpu import choice, torch_path
+from attnreg.backends.cpu.paged import check_pages, gathered_backward
+from attnreg.backends.cpu.problem import DTYPES, addresses_of, option_tensors, problem_of
 from attnreg.backends.cpu.sequences import Sequences, sequences_of
 from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.launchers import AddressLauncher
@@ -26,30 +28,10 @@ from attnreg.torchlib import building
 
 log = logging.getLogger("attnreg")
 
-# As the library numbers them.
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
 # The library's operands by their places among a call's tensors and then its results: q, k, v, out, lse, and
 # in the backward grad_out, grad_q, grad_k, grad_v. A gradient of the LSE comes last; calls with one have no
 # launcher.
 _FORWARD, _BACKWARD = (0, 1, 2, 3, 4), (1, 2, 3, 4, 5, 0, 6, 7, 8)
-_LSES = (4, 9)
-
-
-class _Problem(ctypes.Structure):
-    """`Problem` in `kernel/problem.h`: an operand is an address, left out here, and three strides."""
-
-    _fields_ = (
-        ("dtype", ctypes.c_int64),
-        ("operand_count", ctypes.c_int64),
-        ("sizes", ctypes.c_int64 * 5),
-        ("sequences", ctypes.c_int64),
-        ("operands", ctypes.c_int64 * (10 * 4)),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-        ("batch_invariant", ctypes.c_int64),
-    )
-    owner: Sequences  # of the memory at `sequences`
 
 
 class Compiled(NamedTuple):
@@ -77,6 +59,7 @@ class Compiled(NamedTuple):
         _run(self.forward_entry, (q, k, v, out, lse), sequences, call)
         return out, lse
 
+    @gathered_backward
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,11 +135,14 @@ def load() -> Compiled | None:
 
 
 def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    return q.dtype in _DTYPES and call.attn_bias is None and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+    return q.dtype in DTYPES and call.attn_bias is None and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
 
 
 def _takes_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    return _takes(q, k, v, call) and (bool(call.softcap) or not choice.leaves_to_torch(q, k, call))
+    if not _takes(q, k, v, call):
+        return False
+    is_only_here = call.softcap or call.dropout or call.alibi_slopes is not None
+    return bool(is_only_here) or call.block_table is not None or not choice.leaves_to_torch(q, k, call)
 
 
 def _takes_backward(
@@ -199,8 +185,12 @@ def _backward_results(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run(entry: Any, operands: Sequence[Tensor], sequences: Sequences, call: Call) -> None:
-    problem = _problem_of(operands, sequences, call)
-    _raise_for(entry(ctypes.byref(problem), _addresses(operands)))
+    options = option_tensors(call)
+    problem = problem_of(operands, sequences, call, options)
+    status = entry(ctypes.byref(problem), addresses_of((*operands, *options)))
+    if status == 3 and call.block_table is not None:
+        check_pages(operands[1], call.block_table, call)
+    _raise_for(status)
 
 
 def _launcher(
@@ -210,7 +200,7 @@ def _launcher(
     order = _FORWARD if len(made) == 2 else _BACKWARD
     results = tuple((tuple(x.shape), x.stride(), x.dtype) for x in made)
     both = (*tensors, *made)
-    problem = ctypes.pointer(_problem_of([both[number] for number in order], sequences, call))
+    problem = ctypes.pointer(problem_of([both[number] for number in order], sequences, call))
 
     def launch(addresses: int, workspace: int, stream: int) -> bool:
         _raise_for(entry(problem, addresses))
@@ -221,46 +211,11 @@ def _launcher(
             [torch.empty_strided(size, step, dtype=dtype, device="cpu") for size, step, dtype in results]
         )
         both = tensors + made
-        _raise_for(entry(problem, _addresses([both[number] for number in order])))
+        _raise_for(entry(problem, addresses_of([both[number] for number in order])))
         return made
 
     strides = None if order is _FORWARD else tensors[-1].stride()
     return AddressLauncher(run, launch, order, results, lse_strides=strides)
-
-
-def _addresses(operands: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(operands))(*[x.data_ptr() for x in operands])
-
-
-def _problem_of(operands: Sequence[Tensor], sequences: Sequences, call: Call) -> _Problem:
-    q, k, v = operands[:3]
-    sizes = (q.size(-2), k.size(-2), q.size(-1), v.size(-1))
-    strides = tuple([x.stride() for x in operands])
-    both = call.softcap, call.batch_invariant
-    return _problem(_DTYPES[q.dtype], sizes, strides, sequences, call.scale, *both)
-
-
-@functools.lru_cache(maxsize=64)
-def _problem(
-    dtype: int,
-    sizes: tuple[int, ...],
-    strides: tuple[tuple[int, ...], ...],
-    sequences: Sequences,
-    scale: float,
-    softcap: float,
-    batch_invariant: bool,
-) -> _Problem:
-    operands: list[int] = []
-    for number, each in enumerate(strides):
-        if number in _LSES:  # (B, H, S) or (H, T), as it were (B, S, H, 1) or (T, H, 1)
-            each = (*each[:-2], each[-1], each[-2], 1)
-        operands += 0, each[0] if len(each) == 4 else 0, each[-3], each[-2]
-    address, count = sequences.table.buffer_info()[0], len(sequences.each)
-    problem = _Problem(
-        dtype, len(strides), (*sizes, count), address, (*operands,), scale, softcap, batch_invariant
-    )
-    problem.owner = sequences
-    return problem
 
 
 def _raise_for(status: int) -> None:

@@ -22,10 +22,11 @@ Window = tuple[int, int]
 class Sequence(NamedTuple):
     """One sequence, as `Sequence` in `kernel/problem.h`: `rows` query rows and `keys` keys.
 
-    `row` and `key` are the first of them: in entry `batch` of a dense tensor, else in the packed one. `left`
-    and `right` are the window; a bound that hides nothing is -1.
+    It is the one with that `number` in the call. `row` and `key` are the first of them: in entry `batch` of a
+    dense tensor, else in the packed one. `left` and `right` are the window; a bound that hides nothing is -1.
     """
 
+    number: int
     batch: int
     row: int
     rows: int
@@ -54,11 +55,13 @@ class Sequences:
     """The sequences of a call, in the order of their rows; compared by identity.
 
     Attributes:
+        count: how many the call has.
         each: those that have something to compute.
         of_every_row, of_every_key: whether each row, and each key, of the tensors belongs to one of them.
         tokens: how many rows and keys one entry of a dense tensor has; 0 for packed ones.
     """
 
+    count: int
     each: tuple[Sequence, ...]
     of_every_row: bool
     of_every_key: bool
@@ -73,7 +76,7 @@ class Sequences:
     def uniform_batches(self) -> tuple[UniformBatch, ...]:
         """Return neighbours of equal length as batches."""
         found: list[UniformBatch] = []
-        for batch, row, rows, key, keys, left, right in self.each:
+        for _, batch, row, rows, key, keys, left, right in self.each:
             first = batch * self.tokens[0] + row, rows, batch * self.tokens[1] + key, keys
             one = UniformBatch(*first, (left, right))
             if found and _continues(found[-1], one):
@@ -100,7 +103,11 @@ def visible(len_q: int, len_k: int, window: Window) -> tuple[int, int, Window] |
 def sequences_of(q: Tensor, k: Tensor, call: Call) -> Sequences:
     """Return the sequences of a call; raises `InvalidInputError` if offsets or counts don't fit."""
     used = None if call.seqused_k is None else tuple(call.seqused_k.tolist())
-    return _sequences(_lengths(call.cu_seqlens_q, q), _lengths(call.cu_seqlens_k, k), used, call.window)
+    of_q, of_k = _lengths(call.cu_seqlens_q, q), _lengths(call.cu_seqlens_k, k)
+    if call.block_table is not None:
+        count, pages = call.block_table.shape
+        of_k = _Lengths(None, pages * k.size(1), count, count * pages * k.size(1))
+    return _sequences(of_q, of_k, used, call.window)
 
 
 class _Lengths(NamedTuple):
@@ -155,9 +162,10 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
             keys = used[index]
         if seen := visible(rows, keys, window):
             hidden_rows, hidden_keys, bounds = seen
-            first = index if is_dense else 0, row + hidden_rows, rows - hidden_rows
+            first = index, index if is_dense else 0, row + hidden_rows, rows - hidden_rows
             each.append(Sequence(*first, key + hidden_keys, keys - hidden_keys, *bounds))
     return Sequences(
+        of_q.sequences,
         tuple(each),
         sum(one.rows for one in each) == of_q.all_tokens,
         sum(one.keys for one in each) == of_k.all_tokens,

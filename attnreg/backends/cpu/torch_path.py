@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnreg.backends.cpu import bfloat16, dense
 from attnreg.backends.cpu.flash import Flash, additive, forward_dtype, lse_dtype, readable
+from attnreg.backends.cpu.paged import gathered_backward, gathered_forward
 from attnreg.backends.cpu.sequences import UniformBatch, sequences_of
 from attnreg.contract.backend import Call
 from attnreg.errors import UnsupportedInputError
@@ -26,6 +27,7 @@ _LARGE = 24.0
 _FEW_KEYS = 16
 
 
+@gathered_forward
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE."""
     if call.batch_invariant:
@@ -108,6 +110,7 @@ def _forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple
     return out.to(q.dtype), lse.transpose(1, 2).contiguous()
 
 
+@gathered_backward
 def backward(
     flash: Flash, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,8 +162,11 @@ def _check_options(call: Call) -> None:
     """Decline what the kernel has no argument for, and `refuses` couldn't see."""
     if call.softcap:
         raise UnsupportedInputError(f"softcap must be 0 for torch's kernel, got {call.softcap}")
-    if call.grad_lse is not None:
-        raise UnsupportedInputError("grad_lse must be None for torch's kernel, got a tensor")
+    for name in ("grad_lse", "alibi_slopes"):
+        if getattr(call, name) is not None:
+            raise UnsupportedInputError(f"{name} must be None for torch's kernel, got a tensor")
+    if call.dropout:
+        raise UnsupportedInputError(f"dropout_p must be 0 for torch's kernel, got {call.dropout}")
 
 
 def _sees_few(call: Call) -> bool:

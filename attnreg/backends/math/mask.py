@@ -136,7 +136,8 @@ def _survivors(
 
     A weight has its own random number, a hash of the random state and of the numbers of its batch, head, row
     and column. So any part of the mask can be computed again on any device, and the backward needs nothing
-    from the forward but the random state, which is never read on the host.
+    from the forward but the random state, which is never read on the host. `Dropout` in the cpu backend's
+    kernel/options.h is the same function.
     """
     places = (batch[:, None, None, None], heads[:, None, None], rows[:, None])
     step, start = (_key(rng_state, lane, *places) for lane in (1, 2))

@@ -13,7 +13,8 @@ class Backward {
  public:
   static constexpr int64_t kKeys = 64;
 
-  explicit Backward(const Problem& problem) : problem_(problem), scale_(problem) {}
+  explicit Backward(const Problem& problem)
+      : problem_(problem), scale_(problem), alibi_(problem, scale_), dropout_(problem) {}
   virtual ~Backward() = default;
   static int64_t chunks(const Task& head) { return (head.rows + kRows - 1) / kRows; }
 
@@ -53,7 +54,7 @@ class Backward {
   // What a task works on: its rows in every form that a product needs, and one block of keys and of scores.
   struct Packed {
     Panels q, q_columns, grad_out, grad_out_columns, grad_q;
-    Panels k, k_columns, v_columns, weights, grad_scores, slopes;
+    Panels k, k_columns, v_columns, weights, grad_scores, slopes, kept;
     int64_t lanes;
     float *base, *rest, *delta, *grad_lse, *delta_of_out;  // as `RowStatistics` has them; by the output that was given
   };
@@ -63,6 +64,12 @@ class Backward {
     const Task task = task_of(head, chunk);
     const Packed packed = pack(task);
     bounds_.set(task, problem_.group());
+    if (alibi_.is_on()) {
+      alibi_.set(task);
+    }
+    if (dropout_.is_on()) {
+      dropout_.set(task);
+    }
     const bool is_large = load_statistics(task, packed);
     if (is_large) {
       compute_statistics(task, packed);
@@ -78,18 +85,23 @@ class Backward {
       for_each_tile(packed, key, count, [&](auto known, int64_t lane, const Bounds::Span& span) {
         constexpr int64_t kWidth = decltype(known)::value;
         const int64_t end = padded(span.to, kTileRows), rows = std::min(task.rows - lane, kWidth * kLanes);
-        products<kWidth>(packed, lane, span, is_large);
+        products<kWidth>(packed, lane, key, span, is_large);
         if (span.masked) {
           bounds_.mask(packed.weights, kWidth, lane, key, span);
         }
-        const bool is_all = bounds_.within(lane, kWidth * kLanes, key, count);
+        const bool is_all = !std::is_same_v<Number, Float32> && bounds_.within(lane, kWidth * kLanes, key, count);
         for (int64_t i = 0, here = lane; i < kWidth; i++, here += kLanes) {
+          const Ints whole = dropout_.is_on() ? bounds_.each_within(here, key, count) : all_rows();
           gradients_of_block<Number>(
-              packed.weights.from(i), packed.grad_scores.from(i), span.from, span.to, is_all, scale_.to_exponent,
+              packed.weights.from(i), packed.grad_scores.from(i), span.from, span.to, is_all || dropout_.is_on(), whole,
+              scale_,
               {packed.base + here, packed.rest + here, packed.delta + here, packed.grad_lse + here});
         }
         if (scale_.is_capped) {
           multiply(packed.grad_scores, packed.slopes, kWidth, span.from, span.to);
+        }
+        if (dropout_.is_on()) {
+          multiply(packed.weights, packed.kept, kWidth, span.from, span.to);
         }
         columns_by_rows<kWidth, Store::kAdd>(
             packed.k, packed.grad_scores, packed.grad_q.from(lane / kLanes), 0, padded(size, kTileRows), span.from,
@@ -127,7 +139,8 @@ class Backward {
         grad_out_columns_.panels(lanes, value_size), grad_q_.zeros(lanes, padded(size, kTileRows)),
         k_.panels(size, kKeys), k_columns_.panels(kKeys, size), v_columns_.panels(kKeys, value_size),
         weights_.panels(kMaxPanels * kLanes, kKeys), grad_scores_.panels(kMaxPanels * kLanes, kKeys),
-        scale_.is_capped ? slopes_.panels(kMaxPanels * kLanes, kKeys) : Panels{}, lanes,
+        scale_.is_capped ? slopes_.panels(kMaxPanels * kLanes, kKeys) : Panels{},
+        dropout_.is_on() ? kept_.panels(kMaxPanels * kLanes, kKeys) : Panels{}, lanes,
         base_.take(lanes), rest_.take(lanes), delta_.take(lanes), grad_lse_.take(lanes), delta_of_out_.take(lanes)};
     pack_rows(queries, task.row, task.rows, size, packed.q);
     pack_columns(queries, task.row, task.rows, size, scale_.sign, packed.q_columns);
@@ -146,7 +159,7 @@ class Backward {
 
   // Computes the scores of a tile, and the gradients of its weights.
   template <int64_t kWidth>
-  void products(const Packed& packed, int64_t lane, const Bounds::Span& span, bool is_large) const {
+  void products(const Packed& packed, int64_t lane, int64_t key, const Bounds::Span& span, bool is_large) const {
     const int64_t panel = lane / kLanes, end = padded(span.to, kTileRows);
     const Panels q = packed.q_columns.from(panel), grad_out = packed.grad_out_columns.from(panel);
     if (is_large && std::is_same_v<Number, Float32>) {
@@ -157,6 +170,13 @@ class Backward {
     rows_of_heads<kWidth>(packed.v_columns, grad_out, packed.grad_scores, span.from, end, problem_.value_size);
     if (scale_.is_capped) {
       cap(packed.weights, kWidth, span.from, span.to, scale_.to_tanh, packed.slopes);
+    }
+    if (alibi_.is_on()) {
+      alibi_.add(packed.weights, kWidth, lane, key, span.from, span.to, kInfinity);
+    }
+    if (dropout_.is_on()) {
+      dropout_.template draw<false>(packed.kept, kWidth, lane, key, span.from, span.to);
+      multiply(packed.grad_scores, packed.kept, kWidth, span.from, span.to);
     }
   }
 
@@ -205,7 +225,7 @@ class Backward {
       const int64_t count = pack_keys(task, packed, key);
       for_each_tile(packed, key, count, [&](auto known, int64_t lane, const Bounds::Span& span) {
         constexpr int64_t kWidth = decltype(known)::value;
-        products<kWidth>(packed, lane, span, true);
+        products<kWidth>(packed, lane, key, span, true);
         if (span.masked) {
           bounds_.mask(packed.weights, kWidth, lane, key, span);
         }
@@ -214,7 +234,7 @@ class Backward {
           const Floats highest = highest_of(weights, span.from, span.to, load<Floats>(packed.base + lane));
           float factors[kLanes];
           softmax_of_block(
-              weights, span.from, span.to, highest, scale_.to_exponent, {packed.base + lane, packed.rest + lane},
+              weights, span.from, span.to, highest, scale_, {packed.base + lane, packed.rest + lane},
               factors);
           Floats sum{};
           for (int64_t row = span.from; row < span.to; row++) {
@@ -240,9 +260,11 @@ class Backward {
 
   const Problem& problem_;
   const Scale scale_;
+  Alibi alibi_;
+  Dropout dropout_;
   Bounds bounds_;
   Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
-  Buffer out_columns_, weights_, grad_scores_, slopes_, base_, rest_, delta_, grad_lse_, delta_of_out_;
+  Buffer out_columns_, weights_, grad_scores_, slopes_, kept_, base_, rest_, delta_, grad_lse_, delta_of_out_;
 };
 
 }  // namespace attnreg

@@ -159,7 +159,7 @@ class TileBackward : public Backward<BFloat16, 256> {
     if (bounds_.within(lane, kPair, key, count)) {
       for (int64_t i = 0, here = lane; i < 2; i++, here += kLanes) {
         gradients_of_block<BFloat16>(
-            t_.scores.from(i), t_.grads.from(i), span.from, span.to, true, scale_.to_exponent,
+            t_.scores.from(i), t_.grads.from(i), span.from, span.to, true, all_rows(), scale_,
             {t_.zeros + here, t_.exponent + here, t_.delta + here, t_.grad_lse + here});
       }
       store_pair<true>(lane, step, span);

@@ -16,7 +16,8 @@ class Forward {
   // Rows of a task at most, and a multiple of what they are: they share the packed keys and values of a block.
   static constexpr int64_t kRows = 10 * kMaxPanels * kLanes, kStep = kMaxPanels * kLanes;
 
-  explicit Forward(const Problem& problem) : problem_(problem), scale_(problem) {}
+  explicit Forward(const Problem& problem)
+      : problem_(problem), scale_(problem), alibi_(problem, scale_), dropout_(problem) {}
 
   void run(const Task& task) {
     const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
@@ -29,12 +30,19 @@ class Forward {
     std::fill_n(highest, lanes, -kInfinity);
     std::fill_n(sums, lanes, 0.0f);
     bounds_.set(task, group);
+    if (alibi_.is_on()) {
+      alibi_.set(task);
+    }
+    if (dropout_.is_on()) {
+      dropout_.set(task);
+    }
     pack_columns(query_rows<Number>(problem_.q, task, group), task.row, task.rows, size, scale_.sign, q);
-    const auto keys = key_rows<Number>(problem_.k, task), values = key_rows<Number>(problem_.v, task);
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kKeys) {
       const int64_t count = std::min(kKeys, bounds_.highest() - key);
-      pack_columns(keys, key, count, size, 1.0f, k);
-      pack_rows(values, key, count, value_size, v);
+      with_key_rows<Number>(
+          problem_, problem_.k, task, [&](auto rows) { pack_columns(rows, key, count, size, 1.0f, k); });
+      with_key_rows<Number>(
+          problem_, problem_.v, task, [&](auto rows) { pack_rows(rows, key, count, value_size, v); });
       for (int64_t lane = 0, width; lane < lanes; lane += width * kLanes) {
         width = next_width((lanes - lane) / kLanes);
         const auto span = bounds_.of(lane, width * kLanes, key, count);
@@ -46,7 +54,11 @@ class Forward {
           constexpr int64_t kWidth = decltype(known)::value;
           float factors[kWidth * kLanes];
           softmax_of_tile<Number, kWidth>(
-              k, q.from(panel), scores, size, scale_, bounds_, lane, key, span, {highest + lane, sums + lane}, factors);
+              k, q.from(panel), scores, size, scale_, alibi_, bounds_, lane, key, span,
+              {highest + lane, sums + lane}, factors);
+          if (dropout_.is_on()) {
+            dropout_.template draw<true>(scores, kWidth, lane, key, span.from, span.to);
+          }
           columns_by_rows<kWidth, Store::kScaleAndAdd>(
               v, scores, out.from(panel), 0, padded(value_size, kTileRows), span.from, span.to, factors);
         });
@@ -73,6 +85,8 @@ class Forward {
 
   const Problem& problem_;
   const Scale scale_;
+  Alibi alibi_;
+  Dropout dropout_;
   Bounds bounds_;
   Buffer q_, k_, v_, scores_, out_, highest_, sums_;
 };

@@ -36,12 +36,13 @@ class TileForward : public Forward<BFloat16> {
       scores_of_[i] = score_buffers_[i].panels(kPair, kKeys);
       weights_of_[i] = take_tiles(weight_buffers_[i], kPair, kKeys);
     }
-    const auto keys = key_rows<BFloat16>(problem_.k, task), values = key_rows<BFloat16>(problem_.v, task);
     pack_tiles<true>(query_rows<BFloat16>(problem_.q, task, problem_.group()), task.row, task.rows, size, q);
     for (int64_t key = bounds_.lowest(); key < bounds_.highest(); key += kPacked) {
       const int64_t count = std::min(kPacked, bounds_.highest() - key);
-      pack_tiles<false>(keys, key, count, size, k);
-      pack_pairs<1, true>(values, key, count, value_size, v);
+      with_key_rows<BFloat16>(
+          problem_, problem_.k, task, [&](auto rows) { pack_tiles<false>(rows, key, count, size, k); });
+      with_key_rows<BFloat16>(
+          problem_, problem_.v, task, [&](auto rows) { pack_pairs<1, true>(rows, key, count, value_size, v); });
       list_blocks(lanes, key, count);
       run_blocks(q, k, v, out);
     }

@@ -4,8 +4,8 @@
 // are packed into panels (panels.h) in float32, whatever the dtype, and multiplied tile by tile (products.h).
 //
 // vectors.h: vectors of the instruction set · dtypes.h: reading and writing them · panels.h: matrices ·
-// products.h: their products · problem.h: a call and its tasks · softmax.h: scores and their weights ·
-// key_sums.h: sums that tasks share · forward.h, backward.h: what a task computes ·
+// products.h: their products · problem.h: a call and its tasks · options.h: ALiBi slopes and dropout ·
+// softmax.h: scores and their weights · key_sums.h: sums that tasks share · forward.h, backward.h: what a task computes ·
 // tiles.h, forward_tiles.h, backward_tiles.h: the same in bfloat16 by AMX
 
 #include <ATen/EmptyTensor.h>
@@ -88,7 +88,8 @@ std::vector<Task> forward_tasks(const Problem& problem, int64_t most, int64_t st
 bool takes_tiles(const Problem& problem) {
   const auto fits = [](int64_t size) { return size % kTileSteps == 0 && size <= 256; };
   const Scale scale(problem);
-  const bool is_usual = !scale.is_capped && scale.sign == 1.0f && scale.to_exponent < 16.0f;
+  const bool is_usual = !scale.is_capped && !problem.slopes && problem.dropout == 0.0 && scale.sign == 1.0f &&
+                        scale.to_exponent < 16.0f;
   return problem.dtype == 1 && fits(problem.size) && fits(problem.value_size) && is_usual && TileUnit::is_there();
 }
 #endif
@@ -161,6 +162,15 @@ int64_t run_for_dtype(const Problem* description, void* const* addresses, Body&&
     for (int64_t i = 0; i < problem.operand_count; i++) {
       problem.operands[i].data = addresses[i];
     }
+    if (problem.has_options) {
+      const auto options = addresses + problem.operand_count;
+      problem.block_table = static_cast<const int32_t*>(options[0]);
+      problem.slopes = static_cast<const float*>(options[1]);
+      problem.rng_state = static_cast<const uint64_t*>(options[2]);
+    }
+    if (!has_its_pages(problem)) {
+      return 3;
+    }
     switch (problem.dtype) {
       case 0:
         body(Float32(), problem);
@@ -192,8 +202,8 @@ int64_t attnreg_has_tiles() {
 #endif
 }
 
-// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had. There is an address for
-// each operand.
+// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had, or 3 where a page isn't
+// there. There is an address for each operand, and with options one for each of the three tensors, or null.
 int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses) {
   return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
 #ifdef ATTNREG_TILES

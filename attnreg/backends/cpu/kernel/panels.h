@@ -23,8 +23,9 @@ struct Panels {
 };
 
 // The rows of a head, or of the query heads that share a key head, in a tensor.
-template <class Number>
+template <class Dtype>
 struct Rows {
+  using Number = Dtype;
   using Stored = typename Number::Stored;
 
   Stored* data;
@@ -36,9 +37,28 @@ struct Rows {
   }
 };
 
+// The rows of a key head in pages: a table has the page of each `size` of a sequence's tokens.
+template <class Dtype>
+struct PagedRows {
+  using Number = Dtype;
+  using Stored = typename Number::Stored;
+
+  Stored* data;
+  int64_t page, token;  // strides
+  const int32_t* table;
+  uint32_t size;
+  int64_t first;
+
+  Stored* operator[](int64_t row) const {
+    const uint32_t here = static_cast<uint32_t>(first + row);
+    return data + table[here / size] * page + here % size * token;
+  }
+};
+
 // Packs tensor rows as columns, multiplied by a factor; columns that the last panel lacks are 0.
-template <class Number>
-void pack_columns(const Rows<Number>& rows, int64_t first, int64_t count, int64_t size, float factor, Panels to) {
+template <class SomeRows>
+void pack_columns(const SomeRows& rows, int64_t first, int64_t count, int64_t size, float factor, Panels to) {
+  using Number = typename SomeRows::Number;
   for (int64_t panel = 0; panel * kLanes < count; panel++) {
     const int64_t here = first + panel * kLanes, real = count - panel * kLanes;
     for (int64_t column = 0; column < size; column += kLanes) {
@@ -57,12 +77,12 @@ void pack_columns(const Rows<Number>& rows, int64_t first, int64_t count, int64_
 }
 
 // Packs tensor rows as rows; columns that the last panel lacks are 0.
-template <class Number>
-void pack_rows(const Rows<Number>& rows, int64_t first, int64_t count, int64_t size, Panels to) {
+template <class SomeRows>
+void pack_rows(const SomeRows& rows, int64_t first, int64_t count, int64_t size, Panels to) {
   for (int64_t row = 0; row < count; row++) {
     const auto* from = rows[first + row];
     for (int64_t column = 0; column < size; column += kLanes) {
-      store(to.at(column / kLanes, row), read<Number>(from + column, size - column));
+      store(to.at(column / kLanes, row), read<typename SomeRows::Number>(from + column, size - column));
     }
   }
 }

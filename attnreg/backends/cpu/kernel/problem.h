@@ -1,4 +1,4 @@
-// A call, as `compiled.py` describes it, and the tasks that it is cut into.
+// A call, as `problem.py` describes it, and the tasks that it is cut into.
 
 #pragma once
 
@@ -30,7 +30,7 @@ struct Operand {
 
 // Row i sees key j if shift - left <= j - i <= shift + right, where shift is keys - rows; -1 is unbounded.
 struct Sequence {
-  int64_t batch, row, rows, key, keys, left, right;
+  int64_t number, batch, row, rows, key, keys, left, right;
 
   int64_t first_key(int64_t row) const {
     return left < 0 ? 0 : std::clamp<int64_t>(row + keys - rows - left, 0, keys);
@@ -40,8 +40,8 @@ struct Sequence {
   }
 };
 
-// Like `_Problem` in `compiled.py`, where the addresses of operands are left out. Of a forward there are 5 operands, of a
-// backward 9, or 10 with a gradient of the LSE.
+// Like `Problem` in `problem.py`, where all addresses but that of the sequences are left out. Of a forward there are 5
+// operands, of a backward 9, or 10 with a gradient of the LSE.
 struct Problem {
   int64_t dtype, operand_count;
   int64_t heads, key_heads, size, value_size, count;
@@ -54,6 +54,13 @@ struct Problem {
   };
   double scale, softcap;
   int64_t batch_invariant;  // not 0: how a sequence is cut may not depend on the others
+  // Options that few calls have; each pointer is null without its option.
+  double dropout;
+  int64_t has_options, slope_batch, slope_head;  // the last two are strides
+  int64_t pages, page_size, table_width;
+  const int32_t* block_table;
+  const float* slopes;
+  const uint64_t* rng_state;
 
   int64_t group() const { return heads / key_heads; }
 };
@@ -68,14 +75,23 @@ struct Scale {
   float to_exponent = 1.0f;
   double size;
   bool is_capped;
+  // Weights below 2 to the power of this are 0. Slopes give weights of every size: products of the smallest would be too
+  // small for normal numbers, with which an instruction takes far longer.
+  float lowest = -126.0f;
   // With a softcap, what scores are multiplied by before the tanh.
   float to_tanh = 0.0f;
 
   explicit Scale(const Problem& problem) : size(std::abs(problem.scale)), is_capped(problem.softcap > 0.0) {
     const float found = static_cast<float>(size / kLog2);
-    const bool is_zero = found < 0x1p-126f;  // smaller numbers may be flushed to 0
+    // Smaller numbers may be flushed to 0, and slopes are divided by the scale.
+    const bool is_zero = found < (problem.slopes ? 0x1p-96f : 0x1p-126f);
     sign = is_zero ? 0.0f : problem.scale < 0.0 ? -1.0f : 1.0f;
     to_exponent = is_zero ? 1.0f : found;
+    lowest = problem.slopes ? -100.0f : lowest;
+    if (is_zero && problem.slopes) {  // of the exponents nothing is left but slopes
+      size = 1.0;
+      to_exponent = static_cast<float>(1.0 / kLog2);
+    }
     if (is_capped) {
       to_tanh = static_cast<float>(std::min(size / problem.softcap, 0x1p126));
       size = problem.softcap;
@@ -187,6 +203,15 @@ class Bounds {
     return first_[lane] >= key && end_[lane + lanes - 1] <= key + keys;
   }
 
+  // The same of each row of a panel.
+  Ints each_within(int64_t lane, int64_t key, int64_t keys) const {
+    Ints found;
+    for (int64_t i = 0; i < kLanes; i++) {
+      found[i] = -int32_t(first_[lane + i] >= key && end_[lane + i] <= key + keys);
+    }
+    return found;
+  }
+
   // Sets scores that are masked to minus infinity.
   void mask(Panels scores, int64_t panels, int64_t lane, int64_t key, const Span& span) const {
     const Floats hidden = broadcast(-kInfinity);
@@ -219,6 +244,34 @@ template <class Number>
 Rows<Number> key_rows(const Operand& operand, const Task& task) {
   const auto& [sequence, key_head, row, rows] = task;
   return {operand.at<Number>(sequence->batch, sequence->key, key_head), operand.token, operand.head, 1};
+}
+
+// Calls a function with the rows of a task's keys, or values, wherever they are: only forwards read pages.
+template <class Number, class Body>
+void with_key_rows(const Problem& problem, const Operand& operand, const Task& task, Body&& body) {
+  if (!problem.block_table) {
+    return body(key_rows<Number>(operand, task));
+  }
+  const auto& [sequence, key_head, row, rows] = task;
+  const int32_t* table = problem.block_table + sequence->number * problem.table_width;
+  body(PagedRows<Number>{
+      operand.at<Number>(0, 0, key_head), operand.batch, operand.token, table, uint32_t(problem.page_size),
+      sequence->key});
+}
+
+// Whether all pages that a call reads are there.
+inline bool has_its_pages(const Problem& problem) {
+  for (int64_t i = 0; problem.block_table && i < problem.count; i++) {
+    const Sequence& sequence = problem.sequences[i];
+    const int32_t* table = problem.block_table + sequence.number * problem.table_width;
+    const int64_t end = (sequence.key + sequence.keys - 1) / problem.page_size;
+    for (int64_t page = sequence.key / problem.page_size; page <= end; page++) {
+      if (table[page] < 0 || table[page] >= problem.pages) {
+        return false;
+      }
+    }
+  }
+  return true;
 }
 
 }  // namespace attnreg

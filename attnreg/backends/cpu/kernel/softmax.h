@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "problem.h"
+#include "options.h"
 #include "products.h"
 
 namespace attnreg {
@@ -63,8 +63,9 @@ inline Floats highest_of(Panels scores, int64_t from, int64_t to, Floats before)
 // Turns scores into weights relative to the highest score `now`; `factors` are what earlier sums are multiplied by
 // if that has risen.
 inline void softmax_of_block(
-    Panels scores, int64_t from, int64_t to, Floats now, float to_exponent, const RowSums& sums, float* factors) {
+    Panels scores, int64_t from, int64_t to, Floats now, const Scale& scale, const RowSums& sums, float* factors) {
   const Floats before = load<Floats>(sums.highest);
+  const float to_exponent = scale.to_exponent, lowest = scale.lowest;
   // In a row that has seen no key yet, -inf - -inf would be NaN.
   const Floats base = now == -kInfinity ? Floats{} : now;
   Floats sum[2] = {};
@@ -73,14 +74,14 @@ inline void softmax_of_block(
 #pragma GCC unroll 2
     for (int64_t i = 0; i < 2; i++) {
       float* at = scores.at(0, row + i);
-      const Floats weight = exp2((load<Floats>(at) - base) * to_exponent);
+      const Floats weight = exp2((load<Floats>(at) - base) * to_exponent, lowest);
       store(at, weight);
       sum[i] += weight;
     }
   }
   for (; row < to; row++) {
     float* at = scores.at(0, row);
-    const Floats weight = exp2((load<Floats>(at) - base) * to_exponent);
+    const Floats weight = exp2((load<Floats>(at) - base) * to_exponent, lowest);
     store(at, weight);
     sum[0] += weight;
   }
@@ -93,21 +94,23 @@ inline void softmax_of_block(
 // Computes the scores of a tile, masks them, and turns them into weights as above.
 template <class Number, int64_t kWidth>
 void softmax_of_tile(
-    Panels keys, Panels queries, Panels scores, int64_t size, const Scale& scale, const Bounds& bounds, int64_t lane,
-    int64_t key, const Bounds::Span& span, const RowSums& sums, float* factors) {
+    Panels keys, Panels queries, Panels scores, int64_t size, const Scale& scale, const Alibi& alibi,
+    const Bounds& bounds, int64_t lane, int64_t key, const Bounds::Span& span, const RowSums& sums, float* factors) {
   const int64_t end = padded(span.to, kTileRows);
   Floats now[kWidth];
   const auto mask = [&] {
     if (scale.is_capped) {
       cap(scores, kWidth, span.from, span.to, scale.to_tanh);
     }
+    const double limit = kLarge<Number> / scale.size;
+    const bool is_far = alibi.is_on();  // a sum with what a slope adds may be large, however exact the score is
+    bool is_large = is_far && alibi.add(scores, kWidth, lane, key, span.from, span.to, limit);
     if (span.masked) {
       bounds.mask(scores, kWidth, lane, key, span);
     }
-    bool is_large = false;
     for (int64_t i = 0; i < kWidth; i++) {
       now[i] = highest_of(scores.from(i), span.from, span.to, load<Floats>(sums.highest + i * kLanes));
-      is_large = is_large || any_beyond(now[i], kLarge<Number> / scale.size);
+      is_large = is_large || (!is_far && any_beyond(now[i], limit));
     }
     return is_large;
   };
@@ -119,7 +122,7 @@ void softmax_of_tile(
   for (int64_t i = 0; i < kWidth; i++) {
     const int64_t here = i * kLanes;
     const RowSums of_panel{sums.highest + here, sums.weights + here};
-    softmax_of_block(scores.from(i), span.from, span.to, now[i], scale.to_exponent, of_panel, factors + here);
+    softmax_of_block(scores.from(i), span.from, span.to, now[i], scale, of_panel, factors + here);
   }
 }
 
@@ -142,8 +145,13 @@ void settle(double given, float delta_of_out, double size, float& base, float& r
   }
 }
 
-// Weights that add up to less than 1 by more than this leave some to keys elsewhere; less isn't seen in 16 bits.
-constexpr float kOfOthers = 0x1p-12f;
+// Weights that add up to less than 1 by more than this leave some to keys elsewhere; less isn't seen in the dtype.
+template <class Number>
+constexpr float kOfOthers = std::is_same_v<Number, Float32> ? 0x1p-18f : 0x1p-12f;
+
+inline Ints all_rows() {
+  return Ints{} - 1;
+}
 
 // For each row: what is subtracted from a score, and from the exponent that the score's weight then has; the sum of
 // its weights times their gradients, less the gradient of its LSE, and that.
@@ -152,29 +160,32 @@ struct RowStatistics {
 };
 
 // Turns scores into weights, and gradients of weights into those of scores; both are 0 from `to` up to a multiple of
-// kTileRows. `is_all`: no row sees further keys.
+// kTileRows. Rows that see no further keys are `whole`, as `whole_rows` says of some.
 template <class Number>
 void gradients_of_block(
-    Panels weights, Panels grads, int64_t from, int64_t to, bool is_all, float to_exponent, const RowStatistics& of) {
+    Panels weights, Panels grads, int64_t from, int64_t to, bool whole_rows, Ints whole, const Scale& scale,
+    const RowStatistics& of) {
   const Floats base = load<Floats>(of.base), rest = load<Floats>(of.rest), delta = load<Floats>(of.delta);
+  const float to_exponent = scale.to_exponent, lowest = scale.lowest;
   Floats sum{}, all{};
   int64_t row = from;
   for (; row < to; row++) {
     float *weight = weights.at(0, row), *grad = grads.at(0, row);
     // No weight is above 1, however much of very large scores was lost to rounding.
     const Floats power = (load<Floats>(weight) - base) * to_exponent - rest;
-    const Floats found = exp2(power > 0.0f ? Floats{} : power);
+    const Floats found = exp2(power > 0.0f ? Floats{} : power, lowest);
     const Floats grad_of_score = found * (load<Floats>(grad) - delta);
     store(weight, found);
     store(grad, grad_of_score);
     sum += grad_of_score;
     all += found;
   }
-  // The delta is that of an output in 16 bits. With few keys its rounding is most of a gradient's error, and plain
-  // PyTorch operations haven't got it: gradients of a row's scores add up to that of its LSE, mostly 0. Not so where the
-  // LSE is of more keys (with sinks, or over ranks): weights don't add up to 1 there.
-  if (is_all && !std::is_same_v<Number, Float32>) {
-    sum = all > 1.0f - kOfOthers ? sum - load<Floats>(of.grad_lse) : Floats{};
+  // The delta is that of an output in 16 bits, or of one that is multiplied by the factor of dropout. With few keys its
+  // rounding is most of a gradient's error, and plain PyTorch operations haven't got it: gradients of a row's scores add
+  // up to that of its LSE, mostly 0. Not so where the LSE is of more keys (with sinks, or over ranks): weights don't add
+  // up to 1 there.
+  if (whole_rows) {
+    sum = (whole & (all > 1.0f - kOfOthers<Number>)) ? sum - load<Floats>(of.grad_lse) : Floats{};
     for (int64_t i = from; i < to; i++) {
       store(grads.at(0, i), load<Floats>(grads.at(0, i)) - load<Floats>(weights.at(0, i)) * sum);
     }

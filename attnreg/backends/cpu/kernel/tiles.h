@@ -205,8 +205,8 @@ class TileProduct {
 // ---- packing: sizes of heads are multiples of kTileSteps; rows that the last pair of tiles lacks are 0
 
 // Packs tensor rows as rows of a left matrix, or as columns of a right one.
-template <bool kAsColumns>
-void pack_tiles(const Rows<BFloat16>& rows, int64_t first, int64_t count, int64_t size, TileMatrix to) {
+template <bool kAsColumns, class SomeRows>
+void pack_tiles(const SomeRows& rows, int64_t first, int64_t count, int64_t size, TileMatrix to) {
   for (int64_t row = 0; row < padded(count, kPair); row += kTile) {
     for (int64_t column = 0; column < size; column += kTileSteps) {
       Floats block[kTile];  // of words: nothing is computed with them
@@ -224,8 +224,8 @@ void pack_tiles(const Rows<BFloat16>& rows, int64_t first, int64_t count, int64_
 
 // Packs tensor rows to be summed over: as rows of a right matrix, or as columns of a left one. Words have rows with
 // `kApart` rows between them: 1, or 16, as the rows of 16 words are 32 neighbours either way.
-template <int64_t kApart, bool kAsColumns>
-void pack_pairs(const Rows<BFloat16>& rows, int64_t first, int64_t count, int64_t size, TileMatrix to) {
+template <int64_t kApart, bool kAsColumns, class SomeRows>
+void pack_pairs(const SomeRows& rows, int64_t first, int64_t count, int64_t size, TileMatrix to) {
   const auto numbers = [&](int64_t row, int64_t column) {
     return row < count ? __builtin_convertvector(load<Halves>(rows[first + row] + column), Words) : Words{};
   };

@@ -64,11 +64,11 @@ inline bool any_beyond(Floats numbers, double limit) {
   return false;
 }
 
-// 2 to the power of at most 127, to two units in the last place: 0 where that would be too small for a normal
-// number, NaN of NaN.
-inline Floats exp2(Floats power) {
+// 2 to the power of at most 127, to two units in the last place; NaN of NaN. 0 below a lowest power: that of the smallest
+// normal number, unless given.
+inline Floats exp2(Floats power, float lowest = -126.0f) {
   constexpr float kRound = 12582912.0f + 127.0f;  // the last bit that stays is 1; below it is the exponent's bias
-  power = power < -126.0f ? broadcast(-127.0f) : power;
+  power = power < lowest ? broadcast(-127.0f) : power;
   const Floats shifted = power + kRound;
   const Floats rest = power - (shifted - kRound);
   Floats sum = broadcast(0.00015353362f) * rest + 0.0013398875f;
