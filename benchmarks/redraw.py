@@ -1,6 +1,9 @@
 """Draws what `attnreg bench NAME --out RUN` has written, on whatever machine that was.
 
-python benchmarks/redraw.py NAME RUN PICTURE
+    python benchmarks/redraw.py NAME RUN PICTURE
+    python benchmarks/redraw.py selection RUN RUN ... PICTURE --out FILE
+
+Several runs of random shapes, on machines of one kind, become one: FILE has all of their shapes.
 """
 
 from __future__ import annotations
@@ -8,22 +11,45 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
+from attnreg.bench.losses import summary, worst_of
 from attnreg.bench.plots import TITLES, draw
+from attnreg.bench.shapes import BOTH, FORWARD
+
+
+def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return runs of random shapes as one; each row says by which seed it was drawn."""
+    rows = [{"seed": run["results"]["seed"]} | row for run in runs for row in run["results"]["rows"]]
+    results = {
+        "seed": ", ".join(str(run["results"]["seed"]) for run in runs),
+        "table": runs[0]["results"]["table"],
+        "summary": summary(rows),
+        "worst": {step: worst_of(rows, step) for step in (FORWARD, BOTH)},
+        "rows": rows,
+    }
+    return {"machine": runs[0]["machine"], "results": results}
 
 
 def main() -> None:
-    """Draw one run."""
+    """Draw one run, or several as one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=TITLES)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("picture", type=Path)
+    parser.add_argument("--out", type=Path, help="where several runs are saved as one")
     options = parser.parse_args()
     # Earlier runs say "by hand" for what is called directly.
-    text = options.run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
-    document = json.loads(text)
+    texts = (
+        run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
+        for run in options.runs
+    )
+    documents = [json.loads(text) for text in texts]
+    document = joined(documents) if options.out else documents[0]
+    if options.out:
+        options.out.write_text(json.dumps(document) + "\n")
     draw(options.name, document["results"], options.picture, document["machine"])
 
 

@@ -56,7 +56,8 @@ def random_shapes(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict
     """Yield each shape that was drawn, step, and what each backend loses."""
     for row in results["rows"]:
         for step in row["rounds"]:
-            yield draw(results["seed"], row["number"], "cuda"), step, losses_of(row, step)
+            seed = row.get("seed", results["seed"])  # of several runs that were joined
+            yield draw(seed, row["number"], "cuda"), step, losses_of(row, step)
 
 
 def chosen(kinds: Kinds, shape: Shape, step: str, compiled: bool) -> Prediction | None:

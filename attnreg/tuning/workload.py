@@ -33,7 +33,8 @@ BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 # as many key heads (of which FA2 took three times what points of shared ones let expect; with it 287 random
 # forwards take 1.012 of the best backend's time instead of 1.017). On an H200 they lacked more such blocks
 # than the GPU runs at once (FA4 took 1.7 times cuDNN's time; with them 155 random forwards take 1.011 instead
-# of 1.019).
+# of 1.019). With four queries over 6,000 shared keys, and over 300 of as many key heads, 48 random calls of
+# four queries on an H100 take 1.015 instead of 1.054, at worst 1.34 instead of 1.68.
 QUICK = (
     (4, False, CAUSAL, ((8, 1000, 1000),)),
     (4, False, FULL, ((8, 1000, 1000), (8, 1, 1024), (1, 1, 16384))),
