@@ -21,6 +21,7 @@ from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import plan_for, wants_deterministic
 from attnreg.errors import InvalidInputError
+from attnreg.torchlib.layout import stream_of
 from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen import autograd, spread
 from attnreg.varlen.front import AuxRequest, varlen_attn
@@ -183,8 +184,28 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
 
 
 def regular_offsets(batch: int, length: int, like: Tensor) -> Tensor:
-    """Return the offsets, int32 (B + 1,) on the device of `like`, of a batch of equally long sequences."""
-    return torch.arange(batch + 1, dtype=torch.int32, device=like.device) * length
+    """Return the offsets, int32 (B + 1,) on the device of `like`, of a batch of equally long sequences.
+
+    The same tensor for the same sizes, so that what is known of it needn't be found out in each call.
+    """
+    if torch.compiler.is_compiling() or not is_plain(like):
+        return _made_offsets(batch, length, like.device)
+    if not like.is_cuda:
+        return _kept_offsets(batch, length, like.device, 0)
+    if torch.cuda.is_current_stream_capturing():  # the memory would be the graph's
+        return _made_offsets(batch, length, like.device)
+    return _kept_offsets(batch, length, like.device, stream_of(like))
+
+
+def _made_offsets(batch: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_offsets(batch: int, length: int, device: torch.device, stream: int) -> Tensor:
+    """Return offsets; of each stream its own, as another's may not have been computed yet."""
+    with torch.inference_mode(False):  # they have to serve calls outside of it, too
+        return _made_offsets(batch, length, device)
 
 
 def unpacked(out: Tensor, lse: Tensor, batch: int) -> Results:

@@ -23,6 +23,8 @@ from attnreg.torchlib.modes import is_plain
 from attnreg.varlen import spread
 from attnreg.varlen.plans import check_tensors, window
 
+Pair = tuple[Tensor, Tensor]
+
 _NAMES = OF_DENSE | {"key": "k_cache", "value": "v_cache", "seqused_k": "cache_seqlens"}
 
 
@@ -90,13 +92,15 @@ def flash_attn_with_kvcache(
         is_masked = causal or window(window_size, False) != (-1, -1)
         q = rotated(q, positions(used, length_q if is_masked else 1), *tables)
         k = None if k is None else rotated(k, positions(used, k.shape[1]), *tables)
-    pages, seen = _pages(block_table, cache_batch_idx, batch, used), used + new
+    seen = used + new if new else used
     cu_seqlens_q, cu_seqlens_k, longest = regular_offsets(batch, length_q, q), None, k_cache.shape[1]
+    pages: Tensor | None = None
     table: Tensor | None = None
     if block_table is None and cache_batch_idx is None and cache_leftpad is None:
         # More backends take counts of keys than pages.
         cu_seqlens_k = regular_offsets(batch, longest, k_cache)
     else:
+        pages = _pages(block_table, cache_batch_idx, batch, used)
         longest *= pages.shape[1]
         if cache_leftpad is None:
             table = pages.contiguous()
@@ -115,10 +119,11 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         # Nothing is written for a call that is refused.
         check_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
-        _append(k, v, k_cache, v_cache, pages, used)
-    packed = attend_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
-    out, lse = unpacked(*packed, batch)
-    return (out, lse) if return_softmax_lse else out
+        _append((k, v), (k_cache, v_cache), cu_seqlens_k, pages, used)
+    out, lse = attend_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
+    if return_softmax_lse:
+        return unpacked(out, lse, batch)
+    return out.view(batch, length_q, *out.shape[1:])
 
 
 def _check(
@@ -268,12 +273,22 @@ def _pages(block_table: Tensor | None, places: Tensor | None, batch: int, used: 
     return torch.arange(batch, dtype=torch.int32, device=used.device)[:, None]
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, used: Tensor) -> None:
-    """Write new keys and values behind the `used` ones, in place."""
-    at, size = positions(used, k.shape[1]).long(), k_cache.shape[1]
+def _append(new: Pair, caches: Pair, cu_seqlens_k: Tensor | None, pages: Tensor | None, used: Tensor) -> None:
+    """Write new keys and values behind the `used` ones, in place; `cu_seqlens_k` says where caches begin."""
+    (batch, count), size = new[0].shape[:2], caches[0].shape[1]
+    if cu_seqlens_k is not None and all(len(x) == 1 or x.stride(0) == size * x.stride(1) for x in caches):
+        # All tokens are one dimension: that takes fewer operations, and a step on a GPU is bound by the host.
+        at = cu_seqlens_k[:-1] + used
+        at = (at if count == 1 else positions(at, count).flatten()).long()
+        for rows, cache in zip(new, caches, strict=True):
+            cache.view(-1, *cache.shape[2:]).index_put_((at,), rows.flatten(0, 1).to(cache.dtype))
+        return
+    at = positions(used, count).long()
+    if pages is None:
+        pages = torch.arange(batch, device=used.device)[:, None]
     where = pages.gather(1, at // size).long(), at % size
-    k_cache.index_put_(where, k.to(k_cache.dtype))
-    v_cache.index_put_(where, v.to(v_cache.dtype))
+    for rows, cache in zip(new, caches, strict=True):
+        cache.index_put_(where, rows.to(cache.dtype))
 
 
 def _one_token_pages(k_cache: Tensor, pages: Tensor, leftpad: Tensor) -> Tensor:

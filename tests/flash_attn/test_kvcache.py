@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from support import truth
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError
@@ -64,6 +65,39 @@ def test_new_keys_are_appended_in_place_and_seen(new, causal):
     for i, n in enumerate(lengths.tolist()):
         assert torch.equal(k_cache[i, : n + new], keys[i]) and torch.equal(v_cache[i, : n + new], values[i])
         assert torch.equal(k_cache[i, n + new :], before[0][i, n + new :])
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("layout", ["by place", "one sequence", "within a larger one"])
+def test_new_keys_are_written_into_a_cache_of_any_layout(new, layout):
+    batch = 1 if layout == "one sequence" else BATCH
+    (k_cache, v_cache), q = cache(batch), torch.randn(batch, new, HEADS, DIM)
+    k, v = torch.randn(2, batch, new, KEY_HEADS, DIM).unbind()
+    expected = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=LENGTHS[:batch], causal=True)
+    if layout == "by place":
+        held = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k_cache, v_cache)]
+    else:
+        held = [torch.cat((x, torch.ones_like(x)), 1)[:, :ROOM] for x in (k_cache, v_cache)]
+    for one, fresh in zip(held, (k, v), strict=True):
+        for row, used in enumerate(LENGTHS[:batch].tolist()):
+            one[row, used : used + fresh.shape[1]] = 0.0  # what is to be written
+    out = flash_attn_with_kvcache(q, *held, k, v, cache_seqlens=LENGTHS[:batch], causal=True)
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(held, (k_cache, v_cache), strict=True):
+        assert one.equal(other)
+
+
+def test_a_step_takes_the_offsets_of_the_step_before():
+    """What is known of them isn't found out anew. In a dispatch mode they are new; none is of inference mode."""
+    like = torch.empty(1)
+    first = attention.regular_offsets(3, 5, like)
+    assert first.tolist() == [0, 5, 10, 15]
+    assert attention.regular_offsets(3, 5, like) is first
+    assert attention.regular_offsets(3, 6, like).tolist() == [0, 6, 12, 18]
+    with FlopCounterMode(display=False):
+        assert attention.regular_offsets(3, 5, like) is not first
+    with torch.inference_mode():
+        assert not attention.regular_offsets(3, 7, like).is_inference()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
