@@ -88,7 +88,7 @@ def test_new_keys_are_written_into_a_cache_of_any_layout(new, layout):
 
 
 def test_a_step_takes_the_offsets_of_the_step_before():
-    """What is known of them isn't found out anew. In a dispatch mode they are new; none is of inference mode."""
+    """What is known of them is known. In a dispatch mode they are new; none is an inference tensor."""
     like = torch.empty(1)
     first = attention.regular_offsets(3, 5, like)
     assert first.tolist() == [0, 5, 10, 15]
