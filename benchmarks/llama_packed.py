@@ -4,10 +4,10 @@
         [--documents N] [--out FILE]
 
 On a GPU the model has 1.1 billion parameters in bfloat16, and a step 8 documents of 100 to 4,000 tokens; if
-padded these are too many for 80 GB (`--documents 4`). Lengths are new in each step, as in a training. One model is
-trained, and the ways take turns with the same lengths: by what attnreg chooses, on one backend, and padded by
-transformers' own implementation. The figure is tokens per second, padding not counted, the median of the
-steps but the first two; besides, which share of a step the host took until it had enqueued all of it.
+padded these are too many for 80 GB (`--documents 4`). Lengths are new in each step, as in a training. One
+model is trained, and the ways take turns with the same lengths: by what attnreg chooses, on one backend, and
+padded by transformers' own implementation. The figure is tokens per second, padding not counted, the median
+of the steps but the first two; besides, which share of a step the host took until it had enqueued all of it.
 """
 
 from __future__ import annotations

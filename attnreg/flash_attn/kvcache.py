@@ -92,21 +92,16 @@ def flash_attn_with_kvcache(
         is_masked = causal or window(window_size, False) != (-1, -1)
         q = rotated(q, positions(used, length_q if is_masked else 1), *tables)
         k = None if k is None else rotated(k, positions(used, k.shape[1]), *tables)
-    seen = used + new if new else used
-    cu_seqlens_q, cu_seqlens_k, longest = regular_offsets(batch, length_q, q), None, k_cache.shape[1]
-    pages: Tensor | None = None
-    table: Tensor | None = None
-    if block_table is None and cache_batch_idx is None and cache_leftpad is None:
+    seen, cu_seqlens_k, longest = used + new if new else used, None, k_cache.shape[1]
+    pages, table = _pages(block_table, cache_batch_idx, cache_leftpad, batch, used), None
+    if pages is None:
         # More backends take counts of keys than pages.
         cu_seqlens_k = regular_offsets(batch, longest, k_cache)
+    elif cache_leftpad is None:
+        longest, table = longest * pages.shape[1], pages.contiguous()
     else:
-        pages = _pages(block_table, cache_batch_idx, batch, used)
-        longest *= pages.shape[1]
-        if cache_leftpad is None:
-            table = pages.contiguous()
-        else:
-            table = _one_token_pages(k_cache, pages, cache_leftpad)
-            seen = seen - cache_leftpad.to(torch.int32)
+        longest, table = longest * pages.shape[1], _one_token_pages(k_cache, pages, cache_leftpad)
+        seen = seen - cache_leftpad.to(torch.int32)
 
     def keys_and_values() -> tuple[Tensor, Tensor]:
         if cache_leftpad is not None:
@@ -115,7 +110,8 @@ def flash_attn_with_kvcache(
             return k_cache, v_cache
         return k_cache[:batch].flatten(0, 1), v_cache[:batch].flatten(0, 1)
 
-    q, lengths = q.flatten(0, 1), (cu_seqlens_q, cu_seqlens_k, length_q, longest)
+    lengths = regular_offsets(batch, length_q, q), cu_seqlens_k, length_q, longest
+    q = q.flatten(0, 1)
     if k is not None and v is not None:
         # Nothing is written for a call that is refused.
         check_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
@@ -264,13 +260,15 @@ def _lengths(
     return used
 
 
-def _pages(block_table: Tensor | None, places: Tensor | None, batch: int, used: Tensor) -> Tensor:
-    """Return the pages of each sequence, int32 (B, pages); without pages a cached sequence is one page."""
+def _pages(
+    block_table: Tensor | None, places: Tensor | None, leftpad: Tensor | None, batch: int, used: Tensor
+) -> Tensor | None:
+    """Return the pages of each sequence, (B, pages); a cached sequence is one. None if all are in order."""
     if block_table is not None:
         return block_table
     if places is not None:
         return places.to(torch.int32)[:, None]
-    return torch.arange(batch, dtype=torch.int32, device=used.device)[:, None]
+    return None if leftpad is None else torch.arange(batch, dtype=torch.int32, device=used.device)[:, None]
 
 
 def _append(new: Pair, caches: Pair, cu_seqlens_k: Tensor | None, pages: Tensor | None, used: Tensor) -> None:

@@ -124,6 +124,7 @@ def test_a_test_passes_fails_is_refused_or_skipped_and_one_that_ends_the_process
     assert results["results"]["sample"]["each"] == 8
 
 
+@pytest.mark.slow
 def test_a_greater_sample_has_the_tests_of_a_smaller_one_and_time_leaves_out_the_others(run):
     _, _, few = run("--each=8", "--processes=2", seen="few")
     _, _, more = run("--each=20", seen="more")
