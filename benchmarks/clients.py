@@ -166,6 +166,8 @@ def main() -> None:
         except BackendUnavailableError as error:
             names.remove(name)
             print(f"without {name}: {error}")
+    if not names:
+        parser.error(f"none of {options.backends} loads here")
     torch.manual_seed(0)
     for program in programs(SIZES[options.device], device, options.clients.split(",")):
         results.append(measure(program, names, device, options.rounds))

@@ -41,12 +41,16 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--out", type=Path, help="where several runs are saved as one")
     options = parser.parse_args()
+    if len(options.runs) > 1 and (options.out is None or options.name != "selection"):
+        parser.error("several runs: only of selection, and with --out")
     # Earlier runs say "by hand" for what is called directly.
     texts = (
         run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
         for run in options.runs
     )
     documents = [json.loads(text) for text in texts]
+    if len({document["machine"].get("gpu") for document in documents}) > 1:
+        parser.error("several runs: they are of different GPUs")
     document = joined(documents) if options.out else documents[0]
     if options.out:
         options.out.write_text(json.dumps(document) + "\n")

@@ -162,9 +162,9 @@ def explain(
         return _explained(call_spec._replace(spec=spec), leading)
     is_bounded = window_size is not None and tuple(window_size) != (-1, -1)
     alone = {
-        "return_aux": return_aux, "window_size": window_size if is_bounded else None, "seqused_k": seqused_k,
-        "block_table": block_table, "num_splits": num_splits, "softcap": softcap or None, "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
+        "return_aux": asks_for_lse(return_aux) or None, "window_size": window_size if is_bounded else None,
+        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
+        "softcap": softcap or None, "sinks": sinks, "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     _refuse_of_dense(alone)
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

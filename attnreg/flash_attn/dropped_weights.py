@@ -61,8 +61,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Lengths)
     plan_for("forward", q, k, v, call, choice, needs_backward=needs_backward)  # checks the arguments
     kept, choice = _kept(q, k, v, call, choice, needs_backward)
     out, lse = autograd.attend(q, k, v, call, choice)
+    lse = lse.float().contiguous()  # it has a gradient
     with torch.no_grad():
-        return out, lse.float().contiguous(), _weights(q, k, call, kept)
+        return out, lse, _weights(q, k, call, kept)
 
 
 # Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
@@ -81,7 +82,7 @@ def _kept(
     places, width = _places(k, call), v.shape[-1]
     generator, parts = generator_of(q), []
     before = generator.get_state()
-    for first in range(0, max(call.max_k, 1), width):
+    for first in range(0, max(call.max_k, 1), max(width, 1)):
         columns = torch.arange(first, first + width, device=v.device)
         values = (places[:, None] == columns).to(v.dtype)[:, None].expand(v.shape).contiguous()
         generator.set_state(before)

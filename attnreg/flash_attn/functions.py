@@ -59,8 +59,8 @@ def flash_attn_func(
     Returns:
         The output (B, S_q, H, D_v); with `return_attn_probs` also the LSE, float32 (B, H, S_q), natural log,
         and the weights, (B, H, S_q, S_k): `exp(score - the row's highest score)`, below 0 if it was dropped.
-        They carry no gradient; without dropout an empty tensor is in their place. A row that sees no key has
-        an output of 0 and an LSE of -inf.
+        The weights carry no gradient; without dropout an empty tensor is in their place. A row that sees no
+        key has an output of 0 and an LSE of -inf.
 
     Raises:
         InvalidInputError: the arguments contradict each other; says what was got and expected.

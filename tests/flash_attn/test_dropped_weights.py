@@ -62,6 +62,30 @@ def test_a_dense_calls_weights_say_what_it_has_dropped(ran, lengths, option):
     assert ran() == {"math": (1 + -(-lengths[1] // DIM_V), 1)}
 
 
+@pytest.mark.parametrize("backend", ["cpu", "math"])
+def test_the_lse_has_its_gradient_beside_the_weights(built_cpu_kernel, backend):
+    """With two sequences and heads the LSE of `cpu` isn't contiguous."""
+    inputs = [torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(3)]
+    with attnreg.register_backend(backend):
+        out, lse, weights = flash_attn.flash_attn_func(*inputs, P, return_attn_probs=True)
+    copies = [x.detach().double().requires_grad_() for x in inputs]
+    kept = (weights >= 0).double() / (1 - P)
+    out_64, lse_64 = attend(*copies, 8**-0.5, kept=kept)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), inputs, grads)
+    right = torch.autograd.grad((out_64, lse_64), copies, [x.double() for x in grads])
+    for one, other in zip(found, right, strict=True):
+        truth.assert_near(one, other, torch.float32)
+
+
+def test_slopes_that_round_weights_to_0_drop_none(ran):
+    """Which weights are dropped is seen without slopes, of weights that are all equal."""
+    inputs = batch()
+    steep = torch.full((HEADS,), 50.0)
+    weights = flash_attn.flash_attn_func(*inputs, P, alibi_slopes=steep, return_attn_probs=True)[2]
+    assert 0.15 < (weights < 0).double().mean() < 0.45
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_packed_sequences_weights_are_a_batch_that_is_0_beyond_each_sequence(option):
     given, meant = OPTIONS[option]

@@ -38,7 +38,7 @@ CAPABILITIES = Capabilities(
 )
 
 # Slopes are divided by the softcap.
-_LEAST_SOFTCAP = 2.0**-96
+_LEAST_SOFTCAP = 2.0**-64
 
 
 def load() -> Kernels:
@@ -67,7 +67,7 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.bias and (option or spec.page_size is not None):
         return (f"attn_bias must be None with {option or 'block_table'}, got a tensor",)
     if spec.alibi and 0.0 < spec.softcap < _LEAST_SOFTCAP:
-        return (f"softcap must be 2**-96 or more with alibi_slopes, got {spec.softcap}",)
+        return (f"softcap must be 2**-64 or more with alibi_slopes, got {spec.softcap}",)
     if option and compiled.load() is None:
         return (f"{option} needs the compiled kernel, which `attnreg build` makes",)
     return ()

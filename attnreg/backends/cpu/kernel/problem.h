@@ -84,7 +84,7 @@ struct Scale {
   explicit Scale(const Problem& problem) : size(std::abs(problem.scale)), is_capped(problem.softcap > 0.0) {
     const float found = static_cast<float>(size / kLog2);
     // Smaller numbers may be flushed to 0, and slopes are divided by the scale.
-    const bool is_zero = found < (problem.slopes ? 0x1p-96f : 0x1p-126f);
+    const bool is_zero = found < (problem.slopes ? 0x1p-64f : 0x1p-126f);
     sign = is_zero ? 0.0f : problem.scale < 0.0 ? -1.0f : 1.0f;
     to_exponent = is_zero ? 1.0f : found;
     lowest = problem.slopes ? -100.0f : lowest;

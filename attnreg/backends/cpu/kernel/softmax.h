@@ -160,7 +160,7 @@ struct RowStatistics {
 };
 
 // Turns scores into weights, and gradients of weights into those of scores; both are 0 from `to` up to a multiple of
-// kTileRows. Rows that see no further keys are `whole`, as `whole_rows` says of some.
+// kTileRows. `whole` marks rows that see no further keys; `whole_rows` says whether there may be any.
 template <class Number>
 void gradients_of_block(
     Panels weights, Panels grads, int64_t from, int64_t to, bool whole_rows, Ints whole, const Scale& scale,
