@@ -149,7 +149,7 @@ class Runner:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.write(error=report.longreprtext.strip()[-500:])
+            self.write(error=last_line(report.longreprtext))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -193,6 +193,11 @@ class Runner:
         if isinstance(error, ImportError) and activation.NAME in str(error):
             return "refused", str(error).partition(" (")[0]
         return "failed", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def last_line(text: str) -> str:
+    """Return an error without its traceback, whose paths are those of one machine."""
+    return text.strip().rpartition("\n")[2][-500:]
 
 
 def read(record: Path) -> list[dict[str, Any]]:
@@ -293,7 +298,7 @@ def part_of(given: argparse.Namespace, backend: str, until: float, part: str, re
         if any("ended" in line for line in lines):
             return ""
         if not any("id" in line for line in lines):
-            return "\n".join((run.stdout + run.stderr).strip().splitlines()[-8:])
+            return last_line(run.stdout + run.stderr)
 
 
 def summary(parts: list[list[dict[str, Any]]], errors: list[str]) -> dict[str, Any]:
@@ -326,7 +331,7 @@ def summary(parts: list[list[dict[str, Any]]], errors: list[str]) -> dict[str, A
         "refused": [{"why": why, "tests": count} for why, count in refused.most_common()],
         "failed": failed[:MOST_FAILURES],
         "left_out": selected - len(tests),
-        "errors": errors,
+        "errors": [*dict.fromkeys(errors)],  # mostly the same in each process
     }
 
 
