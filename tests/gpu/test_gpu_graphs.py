@@ -20,23 +20,6 @@ from attnreg.torchlib.readback import AsyncReadback
 pytestmark = pytest.mark.gpu
 
 
-def capture(step):
-    """Record a step, after it ran on a side stream; returns the graph and what it writes to."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    # A replay reads the tensors of the step, which may be alive nowhere else.
-    graph.step = step
-    return graph, results
-
-
 def training_step(named, given):
     """Return a function that returns an output and gradients; the gradient that comes in is drawn before."""
     grad = gpu.incoming(given.query)
@@ -92,7 +75,7 @@ def test_a_read_back_may_be_released_while_its_stream_is_captured():
 
 def test_a_captured_forward_replays_bit_for_bit(named):
     given = gpu.packed().detached()
-    graph, results = capture(lambda: (gpu.on(named)(*given),))
+    graph, results = gpu.capture(lambda: (gpu.on(named)(*given),))
     (first,), (second,) = gpu.replay(graph, results), gpu.replay(graph, results)
     assert torch.equal(first, second)
     gpu.assert_near([first], gpu.expected(given)[0][:1])
@@ -110,7 +93,7 @@ def deterministic(named, monkeypatch):
 
 def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic):
     given = gpu.packed()
-    graph, results = capture(training_step(named, given))
+    graph, results = gpu.capture(training_step(named, given))
     first, second = gpu.replay(graph, results), gpu.replay(graph, results)
     assert torch.equal(first[0], second[0])
     if deterministic:
@@ -121,7 +104,7 @@ def test_a_captured_forward_and_backward_replay_bit_for_bit(named, deterministic
 
 def test_a_replay_follows_offsets_that_are_refilled(named):
     given = gpu.packed((5, 300, 0, 42))
-    graph, results = capture(training_step(named, given))
+    graph, results = gpu.capture(training_step(named, given))
     for lengths in ((300, 1, 29, 17), (0, 0, 300, 47), (100, 1, 1, 10), (5, 300, 0, 42)):
         given.cu_seqlens_q.copy_(gpu.offsets_of(lengths))
         gpu.assert_near(gpu.replay(graph, results), gpu.expected(given)[0])

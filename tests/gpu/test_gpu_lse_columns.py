@@ -184,18 +184,11 @@ def test_a_captured_backward_follows_its_gradients_and_waits_for_nothing(named, 
         both = attnreg.varlen_attn(*leaves, *lengths, return_aux=attnreg.AuxRequest(lse=True), **options)
         return torch.autograd.grad(both, leaves, (grad_out, grad_lse))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-        with gpu.no_waiting():
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    for _ in range(3):
+        step()
+    with gpu.no_waiting():
+        step()
+    graph, results = gpu.capture(step)
     for seed in (0, 1):
         later = drawn(case, 10.0**seed, device="cuda", seed=seed)
         grad_out.copy_(later.grad_out)

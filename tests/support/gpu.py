@@ -141,6 +141,23 @@ def no_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def capture(step):
+    """Record a step, after it ran on a side stream; returns the graph and what it writes to."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    # A replay reads the tensors of the step, which may be alive nowhere else.
+    graph.step = step
+    return graph, results
+
+
 def replay(graph, results):
     """Return what a replay has written, over results that were spoilt before it."""
     for result in results:
