@@ -34,6 +34,7 @@ class Program(NamedTuple):
         attnreg: what attnreg runs: another function, or the same one, by PyTorch's own entry points.
         has_mask: whether there is a boolean mask that attnreg could recognise.
         others: further ways that need neither, by name.
+        in_graph: whether its calls are recorded in a CUDA graph, which is what is timed.
     """
 
     client: str
@@ -43,6 +44,7 @@ class Program(NamedTuple):
     attnreg: Run
     has_mask: bool = False
     others: dict[str, Run] = {}  # noqa: RUF012 - never changed
+    in_graph: bool = False
 
 
 class Sizes(NamedTuple):
@@ -87,6 +89,10 @@ def programs(sizes: Sizes, device: torch.device, wanted: list[str]) -> Iterator[
     of_client: dict[str, list[Callable[..., Program]]] = {
         FLASH_ATTN: [
             functools.partial(packed, causal=True), functools.partial(packed, causal=False), dense, decoding,
+            *(
+                functools.partial(decoding, tokens=tokens, in_graph=True)
+                for tokens in ((1, 4) if device.type == "cuda" else ())
+            ),
         ],
         MODULES: [multihead, encoder, masked, nested],
         DIFFUSERS: [functools.partial(one, trains=way) for one in (dit, flux, unet) for way in (False, True)],
@@ -174,33 +180,38 @@ def dense(sizes: Sizes, dtype: str, made: dict[str, Any]) -> Program:
     )  # fmt: skip
 
 
-def decoding(sizes: Sizes, dtype: str, made: dict[str, Any]) -> Program:
-    """Return a step of decoding: a new token of each sequence is written behind its cache, and sees it."""
+def decoding(
+    sizes: Sizes, dtype: str, made: dict[str, Any], tokens: int = 1, in_graph: bool = False
+) -> Program:
+    """Return a step of decoding: new tokens of each sequence are written behind its cache, and see it."""
     batch, room, heads, dim = sizes.batch, sizes.cache, sizes.key_heads, sizes.dim
     caches = [torch.randn(batch, room, heads, dim, **made) for _ in range(2)]
-    query, *new = (torch.randn(batch, 1, count, dim, **made) for count in (sizes.heads, heads, heads))
-    used = torch.tensor(lengths_of(batch, room - 1), dtype=torch.int32, device=made["device"])
-    each, places = torch.arange(batch, device=used.device), torch.arange(room, device=used.device)
+    query, *new = (torch.randn(batch, tokens, count, dim, **made) for count in (sizes.heads, heads, heads))
+    used = torch.tensor(lengths_of(batch, room - tokens), dtype=torch.int32, device=made["device"])
+    each, places = torch.arange(batch, device=used.device)[:, None], torch.arange(room, device=used.device)
+    further = torch.arange(tokens, device=used.device)
 
     @torch.no_grad()
     def by_torch() -> list[Tensor]:
+        at = used[:, None] + further
         for cache, one in zip(caches, new, strict=True):
-            cache[each, used.long()] = one[:, 0]
-        mask = (places <= used[:, None])[:, None, None]
+            cache[each, at.long()] = one
         # The query heads of one key head are its rows: PyTorch has no fused kernel for both a mask and GQA.
-        grouped = query.view(batch, heads, -1, dim)
+        grouped = query.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+        mask = (places <= at[..., None]).repeat(1, grouped.shape[2], 1)[:, None]
         keys, values = (cache.transpose(1, 2) for cache in caches)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return [out.reshape(query.shape)]
+        out = F.scaled_dot_product_attention(grouped.flatten(2, 3), keys, values, attn_mask=mask)
+        return [out.view(grouped.shape).permute(0, 3, 1, 2, 4).reshape(query.shape)]
 
     def by(function: Any) -> Run:
         return lambda: [function(query, *caches, *new, cache_seqlens=used, causal=True)]
 
     theirs = real("flash_attn_with_kvcache")
+    step = f"a step of decoding{'' if tokens == 1 else f' with {tokens} tokens'}"
     return Program(
-        FLASH_ATTN, "flash_attn_with_kvcache, a step of decoding", dtype, {"SDPA with a mask": by_torch},
-        by(attnreg.flash_attn.flash_attn_with_kvcache),
-        others={} if theirs is None else {"flash-attn": by(theirs)},
+        FLASH_ATTN, f"flash_attn_with_kvcache, {step}{', in a CUDA graph' if in_graph else ''}", dtype,
+        {"SDPA with a mask": by_torch}, by(attnreg.flash_attn.flash_attn_with_kvcache),
+        others={} if theirs is None else {"flash-attn": by(theirs)}, in_graph=in_graph,
     )  # fmt: skip
 
 

@@ -196,7 +196,8 @@ class Backend:
         refuses: returns further reasons against a spec, in the manner of `Capabilities`.
         install: the command that installs what is missing; appended to every reason that isn't torch's own
             ("torch finds no CUDA GPU here").
-        priority: rank in the default order of the devices it serves, the highest first.
+        priority: rank in the default order of the devices it serves, the highest first; or a function that
+            gives it for a spec, where others are known to be faster at some calls.
         experimental: whether it hasn't run on the hardware that it is written for.
         compiles: whether it compiles each kind of call for seconds and keeps the kernels on disk. `attnreg
             tune` has several processes do so before it measures.
@@ -213,7 +214,7 @@ class Backend:
     version: Callable[[], str | None] = _nothing_missing
     refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
     install: str = ""
-    priority: int = 0
+    priority: int | Callable[[AttentionSpec], int] = 0
     experimental: bool = False
     compiles: bool = False
 
@@ -222,6 +223,13 @@ class Backend:
             value = getattr(self, field.name)
             if problem := _badly_typed(field.name, value):
                 raise RegistrationError(f"Backend.{field.name}: got {value!r}, expected {problem}")
+
+    def priority_for(self, spec: AttentionSpec) -> int:
+        """Return its rank in the default order for a call; raises what its function raises."""
+        rank = self.priority if isinstance(self.priority, int) else self.priority(spec)
+        if not isinstance(rank, int):
+            raise TypeError(f"priority() returned {rank!r}, expected a whole number")
+        return rank
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -239,11 +247,13 @@ def _badly_typed(name: str, value: object) -> str:
         return ""
     if name in ("load", "unavailable", "version", "refuses"):
         return "" if callable(value) else "a function"
+    if name == "priority" and callable(value):
+        return ""
     kind, expected = {
         "forward": (Capabilities, "Capabilities"),
         "backward": (Capabilities, "Capabilities or None"),
         "install": (str, "a string"),
-        "priority": (int, "a whole number"),
+        "priority": (int, "a whole number or a function"),
         "experimental": (bool, "True or False"),
         "compiles": (bool, "True or False"),
     }[name]

@@ -92,6 +92,13 @@ class Entry:
         alike = _without_lengths(replace(spec, sinks=sinks), direction)
         return self._set_aside.setdefault(alike, SET_ASIDE + problem)
 
+    def priority(self, spec: AttentionSpec) -> int:
+        """Return its rank in the default order for a call; 0 where it has none, as `reasons` says then."""
+        try:
+            return self.backend.priority_for(spec) if self.backend else 0
+        except Exception:  # noqa: BLE001 - see `reasons`
+            return 0
+
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here."""
         if self.backend is None:
@@ -120,6 +127,7 @@ class Entry:
             against = self._against(replace(spec, grad_lse=False), direction, missing)
             further = f"grad_lse takes {COLUMNS} more columns of the head dim: "
             return against or tuple(further + one for one in self._against(widened(spec), direction, missing))
+        backend.priority_for(spec)  # what it raises is against the call
         against = limits.unsupported(spec)
         if not against and backend.refuses is not None:
             found = backend.refuses(spec)

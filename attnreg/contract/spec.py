@@ -160,6 +160,11 @@ class AttentionSpec:
         if self.softcap and not LEAST_SCALE <= self.softcap <= 1.0 / LEAST_SCALE:
             raise InvalidInputError(f"softcap: got {self.softcap}, expected 0, or a number above 0")
 
+    @property
+    def decodes(self) -> bool:
+        """Whether few queries, below 1,024 for each key head, see a cache of which not all keys count."""
+        return self.seqused_k and self.page_size is None and self.max_q * self.heads_q < 1024 * self.heads_k
+
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's."""
         if direction == "forward":

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.contract.backend import Call
+from attnreg.contract.regular import regular_offsets
 from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import plan_for, wants_deterministic
 from attnreg.errors import InvalidInputError
-from attnreg.torchlib.layout import stream_of
 from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen import autograd, spread
 from attnreg.varlen.front import AuxRequest, varlen_attn
@@ -112,8 +112,14 @@ def attend_packed(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
+    call: Call | None = None,
 ) -> Results:
-    """Return the output (T_q, H, D_v) and the LSE (H, T_q) of packed sequences."""
+    """Return the output (T_q, H, D_v) and the LSE (H, T_q) of packed sequences.
+
+    `call` is what `checked_call` returned for the same arguments: they needn't be checked once more.
+    """
+    if call is not None:
+        return _attend_call(q, k, v, call)
     if options.deterministic and not wants_deterministic():
         spread.check_is_off("deterministic=False, or torch.use_deterministic_algorithms(True)")
         check_tensors(
@@ -131,7 +137,7 @@ def attend_packed(
     return found[0], found[1]
 
 
-def check_packed(
+def checked_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -140,19 +146,25 @@ def check_packed(
     seqused_k: Tensor | None,
     block_table: Tensor | None,
     num_splits: int | None,
-) -> None:
-    """Raise what `attend_packed` would, without a gradient; what is traced raises it by itself, at once."""
+) -> Call | None:
+    """Return the `Call` of `attend_packed` after raising what that would, without a gradient.
+
+    None of what is traced, or seen by modes or subclasses: that raises it by itself, at once.
+    """
     check_tensors(alibi_slopes=options.alibi_slopes)
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
     if torch.compiler.is_compiling() or not is_plain(*tensors):
-        return
+        return None
     # A plan depends on dtypes and shapes: no copy of a cache is made for it.
-    numbers = autocast(*(x.new_empty(()) for x in (q, k, v)))
-    q, k, v = (
-        x if x.dtype == one.dtype else one.expand(x.shape) for x, one in zip((q, k, v), numbers, strict=True)
-    )
+    if torch.is_autocast_enabled(q.device.type):
+        numbers = autocast(*(x.new_empty(()) for x in (q, k, v)))
+        q, k, v = (
+            x if x.dtype == one.dtype else one.expand(x.shape)
+            for x, one in zip((q, k, v), numbers, strict=True)
+        )
     call = options.call(q, lengths, seqused_k, block_table, num_splits)
     plan_for("forward", q, k, v, call, scope.current(), needs_backward=False)
+    return call
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -183,31 +195,6 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     return unpacked(*attend_packed(q, k, v, (*offsets, length_q, length_k), options), batch)
 
 
-def regular_offsets(batch: int, length: int, like: Tensor) -> Tensor:
-    """Return the offsets, int32 (B + 1,) on the device of `like`, of a batch of equally long sequences.
-
-    The same tensor for the same sizes, so that what is known of it needn't be found out in each call.
-    """
-    if torch.compiler.is_compiling() or not is_plain(like):
-        return _made_offsets(batch, length, like.device)
-    if not like.is_cuda:
-        return _kept_offsets(batch, length, like.device, 0)
-    if torch.cuda.is_current_stream_capturing():  # the memory would be the graph's
-        return _made_offsets(batch, length, like.device)
-    return _kept_offsets(batch, length, like.device, stream_of(like))
-
-
-def _made_offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_offsets(batch: int, length: int, device: torch.device, stream: int) -> Tensor:
-    """Return offsets; of each stream its own, as another's may not have been computed yet."""
-    with torch.inference_mode(False):  # they have to serve calls outside of it, too
-        return _made_offsets(batch, length, device)
-
-
 def unpacked(out: Tensor, lse: Tensor, batch: int) -> Results:
     """Return the packed results of `batch` sequences of equal lengths as dense ones."""
     length = out.shape[0] // max(batch, 1)
@@ -217,8 +204,11 @@ def unpacked(out: Tensor, lse: Tensor, batch: int) -> Results:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
     """Return output and LSE of a call with the further arguments of `Options.call`."""
-    q, k, v = autocast(q, k, v)
-    out, lse = autograd.attend(q, k, v, options.call(q, *arguments), scope.current())
+    return _attend_call(q, k, v, options.call(q, *arguments))
+
+
+def _attend_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Results:
+    out, lse = autograd.attend(*autocast(q, k, v), call, scope.current())
     return out, lse.float().contiguous()
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnreg.contract.regular import regular_offsets
 from attnreg.errors import InvalidInputError
 from attnreg.flash_attn.attention import (
     OF_DENSE,
     Options,
     attend_packed,
-    check_packed,
+    checked_call,
     naming,
-    regular_offsets,
     unpacked,
 )
 from attnreg.flash_attn.functions import Window
@@ -104,22 +104,19 @@ def flash_attn_with_kvcache(
         seen = seen - cache_leftpad.to(torch.int32)
 
     def keys_and_values() -> tuple[Tensor, Tensor]:
-        if cache_leftpad is not None:
-            return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
-        if table is not None:
+        if table is None:
+            return k_cache[:batch].flatten(0, 1), v_cache[:batch].flatten(0, 1)
+        if cache_leftpad is None:
             return k_cache, v_cache
-        return k_cache[:batch].flatten(0, 1), v_cache[:batch].flatten(0, 1)
+        return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
 
     lengths = regular_offsets(batch, length_q, q), cu_seqlens_k, length_q, longest
-    q = q.flatten(0, 1)
-    if k is not None and v is not None:
-        # Nothing is written for a call that is refused.
-        check_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
-        _append((k, v), (k_cache, v_cache), cu_seqlens_k, pages, used)
-    out, lse = attend_packed(q, *keys_and_values(), lengths, options, seen, table, num_splits or None)
-    if return_softmax_lse:
-        return unpacked(out, lse, batch)
-    return out.view(batch, length_q, *out.shape[1:])
+    q, splits = q.flatten(0, 1), num_splits or None
+    call = checked_call(q, *keys_and_values(), lengths, options, seen, table, splits)
+    if k is not None and v is not None:  # nothing is written for a call that is refused
+        _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
+    out, lse = attend_packed(q, *keys_and_values(), lengths, options, seen, table, splits, call)
+    return unpacked(out, lse, batch) if return_softmax_lse else out.view(batch, length_q, *out.shape[1:])
 
 
 def _check(
@@ -271,13 +268,13 @@ def _pages(
     return None if leftpad is None else torch.arange(batch, dtype=torch.int32, device=used.device)[:, None]
 
 
-def _append(new: Pair, caches: Pair, cu_seqlens_k: Tensor | None, pages: Tensor | None, used: Tensor) -> None:
-    """Write new keys and values behind the `used` ones, in place; `cu_seqlens_k` says where caches begin."""
+def _append(new: Pair, caches: Pair, in_order: bool, pages: Tensor | None, used: Tensor) -> None:
+    """Write new keys and values behind the `used` ones, in place; a cache `in_order` has no pages."""
     (batch, count), size = new[0].shape[:2], caches[0].shape[1]
-    if cu_seqlens_k is not None and all(len(x) == 1 or x.stride(0) == size * x.stride(1) for x in caches):
+    if in_order and all(len(x) == 1 or x.stride(0) == size * x.stride(1) for x in caches):
         # All tokens are one dimension: that takes fewer operations, and a step on a GPU is bound by the host.
-        at = cu_seqlens_k[:-1] + used
-        at = (at if count == 1 else positions(at, count).flatten()).long()
+        at = regular_offsets(batch, size, used, torch.int64)[:-1] + used
+        at = at if count == 1 else positions(at, count).flatten()
         for rows, cache in zip(new, caches, strict=True):
             cache.view(-1, *cache.shape[2:]).index_put_((at,), rows.flatten(0, 1).to(cache.dtype))
         return

@@ -190,7 +190,7 @@ def _selected(
             if name in entries:  # a `use_backend` scope may still name one that has left the registry
                 ranked.setdefault(name, preference.source)
     preferred = set(ranked)
-    priority = {name: entry.backend.priority if entry.backend else 0 for name, entry in entries.items()}
+    priority = {name: entry.priority(spec) for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
     for name, source in with_sources(order, able, prediction, default_source(spec)).items():
         ranked.setdefault(name, source)

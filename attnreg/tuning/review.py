@@ -103,8 +103,8 @@ def choice(
     prediction: Prediction | None, spec: AttentionSpec, able: Iterable[str], entries: Mapping[str, Entry]
 ) -> str:
     """Return which of the backends that can run a call is chosen."""
-    known = {name: entry.backend for name in able if (entry := entries.get(name.casefold()))}
-    priority = {name: backend.priority if backend else 0 for name, backend in known.items()}
+    known = {name: entry for name in able if (entry := entries.get(name.casefold()))}
+    priority = {name: entry.priority(spec) for name, entry in known.items()}
     default = sorted(able, key=lambda name: -priority.get(name, 0))
     if not spec.varlen and not spec.capturing:
         # Below SDPA torch's own kernel, cuDNN on a Hopper GPU, comes first in the default order.

@@ -18,6 +18,7 @@ from attnreg.backends import fa2
 from attnreg.backends.fa2 import flash_attn_package, native
 from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import OpLauncher
+from attnreg.contract.regular import regular_offsets
 from attnreg.errors import RegistrationError
 from attnreg.measure import QUICK, Case, inputs
 from attnreg.testing import Conformance
@@ -139,6 +140,27 @@ def test_single_queries_with_fewer_key_heads_and_empty_sequences_are_not_folded(
         Case(name="pages", lens_k=(5, 3, 9), seqused_k=(4, 0, 9), page_size=256, **shared),
     ]
     assert verified(fa2.BACKEND, cases) == ({"no window"}, {"used", "pages"})
+
+
+@pytest.mark.parametrize("used", [(4, 0, 9), (4, 1, 9)], ids=["one sees no key", "all see keys"])
+def test_a_query_of_each_sequence_is_folded_where_the_host_knows_of_it(torchs, used):
+    """As of flash_attn_with_kvcache; of other offsets on a CPU nothing is known."""
+    case = Case(
+        name="decoding", lens_q=(1, 1, 1), lens_k=(9, 9, 9), seqused_k=used, varlen=True, heads=(4, 2),
+        dims=(16, 16), poison=True,
+    )  # fmt: skip
+    q, k, v, _, call = inputs(case)
+    forward = on_cpu(fa2.BACKEND).load().forward
+    expected = forward(q, k, v, call)
+    for known, found in (
+        (call, expected),
+        (call._replace(cu_seqlens_q=regular_offsets(3, 1, q)), None),
+    ):
+        out, lse = found or forward(q, k, v, known)
+        assert torchs.calls[-1][1]["max_q"] == (2 if known is call else 1)
+        torch.testing.assert_close(out, expected[0], rtol=0, atol=0)
+        torch.testing.assert_close(lse, expected[1], rtol=0, atol=0)
+    assert out[1].any().item() is lse[:, 1].isfinite().all().item() is bool(used[1])
 
 
 @pytest.mark.parametrize("varlen", [False, True])

@@ -53,7 +53,7 @@ BAD = [
     ("version", "1.0", "a function"),
     ("refuses", "never", "a function"),
     *(("install", value, "a string") for value in (None, ["pip", "install", "mine"])),
-    *(("priority", value, "a whole number") for value in ("high", None, 1.5)),
+    *(("priority", value, "a whole number or a function") for value in ("high", None, 1.5)),
     ("experimental", "no", "True or False"),
     ("compiles", 1, "True or False"),
 ]

@@ -59,6 +59,24 @@ def test_with_nothing_asked_for_the_priority_decides_and_then_the_name(decide):
     )
 
 
+def test_a_priority_may_depend_on_the_call(decide):
+    backends = {"one": {"priority": lambda spec: 9 if spec.max_q > 1 else -1}, "other": {}}
+    assert decide(SPEC, Policy(), **backends).order == ("one", "other")
+    assert decide(dataclasses.replace(SPEC, max_q=1), Policy(), **backends).order == ("other", "one")
+
+
+@pytest.mark.parametrize(
+    ("priority", "reason"),
+    [
+        (lambda spec: 1 // 0, "check failed: ZeroDivisionError: integer division or modulo by zero"),
+        (lambda spec: None, "check failed: TypeError: priority() returned None, expected a whole number"),
+    ],
+)
+def test_a_priority_that_fails_is_a_reason_against_the_backend(decide, priority, reason):
+    decision = decide(SPEC, Policy(), faulty={"priority": priority}, other={"priority": -1})
+    assert (decision.backend, decision.rejected) == ("other", {"faulty": (reason,)})
+
+
 def test_preferred_backends_come_first_in_their_order_the_strongest_source_first_then_the_others(decide):
     asks = policy(prefers("D", "gone", "b"), prefers("c", "d"))  # "gone" has left the registry
     decision = decide(SPEC, asks, a={}, b={}, c={}, d={}, e={"priority": 9})

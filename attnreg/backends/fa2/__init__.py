@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
-from attnreg.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
+from attnreg.backends.fa2.native import PAGES, SPLITS, Native, has_no_unused_query, is_empty, keeps_contract
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.contract.offsets import empty_results
@@ -146,7 +146,7 @@ def _load() -> Kernels:
         by_package = _needs_package(*options)
         provider: Native | Package = package() if by_package else native
         out, lse = provider.forward((query, key, value), call)
-        return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, call)
+        return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, query, call)
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
@@ -168,11 +168,12 @@ def _load() -> Kernels:
     return Kernels(forward, backward, native.specialize)
 
 
-def _to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _to_contract(out: Tensor, lse: Tensor, query: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return results in which rows without a key and unused rows are by the contract."""
-    lse = torch.where(lse == torch.inf, -torch.inf, lse)
-    if call.cu_seqlens_q is not None:
-        lse.masked_fill_(_unused(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
+    lse = lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
+    if call.cu_seqlens_q is None or has_no_unused_query(query, call):
+        return out, lse
+    lse.masked_fill_(_unused(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
     return _zero_unused_rows(out, call.cu_seqlens_q), lse
 
 
@@ -187,6 +188,12 @@ def _unused(tokens: int, cu_seqlens: Tensor) -> Tensor:
     return torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1]
 
 
+def _priority(spec: AttentionSpec) -> int:
+    """Return its rank: the first for decoding, as long as the host is the limit or keys are split."""
+    folds = spec.max_q == 1 and spec.heads_q > spec.heads_k
+    return 40 if spec.decodes and (folds or not spec.capturing) else 10
+
+
 BACKEND = Backend(
     name="FA2",
     forward=FORWARD,
@@ -195,5 +202,5 @@ BACKEND = Backend(
     unavailable=_unavailable,
     version=_version,
     refuses=_refuses,
-    priority=10,
+    priority=_priority,
 )

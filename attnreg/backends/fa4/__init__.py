@@ -158,6 +158,11 @@ def _key_tile(spec: AttentionSpec) -> int:
     return 64 if spec.windowed else 80
 
 
+def _priority(spec: AttentionSpec) -> int:
+    """Return its rank: behind cuDNN for decoding, for which a call copies the values first."""
+    return 15 if spec.decodes else 30
+
+
 BACKEND = Backend(
     name="FA4",
     forward=FORWARD,
@@ -168,6 +173,6 @@ BACKEND = Backend(
     refuses=_refuses,
     install="pip install 'attnreg[fa4]'",
     # The fastest of packed batches on an H200, forward and backward (docs/benchmarks.md).
-    priority=30,
+    priority=_priority,
     compiles=True,
 )

@@ -1,0 +1,28 @@
+"""The default order of the GPU's backends for a cache of keys of which not all count."""
+
+import pytest
+from support.packages import gpu_spec
+
+from attnreg.backends import cudnn, fa2, fa4
+
+
+@pytest.mark.parametrize(
+    ("changes", "order"),
+    [
+        ({}, ["FA2", "cuDNN", "FA4"]),
+        ({"capturing": True}, ["FA2", "cuDNN", "FA4"]),
+        ({"max_q": 4, "tokens_q": 64}, ["FA2", "cuDNN", "FA4"]),
+        ({"max_q": 4, "tokens_q": 64, "capturing": True}, ["cuDNN", "FA4", "FA2"]),
+        ({"heads_k": 16, "capturing": True}, ["cuDNN", "FA4", "FA2"]),
+        ({"max_q": 255, "tokens_q": 4080}, ["FA2", "cuDNN", "FA4"]),
+        ({"max_q": 256, "tokens_q": 4096}, ["FA4", "cuDNN", "FA2"]),
+        ({"seqused_k": False}, ["FA4", "cuDNN", "FA2"]),
+        ({"page_size": 256}, ["FA4", "cuDNN", "FA2"]),
+    ],
+    ids=str,
+)
+def test_decoding_goes_to_fa2_first_and_to_fa4_last(changes, order):
+    usual = {"batch": 16, "max_q": 1, "max_k": 8192, "heads_q": 16, "heads_k": 4, "varlen": True}
+    spec = gpu_spec(**usual | {"seqused_k": True} | changes)
+    known = (fa2.BACKEND, cudnn.BACKEND, fa4.BACKEND)
+    assert [one.name for one in sorted(known, key=lambda one: -one.priority_for(spec))] == order
