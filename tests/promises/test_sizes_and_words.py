@@ -46,7 +46,6 @@ LONGER_BODIES = {
     "attnreg/explanation/__init__.py explain": 49,
     "attnreg/cli/bench.py _run": 48,
     "attnreg/dispatch/planning.py make_plan": 44,
-    "attnreg/flash_attn/kvcache.py flash_attn_with_kvcache": 42,
     "attnreg/testing/cases.py _drawn": 41,
 }
 
