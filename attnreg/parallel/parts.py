@@ -18,6 +18,7 @@ from torch import Tensor
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.spans import Range, Span, grouped, row_count
 from attnreg.parallel.steps import Step
+from attnreg.torchlib.layout import in_large_elements
 
 # So many results of a row may be rounded to its dtype one after the other, before they are summed in float32.
 MOST_ROUNDED = 4
@@ -109,9 +110,9 @@ class Plan(NamedTuple):
 def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
     """Return rows one after the other; without a copy if they are one run."""
     found = [sources[source][begin:end] for source, begin, end in runs]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat(found) if found else sources[0][:0]
+    if len(found) < 2:
+        return found[0] if found else sources[0][:0]
+    return torch.cat(in_large_elements(*found)).view(found[0].dtype)
 
 
 def prepared(

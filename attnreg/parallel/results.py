@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnreg.parallel.parts import Put
+from attnreg.torchlib.layout import copy
 
 ALL = slice(None)  # heads
 
@@ -38,7 +39,7 @@ class Sums:
         if is_first and self._value is None and fills:
             self._value = new.to(self._dtype)
         elif is_first:
-            self.value[begin:end, heads] = new[at : at + end - begin]
+            copy(self.value[begin:end, heads], new[at : at + end - begin].to(self._dtype))
         else:
             self.value[begin:end, heads] += new[at : at + end - begin]
 
