@@ -13,6 +13,7 @@ from attnreg.contract.capabilities import Range
 from attnreg.contract.discovery import Entry
 from attnreg.contract.padded_dims import padded, with_padding
 from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.explanation.call_spec import ODD_DIMS
 from attnreg.measure import Case
 from attnreg.testing import Conformance
 
@@ -202,6 +203,26 @@ def test_explain_says_how_many_columns_padded_head_dims_have_with_a_gradient_of_
         "head dims padded from 251 to 256: grad_lse takes 8 more columns of the head dim: "
         "head_dim must be 8 to 256 in steps of 8, got 264"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({}, False),  # torch pads for its flash kernel
+        ({"bias": True}, True),
+        ({"head_dim_v": 64}, True),
+        ({"head_dim": 264, "head_dim_v": 259}, True),
+        ({"head_dim": 264, "head_dim_v": 264, "bias": True}, False),
+        ({"dtype": "float32"}, True),
+        ({"dtype": "float32", "head_dim": 60, "head_dim_v": 60}, False),
+        ({"varlen": True, "head_dim_v": 64}, False),
+        ({"softcap": 1.0, "dtype": "float32"}, False),  # which SDPA doesn't have
+        ({"device": Device("cpu"), "head_dim_v": 64}, False),
+    ],
+)
+def test_that_torch_keeps_calls_of_odd_head_dims_to_its_math_kernel_has_a_note(changes, noted):
+    found = attnreg.explain(spec(**{"device": H100, "needs_backward": False} | changes))
+    assert (ODD_DIMS in found.notes) is noted
 
 
 def test_fa4s_wrong_gradients_are_refused_of_padded_head_dims_too():
