@@ -133,7 +133,7 @@ def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
         if entry.reasons(spec, "forward"):
             continue
         backward = batch.shape.backward and not entry.reasons(spec, "backward")
-        kernels = entry.kernel("forward"), entry.kernel("backward") if backward else None
+        kernels = entry.kernel("forward", spec), entry.kernel("backward", spec) if backward else None
         found[name] = (
             Side(sides.called_directly(*kernels, batch.call), batch.sets, sides.by_default),
             backward,

@@ -89,7 +89,7 @@ def _first_call(
     reason = reason or "; ".join(entry.reasons(spec, direction))
     try:
         if not reason:
-            kernel = entry.kernel(direction)
+            kernel = entry.kernel(direction, spec)
             arguments = _arguments(spec, direction, device)
             _synchronize(device)
             started = time.perf_counter()

@@ -54,8 +54,9 @@ class Capabilities:
         devices: device types as torch names them, for example `("cuda",)`.
         dtypes: floating-point dtypes as torch names them, for example `("float16", "bfloat16")`.
         compute_capability: lowest and highest CUDA compute capability, both included; None for any.
-        head_dim: head dims of query and key.
-        head_dim_v: head dims of the value; None if it must equal that of query and key.
+        head_dim: head dims of query and key. Others are padded with zeros to a multiple of 8 if that is among
+            them, but in pages (`contract.padded_dims`).
+        head_dim_v: head dims of the value, likewise; None if it must equal that of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
         batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
             grid, which `GRID` limits.
@@ -115,6 +116,20 @@ class Capabilities:
             return (f"device must be {one_of(self.devices)}, got {spec.device.type}",)
         return (*self._limits(spec), *self._switches(spec))
 
+    def has_dims(self, spec: AttentionSpec) -> bool:
+        """Whether each head dim of `spec` is declared; that of the value maybe not beside the query's."""
+        of_values = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        return spec.head_dim in self.head_dim and spec.head_dim_v in of_values
+
+    def against_dims(self, spec: AttentionSpec) -> Iterator[str]:
+        """Yield every reason against the head dims of `spec`."""
+        if spec.head_dim not in self.head_dim:
+            yield f"head_dim must be {self.head_dim}, got {spec.head_dim}"
+        if self.head_dim_v is None and spec.head_dim_v != spec.head_dim:
+            yield f"head_dim of the value must be that of the query, {spec.head_dim}, got {spec.head_dim_v}"
+        if self.head_dim_v is not None and spec.head_dim_v not in self.head_dim_v:
+            yield f"head_dim of the value must be {self.head_dim_v}, got {spec.head_dim_v}"
+
     def _limits(self, spec: AttentionSpec) -> Iterator[str]:
         got = spec.device.capability
         if self.compute_capability is not None and got is not None:
@@ -125,12 +140,7 @@ class Capabilities:
                 yield f"compute capability must be {expected}, got {_dotted(got)} (too {side})"
         if spec.dtype not in self.dtypes:
             yield f"dtype must be {one_of(self.dtypes)}, got {spec.dtype}"
-        if spec.head_dim not in self.head_dim:
-            yield f"head_dim must be {self.head_dim}, got {spec.head_dim}"
-        if self.head_dim_v is None and spec.head_dim_v != spec.head_dim:
-            yield f"head_dim of the value must be that of the query, {spec.head_dim}, got {spec.head_dim_v}"
-        if self.head_dim_v is not None and spec.head_dim_v not in self.head_dim_v:
-            yield f"head_dim of the value must be {self.head_dim_v}, got {spec.head_dim_v}"
+        yield from self.against_dims(spec)
         if spec.page_size is not None and self.page_size is None:
             yield "block_table must be None: no paged key-value cache"
         if spec.page_size is not None and self.page_size is not None and spec.page_size not in self.page_size:

@@ -18,6 +18,7 @@ from attnreg.contract import known_issues
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import Capabilities
 from attnreg.contract.lse_columns import COLUMNS, widened, with_columns
+from attnreg.contract.padded_dims import how_padded, padded, with_padding
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import BackendUnavailableError, RegistrationError
 from attnreg.torchlib.isolation import strip_tracebacks
@@ -71,9 +72,9 @@ class Entry:
             if self._kernels is None:
                 raise BackendUnavailableError(f"{self.name} {self.unavailable()}") from self.cause
             found = self._kernels
-        if spec is None or found.backward is None or not self.adds_columns(spec, "backward"):
-            return found
-        return found._replace(backward=with_columns(found.backward), specialize=None)
+        fit = found if spec is None else self._fit_for(spec, found)
+        # The backend's launchers know nothing of further columns.
+        return found if fit == found else fit._replace(specialize=None)
 
     def kernel(self, direction: Direction, spec: AttentionSpec | None = None) -> Callable[..., Any]:
         """Return the function of one direction as `kernels` does; an error as well where there is none."""
@@ -122,6 +123,11 @@ class Entry:
         backend, limits = self.backend, self._limits(direction)
         if backend is None or limits is None:
             return ()
+        if (wide := self.padded(spec, direction)) is not spec:
+            # What limits say of the call either way isn't about the padding.
+            either_way, further = limits.unsupported(spec), f"{how_padded(spec, wide)}: "
+            against = self._against(wide, direction, missing)
+            return tuple(one if one in either_way else further + one for one in against)
         if self.adds_columns(spec, direction):
             # What is against the call either way isn't about the columns.
             against = self._against(replace(spec, grad_lse=False), direction, missing)
@@ -143,6 +149,28 @@ class Entry:
         if self.backend is None:
             return None
         return self.backend.forward if direction == "forward" else self.backend.backward
+
+    def _fit_for(self, spec: AttentionSpec, kernels: Kernels) -> Kernels:
+        """Return kernels that are given what this backend's take in place of such a call's tensors."""
+        forward, backward = kernels.forward, kernels.backward
+        if self.padded(spec, "forward") is not spec:
+            forward = with_padding(forward, "forward")
+        if backward is not None and self.adds_columns(spec, "backward"):
+            backward = with_columns(backward)
+        if backward is not None and self.padded(spec, "backward") is not spec:
+            backward = with_padding(backward, "backward")
+        return kernels._replace(forward=forward, backward=backward)
+
+    def padded(self, spec: AttentionSpec, direction: Direction) -> AttentionSpec:
+        """Return the spec with the head dims that the kernel is given: see `padded_dims`.
+
+        The same object unless the backend declares the padded head dims, and not those of the call.
+        """
+        wide = padded(spec)
+        limits = None if wide is spec else self._limits(direction)
+        if limits is None or limits.has_dims(spec) or any(limits.against_dims(wide)):
+            return spec
+        return wide
 
     def adds_columns(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether the kernel is given the gradient of the LSE in further columns; see `lse_columns`."""

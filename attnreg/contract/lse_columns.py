@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attnreg.contract.padded_dims import STEP, with_zeros
 from attnreg.contract.spec import AttentionSpec, canonical_dtype
 
 if TYPE_CHECKING:  # limits are looked up without torch
@@ -19,8 +20,8 @@ if TYPE_CHECKING:  # limits are looked up without torch
 
     from attnreg.contract.backend import Call
 
-# Two are used. Kernels take head dims in steps of 8, which keep 16-bit rows aligned to 16 bytes.
-COLUMNS = 8
+# Two are used; so many more give a head dim that kernels take.
+COLUMNS = STEP
 
 # The constants of `out`. The second column has what rounding takes from the first: together they are precise
 # to 2**-16 of the gradient in bfloat16, to 2**-22 in float16. That dtype ends at 65,504 and at 2**-24: with
@@ -47,7 +48,8 @@ def with_columns(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ..
         if call.grad_lse is None:
             raise TypeError("grad_lse: got None, expected a tensor")
         dims = query.shape[-1], key.shape[-1], value.shape[-1]
-        grad_out, query, key, value, out = map(_widened, (grad_out, query, key, value, out))
+        tensors = grad_out, query, key, value, out
+        grad_out, query, key, value, out = (with_zeros(x, x.shape[-1] + COLUMNS) for x in tensors)
         # A row that sees no key takes no gradient, and may have NaN for one.
         rest = call.grad_lse.masked_fill(lse == float("-inf"), 0.0).mT
         for column, unit in enumerate(UNITS.get(canonical_dtype(out.dtype), (1.0, 1.0)), dims[2]):
@@ -57,11 +59,3 @@ def with_columns(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ..
         return tuple(grad[..., :dim].contiguous() for grad, dim in zip(grads, dims, strict=True))
 
     return run
-
-
-def _widened(x: Tensor) -> Tensor:
-    """Return a copy with zeros in further columns."""
-    wide = x.new_empty((*x.shape[:-1], x.shape[-1] + COLUMNS))
-    wide[..., : x.shape[-1]].copy_(x)
-    wide[..., x.shape[-1] :].zero_()
-    return wide

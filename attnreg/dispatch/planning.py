@@ -197,10 +197,12 @@ def _settle(
         decision = decide(spec, direction, offered, policy, native.name if native else "")
         if decision.backend is None:
             refuse(spec, decision)
-        if native is not None and decision.backend == native.name:
+        entry = offered[decision.backend.casefold()]
+        # Torch's own kernel gets the op's arguments as they came, without padding.
+        if native is not None and entry.name == native.name and entry.padded(spec, direction) is spec:
             return decision, _faster_than_native(spec, direction, entries.get(native.name.casefold()))
         try:
-            return decision, offered[decision.backend.casefold()].kernel(direction, spec)
+            return decision, entry.kernel(direction, spec)
         except BackendUnavailableError:
             continue  # its probe was too hopeful; from now on it is rejected with the cause
 
@@ -240,7 +242,7 @@ def _faster_than_native(
     replaces = entry.kernels().replaces_native
     if replaces is None or not replaces(direction, spec) or entry.reasons(spec, direction):
         return None
-    return entry.kernel(direction)
+    return entry.kernel(direction, spec)
 
 
 def _timed(turn: Turn, kernel: Callable[..., Any], *arguments: Any) -> Any:

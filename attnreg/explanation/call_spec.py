@@ -58,7 +58,11 @@ BOTTOM_RIGHT = (
     "F.scaled_dot_product_attention is aligned top-left, which is another mask unless there are as many keys "
     "as queries: attnreg.explain, given the call's own tensors, explains that"
 )
-
+ODD_DIMS = (
+    "of head dims that aren't multiples of 8 (in float32 of 4) torch's own selector takes its math kernel on "
+    "a GPU, unless the call is in 16 bits, with equal head dims up to 256 and no mask: attnreg may never see "
+    "this call; attnreg.flash_attn.flash_attn_func, which takes no mask, pads such head dims"
+)
 
 VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
 
@@ -91,6 +95,17 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
     return front, [f"{SDPA} has no {named}: {how}"]
 
 
+def _is_left_to_math(spec: AttentionSpec) -> bool:
+    """Whether torch's selector finds the head dims of a dense call wrong for each of its other kernels.
+
+    As in torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Torch pads for its flash kernel alone.
+    """
+    dims = spec.head_dim, spec.head_dim_v
+    flash = spec.dtype in ("float16", "bfloat16") and dims[0] == dims[1] <= 256 and not spec.bias
+    step = 4 if spec.dtype == "float32" else 8
+    return not flash and any(dim % step for dim in dims)
+
+
 def described(spec: AttentionSpec) -> CallSpec:
     """Return what selection sees of a call without its tensors."""
     front, notes = _front_of(spec)
@@ -100,6 +115,8 @@ def described(spec: AttentionSpec) -> CallSpec:
         notes.append(BOTTOM_RIGHT)
     if spec.bias and not spec.varlen and spec.device.type == "cuda" and spec.heads_q != spec.heads_k:
         notes.append(SHARED_HEADS)
+    if front == SDPA and not spec.varlen and spec.device.type == "cuda" and _is_left_to_math(spec):
+        notes.append(ODD_DIMS)
     elsewhere = selected_for(spec) if front == SDPA else None
     return CallSpec(spec, elsewhere=elsewhere, notes=tuple(notes), front=front)
 

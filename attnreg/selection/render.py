@@ -8,6 +8,7 @@ from typing import NoReturn
 from attnreg.contract.capabilities import one_line
 from attnreg.contract.discovery import Entry
 from attnreg.contract.lse_columns import COLUMNS
+from attnreg.contract.padded_dims import how_padded
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import Decision
@@ -38,6 +39,9 @@ def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
     if name is None:
         return
     entry = entries.get(name.casefold())
+    wide = spec if entry is None else entry.padded(spec, direction)
+    if wide is not spec:
+        yield f"{direction} on {name}: {how_padded(spec, wide)}"
     if spec.sinks and entry is not None and entry.counts_sinks(spec, direction):
         how = "sinks counted by the kernel, where every row is known to see a key"
         if direction == "forward":
@@ -47,7 +51,7 @@ def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
         yield f"{direction} on {name}: results are rescaled for the sinks"
     if entry is not None and entry.adds_columns(spec, direction):
         given = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
-        yield f"{direction} on {name}: {given}, {spec.head_dim + COLUMNS} for {spec.head_dim}"
+        yield f"{direction} on {name}: {given}, {wide.head_dim + COLUMNS} for {wide.head_dim}"
 
 
 def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:

@@ -60,7 +60,7 @@ class Checks:
             small = case.spec(spec.device)
             if entry.reasons(small, "forward"):
                 continue
-            kernels = entry.kernels()
+            kernels = entry.kernels(small)
             if entry.reasons(small, "backward"):
                 kernels = Kernels(kernels.forward)
             errors, _ = measure_taken(kernels, case, self._device)

@@ -163,7 +163,7 @@ class Measurement:
         else:
             both = zip(self._inputs, self._forwards, strict=True)
             given = [(grad, q, k, v, out, lse, call) for (q, k, v, grad, call), (out, lse) in both]
-        kernel, turns = entry.kernel(direction), cycle(given)
+        kernel, turns = entry.kernel(direction, self._spec), cycle(given)
         return lambda: kernel(*next(turns))
 
     @cached_property
@@ -177,7 +177,8 @@ class Measurement:
                 if self._checks.of(entry, self._spec, "forward").wrong:
                     continue
                 with torch.no_grad():
-                    found = [entry.kernels().forward(*one[:3], one.call) for one in self._inputs]
+                    kernel = entry.kernel("forward", self._spec)
+                    found = [kernel(*one[:3], one.call) for one in self._inputs]
                 if not self._wrong("forward", found[0]):
                     return found
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the next backend may work

@@ -21,6 +21,8 @@ from support.dense import CAUSAL, SCATTERING, assert_near, random_like, with_gra
 import attnreg
 from attnreg.aten import cudnn
 from attnreg.aten.routing import router
+from attnreg.contract.capabilities import Range
+from attnreg.dispatch.planning import Native
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -274,3 +276,26 @@ def test_every_argument_of_the_flash_op_reaches_torchs_kernel(route, packed, ran
     assert kwargs.keys() == options.keys()
     assert all(kwargs[name] is value or kwargs[name] == value for name, value in options.items())
     assert ran() == {}
+
+
+def test_torchs_own_kernel_is_not_given_head_dims_that_only_padding_makes_possible(
+    route, routes, packed, ran, fake
+):
+    kernels = native_kernels()
+    for kind in (FORWARD, BACKWARD):
+        routes[kind["flash"]] = routes[kind["flash"]]._replace(native=Native("mine", judged=True))
+    route(kernels)
+    recorder = fake("mine", head_dim=Range(8, 256, 8), head_dim_v=None)  # whose kernel that of the op is
+    with attnreg.register_backend(recorder.backend):
+        for dim, seen in ((16, set()), (13, {16}), (13, {16}), (16, set())):
+            *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K, dim=dim)
+            out, *_ = flash_varlen(inputs, cu_q, cu_k, max_q, max_k)
+            assert_packed_right(out, inputs, cu_q, cu_k)
+            assert ran() == {"mine": (1, 1)}
+            given = *(x[:3] for x in recorder.forwards), *(x[1:4] for x in recorder.backwards)
+            assert {x.shape[-1] for tensors in given for x in tensors} == seen
+            recorder.forwards.clear()
+            recorder.backwards.clear()
+    of_torch = [args[0].shape[-1] for args, _ in kernels[FORWARD["flash"]].calls]
+    assert of_torch == [16, 16]
+    assert [args[0].shape[-1] for args, _ in kernels[BACKWARD["flash"]].calls] == [16, 16]

@@ -118,7 +118,7 @@ def test_a_call_without_scores_reaches_no_kernel(kernels, lengths):
 FLOAT32 = {"dtype": "float32", "heads_q": 2, "heads_k": 2}
 REFUSED = {
     "head dims must be multiples of 8 in bfloat16, got 12 and 12": {"head_dim": 12, "dtype": "bfloat16"},
-    "head_dim must be 4 to 65536 in steps of 4, got 6": {"head_dim": 6, "head_dim_v": 8},
+    "head_dim must be 4 to 65536 in steps of 4, got 65540": {"head_dim": 65540, "head_dim_v": 8},
     "query and key must have the same number of heads, got 4 and 2": {"heads_q": 4},
     "input must be dense, got packed": {"varlen": True},
     "window_size must be (-1, -1) or causal, got (3, 0)": {"window": (3, 0)},

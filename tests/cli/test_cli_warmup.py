@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.command_line import words
 
+from attnreg.contract.capabilities import Range
+
 WARMUP = ("warmup", "--device", "cpu", "--q", "2,64,4,32")
 
 
@@ -53,6 +55,15 @@ def test_warmup_calls_the_kernels_with_what_the_options_say(call, fake, plugins,
         assert forward.cu_seqlens_q.dtype == torch.int32
     else:
         assert forward.cu_seqlens_q is None
+
+
+def test_warmup_pads_head_dims_as_calls_do(call, fake, plugins):
+    mine = fake("mine", **dict.fromkeys(("head_dim", "head_dim_v"), Range(8, 64, 8)))
+    plugins(mine=mine.backend)
+    result = call(*WARMUP[:3], "--q", "2,64,4,29", "--head-dim-v", "13", "--backend", "mine", "--json")
+    assert [row["state"] for row in calls_of(result)] == ["ran", "ran"]
+    for query, key, value in (mine.forwards[0][:3], mine.backwards[0][1:4]):
+        assert (query.shape, key.shape, value.shape) == ((2, 64, 4, 32), (2, 64, 4, 32), (2, 64, 4, 16))
 
 
 def test_warmup_takes_several_calls_and_dtypes(call):

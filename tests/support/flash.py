@@ -26,7 +26,8 @@ def kernels(seen=None):
 def spread(method, cu_seq, **options):
     """Compare a call spread over ranks with float64, on a backend that has these kernels."""
     on = dict.fromkeys(("varlen", "gqa", "causal", "window", "delta_from_out"), True)
-    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32", "bfloat16"), **on)
+    dims = attnreg.Range(8, 256, 8)
+    limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32", "bfloat16"), head_dim=dims, **on)
     backend = attnreg.Backend(name="flash-like", forward=limits, backward=limits, load=kernels)
     with attnreg.register_backend(backend):
         return ranks.compare(method, cu_seq, backend=backend.name, **options)

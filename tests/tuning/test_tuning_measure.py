@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.tuned import CPU, SPEC, altered, off_by, raising, spec_with, watched
 
+from attnreg.contract.capabilities import Range
 from attnreg.contract.spec import Device
 from attnreg.errors import ConfigError
 from attnreg.tuning import checks
@@ -106,6 +107,18 @@ def test_a_backend_that_raises_later_is_marked_failed_too(clock, entry):
 def test_what_a_backend_refuses_is_not_measured_on_it(clock, entry):
     (found,) = run(SMALL, clock, entry("a"), entry("b", dtypes=("float64",)), directions=("forward",))
     assert list(found.backends) == ["a"]
+
+
+def test_a_backend_is_checked_and_measured_with_the_head_dims_that_it_is_given_in_calls(clock, entry):
+    given, limits = set(), dict.fromkeys(("head_dim", "head_dim_v"), Range(8, 64, 8))
+
+    def watch(*arguments):
+        given.update(x.shape[-1] for x in arguments[:3])
+
+    odd = dataclasses.replace(BOTH, head_dim=13, head_dim_v=21)
+    for point in run(odd, clock, entry("steps", change=watched(watch), **limits)):
+        assert point.backends["steps"].gpu_us == pytest.approx(1000)
+    assert given == {16, 24}
 
 
 def test_backends_take_turns_and_a_hopeless_one_is_timed_once(clock, entry):

@@ -115,7 +115,7 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
         ({"heads_q": 65536}, *["query heads of dense tensors must be at most 65535, got 65536"] * 2),
         ({"heads_q": 65536, "varlen": True}, "", ""),
         ({"device": "sm_86"}, OLD, OLD),
-        ({"head_dim": 100, "head_dim_v": 64}, *["head_dim must be 8 to 256 in steps of 8, got 100"] * 2),
+        ({"head_dim": 260, "head_dim_v": 64}, *["head_dim must be 8 to 256 in steps of 8, got 260"] * 2),
         ({"head_dim": 192, "head_dim_v": 128}, "", ""),
         ({"head_dim": 192, "head_dim_v": 128, "heads_k": 2}, "", SHARED),
         (
