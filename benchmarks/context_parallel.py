@@ -5,7 +5,8 @@
 
 Starts a process for each GPU, two unless `--ranks` says more. Forward and backward of bfloat16, 16 heads of
 128. `share` is one GPU's time for the whole batch over `ranks` times the time that the ranks take for it
-together: 1 where half the work takes half the time. Times are the slowest rank's, medians of some rounds.
+together: 1 where half the work takes half the time. Times are the slowest rank's, medians of some rounds; one
+GPU's is by the mean of the rates that the ranks have, each alone and at the same time, as GPUs differ.
 Beside it in the same run: torch's `context_parallel` with either rotation, and all-to-all over heads written
 by hand (`_spread.py`). Link and latency are measured as ranks do before their first call.
 """
@@ -109,7 +110,7 @@ def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict
                 calls = max(1, min(20, int(0.15 / once)))
                 of_each = here.seconds_of_each(step, calls)
                 row.setdefault("of_each", []).append(of_each)
-                row["rounds"].append(min(of_each) if name == ONE else max(of_each))
+                row["rounds"].append(statistics.harmonic_mean(of_each) if name == ONE else max(of_each))
         except Exception as error:  # noqa: BLE001 - a side that fails is a result, on all ranks alike
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if here.device.type == "cuda":
