@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 METHODS = ("all_to_all", "all_gather", "ring", "auto")
 ONE = "one GPU"
+BALANCED = "balanced"  # the layout that `spread_documents` chooses unless told
 
 
 class Case(NamedTuple):
@@ -49,8 +50,8 @@ def cases(scale: int) -> list[Case]:
     return [
         Case("causal, 65,536", (65536 // scale,), -1, "zigzag"),
         Case("causal, 16,384", (16384 // scale,), -1, "zigzag"),
-        Case("packed, 65,536", packed, -1, "balanced"),
-        Case("packed, window 4,096", packed, 4096 // scale, "balanced"),
+        Case("packed, 65,536", packed, -1, BALANCED),
+        Case("packed, window 4,096", packed, 4096 // scale, BALANCED),
     ]
 
 
@@ -180,6 +181,7 @@ class Unsent(exchange.Pending):
     def __init__(self, rows: Tensor, sends: list[int], receives: list[int], group: Any) -> None:
         count = sum(receives)
         self._received = rows if count == len(rows) else rows.repeat(count // len(rows) + 1, 1)[:count]
+        self._done = None
 
     def wait(self) -> Tensor:
         """Return rows that nobody has sent."""
@@ -216,6 +218,8 @@ def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
         "all_to_all, contiguous",
         lambda: contextlib.nullcontext(ours(here, case, whole, "all_to_all", "contiguous")),
     )
+    if case.how != BALANCED:
+        yield f"auto, {BALANCED}", lambda: contextlib.nullcontext(ours(here, case, whole, "auto", BALANCED))
     if len(case.lengths) == 1:
         yield from sides_of_parts(here, case)
     if sum(case.lengths) % dist.get_world_size() == 0:
