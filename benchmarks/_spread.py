@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import measure
-from attnreg.parallel import by_heads, exchange, stepwise
+from attnreg.parallel import estimates, exchange, stepwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,7 +203,7 @@ def sides_of_parts(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], 
     """Yield what all_gather and the ring take without what each is made of."""
     whole = whole_batch(here, case)
     gather, ring = (partial(ours, here, case, whole, method, case.how) for method in ("all_gather", "ring"))
-    yield "all_gather, one group", lambda: changed(by_heads, "MOST_GROUPS", 1, gather)
+    yield "all_gather, in groups", lambda: changed(estimates, "WORTH", 0.0, gather)
     for name, step in (("all_gather", gather), ("ring", ring)):
         yield f"{name}, nothing sent", lambda step=step: changed(stepwise, "Pending", Unsent, step)
 

@@ -225,13 +225,17 @@ class ContextParallel(SpreadBatch):
         options = Options(kind.scale, kind.softcap, choice, needs_backward, self._before_backward)
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
-            groups = 1 if method == RING else self._gathered_groups(kind)
+            groups = 1 if method == RING else self._gathered_groups(kind, device)
             return Work(plan, self.group, options, groups)
         return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
 
-    def _gathered_groups(self, kind: Kind) -> int:
-        of_kind = "groups", kind.shape, *kind.window
-        groups: int = self._once(of_kind, lambda: gathered_groups(self._needs(kind.window), kind.shape))
+    def _gathered_groups(self, kind: Kind, device: torch.device) -> int:
+        def found() -> int:
+            # Ranks that don't choose measure nothing.
+            rates = self._machine(device).rates if self.method == "auto" else self._rates or Rates()
+            return gathered_groups(self._needs(kind.window), kind.shape, rates)
+
+        groups: int = self._once(("groups", kind.shape, *kind.window), found)
         return groups
 
     def _before_backward(self) -> None:

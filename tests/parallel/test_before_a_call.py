@@ -64,7 +64,7 @@ def test_ranks_choose_by_what_the_slowest_of_them_has_measured(three_ranks):
         assert (rates.flops, rates.latency, comparisons) == (usual.flops, usual.latency / 4, 3)
         assert [(calls, said[1], rates)] * 3 == [(one[1], one[0][1], one[3]) for one in found]
         assert calls == {said[1]: 2}
-        expected = spread_documents([0, 6000], 3, "zigzag")
+        expected = spread_documents([0, 3000, 6000], 3, "zigzag")
         options = {"heads": 12, "head_dim": 8, "dtype": "float32", "rates": rates}
         assert said[1] == attnreg.explain_context_parallel(expected, **options).method
         taken.add(said[1])
