@@ -36,7 +36,19 @@ def test_every_number_of_rows_is_accurate(kernels, rows, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "dims", [(16, 16), (32, 64), (80, 48), (96, 112), (128, 128), (256, 256), (40, 64), (64, 7)]
+    "dims",
+    [
+        (16, 16),
+        (32, 64),
+        (80, 48),
+        (96, 112),
+        (128, 128),
+        (256, 256),
+        (17, 31),
+        (40, 72),
+        (100, 130),
+        (64, 7),
+    ],
 )
 def test_sizes_of_heads_of_few_rows_are_accurate(kernels, dims, dtype):
     for rows in (1, 3, 8):

@@ -4,6 +4,9 @@
 // A vector of scores is that of all rows and of as many neighbouring keys as fill it: lane i has row i % kRows and key
 // i / kRows. To softmax.h each lane is a row of its own. A row's lanes get the highest score of all of them, so that its
 // values have one sum; their sums of weights are added up in the end.
+//
+// If a vector's width doesn't divide a head dim, the last vector of a row begins where it ends with the row: in the query
+// the numbers that the vector before has, too, are 0.
 
 #pragma once
 
@@ -18,7 +21,7 @@ class FewRows {
 
   // Whether it computes the tasks of a sequence. Those of others are forward.h's: with more rows packing pays off.
   static bool takes(const Problem& problem, const Sequence& sequence) {
-    const bool fits = problem.size % kLanes == 0 && problem.value_size % kLanes == 0;
+    const bool fits = problem.size >= kLanes && problem.value_size >= kLanes;
     return fits && sequence.rows * problem.group() <= kLanes && problem.dropout == 0.0;
   }
 
@@ -89,16 +92,22 @@ class FewRows {
     return {task.sequence->first_key(task.row / group), task.sequence->keys_end(last)};
   }
 
+  // Where the vector of a row begins that is to begin at a column.
+  static int64_t place(int64_t column, int64_t size) { return std::min(column, size - kLanes); }
+
   // Rows that there aren't are copies of the last one.
   template <int64_t kRows>
   void read_query(const Task& task) {
     const auto rows = query_rows<Number>(problem_.q, task, problem_.group());
-    float* to = q_ = query_.take(kRows * problem_.size);
+    const int64_t size = problem_.size, width = padded(size, kLanes);
+    q_ = query_.take(kRows * width);
     for (int64_t row = 0; row < kRows; row++) {
       const auto* from = rows[task.row + std::min(row, task.rows - 1)];
-      for (int64_t column = 0; column < problem_.size; column += kLanes, to += kLanes) {
-        store(to, Number::read(from + column) * scale_.sign);
+      float* to = q_ + row * width;
+      for (int64_t column = 0; column < size; column += kLanes) {
+        store(to + column, Number::read(from + place(column, size)) * scale_.sign);
       }
+      std::fill_n(to + width - kLanes, width - size, 0.0f);
     }
   }
 
@@ -106,7 +115,7 @@ class FewRows {
   template <int64_t kRows, class SomeRows>
   void compute_scores(const SomeRows& keys, int64_t first, int64_t count) {
     constexpr int64_t kStep = kLanes / kRows, kPart = kStep < 4 ? kStep : 4;
-    const int64_t size = problem_.size;
+    const int64_t size = problem_.size, width = padded(size, kLanes);
     for (int64_t key = 0; key < count; key += kStep) {
       Floats sums[kLanes];
 #pragma GCC unroll 4
@@ -118,12 +127,13 @@ class FewRows {
           k[i] = keys[first + std::min(key + part + i, count - 1)];
         }
         for (int64_t column = 0; column < size; column += kLanes) {
+          const int64_t here = place(column, size);
 #pragma GCC unroll 4
           for (int64_t i = 0; i < kPart; i++) {
-            const Floats numbers = Number::read(k[i] + column);
+            const Floats numbers = Number::read(k[i] + here);
 #pragma GCC unroll 16
             for (int64_t row = 0; row < kRows; row++) {
-              of_part[i][row] += load<Floats>(q_ + row * size + column) * numbers;
+              of_part[i][row] += load<Floats>(q_ + row * width + column) * numbers;
             }
           }
         }
@@ -142,14 +152,16 @@ class FewRows {
   // The same, summed in float64 and rounded once.
   template <int64_t kRows, class SomeRows>
   [[gnu::noinline]] void compute_scores_in_double(const SomeRows& keys, int64_t first, int64_t count) {
-    const int64_t size = problem_.size;
+    const int64_t size = problem_.size, width = padded(size, kLanes);
     for (int64_t i = 0; i < count * kRows; i++) {
-      const float* q = q_ + i % kRows * size;
+      const float* q = q_ + i % kRows * width;
       const auto* k = keys[first + i / kRows];
       Doubles sums{};
-      for (int64_t column = 0; column < size; column += kLanes / 2) {
-        const auto left = load<HalfFloats>(q + column), right = load<HalfFloats>(k + column);
-        sums += __builtin_convertvector(left, Doubles) * __builtin_convertvector(right, Doubles);
+      for (int64_t column = 0; column < size; column += kLanes) {
+        for (int64_t half = 0; half < kLanes; half += kLanes / 2) {
+          const auto left = load<HalfFloats>(q + column + half), right = load<HalfFloats>(k + place(column, size) + half);
+          sums += __builtin_convertvector(left, Doubles) * __builtin_convertvector(right, Doubles);
+        }
       }
       double sum = 0.0;
       for (int64_t lane = 0; lane < kLanes / 2; lane++) {
@@ -214,7 +226,7 @@ class FewRows {
   int64_t add_values(
       const SomeRows& values, int64_t first, int64_t count, int64_t column, Panels out, const float* factors) const {
     constexpr int64_t kMost = kSums / kRows;
-    const int64_t left = (problem_.value_size - column) / kLanes;
+    const int64_t left = padded(problem_.value_size - column, kLanes) / kLanes;
     const auto add = [&](auto known) {
       add_values<kRows, decltype(known)::value>(values, first, count, column, out, factors);
       return decltype(known)::value * kLanes;
@@ -237,11 +249,12 @@ class FewRows {
       const SomeRows& values, int64_t first, int64_t count, int64_t column, Panels out, const float* factors) const {
     Floats sums[kRows][kPanels] = {};
     const float* weights = scores_;
+    const int64_t last = place(column + (kPanels - 1) * kLanes, problem_.value_size);
     for (int64_t key = 0; key < count; key++, weights += kRows) {
-      const auto* from = values[first + key] + column;
+      const auto* from = values[first + key];
 #pragma GCC unroll 4
       for (int64_t n = 0; n < kPanels; n++) {
-        const Floats numbers = Number::read(from + n * kLanes);
+        const Floats numbers = Number::read(from + (n < kPanels - 1 ? column + n * kLanes : last));
 #pragma GCC unroll 16
         for (int64_t row = 0; row < kRows; row++) {
           sums[row][n] += weights[row] * numbers;
@@ -272,7 +285,8 @@ class FewRows {
       *lse[task.row + row] = sum == 0.0f ? -kInfinity : static_cast<float>(found);
       const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
       for (int64_t column = 0; column < problem_.value_size; column += kLanes) {
-        Number::write(rows[task.row + row] + column, load<Floats>(out.at(column / kLanes, row)) * factor);
+        auto* to = rows[task.row + row] + place(column, problem_.value_size);
+        Number::write(to, load<Floats>(out.at(column / kLanes, row)) * factor);
       }
     }
   }

@@ -137,7 +137,12 @@ template <int64_t kStep>
 void add_by_lanes(const float* left, const float* right, int64_t first, int64_t size, Floats (&sums)[kTileRows]) {
   if constexpr (kStep == kLanes) {
     Tile<1, Store::kOverwrite> tile;
-    for (int64_t k = first; k < size; k += kLanes) {
+    const int64_t rest = size % kLanes;
+    for (int64_t k = first; k < size - rest; k += kLanes) {
+      tile.template add<1>(left + k * kLanes, right + k * kLanes, 0);
+    }
+    if (first >= kLanes - rest) {  // the last vector ends where the row does
+      const int64_t k = size - kLanes + first;
       tile.template add<1>(left + k * kLanes, right + k * kLanes, 0);
     }
     std::memcpy(sums, tile.sums, sizeof sums);
