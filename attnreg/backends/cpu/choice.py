@@ -25,9 +25,6 @@ OPEN = (-1, -1)
 
 # From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
 _LONG, _ROWS_OF_A_CALL = 256, 1024
-# Rows of a key head that aren't worth packing its keys for, keys to a row that are many, and how many numbers
-# of keys, over the square of the rows, are worth a call of torch's: sequences of other lengths take one each.
-_FEW, _MANY, _WORTH_A_CALL = 8, 16, 2**16
 
 # Rows of a key head, of all its query heads, below which torch's kernel was the faster one: the compiled one
 # packs keys and values first. Where MKL is slow, and elsewhere.
@@ -91,25 +88,16 @@ def _by_tiles(head_dim: int, rows: int, keys: int) -> bool:
 def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
     """Return whether the backend runs a forward by torch's kernel although the compiled one could.
 
-    Torch's multiplies bfloat16 by AMX also where the compiled one does it in float32; and torch's reads
-    float32 keys without packing them, which for a few queries takes longer than the products, but not than a
-    call for each sequence of few keys. Both gains are those of a batch, so that neither counts where the
-    results may not depend on it.
+    Torch's multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a batch's:
+    it doesn't count where the results may not depend on the batch.
     """
-    if call.batch_invariant:
+    if call.batch_invariant or q.dtype != torch.bfloat16:
         return False
-    rows = call.max_q * q.size(-2) // k.size(-2)
-    if q.dtype == torch.bfloat16:
-        if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
-            return False
-        if _by_tiles(q.size(-1), rows, call.max_k):
-            return False
-        return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
-    if q.dtype != torch.float32 or rows > _FEW or call.max_k < _MANY * rows:
+    if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
         return False
-    batches = sequences_of(q, k, call).uniform_batches
-    numbers = sum(batch.count * batch.keys for batch in batches) * k.size(-2) * k.size(-1)
-    return numbers >= _WORTH_A_CALL * rows**2 * len(batches)
+    if _by_tiles(q.size(-1), call.max_q * q.size(-2) // k.size(-2), call.max_k):
+        return False
+    return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
 
 
 def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:

@@ -35,8 +35,9 @@ class FewRows {
   }
 
  private:
-  // Keys of a block.
-  static constexpr int64_t kKeys = 128;
+  // Keys of a block, and how many of them before its turn a row is fetched: between the rows of a head lie those of others,
+  // and what the machine fetches ahead by itself is these.
+  static constexpr int64_t kKeys = 128, kAhead = 16;
   // Sums of a tile of a product: with more, they wouldn't stay in registers.
   static constexpr int64_t kSums = 2 * kTileRows;
 
@@ -70,6 +71,7 @@ class FewRows {
     store(sums_, Floats{});
     for (int64_t key = lowest; key < end; key += kKeys) {
       const int64_t count = std::min(kKeys, end - key), vectors = (count + kStep - 1) / kStep;
+      last_ = end - 1;
       compute_scores<kRows>(keys, key, count);
       bool is_large = false;
       Floats now = highest_of_block<kRows>(task, scores, vectors, key, count, is_large);
@@ -94,6 +96,15 @@ class FewRows {
 
   // Where the vector of a row begins that is to begin at a column.
   static int64_t place(int64_t column, int64_t size) { return std::min(column, size - kLanes); }
+
+  // Inlined by force: GCC 12 takes a function that only fetches for one without effect, and leaves calls of it out.
+  template <class SomeRows>
+  inline __attribute__((always_inline)) void fetch(const SomeRows& rows, int64_t row, int64_t column, int64_t columns) const {
+    const auto* from = rows[std::min(row + kAhead, last_)] + column;
+    for (int64_t i = 0; i < columns; i += 64 / sizeof *from) {
+      __builtin_prefetch(from + i);
+    }
+  }
 
   // Rows that there aren't are copies of the last one.
   template <int64_t kRows>
@@ -125,6 +136,7 @@ class FewRows {
 #pragma GCC unroll 4
         for (int64_t i = 0; i < kPart; i++) {
           k[i] = keys[first + std::min(key + part + i, count - 1)];
+          fetch(keys, first + key + part + i, 0, size);
         }
         for (int64_t column = 0; column < size; column += kLanes) {
           const int64_t here = place(column, size);
@@ -252,6 +264,7 @@ class FewRows {
     const int64_t last = place(column + (kPanels - 1) * kLanes, problem_.value_size);
     for (int64_t key = 0; key < count; key++, weights += kRows) {
       const auto* from = values[first + key];
+      fetch(values, first + key, column, kPanels * kLanes);
 #pragma GCC unroll 4
       for (int64_t n = 0; n < kPanels; n++) {
         const Floats numbers = Number::read(from + (n < kPanels - 1 ? column + n * kLanes : last));
@@ -296,6 +309,7 @@ class FewRows {
   Alibi alibi_;
   Buffer query_, out_;
   float* q_ = nullptr;
+  int64_t last_ = 0;
   // Of a block, and of each lane so far.
   alignas(64) float scores_[kKeys * kLanes], highest_[kLanes], sums_[kLanes];
 };
