@@ -127,7 +127,7 @@ def test_where_mkl_is_slow_all_but_few_rows_goes_to_the_compiled_kernel(monkeypa
     on(monkeypatch, slow_mkl=True)
     for length in (16, 300, 4096):
         assert replaced(spec(length, dtype=dtype)) == BOTH
-    assert replaced(spec(4, 300, dtype=dtype)) == ([] if dtype == "float32" else ["backward"])
+    assert replaced(spec(9, 300, dtype=dtype)) == ([] if dtype == "float32" else ["backward"])
     assert replaced(spec(4, 300, dtype=dtype, heads=(16, 4))) == BOTH  # as many rows of a key head
 
 
@@ -156,12 +156,29 @@ SLOW_OR_AMX = pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True
 
 
 @SLOW_OR_AMX
-def test_few_rows_go_there_only_backward_in_16_bits(monkeypatch, facts):
+def test_more_rows_than_fill_a_vector_but_few_go_there_only_backward_in_16_bits(monkeypatch, facts):
     on(monkeypatch, **facts)
     for dtype in DTYPES:
         expected = [] if dtype == "float32" else ["backward"]
         assert replaced(spec(15, 200, dtype=dtype, window=CAUSAL)) == expected
     assert replaced(spec(15, 100, heads=(16, 2)))[:1] == ["forward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("facts", [{}, {"slow_mkl": True, "lanes": 16}])
+def test_forwards_of_rows_that_fill_no_more_than_a_vector_go_there(monkeypatch, dtype, facts):
+    on(monkeypatch, **facts)
+    lanes, backward = facts.get("lanes", 8), ["backward"] if dtype != "float32" else []
+    for length, heads, dim in ((1, (lanes - 1, 1), 64), (lanes - 1, (2, 2), 16), (1, (4, 4), 72)):
+        one = {"dtype": dtype, "heads": heads, "dim": dim}
+        assert replaced(spec(length, 300, **one)) == ["forward", *backward]
+        # A float32 gradient takes the LSE of the kernel that computes it.
+        assert replaced(spec(length, 300, needs_backward=True, **one)) == (BOTH if backward else [])
+    assert replaced(spec(1, 300, dtype=dtype, dim=lanes - 1)) == backward
+    assert replaced(spec(lanes, 300)) == (BOTH if "slow_mkl" in facts else ["forward"])
+    assert replaced(spec(lanes, 300, needs_backward=True)) == (BOTH if "slow_mkl" in facts else [])
+    on(monkeypatch, amx=True, **facts)
+    assert ("forward" in replaced(spec(1, 300, dtype=dtype))) is (dtype != "bfloat16")
 
 
 @SLOW_OR_AMX
