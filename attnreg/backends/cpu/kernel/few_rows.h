@@ -1,12 +1,12 @@
 // The forward of few rows, as in decoding: reading the keys and values is most of the work, and packing them would be
 // more than that. So products read them where they are.
 //
-// A vector of scores is that of all rows and of as many neighbouring keys as fill it: lane i has row i % kRows and key
-// i / kRows. To softmax.h each lane is a row of its own. A row's lanes get the highest score of all of them, so that its
-// values have one sum; their sums of weights are added up in the end.
+// A vector of scores is that of all rows and of as many neighbouring keys as fill it: lane i has row i % kRows and
+// key i / kRows. To softmax.h each lane is a row of its own. A row's lanes get the highest score of all of them, so
+// that its values have one sum; their sums of weights are added up in the end.
 //
-// If a vector's width doesn't divide a head dim, the last vector of a row begins where it ends with the row: in the query
-// the numbers that the vector before has, too, are 0.
+// If a vector's width doesn't divide a head dim, the last vector of a row ends where the row does: in the query the
+// numbers that the vector before it has, too, are 0.
 
 #pragma once
 
@@ -35,8 +35,8 @@ class FewRows {
   }
 
  private:
-  // Keys of a block, and how many of them before its turn a row is fetched: between the rows of a head lie those of others,
-  // and what the machine fetches ahead by itself is these.
+  // Keys of a block, and how many of them before its turn a row is fetched: between the rows of a head lie those of
+  // others, and what the machine fetches ahead by itself is these.
   static constexpr int64_t kKeys = 128, kAhead = 16;
   // Sums of a tile of a product: with more, they wouldn't stay in registers.
   static constexpr int64_t kSums = 2 * kTileRows;
@@ -59,9 +59,11 @@ class FewRows {
 
   template <int64_t kRows, class SomeRows>
   void run(const Task& task, const SomeRows& keys, const SomeRows& values) {
-    constexpr int64_t kStep = kLanes / kRows;
+    constexpr int64_t kStep = kLanes / kRows, kPanels = std::clamp<int64_t>(kSums / kRows, 1, 4);
     const int64_t value_size = problem_.value_size;
-    const auto [lowest, end] = keys_of(task);
+    const int64_t group = problem_.group(), last = (task.row + task.rows - 1) / group;
+    const int64_t lowest = task.sequence->first_key(task.row / group), end = task.sequence->keys_end(last);
+    last_ = end - 1;
     read_query<kRows>(task);
     if (alibi_.is_on()) {
       alibi_.set(task, kStep);
@@ -71,7 +73,6 @@ class FewRows {
     store(sums_, Floats{});
     for (int64_t key = lowest; key < end; key += kKeys) {
       const int64_t count = std::min(kKeys, end - key), vectors = (count + kStep - 1) / kStep;
-      last_ = end - 1;
       compute_scores<kRows>(keys, key, count);
       bool is_large = false;
       Floats now = highest_of_block<kRows>(task, scores, vectors, key, count, is_large);
@@ -82,24 +83,18 @@ class FewRows {
       float factors[kLanes];
       softmax_of_block(scores, 0, vectors, now, scale_, {highest_, sums_}, factors);
       for (int64_t column = 0; column < value_size;) {
-        column += add_values<kRows>(values, key, count, column, out, factors);
+        column += add_values<kRows, kPanels>(values, key, count, column, out, factors);
       }
     }
     write_results<kRows>(task, out);
   }
 
-  // The first key that a task sees, and the one after the last.
-  std::pair<int64_t, int64_t> keys_of(const Task& task) const {
-    const int64_t group = problem_.group(), last = (task.row + task.rows - 1) / group;
-    return {task.sequence->first_key(task.row / group), task.sequence->keys_end(last)};
-  }
-
-  // Where the vector of a row begins that is to begin at a column.
+  // Where the vector for a column begins: the last one ends with its row.
   static int64_t place(int64_t column, int64_t size) { return std::min(column, size - kLanes); }
 
   // Inlined by force: GCC 12 takes a function that only fetches for one without effect, and leaves calls of it out.
   template <class SomeRows>
-  inline __attribute__((always_inline)) void fetch(const SomeRows& rows, int64_t row, int64_t column, int64_t columns) const {
+  [[gnu::always_inline]] void fetch(const SomeRows& rows, int64_t row, int64_t column, int64_t columns) const {
     const auto* from = rows[std::min(row + kAhead, last_)] + column;
     for (int64_t i = 0; i < columns; i += 64 / sizeof *from) {
       __builtin_prefetch(from + i);
@@ -171,7 +166,8 @@ class FewRows {
       Doubles sums{};
       for (int64_t column = 0; column < size; column += kLanes) {
         for (int64_t half = 0; half < kLanes; half += kLanes / 2) {
-          const auto left = load<HalfFloats>(q + column + half), right = load<HalfFloats>(k + place(column, size) + half);
+          const auto left = load<HalfFloats>(q + column + half);
+          const auto right = load<HalfFloats>(k + place(column, size) + half);
           sums += __builtin_convertvector(left, Doubles) * __builtin_convertvector(right, Doubles);
         }
       }
@@ -233,32 +229,15 @@ class FewRows {
   }
 
   // Adds the values of a block, times their weights, to what earlier ones left of the output, times its factors, for as
-  // many columns as fit into a tile; returns how many.
-  template <int64_t kRows, class SomeRows>
+  // many columns as a tile has, kPanels vectors at most; returns how many.
+  template <int64_t kRows, int64_t kPanels, class SomeRows>
   int64_t add_values(
       const SomeRows& values, int64_t first, int64_t count, int64_t column, Panels out, const float* factors) const {
-    constexpr int64_t kMost = kSums / kRows;
-    const int64_t left = padded(problem_.value_size - column, kLanes) / kLanes;
-    const auto add = [&](auto known) {
-      add_values<kRows, decltype(known)::value>(values, first, count, column, out, factors);
-      return decltype(known)::value * kLanes;
-    };
-    if constexpr (kMost >= 4) {
-      if (left >= 4) {
-        return add(std::integral_constant<int64_t, 4>());
+    if constexpr (kPanels > 1) {
+      if (problem_.value_size - column <= (kPanels - 1) * kLanes) {
+        return add_values<kRows, kPanels / 2>(values, first, count, column, out, factors);
       }
     }
-    if constexpr (kMost >= 2) {
-      if (left >= 2) {
-        return add(std::integral_constant<int64_t, 2>());
-      }
-    }
-    return add(std::integral_constant<int64_t, 1>());
-  }
-
-  template <int64_t kRows, int64_t kPanels, class SomeRows>
-  void add_values(
-      const SomeRows& values, int64_t first, int64_t count, int64_t column, Panels out, const float* factors) const {
     Floats sums[kRows][kPanels] = {};
     const float* weights = scores_;
     const int64_t last = place(column + (kPanels - 1) * kLanes, problem_.value_size);
@@ -282,6 +261,7 @@ class FewRows {
         store(at, load<Floats>(at) * factors[row] + sums[row][n]);
       }
     }
+    return kPanels * kLanes;
   }
 
   template <int64_t kRows>
