@@ -1,14 +1,15 @@
 """Dense attention on a CPU: torch's kernel against the compiled one, on shapes drawn at random.
 
-    python benchmarks/cpu_sdpa.py [--shapes N] [--seed N] [--threads N] [--rounds N] [--masked]
-                                  [--json FILE]
+    python benchmarks/cpu_sdpa.py [--shapes N] [--seed N] [--threads N] [--rounds N]
+                                  [--masked | --decode] [--json FILE]
 
 Both get the tensors of an SDPA call, (B, H, S, D) in memory, and return what its op returns: torch's kernel
 as attnreg captures it, the compiled one (`attnreg build`) through its launcher. They take turns, forward and
 backward separately. A ratio is torch's time over the compiled kernel's, the median over the rounds.
 
 With `--masked` each call has a boolean mask of padded keys, which torch's kernel gets as numbers to add. The
-compiled kernel takes no mask: it is given how many keys of each sequence count.
+compiled kernel takes no mask: it is given how many keys of each sequence count. With `--decode` calls are
+forwards of one to four queries.
 
 `attnreg/backends/cpu/choice.py` decides by what was measured here. The table shows how good its decisions
 are: geometric mean and worst ratio of the calls that it moves to the compiled kernel, geometric mean and best
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import random
 import statistics
 import sys
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 # Operations of a forward at most: larger calls take long, and are like these.
 MOST_WORK = 3e9
+# Numbers that the keys of a decode have at most: 200 MB of float32.
+MOST_NUMBERS = 5e7
 # Seconds of one side in one round.
 ROUND = 0.01
 
@@ -61,6 +65,19 @@ def drawn(draw: random.Random, dtype: str, masked: bool) -> AttentionSpec:
                 device=Device("cpu"), dtype=dtype, batch=batch, max_q=other, max_k=length, heads_q=heads,
                 heads_k=heads_k, head_dim=dim, head_dim_v=dim, window=(-1, 0) if is_causal else (-1, -1),
                 bias=masked,
+            )  # fmt: skip
+
+
+def drawn_decode(draw: random.Random, dtype: str) -> AttentionSpec:
+    """Draw a call of few queries, as a step of decoding makes it."""
+    while True:
+        length, batch = round(2 ** draw.uniform(6, 13)), draw.randint(1, 16)
+        heads, dim = draw.choice((4, 8, 12, 16, 24, 32)), draw.choice((32, 64, 64, 80, 96, 128, 128, 256))
+        heads_k = draw.choice([number for number in range(1, heads + 1) if heads % number == 0])
+        if batch * length * heads_k * dim <= MOST_NUMBERS:
+            return AttentionSpec(
+                device=Device("cpu"), dtype=dtype, batch=batch, max_q=draw.randint(1, 4), max_k=length,
+                heads_q=heads, heads_k=heads_k, head_dim=dim, head_dim_v=dim,
             )  # fmt: skip
 
 
@@ -92,7 +109,7 @@ def sides(spec: AttentionSpec) -> Iterator[tuple[Direction, Sides]]:
     backward: Any = kernel.specialize("backward", back, ours)
     if forward is None or backward is None:  # calls with `seqused_k` have no launchers
         forward, backward = (functools.partial(run, call=ours) for run in (kernel.forward, kernel.backward))
-    check(case, given, dict(zip(Results._fields, (*forward(*tensors), *backward(*back)), strict=True)))
+    check(case, given, Results(*forward(*tensors), *backward(*back)))
     yield (
         "forward",
         {
@@ -109,9 +126,10 @@ def sides(spec: AttentionSpec) -> Iterator[tuple[Direction, Sides]]:
     )
 
 
-def check(case: Case, given: Inputs, results: dict[str, Any]) -> None:
+def check(case: Case, given: Inputs, results: Results) -> None:
     """Refuse to time the compiled kernel where it breaks the accuracy rule."""
-    if wrong := Sample(case, given).verdict(results).wrong:
+    found = {name: result for name, result in results._asdict().items() if result is not None}
+    if wrong := Sample(case, given).verdict(found).wrong:
         sys.exit(f"{case} {case.lens_q} {case.lens_k} {case.heads} {case.dims}: {wrong}")
 
 
@@ -154,15 +172,18 @@ def main() -> None:
     )
     for name, default in (("shapes", 40), ("seed", 0), ("threads", torch.get_num_threads()), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--masked", action="store_true")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--masked", action="store_true")
+    kinds.add_argument("--decode", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     show_machine()
     draw, results = random.Random(options.seed), []
     for dtype in ("float32", "bfloat16", "float16") * options.shapes:
-        spec = drawn(draw, dtype, options.masked)
-        results += [measure(spec, *each, options.rounds) for each in sides(spec)]
+        spec = drawn_decode(draw, dtype) if options.decode else drawn(draw, dtype, options.masked)
+        directions = itertools.islice(sides(spec), 1 if options.decode else 2)
+        results += [measure(spec, *each, options.rounds) for each in directions]
     header = ("calls", "moved", "their ratio", "worst", "left", "their ratio", "best")
     title = f"cpu {cpu.BACKEND.version()}, {options.threads} threads: torch's time over the compiled kernel's"
     show(title, header, list(summary(results)))

@@ -87,13 +87,11 @@ def test_bfloat16_stays_with_the_compiled_kernel_where_it_has_amx_itself(left_to
     assert left_to_torch(ragged((1100, 1000), dims=(40, 40))) == ["forward"]  # no multiple of 32
 
 
-def test_few_queries_and_many_float32_keys_are_left_to_torch(left_to_torch):
-    one = ragged((1, 1), (9000, 8000), dtype="float32")
-    assert left_to_torch(one) == ["forward"]
-    assert left_to_torch(ragged((1, 1), (300, 200), dtype="float32")) == []  # not worth two calls
-    assert left_to_torch(dataclasses.replace(one, heads=(16, 1))) == []
-    assert left_to_torch(dataclasses.replace(one, dtype="float16")) == []
-    assert left_to_torch(ragged((4, 1, 3), dtype="float32")) == []
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2), (16, 1)])
+def test_few_queries_of_many_keys_stay_with_the_compiled_kernel(left_to_torch, monkeypatch, heads, dtype):
+    on(monkeypatch, amx=True)
+    assert left_to_torch(ragged((1, 1), (9000, 8000), heads=heads, dtype=dtype)) == []
 
 
 def test_a_backward_whose_tensors_do_not_fit_is_left_to_torch(recorded):
@@ -129,7 +127,7 @@ def test_where_mkl_is_slow_all_but_few_rows_goes_to_the_compiled_kernel(monkeypa
     on(monkeypatch, slow_mkl=True)
     for length in (16, 300, 4096):
         assert replaced(spec(length, dtype=dtype)) == BOTH
-    assert replaced(spec(4, 300, dtype=dtype)) == ([] if dtype == "float32" else ["backward"])
+    assert replaced(spec(9, 300, dtype=dtype)) == ([] if dtype == "float32" else ["backward"])
     assert replaced(spec(4, 300, dtype=dtype, heads=(16, 4))) == BOTH  # as many rows of a key head
 
 
@@ -158,12 +156,29 @@ SLOW_OR_AMX = pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True
 
 
 @SLOW_OR_AMX
-def test_few_rows_go_there_only_backward_in_16_bits(monkeypatch, facts):
+def test_more_rows_than_fill_a_vector_but_few_go_there_only_backward_in_16_bits(monkeypatch, facts):
     on(monkeypatch, **facts)
     for dtype in DTYPES:
         expected = [] if dtype == "float32" else ["backward"]
         assert replaced(spec(15, 200, dtype=dtype, window=CAUSAL)) == expected
     assert replaced(spec(15, 100, heads=(16, 2)))[:1] == ["forward"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("facts", [{}, {"slow_mkl": True, "lanes": 16}])
+def test_forwards_of_rows_that_fill_no_more_than_a_vector_go_there(monkeypatch, dtype, facts):
+    on(monkeypatch, **facts)
+    lanes, backward = facts.get("lanes", 8), ["backward"] if dtype != "float32" else []
+    for length, heads, dim in ((1, (lanes - 1, 1), 64), (lanes - 1, (2, 2), 16), (1, (4, 4), 72)):
+        one = {"dtype": dtype, "heads": heads, "dim": dim}
+        assert replaced(spec(length, 300, **one)) == ["forward", *backward]
+        # A float32 gradient takes the LSE of the kernel that computes it.
+        assert replaced(spec(length, 300, needs_backward=True, **one)) == (BOTH if backward else [])
+    assert replaced(spec(1, 300, dtype=dtype, dim=lanes - 1)) == backward
+    assert replaced(spec(lanes, 300)) == (BOTH if "slow_mkl" in facts else ["forward"])
+    assert replaced(spec(lanes, 300, needs_backward=True)) == (BOTH if "slow_mkl" in facts else [])
+    on(monkeypatch, amx=True, **facts)
+    assert ("forward" in replaced(spec(1, 300, dtype=dtype))) is (dtype != "bfloat16")
 
 
 @SLOW_OR_AMX

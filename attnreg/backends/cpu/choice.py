@@ -25,12 +25,9 @@ OPEN = (-1, -1)
 
 # From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
 _LONG, _ROWS_OF_A_CALL = 256, 1024
-# Rows of a key head that aren't worth packing its keys for, keys to a row that are many, and how many numbers
-# of keys, over the square of the rows, are worth a call of torch's: sequences of other lengths take one each.
-_FEW, _MANY, _WORTH_A_CALL = 8, 16, 2**16
 
-# Rows of a key head, of all its query heads, below which torch's kernel was the faster one: the compiled one
-# packs keys and values first. Where MKL is slow, and elsewhere.
+# Rows of a key head, of all its query heads, below which torch's kernel was the faster one where the compiled
+# one packs keys and values first. Where MKL is slow, and elsewhere.
 _ROWS_SLOW_MKL, _ROWS = 16, 48
 # Keys from which a causal mask makes the compiled kernel the faster one: it skips smaller blocks of what is
 # hidden.
@@ -54,12 +51,15 @@ class Machine(NamedTuple):
         slow_mkl: whether torch multiplies float32 by an MKL that uses half of the width of the vectors, as it
             does on CPUs of AMD with AVX512.
         tiles: whether the compiled kernel may multiply bfloat16 by AMX, too: Linux grants that to a process.
+        lanes: rows up to which, and head dims from which on, the compiled kernel's forward packs nothing:
+            `takes` in kernel/few_rows.h.
     """
 
     avx: bool
     amx: bool
     slow_mkl: bool
     tiles: bool = False
+    lanes: int = 8
 
 
 @functools.cache
@@ -73,6 +73,7 @@ def machine() -> Machine:
         amx=bool(flags.get("amx_bf16")),
         slow_mkl=is_amd and has_mkl and vectors.startswith("AVX512"),
         tiles=_has_tiles(),
+        lanes=16 if vectors.startswith("AVX512") else 8,
     )
 
 
@@ -91,25 +92,16 @@ def _by_tiles(head_dim: int, rows: int, keys: int) -> bool:
 def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
     """Return whether the backend runs a forward by torch's kernel although the compiled one could.
 
-    Torch's multiplies bfloat16 by AMX also where the compiled one does it in float32; and torch's reads
-    float32 keys without packing them, which for a few queries takes longer than the products, but not than a
-    call for each sequence of few keys. Both gains are those of a batch, so that neither counts where the
-    results may not depend on it.
+    Torch's multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a batch's:
+    it doesn't count where the results may not depend on the batch.
     """
-    if call.batch_invariant:
+    if call.batch_invariant or q.dtype != torch.bfloat16:
         return False
-    rows = call.max_q * q.size(-2) // k.size(-2)
-    if q.dtype == torch.bfloat16:
-        if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
-            return False
-        if _by_tiles(q.size(-1), rows, call.max_k):
-            return False
-        return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
-    if q.dtype != torch.float32 or rows > _FEW or call.max_k < _MANY * rows:
+    if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
         return False
-    batches = sequences_of(q, k, call).uniform_batches
-    numbers = sum(batch.count * batch.keys for batch in batches) * k.size(-2) * k.size(-1)
-    return numbers >= _WORTH_A_CALL * rows**2 * len(batches)
+    if _by_tiles(q.size(-1), call.max_q * q.size(-2) // k.size(-2), call.max_k):
+        return False
+    return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
 
 
 def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:
@@ -132,16 +124,29 @@ def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> b
     fits = machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
     if not fits:
         return False
-    if spec.max_q * group < (_ROWS_SLOW_MKL if machine.slow_mkl else _ROWS):
+    rows = spec.max_q * group
+    if direction == "forward" and _is_faster_without_packing(spec, rows, machine):
+        return True
+    if rows < (_ROWS_SLOW_MKL if machine.slow_mkl else _ROWS):
         return False
     if machine.slow_mkl:
         return True
     is_causal = spec.window != OPEN and spec.max_k >= _CAUSAL_KEYS
     if spec.dtype == "float32":
-        # A backward of torch's kernel takes the LSE of torch's forward: with scores of 50 or more its weights
-        # were 5 times as far off with another's, as the rounding of the scores no longer cancels.
+        # Without a gradient: see `_is_faster_without_packing`.
         shares = group > 1 and spec.max_k <= _GROUP_KEYS and not spec.needs_backward
         return is_causal or (direction == "forward" and shares)
     if spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD:
         return True
-    return _by_tiles(max(spec.head_dim, spec.head_dim_v), spec.max_q * group, spec.max_k)
+    return _by_tiles(max(spec.head_dim, spec.head_dim_v), rows, spec.max_k)
+
+
+def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine) -> bool:
+    """Return whether a forward has so few rows that the compiled kernel packs nothing."""
+    if not rows <= machine.lanes <= min(spec.head_dim, spec.head_dim_v):
+        return False
+    if spec.dtype == "float32":
+        # A backward of torch's kernel takes the LSE of torch's forward: with scores of 50 or more its weights
+        # were 5 times as far off with another's, as the rounding of the scores no longer cancels.
+        return not spec.needs_backward
+    return spec.dtype == "float16" or not machine.amx  # AMX wasn't measured

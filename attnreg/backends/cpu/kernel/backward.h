@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "few_rows.h"
 #include "key_sums.h"
 #include "softmax.h"
 
@@ -71,6 +72,7 @@ class Backward {
       dropout_.set(task);
     }
     const bool is_large = load_statistics(task, packed);
+    few_rows_ = FewRows<Number>::takes(problem_, *head.sequence);
     if (is_large) {
       compute_statistics(task, packed);
     }
@@ -164,6 +166,8 @@ class Backward {
     const Panels q = packed.q_columns.from(panel), grad_out = packed.grad_out_columns.from(panel);
     if (is_large && std::is_same_v<Number, Float32>) {
       rows_of_heads_in_double<kWidth>(packed.k_columns, q, packed.weights, span.from, end, problem_.size);
+    } else if (kWidth == 1 && few_rows_) {  // rounded as in the forward: a weight is exp(score - LSE)
+      rows_of_heads_by_lanes(packed.k_columns, q, packed.weights, span.from, end, problem_.size);
     } else {
       rows_of_heads<kWidth>(packed.k_columns, q, packed.weights, span.from, end, problem_.size);
     }
@@ -263,6 +267,7 @@ class Backward {
   Alibi alibi_;
   Dropout dropout_;
   Bounds bounds_;
+  bool few_rows_ = false;
   Buffer sums_, q_, q_columns_, k_, k_columns_, v_columns_, grad_out_, grad_out_columns_, grad_q_;
   Buffer out_columns_, weights_, grad_scores_, slopes_, kept_, base_, rest_, delta_, grad_lse_, delta_of_out_;
 };

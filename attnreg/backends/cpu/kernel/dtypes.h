@@ -17,7 +17,7 @@ struct BFloat16 {
   using Stored = uint16_t;
 
   static Floats read(const Stored* from) {
-    return bits_of<Floats>(__builtin_convertvector(load<Halves>(from), Words) << 16);
+    return bits_of<Floats>(widened(load<Halves>(from)) << 16);
   }
 
   static void write(Stored* to, Floats numbers) {
@@ -32,11 +32,17 @@ struct Float16 {
   using Stored = uint16_t;
 
   static Floats read(const Stored* from) {
-    const Words half = __builtin_convertvector(load<Halves>(from), Words);
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(load<__m128i>(from));
+#else
+    const Words half = widened(load<Halves>(from));
     const Words sign = (half & 0x8000) << 16, rest = (half & 0x7fff) << 13;
     // The product is exact, and corrects the exponent of subnormal numbers, too.
     const Words finite = bits_of<Words>(bits_of<Floats>(rest) * 0x1p112f);
     return bits_of<Floats>(sign | (rest >= 0x0f800000 ? rest | 0x7f800000 : finite));
+#endif
   }
 
   static void write(Stored* to, Floats numbers) {

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "softmax.h"
+#include "few_rows.h"
 
 namespace attnreg {
 
@@ -17,9 +17,12 @@ class Forward {
   static constexpr int64_t kRows = 10 * kMaxPanels * kLanes, kStep = kMaxPanels * kLanes;
 
   explicit Forward(const Problem& problem)
-      : problem_(problem), scale_(problem), alibi_(problem, scale_), dropout_(problem) {}
+      : problem_(problem), scale_(problem), alibi_(problem, scale_), dropout_(problem), few_rows_(problem) {}
 
   void run(const Task& task) {
+    if (FewRows<Number>::takes(problem_, *task.sequence)) {
+      return few_rows_.run(task);
+    }
     const int64_t size = problem_.size, value_size = problem_.value_size, group = problem_.group();
     const int64_t lanes = padded(task.rows, kLanes);
     const Panels q = q_.panels(lanes, size), out = out_.zeros(lanes, padded(value_size, kTileRows));
@@ -88,6 +91,7 @@ class Forward {
   Alibi alibi_;
   Dropout dropout_;
   Bounds bounds_;
+  FewRows<Number> few_rows_;
   Buffer q_, k_, v_, scores_, out_, highest_, sums_;
 };
 

@@ -6,7 +6,8 @@
 // vectors.h: vectors of the instruction set · dtypes.h: reading and writing them · panels.h: matrices ·
 // products.h: their products · problem.h: a call and its tasks · options.h: ALiBi slopes and dropout ·
 // softmax.h: scores and their weights · key_sums.h: sums that tasks share · forward.h, backward.h: what a task computes ·
-// tiles.h, forward_tiles.h, backward_tiles.h: the same in bfloat16 by AMX
+// few_rows.h: the forward of few rows, as in decoding · tiles.h, forward_tiles.h, backward_tiles.h: the same in bfloat16
+// by AMX
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>

@@ -14,15 +14,16 @@ class Alibi {
 
   bool is_on() const { return problem_.slopes; }
 
-  void set(const Task& task) {
+  // Lanes are rows; with a step, those of the first of so many neighbouring keys, then those of the second, ...
+  void set(const Task& task, int64_t step = 1) {
     const auto& [sequence, key_head, row, rows] = task;
-    const int64_t group = problem_.group(), lanes = padded(rows, kLanes);
+    const int64_t group = problem_.group(), lanes = padded(rows, kLanes), each = lanes / step;
     places_.resize(lanes);
     slopes_.resize(lanes);
     for (int64_t lane = 0; lane < lanes; lane++) {
-      const int64_t here = row + std::min(lane, rows - 1), head = key_head * group + here % group;
+      const int64_t here = row + std::min(lane % each, rows - 1), head = key_head * group + here % group;
       const float slope = problem_.slopes[sequence->number * problem_.slope_batch + head * problem_.slope_head];
-      places_[lane] = here / group + sequence->keys - sequence->rows;
+      places_[lane] = here / group + sequence->keys - sequence->rows - lane / each;
       // Scores are without the scale. At most 2^96, so that no distance makes it infinite.
       slopes_[lane] = static_cast<float>(std::clamp(-slope / scale_.size, -0x1p96, 0x1p96));
     }
@@ -31,7 +32,8 @@ class Alibi {
   // Returns whether a row's highest score was beyond a limit before. Not inlined, as nothing here is that loops: most
   // calls have no slopes.
   [[gnu::noinline]] bool add(
-      Panels scores, int64_t panels, int64_t lane, int64_t key, int64_t from, int64_t to, double limit) const {
+      Panels scores, int64_t panels, int64_t lane, int64_t key, int64_t from, int64_t to, double limit,
+      int64_t keys = 1) const {
     bool is_large = false;
     for (int64_t panel = 0; panel < panels; panel++, lane += kLanes) {
       const Floats slope = load<Floats>(&slopes_[lane]);
@@ -41,7 +43,7 @@ class Alibi {
       }
       Floats highest = broadcast(-kInfinity);
       for (int64_t row = from; row < to; row++) {
-        const Floats step = place - static_cast<float>(row), distance = step < 0.0f ? -step : step;
+        const Floats step = place - static_cast<float>(row * keys), distance = step < 0.0f ? -step : step;
         float* at = scores.at(panel, row);
         const Floats score = load<Floats>(at);
         highest = larger(score, highest);

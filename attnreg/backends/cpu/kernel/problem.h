@@ -246,17 +246,19 @@ Rows<Number> key_rows(const Operand& operand, const Task& task) {
   return {operand.at<Number>(sequence->batch, sequence->key, key_head), operand.token, operand.head, 1};
 }
 
+template <class Number>
+PagedRows<Number> paged_rows(const Problem& problem, const Operand& operand, const Task& task) {
+  const auto& [sequence, key_head, row, rows] = task;
+  const int32_t* table = problem.block_table + sequence->number * problem.table_width;
+  return {
+      operand.at<Number>(0, 0, key_head), operand.batch, operand.token, table, uint32_t(problem.page_size),
+      sequence->key};
+}
+
 // Calls a function with the rows of a task's keys, or values, wherever they are: only forwards read pages.
 template <class Number, class Body>
 void with_key_rows(const Problem& problem, const Operand& operand, const Task& task, Body&& body) {
-  if (!problem.block_table) {
-    return body(key_rows<Number>(operand, task));
-  }
-  const auto& [sequence, key_head, row, rows] = task;
-  const int32_t* table = problem.block_table + sequence->number * problem.table_width;
-  body(PagedRows<Number>{
-      operand.at<Number>(0, 0, key_head), operand.batch, operand.token, table, uint32_t(problem.page_size),
-      sequence->key});
+  problem.block_table ? body(paged_rows<Number>(problem, operand, task)) : body(key_rows<Number>(operand, task));
 }
 
 // Whether all pages that a call reads are there.

@@ -132,6 +132,40 @@ void rows_of_heads_in_double(Panels left, Panels right, Panels result, int64_t f
   }
 }
 
+// Sums the products of every kStep-th number, for the rows of a tile, in the order of `sums_of_lanes`.
+template <int64_t kStep>
+void add_by_lanes(const float* left, const float* right, int64_t first, int64_t size, Floats (&sums)[kTileRows]) {
+  if constexpr (kStep == kLanes) {
+    Tile<1, Store::kOverwrite> tile;
+    const int64_t rest = size % kLanes;
+    for (int64_t k = first; k < size - rest; k += kLanes) {
+      tile.template add<1>(left + k * kLanes, right + k * kLanes, 0);
+    }
+    if (first >= kLanes - rest) {  // the last vector ends where the row does
+      const int64_t k = size - kLanes + first;
+      tile.template add<1>(left + k * kLanes, right + k * kLanes, 0);
+    }
+    std::memcpy(sums, tile.sums, sizeof sums);
+  } else {
+    Floats others[kTileRows];
+    add_by_lanes<2 * kStep>(left, right, first, size, sums);
+    add_by_lanes<2 * kStep>(left, right, first + kStep, size, others);
+    for (int64_t i = 0; i < kTileRows; i++) {
+      sums[i] += others[i];
+    }
+  }
+}
+
+// `rows_of_heads` for one panel, with each sum rounded as it is in few_rows.h.
+inline void rows_of_heads_by_lanes(
+    Panels left, Panels right, Panels result, int64_t from, int64_t to, int64_t size) {
+  for (int64_t row = from; row < to; row += kTileRows) {
+    Floats sums[kTileRows];
+    add_by_lanes<1>(left.at(row / kLanes, 0) + row % kLanes, right.at(0, 0), 0, size, sums);
+    std::memcpy(result.at(0, row), sums, sizeof sums);
+  }
+}
+
 // Adds to row `shift + r` of the result the sum over k, 0 to `last`, of column k of the left, row r, times row k
 // of the right.
 template <int64_t kWidth>

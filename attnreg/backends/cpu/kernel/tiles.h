@@ -227,7 +227,7 @@ void pack_tiles(const SomeRows& rows, int64_t first, int64_t count, int64_t size
 template <int64_t kApart, bool kAsColumns, class SomeRows>
 void pack_pairs(const SomeRows& rows, int64_t first, int64_t count, int64_t size, TileMatrix to) {
   const auto numbers = [&](int64_t row, int64_t column) {
-    return row < count ? __builtin_convertvector(load<Halves>(rows[first + row] + column), Words) : Words{};
+    return row < count ? widened(load<Halves>(rows[first + row] + column)) : Words{};
   };
   for (int64_t row = 0; row < count; row += kTileSteps) {
     for (int64_t column = 0; column < size; column += 2 * kTile) {

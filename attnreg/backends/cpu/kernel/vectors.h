@@ -6,6 +6,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace attnreg {
 
 // Elements of a vector, and rows of a tile of a product: with kMaxPanels vectors in a row, a tile fills the
@@ -43,6 +47,17 @@ inline Vector load(const void* from) {
 template <class Vector>
 inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof vector);
+}
+
+// Halves as words. By an instruction: GCC up to 12, at least, takes five for `__builtin_convertvector`.
+inline Words widened(Halves halves) {
+#if defined(__AVX512F__)
+  return bits_of<Words>(_mm512_cvtepu16_epi32(bits_of<__m256i>(halves)));
+#elif defined(__AVX2__)
+  return bits_of<Words>(_mm256_cvtepu16_epi32(bits_of<__m128i>(halves)));
+#else
+  return __builtin_convertvector(halves, Words);
+#endif
 }
 
 inline Floats broadcast(float number) {
@@ -122,6 +137,19 @@ inline void transpose(Floats (&rows)[kLanes]) {
       rows[i] = shuffled[i];
     }
   }
+}
+
+// Lane i of the result is the sum of the lanes of vector i.
+inline __attribute__((always_inline)) Floats sums_of_lanes(Floats (&each)[kLanes]) {
+  constexpr auto kAll = std::make_index_sequence<kLanes>();
+#pragma GCC unroll 4
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < half; i++) {
+      each[i] = interleaved(each[i], each[i + half], false, kAll) + interleaved(each[i], each[i + half], true, kAll);
+    }
+  }
+  return each[0];
 }
 
 }  // namespace attnreg
