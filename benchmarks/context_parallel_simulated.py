@@ -80,7 +80,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
         place.set_xscale("log", base=2)
         place.set_ylim(0, 1.05)
         place.grid(alpha=0.3)
-    axes[0][0].legend()
+    axes[0][0].legend(loc="lower right")
     figure.supxlabel("tokens of the batch")
     figure.supylabel("share of one GPU's rate, simulated")
     figure.tight_layout()

@@ -10,7 +10,6 @@ same model on the whole batch by itself and prints by how much the losses differ
 
 import argparse
 import contextlib
-import os
 import random
 import tempfile
 from pathlib import Path
@@ -141,8 +140,6 @@ def main() -> None:
         options.longest = max(options.tokens // 3, 1)
     if not 1 <= options.longest <= options.tokens:
         parser.error(f"--longest: got {options.longest}, expected a number from 1 to {options.tokens}")
-    # GPUs begin kernels as they are enqueued: no exchange waits for attention that was enqueued after it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (str(Path(folder, "store")), options), options.ranks)
 

@@ -169,12 +169,14 @@ class Runner:
     def pytest_runtest_logfinish(self) -> None:
         ran = {name: [n["forward"], n["backward"]] for name, n in attnreg.stats().calls.items()}
         self.write(**self.about, outcome=self.result[0], why=self.result[1], ran=ran)
-        if self.result[0] == "failed" and torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():
+            return
+        if self.result[0] == "failed":
             try:
                 torch.cuda.synchronize()
             except RuntimeError:
                 os._exit(CUDA_ERROR)
-            torch.cuda.empty_cache()  # of what no memory was left for
+        torch.cuda.empty_cache()  # the other processes use the same GPU
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
