@@ -15,8 +15,8 @@ from attnreg.parallel.by_heads import group_count, unsupported
 from attnreg.parallel.needs import Needs
 
 ALL_TO_ALL, ALL_GATHER, RING = "all_to_all", "all_gather", "ring"
-# all_gather cuts heads into groups where a rank would wait longer than this share of its work for all keys. For
-# one document of 65,536 tokens on two H200s it is 0.048: there four groups took 2 and 4 % longer than one.
+# all_gather cuts heads into groups where a rank would wait longer than this share of its work for all keys.
+# For one document of 65,536 tokens on two H200s it is 0.048: four groups took 2 and 4 % longer than one.
 WORTH = 0.05
 # A backward has five matrix products where a forward has two.
 BACKWARD = 2.5
