@@ -96,7 +96,7 @@ class Entry:
     def priority(self, spec: AttentionSpec) -> int:
         """Return its rank in the default order for a call; 0 where it has none, as `reasons` says then."""
         try:
-            return self.backend.priority_for(spec) if self.backend else 0
+            return self.backend.priority_for(self.padded(spec, "forward")) if self.backend else 0
         except Exception:  # noqa: BLE001 - see `reasons`
             return 0
 

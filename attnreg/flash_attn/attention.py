@@ -21,6 +21,7 @@ from attnreg.contract.regular import regular_offsets
 from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import plan_for, wants_deterministic
+from attnreg.dispatch.state import Plan
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen import autograd, spread
@@ -41,6 +42,13 @@ Results = tuple[Tensor, Tensor]
 
 # Offsets and longest sequence, of queries and of keys.
 Lengths = tuple[Any, Tensor | None, int, int]
+
+
+class Planned(NamedTuple):
+    """A call of which is known that it can be run, and how."""
+
+    call: Call
+    plan: Plan
 
 
 def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -112,14 +120,14 @@ def attend_packed(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
-    call: Call | None = None,
+    planned: Planned | None = None,
 ) -> Results:
     """Return the output (T_q, H, D_v) and the LSE (H, T_q) of packed sequences.
 
-    `call` is what `checked_call` returned for the same arguments: they needn't be checked once more.
+    `planned` is what `checked_call` returned for the same arguments: they needn't be checked once more.
     """
-    if call is not None:
-        return _attend_call(q, k, v, call)
+    if planned is not None:
+        return _attend_call(q, k, v, *planned)
     if options.deterministic and not wants_deterministic():
         spread.check_is_off("deterministic=False, or torch.use_deterministic_algorithms(True)")
         check_tensors(
@@ -146,10 +154,11 @@ def checked_call(
     seqused_k: Tensor | None,
     block_table: Tensor | None,
     num_splits: int | None,
-) -> Call | None:
-    """Return the `Call` of `attend_packed` after raising what that would, without a gradient.
+) -> Planned | None:
+    """Return the `Call` of `attend_packed` and its plan, after raising what that would, without a gradient.
 
-    None of what is traced, or seen by modes or subclasses: that raises it by itself, at once.
+    The plan is the one to run: with the policy "adaptive" the next call's may be another backend's turn. None
+    of what is traced, or seen by modes or subclasses: that raises it by itself, at once.
     """
     check_tensors(alibi_slopes=options.alibi_slopes)
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
@@ -163,8 +172,7 @@ def checked_call(
             for x, one in zip((q, k, v), numbers, strict=True)
         )
     call = options.call(q, lengths, seqused_k, block_table, num_splits)
-    plan_for("forward", q, k, v, call, scope.current(), needs_backward=False)
-    return call
+    return Planned(call, plan_for("forward", q, k, v, call, scope.current(), needs_backward=False))
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -207,8 +215,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) 
     return _attend_call(q, k, v, options.call(q, *arguments))
 
 
-def _attend_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Results:
-    out, lse = autograd.attend(*autocast(q, k, v), call, scope.current())
+def _attend_call(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: Plan | None = None) -> Results:
+    out, lse = autograd.attend(*autocast(q, k, v), call, scope.current(), plan=plan)
     return out, lse.float().contiguous()
 
 

@@ -112,10 +112,10 @@ def flash_attn_with_kvcache(
 
     lengths = regular_offsets(batch, length_q, q), cu_seqlens_k, length_q, longest
     q, splits = q.flatten(0, 1), num_splits or None
-    call = checked_call(q, *keys_and_values(), lengths, options, seen, table, splits)
+    planned = checked_call(q, *keys_and_values(), lengths, options, seen, table, splits)
     if k is not None and v is not None:  # nothing is written for a call that is refused
         _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
-    out, lse = attend_packed(q, *keys_and_values(), lengths, options, seen, table, splits, call)
+    out, lse = attend_packed(q, *keys_and_values(), lengths, options, seen, table, splits, planned)
     return unpacked(out, lse, batch) if return_softmax_lse else out.view(batch, length_q, *out.shape[1:])
 
 

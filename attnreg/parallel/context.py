@@ -231,8 +231,8 @@ class ContextParallel(SpreadBatch):
 
     def _gathered_groups(self, kind: Kind, device: torch.device) -> int:
         def found() -> int:
-            # Ranks that don't choose measure nothing.
-            rates = self._machine(device).rates if self.method == "auto" else self._rates or Rates()
+            # Ranks that don't choose measure nothing, and don't compare the rates that they were given.
+            rates = self._machine(device).rates if self.method == "auto" else Rates()
             return gathered_groups(self._needs(kind.window), kind.shape, rates)
 
         groups: int = self._once(("groups", kind.shape, *kind.window), found)

@@ -18,7 +18,7 @@ from attnreg.contract.backend import Call
 from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.dispatch.state import retry_on_decline
+from attnreg.dispatch.state import Plan, retry_on_decline
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen import custom_op
@@ -38,17 +38,19 @@ def attend(
     choice: ScopedChoice | None,
     sinks: Tensor | None = None,
     returns_lse: bool = True,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE, as the kernel has laid them out.
 
     A kernel that counts sinks is given them unless the program gets the LSE: see `sinks.may_be_counted`.
+    `plan` is one that was made for this call, without a gradient.
     """
     needs_backward = wants_gradient(query, key, value)
     if needs_backward or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
         given = query, key, value, sinks, call, choice, needs_backward, returns_lse
         return _VarlenAttention.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
     inputs = query, key, value
-    out, lse, *_ = run_forward(inputs, call, choice, False, sinks, returns_lse)
+    out, lse, *_ = run_forward(inputs, call, choice, False, sinks, returns_lse, plan)
     return out, lse
 
 
@@ -59,11 +61,17 @@ def run_forward(
     needs_backward: bool,
     sinks: Tensor | None = None,
     returns_lse: bool = True,
+    first: Plan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
-    """Return output, LSE, and for a backward the random state and the choice, which dropout ties."""
+    """Return output, LSE, and for a backward the random state and the choice, which dropout ties.
+
+    `first` is the plan to run, if one was made; where its kernel declines there is another.
+    """
+    made = [first]
 
     def plan_and_run() -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
-        plan = plan_for("forward", *inputs, call, choice, needs_backward=needs_backward)
+        plan = made.pop() if made else None
+        plan = plan or plan_for("forward", *inputs, call, choice, needs_backward=needs_backward)
         rng_state, chosen = None, choice
         results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
         if results is not None:

@@ -167,6 +167,7 @@ def test_more_rows_than_fill_a_vector_but_few_go_there_only_backward_in_16_bits(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("facts", [{}, {"slow_mkl": True, "lanes": 16}])
 def test_forwards_of_rows_that_fill_no_more_than_a_vector_go_there(monkeypatch, dtype, facts):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     on(monkeypatch, **facts)
     lanes, backward = facts.get("lanes", 8), ["backward"] if dtype != "float32" else []
     for length, heads, dim in ((1, (lanes - 1, 1), 64), (lanes - 1, (2, 2), 16), (1, (4, 4), 72)):
@@ -177,6 +178,10 @@ def test_forwards_of_rows_that_fill_no_more_than_a_vector_go_there(monkeypatch, 
     assert replaced(spec(1, 300, dtype=dtype, dim=lanes - 1)) == backward
     assert replaced(spec(lanes, 300)) == (BOTH if "slow_mkl" in facts else ["forward"])
     assert replaced(spec(lanes, 300, needs_backward=True)) == (BOTH if "slow_mkl" in facts else [])
+    with monkeypatch.context() as many:  # threads, of which each computes a key head of a sequence
+        many.setattr(torch, "get_num_threads", lambda: 4)
+        assert replaced(spec(1, 300, dtype=dtype, heads=(4, 2))) == ["forward", *backward]
+        assert replaced(spec(1, 300, dtype=dtype, heads=(4, 1))) == backward
     on(monkeypatch, amx=True, **facts)
     assert ("forward" in replaced(spec(1, 300, dtype=dtype))) is (dtype != "bfloat16")
 

@@ -127,3 +127,16 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_others(kernels, dtype):
     out, lse = kernels.forward(q, k, v, call)
     assert out[1, 2:].isnan().all() and lse[2:, 1].isnan().all()
     assert_same((out[0], out[1, :2], lse[:2]), (expected[0][0], expected[0][1, :2], expected[1][:2]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [17, 20, 24, 40])
+def test_an_infinite_score_is_no_nan_where_vectors_overlap(kernels, dim, dtype):
+    """The last vector of a row has numbers of the one before it: 0 times infinity isn't 0."""
+    q, k, v, _, call = inputs(decoding(heads=(2, 2), keys=(40,), dims=(dim, dim), dtype=dtype))
+    for column in range(dim):
+        q[..., column], k[3] = -1.0, 0.0
+        infinite, hidden = k.clone(), k.clone()
+        infinite[3, :, column] = torch.inf  # the score is -inf
+        hidden[3, :, column] = 3e4  # of no weight either
+        assert_same(kernels.forward(q, infinite, v, call), kernels.forward(q, hidden, v, call))

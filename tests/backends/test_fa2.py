@@ -354,7 +354,7 @@ def test_with_the_package_alibi_softcap_and_pages_are_taken(package, torch_212, 
         ({"num_splits": 1, "varlen": True}, ""),
         ({"num_splits": 4, "varlen": True}, ""),  # at most so many, and there is one
         ({"num_splits": 128, **PAGED}, ""),
-        ({"num_splits": 129, **PAGED}, "num_splits must be at most 128 with a block_table, got 129"),
+        ({"num_splits": 129, **PAGED}, "num_splits must be at most 128 where keys are split, got 129"),
         (
             {"num_splits": 2, "batch": 8192, **PAGED},
             "batch times heads must be at most 65535 with num_splits, got 65536",

@@ -13,6 +13,7 @@ from support.policies import SPEC
 from support.refusals import refusal
 
 import attnreg
+from attnreg.flash_attn import flash_attn_with_kvcache
 from attnreg.selection import adaptive, policy
 from attnreg.selection.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
 from attnreg.tuning.kinds import kind_of, size_of
@@ -34,6 +35,24 @@ def test_backends_take_turns_in_the_default_order_and_then_the_fastest_runs_all(
     # Each once that isn't timed, so that `slow` is far behind after two that are.
     assert Counter(order[:15]) == {"slow": 3, "fast": 6, "middle": 6}
     assert set(order[15:]) == {"fast"}
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("seconds", [{"slow": 10.0, "fast": 1.0}, {"fast": 1.0, "slow": 10.0}], ids=str)
+def test_a_call_that_is_checked_before_it_writes_takes_one_turn(taking, runs, seconds, appends):
+    """Else the check would have one backend's turns, and the call the other's."""
+    taking(**seconds)
+    attnreg.configure(ADAPTIVE)
+    query, new = (torch.randn(2, 1, 2, 16, dtype=torch.float64) for _ in range(2))
+    caches = torch.randn(2, 2, 8, 2, 16, dtype=torch.float64).unbind()
+    used = torch.tensor([3, 5], dtype=torch.int32)
+
+    def step():
+        flash_attn_with_kvcache(query, *caches, *((new, new) if appends else ()), cache_seqlens=used)
+
+    order = runs(MOST_TURNS, step)
+    assert order[:4] == [*seconds] * 2
+    assert set(order[-10:]) == {"fast"}
 
 
 def test_what_was_seen_is_explained_and_explaining_takes_no_turn(taking, runs):

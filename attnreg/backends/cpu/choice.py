@@ -145,6 +145,9 @@ def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine)
     """Return whether a forward has so few rows that the compiled kernel packs nothing."""
     if not rows <= machine.lanes <= min(spec.head_dim, spec.head_dim_v):
         return False
+    # One thread computes all rows of a sequence's key head; torch's kernel has work for one by query head.
+    if spec.batch * spec.heads_k < torch.get_num_threads():
+        return False
     if spec.dtype == "float32":
         # A backward of torch's kernel takes the LSE of torch's forward: with scores of 50 or more its weights
         # were 5 times as far off with another's, as the rounding of the scores no longer cancels.

@@ -65,13 +65,14 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "seqused_k needs packed tensors, got dense ones"
     if paged and spec.dropout > 0.0:
         yield "dropout_p must be 0 with a block_table, which has no backward"
-    # Torch's kernels split packed sequences only if they have pages, and dense ones as torch chooses.
+    # Torch's kernels split packed sequences only if they have pages or heads are rows, dense ones as torch does.
+    splits = paged or _folds(spec)
     if spec.num_splits is not None and not spec.varlen:
         yield f"num_splits must be None for dense tensors, got {spec.num_splits}"
-    elif paged and (spec.num_splits or 1) > MOST_SPLITS:
-        yield f"num_splits must be at most {MOST_SPLITS} with a block_table, got {spec.num_splits}"
+    elif splits and (spec.num_splits or 1) > MOST_SPLITS:
+        yield f"num_splits must be at most {MOST_SPLITS} where keys are split, got {spec.num_splits}"
     # csrc/flash_attn/src/flash_fwd_launch_template.h: batch and heads share a dimension of the grid then.
-    elif paged and (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
+    elif splits and (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
         yield f"batch times heads must be at most {GRID} with num_splits, got {spec.batch * spec.heads_q}"
     if _needs_package(paged, spec.alibi, spec.softcap):
         yield from _package_reasons(spec, "block_table needs torch 2.12 or")
@@ -190,8 +191,12 @@ def _unused(tokens: int, cu_seqlens: Tensor) -> Tensor:
 
 def _priority(spec: AttentionSpec) -> int:
     """Return its rank: the first for decoding, as long as the host is the limit or keys are split."""
-    folds = spec.max_q == 1 and spec.heads_q > spec.heads_k
-    return 40 if spec.decodes and (folds or not spec.capturing) else 10
+    return 40 if spec.decodes and (_folds(spec) or not spec.capturing) else 10
+
+
+def _folds(spec: AttentionSpec) -> bool:
+    """Whether the kernel makes query heads rows and splits the keys, if each sequence has a query."""
+    return spec.max_q == 1 and spec.heads_q > spec.heads_k
 
 
 BACKEND = Backend(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import Launcher, OpLauncher
@@ -59,10 +60,21 @@ def has_no_unused_query(query: Tensor, call: Call) -> bool:
         return True
     if (length := regular_length(offsets)) is not None:
         return length * (len(offsets) - 1) == rows
-    # To find it out takes ten operations, which single queries make up for.
-    if call.max_q != 1 or not query.is_cuda:
+    # To find it out takes ten operations, and a later call has the answer. Single queries make up for that, but
+    # not with offsets that are new in each call, as those of compiled code.
+    if call.max_q != 1 or not query.is_cuda or not _seen_before(offsets):
         return False
     return facts_of(offsets, offsets, rows, rows, stream_of(query)).no_unused_rows
+
+
+_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _seen_before(offsets: Tensor) -> bool:
+    """Whether a call before had this tensor; notes that this one has."""
+    seen = offsets in _seen
+    _seen[offsets] = True
+    return seen
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:

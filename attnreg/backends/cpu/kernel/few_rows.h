@@ -5,8 +5,8 @@
 // key i / kRows. To softmax.h each lane is a row of its own. A row's lanes get the highest score of all of them, so
 // that its values have one sum; their sums of weights are added up in the end.
 //
-// If a vector's width doesn't divide a head dim, the last vector of a row ends where the row does: in the query the
-// numbers that the vector before it has, too, are 0.
+// If a vector's width doesn't divide a head dim, the last vector of a row ends where the row does: in query and key the
+// numbers that the vector before it has, too, are 0 (in both, as an infinite key times 0 would be NaN).
 
 #pragma once
 
@@ -92,6 +92,18 @@ class FewRows {
   // Where the vector for a column begins: the last one ends with its row.
   static int64_t place(int64_t column, int64_t size) { return std::min(column, size - kLanes); }
 
+  // Sets to 0 what the vector before has, too, of one that begins at `here` in place of `column`.
+  static Floats without_overlap(Floats numbers, int64_t column, int64_t here) {
+    if (here == column) {
+      return numbers;
+    }
+    Ints lanes;
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      lanes[lane] = static_cast<int32_t>(lane);
+    }
+    return lanes < int32_t(column - here) ? Floats{} : numbers;
+  }
+
   // Inlined by force: GCC 12 takes a function that only fetches for one without effect, and leaves calls of it out.
   template <class SomeRows>
   [[gnu::always_inline]] void fetch(const SomeRows& rows, int64_t row, int64_t column, int64_t columns) const {
@@ -137,7 +149,7 @@ class FewRows {
           const int64_t here = place(column, size);
 #pragma GCC unroll 4
           for (int64_t i = 0; i < kPart; i++) {
-            const Floats numbers = Number::read(k[i] + here);
+            const Floats numbers = without_overlap(Number::read(k[i] + here), column, here);
 #pragma GCC unroll 16
             for (int64_t row = 0; row < kRows; row++) {
               of_part[i][row] += load<Floats>(q_ + row * width + column) * numbers;
@@ -165,9 +177,12 @@ class FewRows {
       const auto* k = keys[first + i / kRows];
       Doubles sums{};
       for (int64_t column = 0; column < size; column += kLanes) {
+        const int64_t here = place(column, size);
+        float numbers[kLanes];
+        store(numbers, without_overlap(Number::read(k + here), column, here));
         for (int64_t half = 0; half < kLanes; half += kLanes / 2) {
           const auto left = load<HalfFloats>(q + column + half);
-          const auto right = load<HalfFloats>(k + place(column, size) + half);
+          const auto right = load<HalfFloats>(numbers + half);
           sums += __builtin_convertvector(left, Doubles) * __builtin_convertvector(right, Doubles);
         }
       }
