@@ -140,6 +140,8 @@ def main() -> None:
         options.longest = max(options.tokens // 3, 1)
     if not 1 <= options.longest <= options.tokens:
         parser.error(f"--longest: got {options.longest}, expected a number from 1 to {options.tokens}")
+    if options.method == "all_to_all" and HEADS % options.ranks:
+        parser.error(f"--ranks: got {options.ranks} with all_to_all, expected a divisor of the {HEADS} heads")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (str(Path(folder, "store")), options), options.ranks)
 

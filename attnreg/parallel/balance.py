@@ -11,7 +11,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnreg.errors import InvalidInputError, did_you_mean
-from attnreg.parallel.estimates import BACKWARD, Rates, Shape, estimates
+from attnreg.parallel.estimates import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BACKWARD,
+    RING,
+    Rates,
+    Shape,
+    estimates,
+)
 from attnreg.parallel.layout import (
     Layout,
     Piece,
@@ -36,6 +44,9 @@ PAIRS_PER_BOUND = 64
 # ranks than a node has GPUs are joined by a network card for each, of 400 Gbit/s.
 SHAPE = Shape(heads=64, heads_k=8, dim=128, dim_v=128, bytes_each=2, needs_backward=True)
 RANKS_OF_NODE, LINK_OF_NODES = 8, 45e9
+# "contiguous", whose work isn't equal, has to be faster by this share: only all_to_all evens the work out,
+# and a program may have heads that can't be dealt to ranks.
+WORTH = 0.1
 
 
 def spread_documents(
@@ -46,6 +57,7 @@ def spread_documents(
     is_causal: bool = True,
     window_size: Sequence[int] | None = (-1, -1),
     width: int = 0,
+    method: str = "auto",
 ) -> Layout:
     """Spread a packed batch over ranks.
 
@@ -53,14 +65,20 @@ def spread_documents(
         cu_seq: where each document begins in the whole batch, and the end of the last.
         ranks: how many ranks there are.
         how: "balanced": by cost: the fastest, by an estimate, of three layouts: documents dealt out whole
-            where that is possible, consecutive tokens of equal cost, and "contiguous". "zigzag": two chunks
+            where that is possible, consecutive tokens of equal cost, and "contiguous" where it saves a tenth
+            or more. "zigzag": two chunks
             of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
             rank's after the other's.
         is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees, the
             others don't.
         width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
             attention alone, and ranks may have very different numbers of tokens.
+        method: by which "balanced" estimates, as of `context_parallel`; by "auto" the fastest.
     """
+    methods = ["auto", ALL_TO_ALL, ALL_GATHER, RING]
+    if method not in methods:
+        hint = did_you_mean(str(method), methods)
+        raise InvalidInputError(f"method: got {method!r}, expected one of {methods}{hint}")
     if isinstance(width, bool) or not (isinstance(width, int | float) and 0 <= width < math.inf):
         raise InvalidInputError(f"width: got {width!r}, expected the width of a model, or 0")
     bound = window(window_size, is_causal)
@@ -70,8 +88,11 @@ def spread_documents(
         if not dealt.cut:  # no keys move, and all ranks have about the same work
             return dealt
         costs = _Costs(dealt.cu_seq, *bound, per_token)
-        made = dealt, _consecutive(costs, ranks), contiguous(costs.cu_seq, ranks)
-        return min(made, key=lambda layout: _seconds(layout, bound, width))
+        equal = dealt, _consecutive(costs, ranks)
+        seconds = {layout: _seconds(layout, bound, width, method) for layout in equal}
+        best, usual = min(equal, key=seconds.__getitem__), contiguous(costs.cu_seq, ranks)
+        gains = _seconds(usual, bound, width, method) < (1 - WORTH) * seconds[best]
+        return usual if gains else best
     makers = {"contiguous": contiguous, "zigzag": zigzag}
     known = ["balanced", *makers]
     if how not in known:  # a list of names, as `how` may be of any type
@@ -79,10 +100,11 @@ def spread_documents(
     return makers[how](cu_seq, ranks)
 
 
-def _seconds(layout: Layout, bound: tuple[int, int], width: float) -> float:
-    """Estimate what a layer takes of a model as `SHAPE`, by the fastest method."""
+def _seconds(layout: Layout, bound: tuple[int, int], width: float, method: str) -> float:
+    """Estimate what a layer takes of a model as `SHAPE`, by a method or the fastest."""
     rates = Rates() if layout.ranks <= RANKS_OF_NODE else Rates(link=LINK_OF_NODES)
-    found = [one.seconds for one in estimates(Needs(layout, *bound), SHAPE, rates) if not one.refusal]
+    possible = [one for one in estimates(Needs(layout, *bound), SHAPE, rates) if not one.refusal]
+    found = [one.seconds for one in possible if method in (one.name, "auto")] or [math.inf]
     seconds_of_pair = SHAPE.flops_of_pair * (1 + BACKWARD) / rates.flops
     return min(found) + PAIRS_PER_WIDTH * width * max(layout.rows) * seconds_of_pair
 

@@ -69,7 +69,7 @@ def context_parallel(
     try:
         check_asked(method, rates, memory)
         options = {"how": how, "is_causal": is_causal, "window_size": window_size, "width": width}
-        layout = _layout(batch, dist.get_world_size(found), options)
+        layout = _layout(batch, dist.get_world_size(found), method, options)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one, whatever it raises
         refuse(found, error)
     is_given = is_causal is not None or window_size is not None
@@ -77,7 +77,9 @@ def context_parallel(
     return ContextParallel(found, layout, method, rates, memory, balanced_for)
 
 
-def _layout(batch: Layout | Sequence[int] | Tensor, ranks: int, options: dict[str, Any]) -> Layout:
+def _layout(
+    batch: Layout | Sequence[int] | Tensor, ranks: int, method: str, options: dict[str, Any]
+) -> Layout:
     given = {name: got for name, got in options.items() if got is not None}
     if not isinstance(batch, Layout):
         how = given.setdefault("how", "contiguous")
@@ -86,7 +88,7 @@ def _layout(batch: Layout | Sequence[int] | Tensor, ranks: int, options: dict[st
                 f"{name}: got {given[name]!r} with how={how!r}, expected none: 'balanced' alone counts by "
                 "it, and calls take their own mask"
             )
-        return spread_documents(batch, ranks, **given)
+        return spread_documents(batch, ranks, method=method, **given)
     for name, got in given.items():
         raise InvalidInputError(f"{name}: got {got!r} with a Layout, expected none: the layout says it")
     if batch.ranks != ranks:

@@ -65,7 +65,7 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "seqused_k needs packed tensors, got dense ones"
     if paged and spec.dropout > 0.0:
         yield "dropout_p must be 0 with a block_table, which has no backward"
-    # Torch's kernels split packed sequences only if they have pages or heads are rows, dense ones as torch does.
+    # Torch's kernels split packed sequences if they have pages or heads are rows, dense ones as torch does.
     splits = paged or _folds(spec)
     if spec.num_splits is not None and not spec.varlen:
         yield f"num_splits must be None for dense tensors, got {spec.num_splits}"

@@ -60,8 +60,8 @@ def has_no_unused_query(query: Tensor, call: Call) -> bool:
         return True
     if (length := regular_length(offsets)) is not None:
         return length * (len(offsets) - 1) == rows
-    # To find it out takes ten operations, and a later call has the answer. Single queries make up for that, but
-    # not with offsets that are new in each call, as those of compiled code.
+    # To find it out takes ten operations, and a later call has the answer. Single queries make up for that,
+    # but not with offsets that are new in each call, as those of compiled code.
     if call.max_q != 1 or not query.is_cuda or not _seen_before(offsets):
         return False
     return facts_of(offsets, offsets, rows, rows, stream_of(query)).no_unused_rows
