@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.aten import cpu, cudnn, efficient, flash, nested
-from attnreg.contract.spec import AttentionSpec
+from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.dispatch import counters, scope, trace
 from attnreg.dispatch.planning import Native, device_of
 from attnreg.dispatch.state import state
@@ -229,15 +229,22 @@ def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypa
 
 
 def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
-    policy_now, choice = state().policy, scope.current()
+    choice = scope.current()
     scoped = choice.preference if choice is not None else None
-    device = device_of(tensor.device)
+    if refusal := strict_refusal(device_of(tensor.device), found, scoped):
+        raise UnsupportedInputError(refusal)
+
+
+def strict_refusal(device: Device, found: Bypassed, scoped: Preference | None) -> str:
+    """Return why such a call is an error, if strict makes it one on a device; else an empty string."""
+    policy_now = state().policy
     given = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
-    if policy_now.strict and given:
-        raise UnsupportedInputError(
-            f"{SDPA} sends this call to {found.kernel}, so that no backend of {given[0].source} sees it, and "
-            f"strict ({policy_now.strict}) makes that an error: {found.reason}"
-        )
+    if not (policy_now.strict and given):
+        return ""
+    return (
+        f"{SDPA} sends this call to {found.kernel}, so that no backend of {given[0].source} sees it, and "
+        f"strict ({policy_now.strict}) makes that an error: {found.reason}"
+    )
 
 
 _FUNCTIONS = [

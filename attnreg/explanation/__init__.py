@@ -14,7 +14,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from attnreg import _registry
-from attnreg.aten.bypassed import SDPA, Bypassed, SdpaCall
+from attnreg.aten.bypassed import SDPA, Bypassed, SdpaCall, strict_refusal
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -186,8 +186,9 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     spec = replace(shown, sinks=False)  # they decide nothing
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
-        decided = {one: _elsewhere(described.elsewhere, one, now.entries) for one in directions}
-        notes = (*_front_notes(""), *described.notes)
+        refusal = strict_refusal(spec.device, described.elsewhere, leading)
+        decided = {one: _elsewhere(described.elsewhere, one, now.entries, refusal) for one in directions}
+        notes = (*_front_notes("", leading), *described.notes)
         return Explanation(shown, decided["forward"], decided.get("backward"), notes)
     torchs = None if spec.batch_invariant else described.native
     entries = entries_with_native(torchs, now.entries)
@@ -202,7 +203,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))
     notes = (
-        *_front_notes(described.front if described.front != SDPA else VARLEN if spec.varlen else ""),
+        *_front_notes(described.front if described.front != SDPA else VARLEN if spec.varlen else "", leading),
         *described.notes,
         *_assumptions(spec, decided["forward"], entries),
         *(line for one in decided.values() for line in option_lines(shown, one, entries)),
@@ -237,12 +238,16 @@ def _turns(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...
             yield from policy.adaptive.notes(spec, direction)
 
 
-def _elsewhere(bypassed: Bypassed, direction: Direction, entries: Mapping[str, Entry]) -> Decision:
-    """Return what torch's own selector decided before attnreg could."""
+def _elsewhere(
+    bypassed: Bypassed, direction: Direction, entries: Mapping[str, Entry], refusal: str
+) -> Decision:
+    """Return what torch's own selector decided before attnreg could, or that strict makes that an error."""
     kernel = bypassed.kernel
     reason = f"never sees this call: {SDPA} sends it to {kernel}: {bypassed.reason}"
     names = tuple(entry.name for entry in entries.values())
     rejected: dict[str, tuple[str, ...]] = dict.fromkeys(names, (reason,))
+    if refusal:
+        return Decision(direction, None, "", rejected=rejected, order=names, refusal=refusal)
     return Decision(direction, kernel, "torch's own selector", rejected=rejected, order=(kernel, *names))
 
 
@@ -290,9 +295,9 @@ def _decision(
         return replace(decision, backend=None, refusal=str(error))
 
 
-def _front_notes(front: str) -> Iterator[str]:
+def _front_notes(front: str, leading: Preference | None) -> Iterator[str]:
     """Yield what holds where nothing asks for a backend; `front` is what runs as explained all the same."""
-    if not state().active:
+    if not state().active and leading is None:
         as_explained = f"{front} runs as explained, " if front else ""
         yield f"nothing asks for a backend: {as_explained}torch's functions run torch's own kernels"
     if note := captured.shadow_note():

@@ -168,7 +168,11 @@ def masked(call: SdpaCall) -> CallSpec:
     found = recognised(call) if masks(policy.sources()) == RECOGNISE else None
     if not isinstance(found, Structure):
         described = dense(*call)
-        return described if found is None else described._replace(notes=(f"attn_mask is {LEFT}{found}",))
+        return (
+            described
+            if found is None
+            else described._replace(notes=(f"attn_mask is passed on {LEFT}{found}",))
+        )
     note = f"attn_mask is recognised as {found.seen}: "
     if found.is_causal is not None:
         described = dense(*call._replace(attn_mask=None, is_causal=found.is_causal))

@@ -1,6 +1,6 @@
 """Calls of `F.scaled_dot_product_attention` whose mask has structure, run as packed calls without a mask.
 
-What isn't recognised is left to torch as it came, and `stats().masks` counts it with the reason.
+What isn't recognised goes on with its mask as given, and `stats().masks` counts it with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attnreg.torchlib.layout import needs_graph_memory
 from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen.front import varlen_attn
 
-LEFT = "left to torch: "
+LEFT = "as given: "
 
 # Kinds of calls with one mask: those of a model's layers.
 MOST_KINDS = 64
@@ -69,7 +69,7 @@ def serve(call: SdpaCall) -> Tensor | None:
 
 
 def recognised(call: SdpaCall) -> Structure | str | None:
-    """Return the structure of a call's mask, or why it is left to torch; None without a boolean mask."""
+    """Return the structure of a call's mask, or why it goes on as given; None without a boolean mask."""
     query, key, value, mask = call[:4]
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None

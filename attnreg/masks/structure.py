@@ -55,7 +55,7 @@ class Structure:
         parts: the packed calls that together are the call with the mask; a query in none sees no key.
         is_causal: whether all of it can be said by `is_causal` alone, and no mask; None if it can't.
         shares: which shares of the queries and of the keys count.
-        refused: by kind of call, why such a call is left to torch all the same; empty if it isn't.
+        refused: by kind of call, why such a call goes on with its mask all the same; empty if it doesn't.
     """
 
     seen: str

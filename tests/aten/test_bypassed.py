@@ -254,6 +254,23 @@ def test_explain_says_the_same_of_tensors_and_of_a_description(monkeypatch):
         assert described["forward"]["rejected"]["math"] == list(found.rejected["math"])
 
 
+def test_explain_says_the_error_of_a_call_under_strict(monkeypatch):
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    attnreg.reload()
+    given = tensors()
+    found = attnreg.explain(*given, dropout_p=0.1)
+    with pytest.raises(UnsupportedInputError) as raised:
+        F.scaled_dot_product_attention(*given, dropout_p=0.1)
+    assert (found.runs, found.backend) == (False, None)
+    assert str(raised.value) in str(found)
+    shown = "explain", "--q", "2,8,4,16", "--dtype", "float32", "--device", "cpu", "--dropout", "0.1"
+    described = invoke(*shown)
+    assert described.exit_code == 1
+    assert str(raised.value) in described.stdout
+    assert attnreg.explain(*given).runs
+
+
 @pytest.mark.parametrize("shape", [(8, 16), (4, 8, 16)], ids=["two dimensions", "three dimensions"])
 def test_explain_says_what_runs_tensors_of_fewer_dimensions(shape, tmp_path):
     attnreg.register_backend("math")

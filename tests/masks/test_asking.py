@@ -97,7 +97,7 @@ EXPLAINED = {
     ),
     "a gap": (
         torch.eye(6).bool().logical_not(),
-        "attn_mask is left to torch: some query sees keys with gaps between them",
+        "attn_mask is passed on as given: some query sees keys with gaps between them",
     ),
 }
 

@@ -106,7 +106,7 @@ def test_the_scale_of_a_call_is_kept(scale, seen):
 
 
 @pytest.mark.usefixtures("routers")
-def test_masks_without_structure_are_torchs_calls_bit_for_bit(seen):
+def test_masks_without_structure_go_on_as_given_bit_for_bit(seen):
     generator = torch.Generator().manual_seed(0)
     inputs = dense.qkv(dtype=torch.bfloat16)
     masks = [torch.rand(2, 1, 6, 6, generator=generator) < 0.6 for _ in range(10)]
