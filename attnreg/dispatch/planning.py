@@ -200,7 +200,9 @@ def _settle(
         entry = offered[decision.backend.casefold()]
         # Torch's own kernel gets the op's arguments as they came, without padding.
         if native is not None and entry.name == native.name and entry.padded(spec, direction) is spec:
-            return decision, _faster_than_native(spec, direction, entries.get(native.name.casefold()))
+            # What is only recorded runs as it did.
+            same = None if policy.only_recording else entries.get(native.name.casefold())
+            return decision, _faster_than_native(spec, direction, same)
         try:
             return decision, entry.kernel(direction, spec)
         except BackendUnavailableError:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from attnreg import _registry
-from attnreg.aten.bypassed import SDPA, Bypassed, SdpaCall, strict_refusal
+from attnreg.aten.bypassed import SDPA, SdpaCall, strict_refusal
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -22,7 +22,16 @@ from attnreg.dispatch import counters, scope
 from attnreg.dispatch.planning import decide, entries_with_native
 from attnreg.dispatch.state import state, with_reasons
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
-from attnreg.explanation.call_spec import FLASH, VARLEN, CallSpec, described, masked, nested, packed
+from attnreg.explanation.call_spec import (
+    FLASH,
+    VARLEN,
+    CallSpec,
+    described,
+    masked,
+    nested,
+    never_seen,
+    packed,
+)
 from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.selection.render import decision_table, option_lines
 from attnreg.torchlib import captured
@@ -187,7 +196,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         refusal = strict_refusal(spec.device, described.elsewhere, leading)
-        decided = {one: _elsewhere(described.elsewhere, one, now.entries, refusal) for one in directions}
+        decided = {one: never_seen(described.elsewhere, one, now.entries, refusal) for one in directions}
         notes = (*_front_notes("", leading), *described.notes)
         return Explanation(shown, decided["forward"], decided.get("backward"), notes)
     torchs = None if spec.batch_invariant else described.native
@@ -236,19 +245,6 @@ def _turns(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...
     if policy.adaptive is not None:
         for direction in directions:
             yield from policy.adaptive.notes(spec, direction)
-
-
-def _elsewhere(
-    bypassed: Bypassed, direction: Direction, entries: Mapping[str, Entry], refusal: str
-) -> Decision:
-    """Return what torch's own selector decided before attnreg could, or that strict makes that an error."""
-    kernel = bypassed.kernel
-    reason = f"never sees this call: {SDPA} sends it to {kernel}: {bypassed.reason}"
-    names = tuple(entry.name for entry in entries.values())
-    rejected: dict[str, tuple[str, ...]] = dict.fromkeys(names, (reason,))
-    if refusal:
-        return Decision(direction, None, "", rejected=rejected, order=names, refusal=refusal)
-    return Decision(direction, kernel, "torch's own selector", rejected=rejected, order=(kernel, *names))
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:

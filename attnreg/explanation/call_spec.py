@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from attnreg.aten import efficient, flash
 from attnreg.aten.bypassed import SDPA, Bypassed, SdpaCall, selected, selected_for, selected_nested
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
-from attnreg.contract.spec import UNBOUNDED, AttentionSpec
+from attnreg.contract.discovery import Entry
+from attnreg.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.contract.validation import check, check_scale, check_values, checked_dropout
 from attnreg.dispatch.calls import to_bshd, wants_gradient
 from attnreg.dispatch.planning import Native, device_of, spec_of
@@ -21,7 +22,7 @@ from attnreg.masks.serving import LEFT, recognised
 from attnreg.masks.serving import spec_of as spec_of_part
 from attnreg.masks.structure import Structure
 from attnreg.selection import policy
-from attnreg.selection.decision import Preference
+from attnreg.selection.decision import Decision, Preference
 from attnreg.selection.sources import masks
 from attnreg.settings.environment import RECOGNISE
 from attnreg.torchlib.modes import autocast
@@ -168,11 +169,9 @@ def masked(call: SdpaCall) -> CallSpec:
     found = recognised(call) if masks(policy.sources()) == RECOGNISE else None
     if not isinstance(found, Structure):
         described = dense(*call)
-        return (
-            described
-            if found is None
-            else described._replace(notes=(f"attn_mask is passed on {LEFT}{found}",))
-        )
+        if found is None:
+            return described
+        return described._replace(notes=(f"attn_mask is passed on {LEFT}{found}",))
     note = f"attn_mask is recognised as {found.seen}: "
     if found.is_causal is not None:
         described = dense(*call._replace(attn_mask=None, is_causal=found.is_causal))
@@ -234,3 +233,16 @@ def packed(
     kernels = ("flash", "mem_efficient", "math", "cudnn")
     all_allowed = all(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
     return CallSpec(spec, notes=() if all_allowed else (SDPA_KERNEL_IGNORED,), front=VARLEN)
+
+
+def never_seen(
+    bypassed: Bypassed, direction: Direction, entries: Mapping[str, Entry], refusal: str
+) -> Decision:
+    """Return what torch's own selector decided before attnreg could, or that strict makes that an error."""
+    kernel = bypassed.kernel
+    reason = f"never sees this call: {SDPA} sends it to {kernel}: {bypassed.reason}"
+    names = tuple(entry.name for entry in entries.values())
+    rejected: dict[str, tuple[str, ...]] = dict.fromkeys(names, (reason,))
+    if refusal:
+        return Decision(direction, None, "", rejected=rejected, order=names, refusal=refusal)
+    return Decision(direction, kernel, "torch's own selector", rejected=rejected, order=(kernel, *names))

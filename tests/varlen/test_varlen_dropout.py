@@ -100,7 +100,8 @@ def test_the_lse_is_that_of_all_weights():
     tensors = packed()
     out, lse = attend(*tensors, return_aux=attnreg.AuxRequest(lse=True))
     plain = {"dropout_p": 0.0, "backend": backend_of_the_machine()}
-    assert torch.equal(lse, attend(*tensors, **plain, return_aux=attnreg.AuxRequest(lse=True))[1])
+    expected = attend(*tensors, **plain, return_aux=attnreg.AuxRequest(lse=True))[1]
+    torch.testing.assert_close(lse, expected)  # few rows are summed in another order without dropout
     assert not torch.equal(out, attend(*tensors, dropout_p=0.0))
 
 

@@ -92,18 +92,6 @@ class FewRows {
   // Where the vector for a column begins: the last one ends with its row.
   static int64_t place(int64_t column, int64_t size) { return std::min(column, size - kLanes); }
 
-  // Sets to 0 what the vector before has, too, of one that begins at `here` in place of `column`.
-  static Floats without_overlap(Floats numbers, int64_t column, int64_t here) {
-    if (here == column) {
-      return numbers;
-    }
-    Ints lanes;
-    for (int64_t lane = 0; lane < kLanes; lane++) {
-      lanes[lane] = static_cast<int32_t>(lane);
-    }
-    return lanes < int32_t(column - here) ? Floats{} : numbers;
-  }
-
   // Inlined by force: GCC 12 takes a function that only fetches for one without effect, and leaves calls of it out.
   template <class SomeRows>
   [[gnu::always_inline]] void fetch(const SomeRows& rows, int64_t row, int64_t column, int64_t columns) const {
@@ -149,7 +137,7 @@ class FewRows {
           const int64_t here = place(column, size);
 #pragma GCC unroll 4
           for (int64_t i = 0; i < kPart; i++) {
-            const Floats numbers = without_overlap(Number::read(k[i] + here), column, here);
+            const Floats numbers = without_first(Number::read(k[i] + here), column - here);
 #pragma GCC unroll 16
             for (int64_t row = 0; row < kRows; row++) {
               of_part[i][row] += load<Floats>(q_ + row * width + column) * numbers;
@@ -179,7 +167,7 @@ class FewRows {
       for (int64_t column = 0; column < size; column += kLanes) {
         const int64_t here = place(column, size);
         float numbers[kLanes];
-        store(numbers, without_overlap(Number::read(k + here), column, here));
+        store(numbers, without_first(Number::read(k + here), column - here));
         for (int64_t half = 0; half < kLanes; half += kLanes / 2) {
           const auto left = load<HalfFloats>(q + column + half);
           const auto right = load<HalfFloats>(numbers + half);

@@ -139,6 +139,18 @@ inline void transpose(Floats (&rows)[kLanes]) {
   }
 }
 
+// The same numbers with 0 in the first lanes.
+inline Floats without_first(Floats numbers, int64_t lanes) {
+  if (lanes == 0) {
+    return numbers;
+  }
+  Ints lane;
+  for (int64_t i = 0; i < kLanes; i++) {
+    lane[i] = static_cast<int32_t>(i);
+  }
+  return lane < static_cast<int32_t>(lanes) ? Floats{} : numbers;
+}
+
 // Lane i of the result is the sum of the lanes of vector i.
 inline __attribute__((always_inline)) Floats sums_of_lanes(Floats (&each)[kLanes]) {
   constexpr auto kAll = std::make_index_sequence<kLanes>();
