@@ -38,6 +38,13 @@ def regular_length(offsets: Tensor) -> int | None:
     return found
 
 
+def fills(offsets: Tensor | None, rows: int) -> bool:
+    """Whether it is known of such offsets that so many rows all belong to a sequence."""
+    if offsets is None or (length := regular_length(offsets)) is None:
+        return False
+    return length * (len(offsets) - 1) == rows
+
+
 @functools.lru_cache(maxsize=64)
 def _kept(batch: int, length: int, device: torch.device, dtype: torch.dtype, stream: int) -> Tensor:
     """Return offsets; of each stream its own, as another's may not have been computed yet."""

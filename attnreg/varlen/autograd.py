@@ -67,11 +67,13 @@ def run_forward(
 
     `first` is the plan to run, if one was made; where its kernel declines there is another.
     """
-    made = [first]
+    made = [] if first is None else [first]
 
     def plan_and_run() -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
-        plan = made.pop() if made else None
-        plan = plan or plan_for("forward", *inputs, call, choice, needs_backward=needs_backward)
+        if made:
+            plan = made.pop()
+        else:
+            plan = plan_for("forward", *inputs, call, choice, needs_backward=needs_backward)
         rng_state, chosen = None, choice
         results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
         if results is not None:

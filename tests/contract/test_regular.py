@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnreg.contract import regular
-from attnreg.contract.regular import regular_length, regular_offsets
+from attnreg.contract.regular import fills, regular_length, regular_offsets
 
 
 def test_equal_sizes_have_one_tensor():
@@ -26,6 +26,8 @@ def test_their_length_is_known_and_no_others():
     like = torch.empty(1)
     offsets = regular_offsets(4, 9, like)
     assert regular_length(offsets) == 9
+    assert [fills(offsets, rows) for rows in (35, 36, 37)] == [False, True, False]
+    assert not fills(offsets.clone(), 36)
     assert regular_length(offsets.clone()) is None
     assert regular_length(offsets[:]) is None  # a view of some of them needn't begin at 0
     with FlopCounterMode(display=False):  # a tensor of a mode may not have these values

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
-from attnreg.backends.fa2.native import PAGES, SPLITS, Native, has_no_unused_query, is_empty, keeps_contract
+from attnreg.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.contract.offsets import empty_results
+from attnreg.contract.regular import fills
 from attnreg.contract.spec import AttentionSpec
 
 
@@ -147,7 +148,7 @@ def _load() -> Kernels:
         by_package = _needs_package(*options)
         provider: Native | Package = package() if by_package else native
         out, lse = provider.forward((query, key, value), call)
-        return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, query, call)
+        return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, call)
 
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
@@ -169,10 +170,10 @@ def _load() -> Kernels:
     return Kernels(forward, backward, native.specialize)
 
 
-def _to_contract(out: Tensor, lse: Tensor, query: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return results in which rows without a key and unused rows are by the contract."""
     lse = lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
-    if call.cu_seqlens_q is None or has_no_unused_query(query, call):
+    if call.cu_seqlens_q is None or fills(call.cu_seqlens_q, len(out)):
         return out, lse
     lse.masked_fill_(_unused(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
     return _zero_unused_rows(out, call.cu_seqlens_q), lse

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import Launcher, OpLauncher
-from attnreg.contract.offsets import facts, facts_of
-from attnreg.contract.regular import regular_length
+from attnreg.contract.offsets import facts
+from attnreg.contract.regular import fills
 from attnreg.contract.spec import Direction
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import aligned, needs_graph_memory, readable, stream_of
@@ -48,33 +47,14 @@ def kernel_lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | Non
     # and splits the keys: on an H100 80 us in place of 390, for 16 sequences of up to 8,192 keys and 4 query
     # heads for each key head. Each sequence has to have a query then; a longest length of 2 keeps it from it.
     folds = max_q == 1 and query.shape[-2] != key.shape[-2]
-    if folds and not (len(query) == len(call.cu_seqlens_q) - 1 and has_no_unused_query(query, call)):
+    if folds and not (len(query) == len(call.cu_seqlens_q) - 1 and _every_row_counts(query, key, call)):
         max_q = 2
     return call.cu_seqlens_q, cu_seqlens_k, max_q, call.max_k
 
 
-def has_no_unused_query(query: Tensor, call: Call) -> bool:
-    """Whether it is known that each row of the query belongs to a sequence."""
-    offsets, rows = call.cu_seqlens_q, len(query)
-    if offsets is None:
-        return True
-    if (length := regular_length(offsets)) is not None:
-        return length * (len(offsets) - 1) == rows
-    # To find it out takes ten operations, and a later call has the answer. Single queries make up for that,
-    # but not with offsets that are new in each call, as those of compiled code.
-    if call.max_q != 1 or not query.is_cuda or not _seen_before(offsets):
-        return False
-    return facts_of(offsets, offsets, rows, rows, stream_of(query)).no_unused_rows
-
-
-_seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _seen_before(offsets: Tensor) -> bool:
-    """Whether a call before had this tensor; notes that this one has."""
-    seen = offsets in _seen
-    _seen[offsets] = True
-    return seen
+def _every_row_counts(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether it is known that each row of a packed query belongs to a sequence."""
+    return fills(call.cu_seqlens_q, len(query)) or keeps_contract(query, key, call)
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
