@@ -178,7 +178,7 @@ def whole_batch(here: Place, case: Case) -> list[Tensor]:
 class Unsent(exchange.Pending):
     """Own rows in the place of those that would come: a call takes what it takes without a link."""
 
-    def __init__(self, rows: Tensor, sends: list[int], receives: list[int], group: Any) -> None:
+    def __init__(self, rows: Tensor, sends: list[int], receives: list[int], *_: Any) -> None:
         count = sum(receives)
         self._received = rows if count == len(rows) else rows.repeat(count // len(rows) + 1, 1)[:count]
         self._done = None

@@ -131,17 +131,19 @@ class Work(NamedTuple):
         rows = parts[0].new_empty((self.ranks, self.here, sum(x.shape[2] * x.shape[3] for x in parts)))
         for place, part in zip(_heads(rows, [x.shape[2:] for x in parts]), parts, strict=True):
             copy(place, part.transpose(0, 1))
-        return Pending(rows.flatten(0, 1), [self.here] * self.ranks, list(self.batch.rows), self.group)
+        sends = [self.here] * self.ranks
+        return Pending(rows.flatten(0, 1), sends, list(self.batch.rows), self.group, groups == 1)
 
     def came(self, pending: Pending, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return what `send` has brought: all tokens in their order; `sizes` are heads and head dim."""
         return _heads(_in_order(pending.wait(), self.batch.in_order), sizes)
 
-    def send_back(self, tensors: Sequence[Tensor]) -> Pending:
-        """Send all ranks what this one has computed for their tokens."""
+    def send_back(self, tensors: Sequence[Tensor], groups: int) -> Pending:
+        """Send all ranks what this one has computed of a group for their tokens."""
         flat = [x.flatten(1) for x in tensors]
         rows = _in_order(flat[0] if len(flat) == 1 else torch.cat(flat, 1), self.batch.by_rank)
-        return Pending(rows, list(self.batch.rows), [self.here] * self.ranks, self.group)
+        receives = [self.here] * self.ranks
+        return Pending(rows, list(self.batch.rows), receives, self.group, groups == 1)
 
     def put_back(self, pending: Pending, tensors: Sequence[Tensor], groups: int, number: int) -> None:
         """Write what `send_back` has brought to a group's heads of this rank's tokens, (T, H, D)."""
@@ -190,8 +192,8 @@ class AttentionByHeads(torch.autograd.Function):
                 part, part_lse = with_sinks(part, part_lse, of_group)
             if work.options.needs_backward:
                 kept += [*tensors, part, part_lse]
-            back_lse = None if lse is None else work.send_back([part_lse.mT[..., None].to(wide)])
-            returning.append((work.send_back([part]), back_lse))
+            back_lse = None if lse is None else work.send_back([part_lse.mT[..., None].to(wide)], groups)
+            returning.append((work.send_back([part], groups), back_lse))
         for number, (back, back_lse) in enumerate(returning):
             work.put_back(back, [out], groups, number)
             if lse is not None and back_lse is not None:
@@ -231,10 +233,9 @@ class AttentionByHeads(torch.autograd.Function):
             if coming_lse is not None:
                 (part_lse,) = work.came(coming_lse[number], [(of_group, 1)])
                 part_lse = part_lse[..., 0].mT.contiguous()
-            returning.append(
-                work.send_back(_backward(work, part, part_lse, saved[5 * number : 5 * number + 5]))
-            )
-            del part
+            grads = _backward(work, part, part_lse, saved[5 * number : 5 * number + 5])
+            returning.append(work.send_back(grads, groups))
+            del part, grads
         mine = [
             saved[0].new_empty((tokens, _multiple(heads, work.ranks), dim)) for tokens, heads, dim in shapes
         ]

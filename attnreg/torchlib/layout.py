@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Sequence
 
@@ -65,10 +66,12 @@ def in_large_elements(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_large(x: Tensor) -> bool:
-    if not x.dim() or x.stride(-1) != 1 or x.data_ptr() % LARGE.itemsize:
+    *steps, last = x.stride() or (0,)
+    if last != 1 or x.data_ptr() % LARGE.itemsize:
         return False
-    places = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
-    return all(place * x.element_size() % LARGE.itemsize == 0 for place in places)
+    # Sizes of elements are powers of two: all places are multiples if none has one of the lower bits.
+    places = functools.reduce(operator.or_, steps, x.storage_offset() | x.shape[-1])
+    return not places * x.element_size() % LARGE.itemsize
 
 
 def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:

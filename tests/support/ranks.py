@@ -172,7 +172,7 @@ def said_by(call, **given):
     return "no error"
 
 
-def disagree(**different):
+def disagree(device="cpu", **different):
     """Make a call of which some options are others on some ranks; return the error that this rank gets."""
     rank, count = dist.get_rank(), dist.get_world_size()
     usual = {
@@ -184,8 +184,9 @@ def disagree(**different):
     def call(cu_seq, heads, backend, method, dtype, gradient, softcap, ends, memory):
         spread = attnreg.context_parallel(dist.group.WORLD, cu_seq, method=method, memory=memory)
         shape = spread.layout.rows[rank], heads, 8
-        inputs = [torch.randn(shape, dtype=dtype, requires_grad=gradient) for _ in range(3)]
-        ends = spread.cu_seq() if ends is None else ends
+        given = {"dtype": dtype, "device": device, "requires_grad": gradient}
+        inputs = [torch.randn(shape, **given) for _ in range(3)]
+        ends = spread.cu_seq(device) if ends is None else ends
         with attnreg.use_backend(backend):
             return attnreg.varlen_attn(
                 *inputs, ends, ends, spread.longest, spread.longest, True, softcap=softcap, group=spread

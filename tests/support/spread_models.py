@@ -54,28 +54,28 @@ def made(offsets, longest, **options):
     return Model(offsets, longest, **options)
 
 
-def inputs():
+def inputs(device):
     """Return hidden states of the whole batch, and weights of the loss."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, CU_SEQ[-1], WIDTH, generator=generator).unbind()
+    return torch.randn(2, CU_SEQ[-1], WIDTH, generator=generator).to(device).unbind()
 
 
-def expected():
+def expected(device):
     """Return loss and gradients of the whole batch in one process."""
-    offsets, (hidden, weights) = torch.tensor(CU_SEQ, dtype=torch.int32), inputs()
-    model = made(offsets, 24)
+    offsets, (hidden, weights) = torch.tensor(CU_SEQ, dtype=torch.int32).to(device), inputs(device)
+    model = made(offsets, 24).to(device)
     loss = (model(hidden) * weights).sum()
     loss.backward()
     return loss.detach(), {name: x.grad for name, x in model.named_parameters()}
 
 
-def trained(how, method):
+def trained(how, method, device="cpu"):
     """Hold loss and gradients of spread training to those of one process; `how` is what is around it."""
-    wanted_loss, wanted = expected()
-    mesh, cp = _mesh(how)
+    wanted_loss, wanted = expected(device)
+    mesh, cp = _mesh(how, device)
     spread = attnreg.context_parallel(cp, CU_SEQ, "balanced", method=method)
-    hidden, weights = (spread.shard(x) for x in inputs())
-    model = made(spread.cu_seq(), spread.longest, checkpointed=how == "checkpointed")
+    hidden, weights = (spread.shard(x) for x in inputs(device))
+    model = made(spread.cu_seq(device), spread.longest, checkpointed=how == "checkpointed").to(device)
     if "tensor parallel" in how:
         plan = dict.fromkeys(("layers.*.query", "layers.*.key", "layers.*.value"), ColwiseParallel())
         parallelize_module(model, mesh["tp"], plan | {"layers.*.out": RowwiseParallel()})
@@ -102,12 +102,12 @@ def trained(how, method):
     return attnreg.stats().calls
 
 
-def _mesh(how):
+def _mesh(how, device):
     count = dist.get_world_size()
     if "tensor parallel" not in how:
-        mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("cp",))
+        mesh = init_device_mesh(device, (count,), mesh_dim_names=("cp",))
         return mesh, mesh
-    mesh = init_device_mesh("cpu", (count // 2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(device, (count // 2, 2), mesh_dim_names=("cp", "tp"))
     return mesh, mesh["cp"]
 
 
