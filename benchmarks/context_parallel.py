@@ -105,8 +105,7 @@ def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict
             with open_side() as step:
                 step()
                 once = here.seconds(step, 1)
-                if not row["rounds"]:
-                    row["memory"] = here.memory(step)
+                row["memory"] = here.memory(step)  # the last round's: first calls check what will be repeated
                 calls = max(1, min(20, int(0.15 / once)))
                 of_each = here.seconds_of_each(step, calls)
                 row.setdefault("of_each", []).append(of_each)
