@@ -26,10 +26,9 @@ BACKWARD = 2.5
 class Rates:
     """What the model of time assumes of each rank.
 
-    The defaults are for two H200s joined by NVLink, from which two H100s differ little: `flops`, `link` and
-    `latency` as `benchmarks/context_parallel.py` measured them (docs/results/context_parallel_h200.json), the
-    others as they account for the times of whole calls in that run. On GPUs ranks measure `flops`,
-    `link` and `latency` themselves.
+    The defaults are for two H200s joined by NVLink: `flops`, `link` and `latency` are about what
+    `benchmarks/context_parallel.py` measures (docs/results/context_parallel_h200.json), the others account
+    for the times of whole calls in that run. On GPUs ranks measure `flops`, `link` and `latency` themselves.
 
     Attributes:
         flops: of an attention kernel, per second.
