@@ -251,8 +251,9 @@ def _lengths(
     if (least := min(numbers, default=0)) < 0:
         raise InvalidInputError(f"cache_seqlens: got {least}, expected 0 or more")
     if (most := max(numbers, default=0)) + new > room:
+        of_what = "the cache" if block_table is None else f"a row of block_table, {tuple(block_table.shape)}"
         raise InvalidInputError(
-            f"cache_seqlens: got {most} and {new} new tokens, expected at most {room}, the room of the cache"
+            f"cache_seqlens: got {most} and {new} new tokens, expected at most {room}, the room of {of_what}"
         )
     return used
 

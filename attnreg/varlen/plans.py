@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
@@ -43,7 +44,8 @@ def check_tensors(**given: object) -> None:
         is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table", "alibi_slopes")
         if not (isinstance(tensor, Tensor) or is_left_out):
             raise InvalidInputError(f"{name}: got {_SHORT.repr(tensor)}, expected a tensor")
-        if name == "alibi_slopes" and isinstance(tensor, Tensor) and tensor.requires_grad:
+        wants_gradient = isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+        if name == "alibi_slopes" and wants_gradient:
             raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
     if "cu_seq_q" in given:  # nested tensors of dense calls are explained, too
         check_layouts(**given)

@@ -307,7 +307,10 @@ REFUSED = {
     f"cache_leftpad: got 2, expected a tensor, {OF_BATCH.removeprefix('expected ')}": {"cache_leftpad": 2},
     "cache_leftpad: got 5 at index 0, expected 0 to 4": {"cache_leftpad": ints(5, 0, 0)},
     "block_table[1]: got -1 at index 0, expected 0 to 2": {"block_table": ints(0, -1, 2)[:, None]},
-}
+    "cache_seqlens: got 12 and 1 new tokens, expected at most 12, the room of a row of block_table, (3, 1)": {
+        "block_table": ints(0, 1, 2)[:, None], "cache_seqlens": 12
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -176,12 +176,22 @@ def test_a_sparse_tensor_is_an_error_also_after_a_call_of_its_shape_has_run(fron
     assert attnreg.stats().failures == ()
 
 
-# Values that only a CPU can check for nothing: a kernel would read past the end, or another sequence.
+def test_slopes_that_need_a_gradient_are_taken_where_none_is_recorded(front):
+    slopes = torch.linspace(0.1, 0.4, 4)
+    expected = attnreg.varlen_attn(**GOOD, alibi_slopes=slopes)
+    assert not torch.equal(expected, attnreg.varlen_attn(**GOOD))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            got = attnreg.varlen_attn(**GOOD, alibi_slopes=torch.nn.Parameter(slopes))
+        assert torch.equal(got, expected)
+
+
 def test_lists_of_numbers_are_not_shown_in_full():
     with pytest.raises(InvalidInputError, match=r"^query: got \[\[\.\.\.\]\], expected a tensor$"):
         attnreg.varlen_attn([[[1.0] * 99] * 99], K, K, CU, CU, 4, 4)
 
 
+# Values that only a CPU can check for nothing: a kernel would read past the end, or another sequence.
 BAD_VALUES = [
     ({"seqused_k": integers(-1, 2)}, "seqused_k: got -1 at index 0, expected 0 to 3, the number of keys"),
     ({"seqused_k": integers(3, 5)}, "seqused_k: got 5 at index 1, expected 0 to 4, the number of keys"),
