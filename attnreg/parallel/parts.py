@@ -109,10 +109,12 @@ class Plan(NamedTuple):
 
 def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
     """Return rows one after the other; without a copy if they are one run."""
-    found = [sources[source][begin:end] for source, begin, end in runs]
-    if len(found) < 2:
-        return found[0] if found else sources[0][:0]
-    return torch.cat(in_large_elements(*found)).view(found[0].dtype)
+    dtype = sources[0].dtype
+    if len(runs) < 2:
+        return sources[runs[0].source][runs[0].begin : runs[0].end] if runs else sources[0][:0]
+    if sources[0].dim() > 1:  # rows of others are elements
+        sources = dict(zip(sources, in_large_elements(*sources.values()), strict=True))
+    return torch.cat([sources[source][begin:end] for source, begin, end in runs]).view(dtype)
 
 
 def prepared(

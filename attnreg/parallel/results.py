@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from attnreg.parallel.parts import Put
-from attnreg.torchlib.layout import copy
+from attnreg.torchlib.layout import in_large_elements
 
 ALL = slice(None)  # heads
 
@@ -32,16 +34,22 @@ class Sums:
             self._value = made(self._like, dtype=self._dtype)
         return self._value
 
-    def put(self, put: Put, new: Tensor, heads: slice = ALL) -> None:
-        """Write or add some of a call's results, which are of these heads."""
-        (_, begin, end), at, is_first = put
-        fills = end - begin == len(self._like) and new.shape[:2] == self._like.shape[:2]
-        if is_first and self._value is None and fills:
+    def put(self, puts: Sequence[Put], new: Tensor, heads: slice = ALL) -> None:
+        """Write or add a call's results, which are of these heads, or some rows of them."""
+        if self._value is None and self._is_all(puts) and new.shape[:2] == self._like.shape[:2]:
             self._value = new.to(self._dtype)
-        elif is_first:
-            copy(self.value[begin:end, heads], new[at : at + end - begin].to(self._dtype))
-        else:
-            self.value[begin:end, heads] += new[at : at + end - begin]
+            return
+        value = self.value[:, heads]
+        to, source = in_large_elements(value, new) if new.dtype == self._dtype else (value, new)
+        for (_, begin, end), at, is_first in puts:
+            if is_first:
+                to[begin:end].copy_(source[at : at + end - begin])
+            else:
+                value[begin:end].add_(new[at : at + end - begin])
+
+    def _is_all(self, puts: Sequence[Put]) -> bool:
+        """Whether the first results of all rows are put at once."""
+        return len(puts) == 1 and puts[0].is_first and puts[0].run.end - puts[0].run.begin == len(self._like)
 
     def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor, heads: slice) -> None:
         """Take both what is there and new rows times a factor."""
@@ -50,14 +58,15 @@ class Sums:
         torch.add(old * kept[..., None], new[at : at + end - begin] * share[..., None], out=old)
 
 
-def put_or_merge(outs: Sums, lses: Sums, put: Put, out: Tensor, lse: Tensor, heads: slice) -> None:
+def put_or_merge(outs: Sums, lses: Sums, puts: Sequence[Put], out: Tensor, lse: Tensor, heads: slice) -> None:
     """Write results of a call, or merge them with those of the same queries and other keys."""
-    if put.is_first:
-        outs.put(put, out, heads)
-        lses.put(put, lse, heads)
-        return
-    (_, begin, end), at, _ = put
-    before, new = lses.value[begin:end, heads], lse[at : at + end - begin]
-    total = torch.logaddexp(before, new)
-    outs.merge(put, (before - total).exp_(), out, (new - total).exp_(), heads)
-    before.copy_(total)
+    if firsts := [put for put in puts if put.is_first]:
+        outs.put(firsts, out, heads)
+        lses.put(firsts, lse, heads)
+    for put in puts:
+        if not put.is_first:
+            (_, begin, end), at, _ = put
+            before, new = lses.value[begin:end, heads], lse[at : at + end - begin]
+            total = torch.logaddexp(before, new)
+            outs.merge(put, (before - total).exp_(), out, (new - total).exp_(), heads)
+            before.copy_(total)

@@ -192,8 +192,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Ten
                 inputs = taken({0: query[:, of_queries]}, part.queries), key_now, value_now
                 call = work.call(inputs[0], part)
                 out, lse, *_ = run_forward(inputs, call, work.options.choice, work.options.needs_backward)
-                for put in part.outs:
-                    put_or_merge(outs, lses, put, out, lse.mT.to(dtype_lse), of_queries)
+                put_or_merge(outs, lses, part.outs, out, lse.mT.to(dtype_lse), of_queries)
     return outs.value.to(query.dtype), lses.value.mT.contiguous(), kept
 
 
@@ -239,12 +238,11 @@ def _backward(
                     taken(x, part.keys) for x in sources
                 )
                 grads = _part_backward(work, part, of_rows, lses, keys_now)
-                for put in part.grads_q:
-                    sums_q.put(put, grads[0], of_queries)
-                for put in part.grads_k:
-                    heads = ALL if put.run.source else of_keys
-                    for one, new in zip(sums[put.run.source], grads[1:], strict=True):
-                        one.put(put, new, heads)
+                sums_q.put(part.grads_q, grads[0], of_queries)
+                for source, of_source in sums.items():
+                    puts = [put for put in part.grads_k if put.run.source == source]
+                    for one, new in zip(of_source, grads[1:] if puts else (), strict=False):
+                        one.put(puts, new, ALL if source else of_keys)
             if back is not None and move is not None:
                 # Those of one step at a time: of all steps they would be as much as the whole batch's.
                 if len(returning) == work.groups:
@@ -278,8 +276,8 @@ def _part_backward(
 def _add(sums: list[Sums], returning: Returning, key: Tensor, value: Tensor) -> None:
     """Add the gradients of rows that come back from other ranks."""
     runs, heads, pending = returning
-    came, at = _unpacked(pending.wait(), key[:, heads], value[:, heads]), 0
-    for run in runs:
-        for one, new in zip(sums, came, strict=True):
-            one.put(Put(run, at, is_first=False), new, heads)
-        at += run.end - run.begin
+    came = _unpacked(pending.wait(), key[:, heads], value[:, heads])
+    places = itertools.accumulate((run.end - run.begin for run in runs), initial=0)
+    puts = [Put(run, at, is_first=False) for run, at in zip(runs, places, strict=False)]
+    for one, new in zip(sums, came, strict=True):
+        one.put(puts, new, heads)
