@@ -81,6 +81,7 @@ def attention(
     query, key and value are (B, H, S, D); the result is (B, S, H, D_v).
     """
     _refuse(others)
+    _refuse_offsets_of_text(module, others)
     if cache is not None:
         # Of continuous batching: it writes the new keys, returns all, and puts their offsets into `others`.
         key, value = cache.update(
@@ -262,3 +263,17 @@ def _refuse(others: dict[str, Any]) -> None:
         got = others.get(name)
         if got is not None and got is not False:
             raise UnsupportedInputError(f"attnreg: got {name}, expected no such argument; {instead} takes it")
+
+
+def _refuse_offsets_of_text(module: torch.nn.Module, others: dict[str, Any]) -> None:
+    """Raise an error if a vision tower was given offsets: they are those of the text around its images.
+
+    Under the name "attnreg" towers compute one image after the other, and have no offsets of their own.
+    """
+    config: Any = getattr(module, "config", None)
+    is_of_images = getattr(config, "base_config_key", None) == "vision_config"
+    if is_of_images and config._attn_implementation == NAME and others.get("cu_seq_lens_q") is not None:
+        raise InvalidInputError(
+            "cu_seq_lens_q: got offsets of a text in its vision tower, expected them only in the language "
+            "model: transformers 5.20 and later keep them there; before, pass position_ids that start anew"
+        )

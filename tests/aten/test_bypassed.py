@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.command_line import invoke
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnreg
 from attnreg.aten.routing import TORCH_VERSION
@@ -291,3 +292,32 @@ def test_where_nothing_is_asked_for_the_headline_says_that_torchs_own_kernel_run
     )
     attnreg.register_backend("math")
     assert str(attnreg.explain(query, key, value)).startswith("forward on cpu: math, by")
+
+
+FLEX = {
+    "plain": dict,
+    "a score_mod": lambda: {"score_mod": lambda score, batch, head, query, key: score - (query - key).abs()},
+    "a block mask and shared heads": lambda: {
+        "block_mask": create_block_mask(
+            lambda batch, head, query, key: query >= key, None, None, 8, 8, device="cpu"
+        ),
+        "enable_gqa": True,
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("options", FLEX.values(), ids=FLEX)
+def test_flex_attention_is_neither_replaced_nor_counted(options, ran, tmp_path):
+    given = options()
+    heads = 2 if "enable_gqa" in given else 4
+    query, key, value = *tensors(2, 4, 8, 16, count=1), *tensors(2, heads, 8, 16, count=2)
+    with torch.no_grad():
+        expected = flex_attention(query, key, value, **given)
+        with attnreg.register_backend("math"), attnreg.record(tmp_path / "trace.jsonl"):
+            got = flex_attention(query, key, value, **given)
+            assert attnreg.stats().bypassed == ()
+            assert ran() == {}
+            SDPA(query, key, value, enable_gqa=True)
+            assert ran() == {"math": (1, 0)}  # as the registration holds
+    assert torch.equal(got, expected)

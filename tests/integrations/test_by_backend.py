@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import models_on_device
+from support import models_on_device, transformers_models
 from support.transformers_models import ENCODERS
 
 from attnreg.integrations import transformers
@@ -13,8 +13,7 @@ OTHERS = [
     (name, form)
     for name in models_on_device.SIZES
     for form in models_on_device.FORMS
-    # Encoders pass no positions to their attention.
-    if name != "Llama" and not (name in ENCODERS and form == "packed, positions that start anew")
+    if name != "Llama" and transformers_models.takes(name, form)
 ]
 
 
@@ -29,7 +28,7 @@ def test_each_document_of_a_batch_is_computed_as_by_itself_on_the_backend_that_i
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "form"), OTHERS)
-def test_windows_softcaps_and_sinks_count_in_bfloat16(name, form, backend):
+def test_windows_softcaps_sinks_and_images_count_in_bfloat16(name, form, backend):
     models_on_device.check(name, form, "cpu", torch.bfloat16, backend)
 
 
@@ -38,13 +37,32 @@ def test_each_image_of_a_vision_tower_is_computed_as_by_itself_in_bfloat16(backe
     models_on_device.check_images("cpu", torch.bfloat16, backend)
 
 
-def test_a_document_that_sees_another_is_not_within_the_rule(monkeypatch):
-    def without_offsets(docs):
-        return {"input_ids": torch.cat(docs, 1)}
+@pytest.mark.parametrize("name", ["Llama", "Qwen2VL", "Bert"])
+def test_a_document_that_sees_another_is_not_within_the_rule(monkeypatch, name):
+    if not transformers_models.takes(name, OFFSETS):
+        pytest.skip("this transformers hands the offsets of a text to its vision tower")
 
-    monkeypatch.setitem(models_on_device.FORMS, OFFSETS, without_offsets)
+    def as_one_document(docs):
+        batch = transformers_models.packed(docs, True)
+        one = transformers_models.packed([torch.cat(docs, 1)], True)
+        return one | {"position_ids": batch["position_ids"]}
+
+    monkeypatch.setitem(models_on_device.FORMS, OFFSETS, as_one_document)
+    # An encoder's tokens see the documents behind them, too.
+    number = 0 if name in ENCODERS else 1
+    with pytest.raises(AssertionError, match=rf"^results of document {number}: "):
+        models_on_device.check(name, OFFSETS, "cpu", torch.float32, "math")
+
+
+def test_an_image_in_other_positions_is_not_within_the_rule(monkeypatch):
+    together = transformers_models.given_together
+
+    def of_text(one, batch, docs):
+        return together(one, batch, docs) | {"position_ids": batch["position_ids"]}
+
+    monkeypatch.setattr(transformers_models, "given_together", of_text)
     with pytest.raises(AssertionError, match=r"^results of document 1: "):
-        models_on_device.check("Llama", OFFSETS, "cpu", torch.float32, "math")
+        models_on_device.check("Qwen2VL", "padded on the left", "cpu", torch.float32, "math")
 
 
 def no_window(window, options):
@@ -61,7 +79,11 @@ def no_sinks(window, options):
 
 @pytest.mark.parametrize(
     ("name", "without"),
-    [("Gemma2", no_window), ("Gemma2", no_softcap), ("GptOss", no_sinks), ("ModernBert", no_window)],
+    [
+        *((name, no_window) for name in ("Qwen2", "Gemma2", "Gemma3", "ModernBert")),
+        ("Gemma2", no_softcap),
+        ("GptOss", no_sinks),
+    ],
 )
 def test_layers_without_one_of_their_options_are_not_within_the_rule(monkeypatch, name, without):
     packed = transformers._packed

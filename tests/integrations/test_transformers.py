@@ -29,20 +29,20 @@ def assert_close(got, expected):
 def alone(name, docs):
     """Return what eager attention makes of each document by itself, and the gradients of all together."""
     eager = models.model(name, "eager")
-    outs = [models.results(eager, {"input_ids": doc})[0] for doc in docs]
+    outs = [models.results(eager, models.given(eager, doc))[0] for doc in docs]
     return outs, models.gradients(eager, outs)
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_each_document_of_a_batch_is_computed_as_by_itself_with_its_gradients(name, read_backs):
-    docs = models.documents()
+    docs = models.documents_of(name)
     expected, expected_grads = alone(name, docs)
     one = models.model(name, "attnreg")
-    layers = one.config.num_hidden_layers
+    layers = one.config.get_text_config().num_hidden_layers
     for form, (batch_of, reads) in FORMS.items():
-        if name in models.ENCODERS and form == "packed, positions that start anew":
-            continue  # encoders pass no positions to their attention
-        batch = batch_of(docs)
+        if not models.takes(name, form):
+            continue
+        batch = models.given_together(one, batch_of(docs), docs)
         attnreg.reset_stats()
         read_backs.clear()
         outs = models.by_document(models.results(one, batch), batch, docs)
@@ -86,9 +86,9 @@ def test_a_batch_without_padding_runs_by_pytorchs_own_function_or_as_packed_wher
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss", "Qwen2VL"])
 def test_generation_from_prompts_padded_on_the_left_is_that_from_each_prompt_alone(name, cache, read_backs):
-    docs, new = models.documents(), 8
+    docs, new = models.documents_of(name), 8
     one = models.model(name, "eager")
     options = {
         "max_new_tokens": new,
@@ -97,9 +97,12 @@ def test_generation_from_prompts_padded_on_the_left_is_that_from_each_prompt_alo
         "return_dict_in_generate": True,
     }
     options |= {"output_logits": True, "use_cache": True, "disable_compile": True}
-    expected = [one.generate(doc, attention_mask=torch.ones_like(doc), **options) for doc in docs]
+    expected = [
+        one.generate(**models.given(one, doc), attention_mask=torch.ones_like(doc), **options) for doc in docs
+    ]
     one.set_attn_implementation("attnreg")
     batch = models.padded(docs, "left")
+    batch |= models.given(one, batch["input_ids"])
     del batch["position_ids"]
     got = one.generate(
         **batch, **options, **({"cache_implementation": "static"} if cache == "static" else {})
@@ -146,6 +149,14 @@ def test_each_image_of_a_vision_tower_is_computed_as_by_itself():
         out = tower(patches, grid_thw=grids).last_hidden_state
     assert_close([out], [torch.cat(expected)])
     assert attnreg.stats().calls == {"math": {"forward": 4, "backward": 0}}  # one for each image and layer
+
+
+def test_offsets_of_a_text_are_refused_in_its_vision_tower():
+    tower, patches, grids, _ = models.vision_tower()
+    tower.set_attn_implementation("attnreg")
+    offsets = {"cu_seq_lens_q": torch.tensor([0, 3, 7]), "max_length_q": 4}
+    with pytest.raises(InvalidInputError, match=r"^cu_seq_lens_q: got offsets of a text in its vision tower"):
+        tower(patches, grid_thw=grids, **offsets)
 
 
 def test_layers_that_run_again_for_checkpoints_read_nothing_back(read_backs):

@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import math
 
 import torch
 import transformers
+from transformers.utils import generic
 
 LENGTHS = (7, 12, 3)
 SIZES = {
@@ -29,11 +31,29 @@ GEMMA = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+IMAGE, VIDEO = 1, 2  # tokens that no document has of itself
+GRIDS = ((1, 4, 4), (1, 2, 6))  # patches of each image: in time, height and width
+MERGED = 4  # patches that become one token
+VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
 
 
 def _config(name, **fixed):
     """Return what makes a configuration, with other sizes by name: transformers loads it when it is made."""
     return lambda **sizes: getattr(transformers, name)(**fixed | sizes)
+
+
+def _with_vision(vision=None, **sizes):
+    """Return the configuration of a language model with a vision tower."""
+    # A third of a head's dim is turned by each of an image token's three positions, or nearly.
+    half = sizes.get("hidden_size", DECODER["hidden_size"]) // DECODER["num_attention_heads"] // 2
+    rope = ROPE | {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    text = DECODER | {"rope_parameters": rope} | sizes
+    return transformers.Qwen2VLConfig(
+        text_config=text,
+        vision_config=VISION | {"hidden_size": text["hidden_size"]} | (vision or {}),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
 
 
 CONFIGS = {
@@ -47,6 +67,7 @@ CONFIGS = {
         "GptOssConfig", **DECODER, head_dim=8, sliding_window=5, layer_types=GEMMA["layer_types"],
         num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager", rope_parameters=ROPE,
     ),
+    "Qwen2VL": _with_vision,
     "Bert": _config("BertConfig", **ENCODER),
     "ModernBert": _config(
         "ModernBertConfig", **ENCODER, local_attention=8, global_attn_every_n_layers=3,
@@ -56,11 +77,20 @@ CONFIGS = {
 ENCODERS = ("Bert", "ModernBert")
 
 
+def takes(name, form):
+    """Return whether a model can be given a form of batch."""
+    if name in ENCODERS:  # they pass no positions to their attention
+        return form != "packed, positions that start anew"
+    # Versions before 5.20 hand the offsets of a text to the vision tower as well.
+    return name != "Qwen2VL" or "offsets" not in form or hasattr(generic, "_FLASH_VARLEN_KWARGS")
+
+
 def built(name, **sizes):
     """Return a new model in float32 with eager attention; always the same weights."""
     torch.manual_seed(0)
-    kind = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForCausalLM
-    one = kind.from_config(CONFIGS[name](**sizes), attn_implementation="eager").eval()
+    kind = "" if name in ENCODERS else "ForImageTextToText" if name == "Qwen2VL" else "ForCausalLM"
+    make = getattr(transformers, f"AutoModel{kind}").from_config
+    one = make(CONFIGS[name](**sizes), attn_implementation="eager").eval()
     for layer in one.model.layers if name == "GptOss" else ():
         torch.nn.init.normal_(layer.self_attn.sinks)
     return one
@@ -81,6 +111,48 @@ def model(name, attention):
 def documents(seed=0, lengths=LENGTHS):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 64, (1, length), generator=generator) for length in lengths]
+
+
+def documents_of(name, lengths=LENGTHS):
+    """Return documents for a model: for Qwen2-VL the longest shows images, with a token between them."""
+    docs = documents(lengths=lengths)
+    if name == "Qwen2VL":
+        longest, place = max(docs, key=torch.Tensor.numel), 1
+        for tokens in (math.prod(grid) // MERGED for grid in GRIDS):
+            longest[0, place : place + tokens] = IMAGE
+            place += tokens + 1
+    return docs
+
+
+def given(one, ids):
+    """Return what a model takes of tokens: Qwen2-VL also takes the images that are among them."""
+    if one.config.model_type != "qwen2_vl":
+        return {"input_ids": ids}
+    shown = ids == IMAGE
+    inputs = {"input_ids": ids, "mm_token_type_ids": shown.int()}
+    if shown.any():
+        generator = torch.Generator().manual_seed(2)
+        patches = torch.randn(sum(map(math.prod, GRIDS)), 3 * 2 * 4 * 4, generator=generator)
+        # The same numbers in every dtype that a model computes in.
+        inputs |= {"pixel_values": patches.bfloat16(), "image_grid_thw": torch.tensor(GRIDS)}
+    return inputs
+
+
+def given_together(one, batch, docs):
+    """Return a batch of documents with what a model takes besides: Qwen2-VL has positions of three kinds.
+
+    It makes them itself where documents are padded. Those of a packed batch come from its user.
+    """
+    inputs = batch | given(one, batch["input_ids"])
+    if inputs.keys() == batch.keys():
+        return batch
+    positions = inputs.pop("position_ids")
+    if "attention_mask" not in batch:
+        each = [{name: x for name, x in given(one, doc).items() if name != "pixel_values"} for doc in docs]
+        inputs["position_ids"] = torch.cat([one.model.get_rope_index(**of_doc)[0] for of_doc in each], -1)
+        if "cu_seq_lens_q" not in batch:  # the positions by which transformers finds documents come first
+            inputs["position_ids"] = torch.cat([positions[None], inputs["position_ids"]])
+    return inputs
 
 
 def padded(docs, side, length=None):
@@ -124,14 +196,13 @@ def gradients(one, outs):
     return {name: x.grad for name, x in one.named_parameters() if x.grad is not None}
 
 
-def vision_tower(grids=((1, 4, 4), (1, 2, 6)), **sizes):
+def vision_tower(grids=GRIDS, **sizes):
     """Return Qwen2-VL's vision tower, patches and sizes of images, and what eager makes of each alone."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     torch.manual_seed(0)
-    usual = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
-    config = Qwen2VLVisionConfig(**usual | sizes)
+    config = Qwen2VLVisionConfig(**VISION | sizes)
     tower = Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="eager")
     grids = torch.tensor(grids)
     patches = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, dtype=torch.float64)
