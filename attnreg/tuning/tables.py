@@ -31,6 +31,8 @@ log = logging.getLogger("attnreg")
 # Tables are compared again after every registration; each warning is logged once.
 _logged: set[str] = set()
 
+NO_SINKS = "no calls of this kind were measured with sinks; these are of calls without"
+
 SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -98,12 +100,23 @@ class Tables:
         self._last: tuple[AttentionSpec, dict[Direction, Prediction | None]] | None = None
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
-        """Return what the table in force predicts for one direction of a call; None if nothing."""
+        """Return what the table in force predicts for one direction of a call; None if nothing.
+
+        Where no such calls were measured with sinks, those without decide; where none with a gradient of the
+        LSE, backwards of larger head dims: a kernel that takes that gradient itself needs less.
+        """
         table = self.report(spec.device).in_force
         if table is None:
             return None
-        if direction == "backward" and spec.grad_lse:
-            spec = widened(spec)  # tables have no such calls; a kernel that takes that gradient needs less
+        found = self._predicted(table, spec, direction)
+        if found is None and direction == "backward" and spec.grad_lse:
+            return self._predicted(table, widened(spec), direction)
+        if found is None and spec.gives_sinks:
+            found = self._predicted(table, replace(spec, sinks=False), direction)
+            return found and replace(found, notes=(NO_SINKS, *found.notes))
+        return found
+
+    def _predicted(self, table: Named, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         if not spec.needs_backward:
             return predict(table.kinds, spec, direction, str(table), self.compiled)
         last = self._last
