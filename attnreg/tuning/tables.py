@@ -22,7 +22,7 @@ from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.environments import environment, matched, matched_simulated
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import PROCESSORS
+from attnreg.tuning.kinds import PROCESSORS, kind_of
 from attnreg.tuning.lookup import Prediction, predict, predict_both
 from attnreg.tuning.table import Table, load
 
@@ -108,13 +108,14 @@ class Tables:
         table = self.report(spec.device).in_force
         if table is None:
             return None
+        is_without = False
+        if table.kinds.index_for(kind_of(spec, direction), spec.max_q) is None:
+            if is_without := spec.gives_sinks:
+                spec = replace(spec, sinks=False)
+            elif direction == "backward" and spec.grad_lse:
+                spec = widened(spec)
         found = self._predicted(table, spec, direction)
-        if found is None and direction == "backward" and spec.grad_lse:
-            return self._predicted(table, widened(spec), direction)
-        if found is None and spec.gives_sinks:
-            found = self._predicted(table, replace(spec, sinks=False), direction)
-            return found and replace(found, notes=(NO_SINKS, *found.notes))
-        return found
+        return replace(found, notes=(NO_SINKS, *found.notes)) if found and is_without else found
 
     def _predicted(self, table: Named, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         if not spec.needs_backward:

@@ -74,7 +74,7 @@ def run_forward(
         if made:
             plan = made.pop()
         else:
-            given = call._replace(sinks=None if returns_lse else sinks)
+            given = call if sinks is None or returns_lse else call._replace(sinks=sinks)
             plan = plan_for("forward", *inputs, given, choice, needs_backward=needs_backward)
         rng_state, chosen = None, choice
         results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
@@ -168,7 +168,8 @@ def run_backward(
     inputs = grad_out, query, key, value, *results
 
     def plan_and_run() -> tuple[Tensor, ...]:
-        plan = plan_for("backward", query, key, value, call._replace(sinks=sinks), choice)
+        given = call if sinks is None else call._replace(sinks=sinks)
+        plan = plan_for("backward", query, key, value, given, choice)
         grads = None if sinks is None else counted(plan, inputs, call, sinks)
         if grads is not None:
             return grads

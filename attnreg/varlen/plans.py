@@ -140,7 +140,8 @@ def run(
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
 
     def plan_and_run() -> tuple[tuple[Tensor, ...], Kept | None]:
-        given = call._replace(sinks=sinks)
+        # With a gradient of the LSE no kernel is given sinks.
+        given = call if sinks is None or call.grad_lse is not None else call._replace(sinks=sinks)
         plan = plan_for(direction, query, key, value, given, choice, needs_backward=needs_backward)
         results = None if sinks is None else counted(plan, tensors, call, sinks)
         if results is not None:

@@ -15,6 +15,7 @@ from support.tuned import CPU, off_by, point, slowed, spec_with, table, watched
 import attnreg
 from attnreg import _registry
 from attnreg.contract.discovery import Entry
+from attnreg.selection import policy
 from attnreg.selection.turns import MOST_TURNS
 from attnreg.tuning import tables, traces
 from attnreg.tuning.checks import Checks
@@ -277,6 +278,21 @@ def test_without_points_with_sinks_those_without_decide_and_explain_says_so(in_f
     assert found.forward.predicted.candidates == without.forward.predicted.candidates
 
 
+def test_both_directions_of_a_call_with_sinks_are_looked_up_once(in_force, monkeypatch):
+    in_force(*both(CALLED, first=30.0, second=10.0))
+    looked_up, real = [], tables.predict_both
+
+    def counting(kinds, spec, *rest):
+        looked_up.append(spec)
+        return real(kinds, spec, *rest)
+
+    monkeypatch.setattr(tables, "predict_both", counting)
+    found = policy.current().tables
+    for direction in ("backward", "forward"):
+        assert found.predict(WITH, direction).notes == (tables.NO_SINKS,)
+    assert looked_up == [CALLED]
+
+
 def test_with_points_with_sinks_alone_calls_without_go_by_the_default_order(in_force):
     in_force(*both(WITH, first=30.0, second=10.0))
     assert (attnreg.explain(WITH).backend, attnreg.explain(CALLED).backend) == ("second", "first")
@@ -304,6 +320,30 @@ def test_by_the_adaptive_policy_calls_with_sinks_take_the_turns_of_those_without
     found = attnreg.explain(dataclasses.replace(WITH, needs_backward=False))
     assert found.backend == chosen.backend
     assert found.forward.predicted.points == chosen.forward.predicted.points != ()
+
+
+@pytest.mark.usefixtures("routers")
+def test_a_lockfile_holds_calls_with_sinks_apart_from_those_without(
+    in_force, packed, ran, tmp_path, monkeypatch
+):
+    def run():
+        for lse in ({}, {"return_aux": LSE}):
+            results = attnreg.varlen_attn(*packed(LENGTHS), sinks=sinks(), **lse)
+            results = results if lse else (results,)
+            sum(one.sum() for one in results).backward()
+        attnreg.varlen_attn(*packed(LENGTHS)).sum().backward()
+        return ran()
+
+    in_force(*PLAIN, *both(WITH, first=30.0, second=10.0, third=20.0))
+    trace, lock = str(tmp_path / "trace.jsonl"), str(tmp_path / "lock.json")
+    with attnreg.record(trace):
+        before = run()
+    assert before == {"first": (2, 2), "second": (1, 1)}
+    assert invoke("lock", "--from", trace, "--out", lock).exit_code == 0
+    attnreg.configure({})
+    monkeypatch.setenv("ATTNREG_LOCK", lock)
+    attnreg.reload()
+    assert run() == before
 
 
 # By the commands
