@@ -56,9 +56,7 @@ def explain(
     grad_lse: Annotated[
         bool, typer.Option("--grad-lse", help="--backward, with a gradient of the LSE, too.")
     ] = False,
-    sinks: Annotated[
-        bool, typer.Option("--sinks", help="With sinks: one more score for each head, without a value.")
-    ] = False,
+    sinks: options.Sinks = False,
     deterministic: options.Deterministic = False,
     capture: Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")] = False,
     backend: Annotated[

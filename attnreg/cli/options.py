@@ -44,6 +44,9 @@ ValueDim = Annotated[int | None, valued("--head-dim-v", "N", "Head dim of the va
 Causal = Annotated[bool, typer.Option("--causal", help="Causal mask: the last query sees all keys.")]
 Window = Annotated[str, valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all.")]
 Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
+Sinks = Annotated[
+    bool, typer.Option("--sinks", help="With sinks: one more score for each head, without a value.")
+]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")
 ]

@@ -49,6 +49,7 @@ def tune(
     window: options.Window = "-1,-1",
     varlen: options.Varlen = False,
     head_dim_v: options.ValueDim = None,
+    sinks: options.Sinks = False,
     deterministic: options.Deterministic = False,
     backward: options.Backward = True,
     backend: options.Backends = [],  # noqa: B006
@@ -78,15 +79,12 @@ def tune(
     with output.stdout_to_stderr():
         described = {
             "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
-            "--head-dim-v": head_dim_v, "--deterministic": deterministic,
+            "--head-dim-v": head_dim_v, "--sinks": sinks, "--deterministic": deterministic,
         }  # fmt: skip
-        if not q and (unused := [name for name, given in described.items() if given]):
-            raise InvalidInputError(
-                f"{' and '.join(unused)}: got no --q, expected the call that it describes"
-            )
+        _check_described({name: bool(given) for name, given in described.items()}, bool(q))
         given = options.specs_of(
             q, kv, str(place), dtype, window, causal, head_dim_v,
-            varlen=varlen, deterministic=deterministic, needs_backward=backward,
+            varlen=varlen, sinks=sinks, deterministic=deterministic, needs_backward=backward,
         )  # fmt: skip
         if trace and out and trace.exists() and out.exists() and trace.samefile(out):
             raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
@@ -105,6 +103,14 @@ def tune(
         raise typer.Exit(output.INTERRUPTED)
     if problem or not session.points:
         raise typer.Exit(output.FAILED)
+
+
+def _check_described(given: dict[str, bool], any_call: bool) -> None:
+    """Check that options which describe a call have one, and sinks a packed one."""
+    if not any_call and (unused := [name for name, is_given in given.items() if is_given]):
+        raise InvalidInputError(f"{' and '.join(unused)}: got no --q, expected the call that it describes")
+    if given["--sinks"] and not given["--varlen"]:
+        raise InvalidInputError("--sinks: got no --varlen, expected it as well: packed calls have them")
 
 
 def _specs(

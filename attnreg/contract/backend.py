@@ -116,15 +116,17 @@ class Call(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """Return everything that a decision about this call may depend on; see `KEYED_BY`."""
         tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in _tensors_of(self)]
-        return self.scale >= LEAST_SCALE, *_values_of(self), *tensors
+        return self.scale >= LEAST_SCALE, self.sinks is not None, *_values_of(self), *tensors
 
 
 # How each field of `Call` enters `Call.key`, under which a plan is kept: by value, by its sign, by the shape,
-# dtype and device of the tensor, or not at all (a random state is drawn after the decision, sinks decide
-# nothing). A field that is missing here is an error at import: calls that differ in it would share a plan.
+# dtype and device of the tensor, by whether there is one (of sinks, which only times depend on), or not at
+# all (a random state is drawn after the decision). A field that is missing here is an error at import: calls
+# that differ in it would share a plan.
 KEYED_BY = {
     "scale": "sign",
-    **dict.fromkeys(("rng_state", "sinks"), "nothing"),
+    "sinks": "presence",
+    "rng_state": "nothing",
     **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits"), "value"),
     **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),

@@ -67,7 +67,7 @@ class Capabilities:
     (`grad_lse`); whether a backward that doesn't declare it computes delta as rowsum(grad_out * out), from
     the output that it is given (`delta_from_out`), so that the gradient of the LSE can be given to it in
     further columns (`contract.lse_columns`); a scale of 0 or below (`any_scale`); whether it counts `sinks`
-    itself, of packed calls (if not, results are rescaled: sinks decide nothing); whether it is
+    itself, of packed calls (if not, results are rescaled: no call is refused); whether it is
     `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
     results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).
 

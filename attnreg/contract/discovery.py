@@ -180,16 +180,10 @@ class Entry:
         return limits.delta_from_out and not limits.grad_lse
 
     def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
-        """Whether the kernel of one direction may be given sinks of such a call, which it counts itself.
-
-        Not of calls whose results have to have the same bits, as nobody has checked that of sinks; nor in a
-        capture, where it isn't known that every row sees a key.
-        """
-        limits = self._limits(direction)
-        if not limits or not limits.sinks or not spec.varlen or spec.dropout or spec.grad_lse:
-            return False
-        has_to_repeat = spec.deterministic or spec.batch_invariant
-        return not (has_to_repeat or spec.capturing or self.reasons(replace(spec, sinks=True), direction))
+        """Whether the kernel of one direction may be given sinks of such a call, which it counts itself."""
+        limits, given = self._limits(direction), replace(spec, sinks=True)
+        may = limits is not None and limits.sinks and given.gives_sinks and not spec.capturing
+        return may and not self.reasons(given, direction)
 
     def version(self) -> str:
         """Return the provider's version, or an empty string if it has none or the check raises."""

@@ -165,8 +165,23 @@ class AttentionSpec:
         """Whether few queries, below 1,024 for each key head, see a cache of which not all keys count."""
         return self.seqused_k and self.page_size is None and self.max_q * self.heads_q < 1024 * self.heads_k
 
+    @property
+    def gives_sinks(self) -> bool:
+        """Whether a kernel that counts sinks may be given those of the call; else all results are rescaled.
+
+        Not of calls whose results have to have the same bits, as nobody has checked that of sinks.
+        """
+        has_to_repeat = self.deterministic or self.batch_invariant
+        return self.sinks and self.varlen and not (has_to_repeat or self.grad_lse or self.dropout > 0.0)
+
     def of(self, direction: str) -> AttentionSpec:
-        """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's."""
+        """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's.
+
+        It is without sinks where no kernel is given them: in a capture, where it isn't known that every row
+        sees a key, and in the forward of a program that has a gradient of the LSE and so gets the LSE.
+        """
+        if self.sinks and (self.capturing or (direction == "forward" and self.grad_lse)):
+            return replace(self, sinks=False).of(direction)
         if direction == "forward":
             return replace(self, grad_lse=False) if self.grad_lse else self
         return self if self.num_splits is None else replace(self, num_splits=None)

@@ -39,7 +39,7 @@ def plan_for(
     Args:
         direction: which kernel is wanted.
         query, key, value: as in the contract, or (B, H, S, D) with `bhsd`.
-        call: the other arguments, as in the contract.
+        call: the other arguments, as in the contract; with sinks if the kernel may be given them.
         choice: what overrides all other choices for this call.
         native: the kernel that torch was about to run.
         needs_backward: whether a forward's gradient will be wanted.

@@ -83,7 +83,7 @@ def make_plan(
         return made
     entry = entries[made.backend.casefold()]
     if torch.is_deterministic_algorithms_warn_only_enabled():
-        against = entry.reasons(replace(spec, deterministic=True), direction)
+        against = entry.reasons(replace(spec, deterministic=True, sinks=False), direction)
         _warn_not_deterministic(entry.name, direction, against)
     set_aside = functools.partial(entry.set_aside, spec, direction)
     counts_sinks = functools.cache(lambda: entry.counts_sinks(spec, direction))
@@ -133,6 +133,7 @@ def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
     """Return the spec of a call in the contract's layout."""
     varlen, paged = call.varlen, call.block_table is not None
+    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
     return AttentionSpec(
         device=device_of(query.device),
@@ -152,10 +153,11 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         num_splits=call.num_splits,
         positive_scale=call.scale >= LEAST_SCALE,
         softcap=call.softcap, grad_lse=call.grad_lse is not None,
+        sinks=call.sinks is not None and not capturing,
         needs_backward=needs_backward,
         deterministic=call.deterministic,
         batch_invariant=call.batch_invariant,
-        capturing=query.is_cuda and torch.cuda.is_current_stream_capturing(),
+        capturing=capturing,
     )  # fmt: skip
 
 

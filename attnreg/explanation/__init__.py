@@ -166,9 +166,9 @@ def explain(
         )  # fmt: skip
         if sinks is not None:
             check_sinks(query, sinks)
-        grad_lse = asks_for_lse(return_aux) and call_spec.spec.needs_backward
-        spec = replace(call_spec.spec, sinks=sinks is not None, grad_lse=grad_lse)
-        return _explained(call_spec._replace(spec=spec), leading)
+        returns_lse, spec = asks_for_lse(return_aux), call_spec.spec
+        spec = replace(spec, sinks=sinks is not None, grad_lse=returns_lse and spec.needs_backward)
+        return _explained(call_spec._replace(spec=spec, returns_lse=returns_lse), leading)
     is_bounded = window_size is not None and tuple(window_size) != (-1, -1)
     alone = {
         "return_aux": asks_for_lse(return_aux) or None, "window_size": window_size if is_bounded else None,
@@ -192,7 +192,7 @@ def _refuse_of_dense(packed_alone: Mapping[str, object]) -> None:
 def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     now = state()
     shown = now.policy.applied_to(described.spec)
-    spec = replace(shown, sinks=False)  # they decide nothing
+    spec = replace(shown, sinks=False) if described.returns_lse else shown
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         refusal = strict_refusal(spec.device, described.elsewhere, leading)

@@ -43,6 +43,7 @@ class CallSpec(NamedTuple):
     notes: tuple[str, ...] = ()
     for_backward: Preference | None = None  # what the backward alone asks for
     front: str = SDPA  # the function that makes such a call
+    returns_lse: bool = False  # whether the program gets the LSE, so that no forward is given sinks
 
 
 NO_MASK_TO_READ = (

@@ -42,8 +42,8 @@ class Case:
         grad_lse: whether the LSE has a gradient, too.
         sinks: whether each row has one more key, without a value, that the kernels don't know of: their
             backward is given the output and the LSE with it counted.
-        counts_sinks: whether the kernels are given such keys and count them: a packed call of which every row
-            sees another key.
+        counts_sinks: whether the kernels are given such keys and count them: a packed call. If they count
+            them themselves, every row sees another key.
         num_splits: how many pieces the keys may be split into at most.
         deterministic: whether the gradients have to be bitwise repeatable.
         batch_invariant: whether a sequence has to have the same bits in every batch.
@@ -105,6 +105,11 @@ class Case:
         """How much memory query, key, value and the gradient of the output take."""
         rows = sum(self.lens_q) * self.heads[0] + sum(self.lens_k) * self.heads[1]
         return rows * sum(self.dims) * DTYPES[self.dtype]
+
+    @property
+    def every_row_sees_a_key(self) -> bool:
+        """Whether it is known of a packed call as it is of calls: no sequence has fewer keys than queries."""
+        return not self.tail and all(q <= k for q, k in zip(self.lens_q, self.lens_seen, strict=True))
 
     def reordered(self) -> Case:
         """Return the call with its sequences in reverse order: equal shapes, other offsets."""

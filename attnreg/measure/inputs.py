@@ -16,6 +16,8 @@ from attnreg.measure.cases import Case
 # A processor's last cache; a GPU tells the size of its own.
 CPU_CACHE = 32 * 2**20
 MOST_COPIES = 16
+# With so many keys the LSE is about as large as sinks around 1.
+FEW_KEYS = 16
 # How many pages of a paged key-value cache belong to no sequence.
 SPARE_PAGES = 3
 # Elements before and after a guarded tensor: so many that its alignment to 64 bytes stays.
@@ -73,13 +75,21 @@ def inputs(
         shape = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
         call = call._replace(grad_lse=_grad_lse(case, normal(*shape).to(grad.device)))
     if case.counts_sinks:
-        dtype = q.dtype if q.dtype.itemsize <= 4 else torch.float32
-        sinks = torch.linspace(-1.0, 3.0, heads_q)[torch.randperm(heads_q, generator=generator)]
-        call = call._replace(sinks=sinks.to(device, dtype))
+        call = call._replace(sinks=_sinks(case, generator).to(q.device))
     if case.dropout:
         state = torch.randint(2**62, (2,), generator=generator, device=generator.device)
         call = call._replace(rng_state=state.to(device).view(torch.uint64))
     return Inputs(q, k, v, grad, call)
+
+
+def _sinks(case: Case, generator: torch.Generator) -> Tensor:
+    """Return sinks in the dtype of the query, at most float32; of more keys they are larger, as the LSE is.
+
+    Of smaller ones an output would hardly show that they are lost.
+    """
+    order = torch.randperm(case.heads[0], generator=generator, device=generator.device).cpu()
+    sinks = torch.linspace(-1.0, 3.0, case.heads[0])[order] + math.log(max(case.max_k / FEW_KEYS, 1.0))
+    return sinks if case.dtype == "float64" else sinks.to(getattr(torch, case.dtype))
 
 
 def _bias(case: Case, normal: Callable[..., Tensor], q: Tensor) -> Tensor | None:

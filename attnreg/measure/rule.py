@@ -109,8 +109,12 @@ def measure(
     if case.batch_invariant:
         check_batch_invariant(kernels, guarded.inputs, results)
     errors = errors_of(results, plain, truth, given.q.dtype)
-    factor = SOFTCAP_FACTOR if case.softcap else FACTOR
-    return {name: error._replace(factor=factor) for name, error in errors.items()}
+    return {name: error._replace(factor=factor_of(case)) for name, error in errors.items()}
+
+
+def factor_of(case: Case) -> float:
+    """Return how many times the error of plain PyTorch operations passes."""
+    return SOFTCAP_FACTOR if case.softcap else FACTOR
 
 
 def errors_of(

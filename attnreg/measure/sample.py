@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attnreg.measure.cases import Case
 from attnreg.measure.inputs import Inputs
-from attnreg.measure.reference import attend
-from attnreg.measure.rule import Error, compare
+from attnreg.measure.reference import attend, with_sinks
+from attnreg.measure.rule import Error, compare, factor_of
 
 # As many scores as are computed at once: 512 MB of them in float64.
 SCORES = 2**26
@@ -70,6 +70,7 @@ class Sample:
                     for ours, theirs, exact in blocks
                     if len(exact)
                 )
+                errors = (error._replace(factor=factor_of(self._case)) for error in errors)
                 found[part][name] = max(errors, key=lambda error: error.share)
         return found
 
@@ -122,26 +123,35 @@ class Sample:
         given, call = self._given, self._given.call
         named = (("q", given.q), ("k", given.k), ("v", given.v), ("q", given.grad_out))
         q, k, v, grad = (self._rows(part, name, x).detach().to(dtype) for name, x in named)
+        of_lse = None if call.grad_lse is None else self._rows(part, "lse", call.grad_lse).to(dtype)
         k, v = k.requires_grad_(), v.requires_grad_()
         # The gradients of key and value are sums over heads and rows; summing itself is to cost nothing.
         sums = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in (("dk", k), ("dv", v))}
         heads: dict[str, list[Tensor]] = {"out": [], "lse": [], "dq": []}
         at_once = max(SCORES // len(k), 1)
         for head in range(q.shape[1]):
+            sinks = None if call.sinks is None else call.sinks.to(dtype)[part.head * q.shape[1] + head, None]
             rows: dict[str, list[Tensor]] = {name: [] for name in heads}
             for first in range(0, len(q), at_once):
                 some = q[first : first + at_once, head : head + 1].requires_grad_()
                 out, lse = attend(
                     *(some[None], k[None], v[None], call.scale, call.window),
                     bias=self._bias(part, head, slice(first, first + at_once)),
+                    softcap=call.softcap,
                     first_row=first,
                     len_q=len(q),
                 )
+                if sinks is not None:
+                    out, lse = with_sinks(out, lse, sinks)
                 rows["out"].append(out[0].detach())
                 rows["lse"].append(lse[0].detach().mT)
                 if self._backward:
-                    incoming = grad[first : first + at_once, head : head + 1]
-                    dq, dk, dv = torch.autograd.grad(out, (some, k, v), incoming[None])
+                    results, incoming = [out], [grad[first : first + at_once, head : head + 1][None]]
+                    if of_lse is not None:
+                        results.append(lse)
+                        further = of_lse[first : first + at_once, head : head + 1].mT[None]
+                        incoming.append(further.masked_fill(lse == -torch.inf, 0.0))
+                    dq, dk, dv = torch.autograd.grad(results, (some, k, v), incoming)
                     rows["dq"].append(dq)
                     sums["dk"] += dk
                     sums["dv"] += dv

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
+from attnreg.contract.sinks import grad_of_sinks
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.parts import Move, Part, Plan, Put, Run, taken
@@ -25,7 +26,7 @@ from attnreg.torchlib.layout import copy
 from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen.autograd import run_backward, run_forward
 from attnreg.varlen.plans import call_of
-from attnreg.varlen.sinks import grad_of_sinks, with_sinks
+from attnreg.varlen.sinks import with_sinks
 
 
 class Options(NamedTuple):

@@ -180,8 +180,8 @@ class Adaptive:
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         """Return the times that were seen of such calls; before all turns are over, what a table predicts."""
-        spec = spec.of(direction)
-        by_table = self._tables.predict(spec, direction)
+        by_table = self._tables.predict(spec.of(direction), direction)
+        spec = replace(spec, sinks=False).of(direction)  # see `turn`
         if not _may_have_turns(spec):
             return by_table
         with lock:
@@ -204,7 +204,7 @@ class Adaptive:
         if not spec.capturing and _may_have_turns(spec):
             with lock:
                 found = self._here(spec.device)
-                found.turns_of(spec.of(direction), direction)
+                found.turns_of(replace(spec, sinks=False).of(direction), direction)
                 found.collect()
 
     def turn(
@@ -216,7 +216,10 @@ class Adaptive:
         may need more memory than there is, and those that a table puts far behind. A turn without a backend
         is nobody's: what was decided holds for this call. So is a forward's whose own turns are over while
         those of its backward aren't, for so many calls: which backend takes least for both isn't known yet.
+        Calls with sinks take the turns of those without: no kernel is given sinks in its turn, and its time
+        is taken before results are rescaled.
         """
+        spec = replace(spec, sinks=False)
         names = _worth_a_turn(able, predicted)
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
@@ -235,7 +238,7 @@ class Adaptive:
         """Yield how far the turns of such calls are."""
         if spec.device.simulated:
             return
-        spec = spec.of(direction)
+        spec = replace(spec, sinks=False).of(direction)
         with lock:
             turns = self._here(spec.device).turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
             if turns is None or turns.closed or not turns.backends:

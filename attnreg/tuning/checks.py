@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
 from attnreg.contract.backend import Kernels
 from attnreg.contract.discovery import Entry
+from attnreg.contract.sinks import with_rescaling
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import AttnregError
 from attnreg.measure import Case, Error, measure_taken
@@ -18,6 +20,28 @@ from attnreg.tuning.points import Measured
 from attnreg.tuning.workload import small_cases
 
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+def reasons(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+    """Return every reason against a backend for a call. Sinks are none: results can be rescaled for them."""
+    return entry.reasons(replace(spec, sinks=False), direction)
+
+
+def kernels_for(entry: Entry, spec: AttentionSpec, case: Case) -> Kernels:
+    """Return a backend's kernels for a call like a case, as `varlen_attn` runs them.
+
+    They take sinks if the case has some: those that don't count them themselves are followed by what rescales
+    their results.
+    """
+    kernels = entry.kernels(spec)
+    forward, backward = kernels.forward, kernels.backward
+    if not case.counts_sinks:
+        return kernels
+    if not (case.every_row_sees_a_key and entry.counts_sinks(spec, "forward")):
+        forward = with_rescaling(forward, "forward")
+    if backward and not (case.every_row_sees_a_key and entry.counts_sinks(spec, "backward")):
+        backward = with_rescaling(backward, "backward")
+    return Kernels(forward, backward)
 
 
 class Checks:
@@ -38,7 +62,8 @@ class Checks:
         Raises what the backend has raised, every time.
         """
         cases = small_cases(spec)
-        key = (entry.name, kind_of(spec, "forward"), spec.deterministic, cases[0].lens_q, cases[0].lens_k)
+        kinds = kind_of(spec, "forward"), kind_of(spec, "backward")
+        key = (entry.name, *kinds, cases[0].lens_q, cases[0].lens_k)
         if key not in self._found:
             try:
                 self._found[key] = self._checked(entry, spec, cases)
@@ -58,10 +83,10 @@ class Checks:
     ) -> dict[Direction, Verdict]:
         for case in cases:
             small = case.spec(spec.device)
-            if entry.reasons(small, "forward"):
+            if reasons(entry, small, "forward"):
                 continue
-            kernels = entry.kernels(small)
-            if entry.reasons(small, "backward"):
+            kernels = kernels_for(entry, small, case)
+            if reasons(entry, small, "backward"):
                 kernels = Kernels(kernels.forward)
             errors, _ = measure_taken(kernels, case, self._device)
             if not errors:

@@ -117,6 +117,7 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
         "num_splits": spec.num_splits is not None,
         "page_size": spec.page_size is not None,
         "seqused_k": spec.seqused_k,
+        "sinks": spec.gives_sinks,
         "softcap": spec.softcap > 0.0,
     }
     return Kind(
@@ -144,8 +145,11 @@ def heads_k(kind: Kind, size: Size) -> int:
 def host_shapes_of(kind: Kind, size: Size) -> tuple[str, ...]:
     """Return which of `HOST_SHAPES` a call is, and those that come near where a table doesn't have it.
 
-    As the backends' kernels were seen to split keys.
+    As the backends' kernels were seen to split keys. None of calls with sinks: those of `HOST_SHAPES` have
+    none, and results that are rescaled for them take several kernels more.
     """
+    if "sinks" in kind.extras:
+        return ()
     if size.max_q == 1 and not kind.varlen:
         return ONE if size.max_k <= MANY_KEYS or size.batch * heads_k(kind, size) > HALF else LONG, MANY
     blocks = size.batch * size.heads_q * -(-size.max_q // ROWS)

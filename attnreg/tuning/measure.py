@@ -16,7 +16,7 @@ from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import AttnregError
 from attnreg.measure import Sample
 from attnreg.measure.timing import Taken, Timer, calls_for, shuffled
-from attnreg.tuning.checks import TENSORS, Checks, TimeIsUpError, failed
+from attnreg.tuning.checks import TENSORS, Checks, TimeIsUpError, failed, kernels_for, reasons
 from attnreg.tuning.kinds import kind_of, size_of
 from attnreg.tuning.points import Measured, Point
 from attnreg.tuning.workload import case_of, copies
@@ -67,7 +67,7 @@ class Measurement:
     ) -> None:
         self._spec, self._directions, self._entries, self._checks = spec, directions, entries, checks
         self._timer, self._device, self._deadline = timer, device, deadline
-        self._inputs = copies(spec, device)
+        self._case, self._inputs = case_of(spec), copies(spec, device)
 
     def points(self) -> Iterator[Point]:
         """Yield a point for each direction; past the deadline with the fewest rounds.
@@ -83,7 +83,7 @@ class Measurement:
         """Check and call every backend once, so that no measurement has to wait for it."""
         for direction in self._directions:
             for entry in self._entries:
-                if not entry.reasons(self._spec, direction):
+                if not reasons(entry, self._spec, direction):
                     self._checks.of(entry, self._spec, direction)
                     self._first(Runner(entry.name, self._call(entry, direction), 0.0), direction)
 
@@ -91,7 +91,7 @@ class Measurement:
         results: dict[str, Measured] = {}
         runners: list[Runner] = []
         for entry in self._entries:
-            if entry.reasons(self._spec, direction):
+            if reasons(entry, self._spec, direction):
                 continue
             if self._timer.now() > self._deadline:
                 raise TimeIsUpError(f"{self._spec}: the time was up before {entry.name} was measured")
@@ -159,11 +159,11 @@ class Measurement:
         """Return what calls a kernel, the first time with the first copy."""
         given: list[tuple[Any, ...]]
         if direction == "forward":
-            given = [(q, k, v, call) for q, k, v, _, call in self._inputs]
+            given = [(q, k, v, call._replace(grad_lse=None)) for q, k, v, _, call in self._inputs]
         else:
             both = zip(self._inputs, self._forwards, strict=True)
             given = [(grad, q, k, v, out, lse, call) for (q, k, v, grad, call), (out, lse) in both]
-        kernel, turns = entry.kernel(direction, self._spec), cycle(given)
+        kernel, turns = getattr(kernels_for(entry, self._spec, self._case), direction), cycle(given)
         return lambda: kernel(*next(turns))
 
     @cached_property
@@ -171,14 +171,14 @@ class Measurement:
         """Output and LSE of each copy, from the first backend whose forward is correct."""
         problem: BaseException = AttnregError("no backend has a correct forward to go with it")
         for entry in self._entries:
-            if entry.reasons(self._spec, "forward"):
+            if reasons(entry, self._spec, "forward"):
                 continue
             try:
                 if self._checks.of(entry, self._spec, "forward").wrong:
                     continue
                 with torch.no_grad():
-                    kernel = entry.kernel("forward", self._spec)
-                    found = [kernel(*one[:3], one.call) for one in self._inputs]
+                    forward = kernels_for(entry, self._spec, self._case).forward
+                    found = [forward(*one[:3], one.call._replace(grad_lse=None)) for one in self._inputs]
                 if not self._wrong("forward", found[0]):
                     return found
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the next backend may work
@@ -187,12 +187,15 @@ class Measurement:
 
     @cached_property
     def _sample(self) -> Sample:
-        return Sample(case_of(self._spec), self._inputs[0], backward="backward" in self._directions)
+        return Sample(self._case, self._inputs[0], backward="backward" in self._directions)
 
     def _wrong(self, direction: Direction, results: Any) -> str:
         """Return what is wrong with the results of a call on the first copy; empty if nothing is."""
+        names = TENSORS[direction]
+        if self._case.counts_sinks:  # the gradient of sinks is one of all sequences
+            results = results[: len(names)]
         try:
-            return self._sample.verdict(dict(zip(TENSORS[direction], results, strict=True))).wrong
+            return self._sample.verdict(dict(zip(names, results, strict=True))).wrong
         except torch.cuda.OutOfMemoryError:  # that of the check, not of the kernel
             return ""
 

@@ -17,7 +17,7 @@ from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import ConfigError
 from attnreg.measure.timing import Timer
 from attnreg.torchlib import locks
-from attnreg.tuning.checks import Checks, TimeIsUpError, no_memory
+from attnreg.tuning.checks import Checks, TimeIsUpError, no_memory, reasons
 from attnreg.tuning.environments import matched
 from attnreg.tuning.kinds import Kind, Size, kind_of, size_of
 from attnreg.tuning.measure import Measurement
@@ -69,10 +69,10 @@ class Session:
                     return
                 longest = max(longest / 2, LEAST_S, self.timer.now() - begun)
             else:
-                against = {entry.name: entry.reasons(spec, "forward") for entry in self.entries}
+                against = {entry.name: reasons(entry, spec, "forward") for entry in self.entries}
                 if all(against.values()):
-                    reasons = "; ".join(f"{name}: {one_line(found)}" for name, found in against.items())
-                    self.skipped.append((spec, reasons))
+                    listed = "; ".join(f"{name}: {one_line(found)}" for name, found in against.items())
+                    self.skipped.append((spec, listed))
             yield spec
 
     def prepare(self, specs: Iterable[AttentionSpec], going_on: Callable[[], bool]) -> None:
@@ -143,7 +143,7 @@ class Session:
         if not any(one.place == place for one in self.fresh):
             # What failed in an earlier session is tried again: memory may be free now, or a bug fixed.
             known = {name: one for name, one in known.items() if not one.failed}
-        return any(entry.name not in known and not entry.reasons(spec, direction) for entry in self.entries)
+        return any(entry.name not in known and not reasons(entry, spec, direction) for entry in self.entries)
 
     def _measure(self, spec: AttentionSpec, todo: tuple[Direction, ...], deadline: float) -> None:
         if reason := unmeasurable(spec):

@@ -22,7 +22,7 @@ from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.errors import ConfigError
 from attnreg.tuning.environments import environment, matched, matched_simulated
 from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import PROCESSORS
+from attnreg.tuning.kinds import PROCESSORS, kind_of
 from attnreg.tuning.lookup import Prediction, predict, predict_both
 from attnreg.tuning.table import Table, load
 
@@ -30,6 +30,8 @@ log = logging.getLogger("attnreg")
 
 # Tables are compared again after every registration; each warning is logged once.
 _logged: set[str] = set()
+
+NO_SINKS = "no calls of this kind were measured with sinks; these are of calls without"
 
 SHIPPED = Path(__file__).parent / "shipped"
 
@@ -98,12 +100,24 @@ class Tables:
         self._last: tuple[AttentionSpec, dict[Direction, Prediction | None]] | None = None
 
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
-        """Return what the table in force predicts for one direction of a call; None if nothing."""
+        """Return what the table in force predicts for one direction of a call; None if nothing.
+
+        Where no such calls were measured with sinks, those without decide; where none with a gradient of the
+        LSE, backwards of larger head dims: a kernel that takes that gradient itself needs less.
+        """
         table = self.report(spec.device).in_force
         if table is None:
             return None
-        if direction == "backward" and spec.grad_lse:
-            spec = widened(spec)  # tables have no such calls; a kernel that takes that gradient needs less
+        is_without = False
+        if table.kinds.index_for(kind_of(spec, direction), spec.max_q) is None:
+            if is_without := spec.gives_sinks:
+                spec = replace(spec, sinks=False)
+            elif direction == "backward" and spec.grad_lse:
+                spec = widened(spec)
+        found = self._predicted(table, spec, direction)
+        return replace(found, notes=(NO_SINKS, *found.notes)) if found and is_without else found
+
+    def _predicted(self, table: Named, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         if not spec.needs_backward:
             return predict(table.kinds, spec, direction, str(table), self.compiled)
         last = self._last

@@ -57,7 +57,7 @@ QUICK_DIMS, QUICK_HEADS = (128, 64, 96), 16
 FILL = 0.6
 
 # Fields whose tensors can't be generated: their values are the program's.
-GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits", "grad_lse")
+GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +198,7 @@ def unmeasurable(spec: AttentionSpec) -> str:
     options = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
     options += ["dropout"] if spec.dropout > 0.0 else []
     if options:
-        larger = "measured times of head dims 8 larger decide, where there are some, else "
-        otherwise = larger if options == ["grad_lse"] else ""
-        return f"{' and '.join(options)} can't be measured: {otherwise}the default order decides"
+        return f"{' and '.join(options)} can't be measured: the default order decides"
     tokens = spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k
     return (
         "" if all((*tokens, spec.heads_q, spec.head_dim, spec.head_dim_v)) else "there is nothing to compute"
@@ -226,6 +224,9 @@ def case_of(spec: AttentionSpec) -> Case:
         window=spec.window,
         dtype=spec.dtype,
         one_cu_seqlens=(tokens_q, max_q) == (tokens_k, max_k),
+        softcap=spec.softcap,
+        grad_lse=spec.grad_lse,
+        counts_sinks=spec.gives_sinks,
         deterministic=spec.deterministic,
     )
 
@@ -268,4 +269,7 @@ def _at_most(spec: AttentionSpec, most: int) -> Case:
         dims=(spec.head_dim, spec.head_dim_v),
         window=tuple(min(bound, most // 2) for bound in spec.window),  # type: ignore[arg-type]
         dtype=spec.dtype,
+        softcap=spec.softcap,
+        grad_lse=spec.grad_lse,
+        counts_sinks=spec.gives_sinks,
     )

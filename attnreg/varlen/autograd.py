@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.contract.backend import Call
+from attnreg.contract.sinks import grad_of_sinks
 from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.scope import ScopedChoice
@@ -22,7 +23,7 @@ from attnreg.dispatch.state import Plan, retry_on_decline
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.torchlib.modes import differentiable_once
 from attnreg.varlen import custom_op
-from attnreg.varlen.sinks import counted, grad_of_sinks, with_sinks
+from attnreg.varlen.sinks import counted, with_sinks
 
 T = TypeVar("T")
 
@@ -73,7 +74,8 @@ def run_forward(
         if made:
             plan = made.pop()
         else:
-            plan = plan_for("forward", *inputs, call, choice, needs_backward=needs_backward)
+            given = call if sinks is None or returns_lse else call._replace(sinks=sinks)
+            plan = plan_for("forward", *inputs, given, choice, needs_backward=needs_backward)
         rng_state, chosen = None, choice
         results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
         if results is not None:
@@ -166,7 +168,8 @@ def run_backward(
     inputs = grad_out, query, key, value, *results
 
     def plan_and_run() -> tuple[Tensor, ...]:
-        plan = plan_for("backward", query, key, value, call, choice)
+        given = call if sinks is None else call._replace(sinks=sinks)
+        plan = plan_for("backward", query, key, value, given, choice)
         grads = None if sinks is None else counted(plan, inputs, call, sinks)
         if grads is not None:
             return grads

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnreg.contract.backend import Call
+from attnreg.contract.sinks import grad_of_sinks
 from attnreg.contract.spec import UNBOUNDED
 from attnreg.contract.validation import check
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import with_aliased_offsets
 from attnreg.varlen.plans import call_of, check_heads, check_tensors, run, window
-from attnreg.varlen.sinks import grad_of_sinks, with_sinks
+from attnreg.varlen.sinks import with_sinks
 
 
 # torch's own `torch_attn::_varlen_attn` has these arguments in this order, up to `num_splits`.

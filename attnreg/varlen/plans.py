@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnreg.contract.backend import Call
 from attnreg.contract.offsets import facts_of
+from attnreg.contract.sinks import grad_of_sinks
 from attnreg.contract.spec import UNBOUNDED, Direction
 from attnreg.contract.validation import check, check_layouts, check_scale, checked_softcap
 from attnreg.dispatch import call_cache, scope
@@ -28,7 +29,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import needs_graph_memory, stream_of
-from attnreg.varlen.sinks import counted, grad_of_sinks, may_be_counted, with_sinks
+from attnreg.varlen.sinks import counted, may_be_counted, with_sinks
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]
@@ -141,10 +142,12 @@ def run(
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
 
     def plan_and_run() -> tuple[tuple[Tensor, ...], Kept | None]:
-        plan = plan_for(direction, query, key, value, call, choice, needs_backward=needs_backward)
+        # With a gradient of the LSE no kernel is given sinks.
+        given = call if sinks is None or call.grad_lse is not None else call._replace(sinks=sinks)
+        plan = plan_for(direction, query, key, value, given, choice, needs_backward=needs_backward)
         results = None if sinks is None else counted(plan, tensors, call, sinks)
         if results is not None:
-            return results, _kept(plan, tensors, query, key, call._replace(sinks=sinks))
+            return results, _kept(plan, tensors, query, key, given)
         results = plan.run(*tensors, call)
         if sinks is None:
             return results, _kept(plan, tensors, query, key, call)

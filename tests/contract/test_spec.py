@@ -179,6 +179,28 @@ def test_the_input_line_of_a_packed_call_has_its_totals_and_leaves_no_option_out
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "gives", "of_forward", "of_backward"),
+    [
+        ({}, True, True, True),
+        ({"sinks": False}, False, False, False),
+        ({"varlen": False}, False, True, True),
+        ({"capturing": True}, True, False, False),
+        ({"grad_lse": True}, False, False, True),  # the forward's LSE is the program's, too
+        ({"deterministic": True}, False, True, True),
+        ({"batch_invariant": True}, False, True, True),
+        ({"dropout": 0.5}, False, True, True),
+    ],
+    ids=str,
+)
+def test_a_spec_says_whether_a_kernel_may_be_given_sinks(options, gives, of_forward, of_backward):
+    spec = AttentionSpec(**DENSE, **{"varlen": True, "sinks": True, "num_splits": 2} | options)
+    forward, backward = spec.of("forward"), spec.of("backward")
+    assert (spec.gives_sinks, forward.sinks, backward.sinks) == (gives, of_forward, of_backward)
+    assert (forward.grad_lse, backward.num_splits) == (False, None)
+    assert (forward.num_splits, backward.grad_lse) == (2, spec.grad_lse)
+
+
 def test_specs_with_equal_fields_are_equal_and_hash_alike():
     fields = {"dtype": "fp32", "window": [4, 0]}, {"dtype": torch.float32, "window": (4, 0)}
     first, second = (AttentionSpec(**DENSE | options) for options in fields)

@@ -11,10 +11,11 @@ from support import plan_counts
 import attnreg
 from attnreg import aten
 from attnreg.aten.routing import Layout
+from attnreg.contract.sinks import grad_of_sinks
 from attnreg.dispatch import call_cache, counters, state
 from attnreg.dispatch.call_cache import Kept
 from attnreg.torchlib import captured
-from attnreg.varlen.sinks import grad_of_sinks, with_sinks
+from attnreg.varlen.sinks import with_sinks
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ OTHER = {
     "batch_invariant": (True, False),
     "softcap": (20.0, 0.0),
     "grad_lse": (torch.zeros(2, 6), None),
-    "sinks": (None, torch.zeros(2)),
+    "sinks": (torch.zeros(2), None),
 }
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from attnreg import _registry
+from attnreg.contract.backend import Kernels
+from attnreg.contract.sinks import with_rescaling
 from attnreg.measure import Case, Sample, copies
 
 CPU = torch.device("cpu")
@@ -32,14 +34,23 @@ CASES = {
     "itself alone": dense(40, window=(0, 0)),
     "large values": dense(64, magnitude=3.0, window=(-1, 0)),
     "deterministic": dense(33, deterministic=True),
+    "gradient of the LSE": dense(70, 40, grad_lse=True, window=(-1, 0)),
+    "packed gradient of the LSE": dense(1, lens_q=(80, 7), lens_k=(90, 9), varlen=True, grad_lse=True),
+    "softcap": dense(70, softcap=1.0, window=(-1, 0)),
+    "sinks": dense(1, lens_q=(80, 7, 33), lens_k=(80, 9, 33), varlen=True, counts_sinks=True, heads=(4, 2)),
+    "sinks, many keys": dense(1, lens_q=(3,), lens_k=(5000,), varlen=True, counts_sinks=True),
 }
 
 
 def results_of(case):
     given = copies(case, CPU, 1)[0]
     kernels = _registry.find("math").kernels()
+    if case.counts_sinks:
+        kernels = Kernels(
+            *(with_rescaling(kernels[n], name) for n, name in enumerate(("forward", "backward")))
+        )
     out, lse = kernels.forward(*given[:3], given.call)
-    grads = kernels.backward(given.grad_out, *given[:3], out, lse, given.call)
+    grads = kernels.backward(given.grad_out, *given[:3], out, lse, given.call)[:3]
     return given, dict(zip(NAMES, (out, lse, *grads), strict=True))
 
 
@@ -91,6 +102,15 @@ def test_results_computed_some_rows_at_a_time_are_those_of_all_rows(monkeypatch)
     for part, errors in Sample(case, given).errors(found).items():
         for name, error in errors.items():
             assert error.kernel == pytest.approx(at_once[part][name].kernel, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks", "sinks, many keys"])
+def test_softcap_and_sinks_of_the_call_count(name):
+    case = CASES[name]
+    given, found = results_of(case)
+    without = given._replace(call=given.call._replace(softcap=0.0, sinks=None))
+    assert Sample(case, given).verdict(found).wrong == ""
+    assert Sample(case, without).verdict(found).wrong.startswith(("out of sequence ", "lse of sequence "))
 
 
 @pytest.mark.parametrize("bias", ["key padding", "additive"])

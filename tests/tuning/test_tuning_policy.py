@@ -110,10 +110,19 @@ def test_a_backward_with_a_gradient_of_the_lse_is_priced_as_one_of_eight_more_co
     found = attnreg.explain(spec_with(needs_backward=True, grad_lse=True)).backward
     assert (found.backend, found.source) == ("third", TABLE)
     assert found.predicted.of("second").gpu_us == 35.0
-    decide = (
-        "measured times of head dims 8 larger decide, where there are some, else the default order decides"
+
+
+def test_where_backwards_with_a_gradient_of_the_lse_were_measured_they_decide(here, routers):
+    of_lse = spec_with(grad_lse=True, needs_backward=True)
+    wide = spec_with(head_dim=72, head_dim_v=72)
+    times = {"first": 40.0, "second": 35.0, "third": 30.0}
+    attnreg.configure(
+        here(point(wide, "backward", **times), point(of_lse, "backward", first=8.0, second=7.0))
     )
-    assert unmeasurable(spec_with(grad_lse=True)) == f"grad_lse can't be measured: {decide}"
+    found = attnreg.explain(of_lse).backward
+    assert (found.backend, found.predicted.of("second").gpu_us) == ("second", 7.0)
+    assert found.predicted.points[0].itself
+    assert unmeasurable(of_lse) == ""
 
 
 def test_every_preference_is_stronger_than_a_table(here, routers, monkeypatch):
