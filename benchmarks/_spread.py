@@ -86,7 +86,9 @@ def ours(here: Place, case: Case, whole: list[Tensor], method: str, how: str) ->
             backend=here.backend,
         )  # fmt: skip
 
-    return training_step(call, inputs, grad)
+    step: Any = training_step(call, inputs, grad)
+    step.taken = spread.taken
+    return step  # type: ignore[no-any-return]
 
 
 def alone(here: Place, case: Case, whole: list[Tensor]) -> Callable[[], object]:

@@ -105,11 +105,13 @@ def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict
             with open_side() as step:
                 step()
                 once = here.seconds(step, 1)
-                row["memory"] = here.memory(step)  # the last round's: first calls check what will be repeated
                 calls = max(1, min(20, int(0.15 / once)))
                 of_each = here.seconds_of_each(step, calls)
                 row.setdefault("of_each", []).append(of_each)
                 row["rounds"].append(statistics.harmonic_mean(of_each) if name == ONE else max(of_each))
+                if hasattr(step, "taken"):
+                    row["taken"] = dict(step.taken)
+                row["memory"] = here.memory(step)  # of a late call: first ones check what will be repeated
         except Exception as error:  # noqa: BLE001 - a side that fails is a result, on all ranks alike
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if here.device.type == "cuda":
@@ -209,6 +211,10 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="leave torch's methods out")
     parser.add_argument("--small", action="store_true", help="short lengths, to try the program")
     options = parser.parse_args()
+    if options.ranks < 2 or options.rounds < 1:
+        parser.error("--ranks has to be 2 or more, --rounds 1 or more")
+    if not options.out.resolve().parent.is_dir():
+        parser.error(f"--out: got {options.out}, expected a file in a folder that exists")
     if options.backend is None and options.device == "cuda":
         options.backend = "FA4"
     with tempfile.TemporaryDirectory() as folder:

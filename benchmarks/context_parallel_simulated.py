@@ -93,6 +93,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the file that gets the results, JSON")
     parser.add_argument("--plot", type=Path, help="the file that gets the plot, PNG")
     options = parser.parse_args()
+    if not options.out.resolve().parent.is_dir():
+        parser.error(f"--out: got {options.out}, expected a file in a folder that exists")
     rows = simulate()
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:

@@ -40,7 +40,8 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        query, key, value = self.qkv(self.norm(hidden)).view(len(hidden), 3, HEADS, -1).unbind(1)
+        shape = len(hidden), 3, HEADS, WIDTH // HEADS  # of no tokens -1 would be any number
+        query, key, value = self.qkv(self.norm(hidden)).view(shape).unbind(1)
         attended = attnreg.varlen_attn(query, key, value, offsets, offsets, longest, longest, is_causal=True)
         hidden = hidden + self.out(attended.flatten(1))
         return hidden + self.mlp(hidden)
@@ -140,6 +141,10 @@ def main() -> None:
         options.longest = max(options.tokens // 3, 1)
     if not 1 <= options.longest <= options.tokens:
         parser.error(f"--longest: got {options.longest}, expected a number from 1 to {options.tokens}")
+    if options.device == "cuda" and options.ranks > count:
+        parser.error(
+            f"--ranks: got {options.ranks} with cuda, expected at most the {count} GPUs that are here"
+        )
     if options.method == "all_to_all" and HEADS % options.ranks:
         parser.error(f"--ranks: got {options.ranks} with all_to_all, expected a divisor of the {HEADS} heads")
     with tempfile.TemporaryDirectory() as folder:

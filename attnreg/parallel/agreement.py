@@ -76,7 +76,15 @@ def agree(group: Any, mine: dict[str, str], said: Any = None, problem: _Problem 
     something is wrong on some ranks, or not the same on all; it says what two ranks have.
     """
     _last[group] = 0  # unless they agree, they compare before the next call, whatever it is
-    all_ranks = _gathered(group, (mine, said, problem))
+    try:
+        all_ranks = _gathered(group, (mine, said, problem))
+    except RuntimeError as lost:
+        if problem is not None:
+            raise  # what is wrong here says more
+        raise RanksDifferError(
+            f"context parallel: this rank compares its {mine.get('call', 'call')} with the others', and not "
+            f"all came: they do something else, have ended, or need longer than the group's timeout ({lost})"
+        ) from lost
     _check_problems([problem for _, _, problem in all_ranks])
     for name in dict.fromkeys(name for texts, _, _ in all_ranks for name in texts):
         values = [texts.get(name, "nothing") for texts, _, _ in all_ranks]

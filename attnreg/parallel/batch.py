@@ -17,6 +17,7 @@ from attnreg.parallel.calls import check_offsets, check_tokens, texts_of_layout
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import on_device
 from attnreg.varlen import plans
+from attnreg.varlen.spread import note_whole_batch
 
 # So many offsets aren't read once more: a program that makes new ones for each call has no use for them.
 MOST_OFFSETS = 16
@@ -86,6 +87,7 @@ class SpreadBatch:
         made = self._on("cu_seq", device, lambda: torch.tensor(self.layout.cu_seq).int())
         if all(tensor is not made for tensor, _ in self._known_offsets):
             self._known_offsets.append((made, made._version))
+            note_whole_batch(made, self.layout.tokens)
         return made
 
     @functools.cached_property
@@ -107,7 +109,9 @@ class SpreadBatch:
 
     def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if what not in self._made:
-            with torch.inference_mode(False):  # what is kept has to serve later calls with gradients, too
+            # What is kept has to serve later calls with gradients, too. It is made on the CPU, whatever a
+            # program's default device is, and copied to where it is used.
+            with torch.inference_mode(False), torch.device("cpu"):
                 self._made[what] = make()
         return self._made[what]
 

@@ -173,8 +173,13 @@ def texts_of_layout(layout: Layout) -> dict[str, str]:
     """Return what ranks compare of a layout."""
     return {
         "offsets": f"{short(layout.cu_seq)} ({_digest(layout.cu_seq)})",
-        "layouts": f"{short(layout.rows)} rows ({_digest(layout.pieces)})",
+        "layouts": f"{short(layout.rows)} rows, {_first_pieces(layout)} ({_digest(layout.pieces)})",
     }
+
+
+def _first_pieces(layout: Layout) -> str:
+    first = [" and ".join(f"{begin} to {end}" for _, begin, end in rows[:2]) for rows in layout.pieces[:3]]
+    return "rank by rank from " + ", ".join(one or "none" for one in first)
 
 
 def texts(kind: Kind, device: torch.device, method: str) -> dict[str, str]:

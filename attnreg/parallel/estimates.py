@@ -26,9 +26,10 @@ BACKWARD = 2.5
 class Rates:
     """What the model of time assumes of each rank.
 
-    The defaults are for two H200s joined by NVLink: `flops`, `link` and `latency` are about what
-    `benchmarks/context_parallel.py` measures (docs/results/context_parallel_h200.json), the others account
-    for the times of whole calls in that run. On GPUs ranks measure `flops`, `link` and `latency` themselves.
+    The defaults are for two H200s joined by NVLink: `flops`, `link` and `latency` are in the middle of what
+    runs of `benchmarks/context_parallel.py` measured (docs/results/context_parallel_h200.json is one; the
+    latency was 27 to 52 us), the others account for the times of whole calls. On GPUs ranks measure `flops`,
+    `link` and `latency` themselves.
 
     Attributes:
         flops: of an attention kernel, per second.

@@ -40,7 +40,7 @@ class Pending:
         self._stream = torch.cuda.current_stream(rows.device)
         stream = _stream(rows.device, group.group_name)
         stream.wait_stream(self._stream)
-        # The current stream is the one that NCCL uses for a call that isn't asynchronous, from torch 2.8 on.
+        # The current stream is the one that NCCL uses for a call that isn't asynchronous.
         with torch.cuda.stream(stream):
             dist.all_to_all_single(*given, group=group)
             self._done = stream.record_event()

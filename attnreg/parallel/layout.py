@@ -91,15 +91,16 @@ class Layout:
 
     def index(self, rank: int) -> Tensor:
         """Return which rows of the whole batch a rank holds, in its order; int64, on the CPU."""
-        ranges = [torch.arange(piece.begin, piece.end) for piece in self._of(rank)]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+        with torch.device("cpu"):  # whatever a program's default device is
+            ranges = [torch.arange(piece.begin, piece.end) for piece in self._of(rank)]
+            return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
 
     def positions(self, rank: int) -> Tensor:
         """Return the position of each of a rank's tokens in its document; int64, on the CPU."""
-        starts = [self.cu_seq[document] for document, begin, end in self._of(rank)]
-        lengths = torch.tensor([end - begin for _, begin, end in self._of(rank)], dtype=torch.int64)
-        starts_of_rows = torch.tensor(starts, dtype=torch.int64).repeat_interleave(lengths)
-        return self.index(rank) - starts_of_rows
+        rows, of_rank = self.index(rank), self._of(rank)
+        starts = rows.new_tensor([self.cu_seq[document] for document, _, _ in of_rank])
+        lengths = rows.new_tensor([end - begin for _, begin, end in of_rank])
+        return rows - starts.repeat_interleave(lengths)
 
     def cost(self, rank: int, left: int = -1, right: int = -1) -> int:
         """Return how many pairs of query and key a rank's queries see, within a window."""

@@ -140,8 +140,13 @@ def varlen_attn(
         }  # fmt: skip
         offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
         longest = {"max_q": max_q, "max_k": max_k}
+        if mesh is not None:
+            raise InvalidInputError(
+                f"mesh: got {mesh!r}, expected None: give it to attnreg.context_parallel(mesh, cu_seq), and "
+                "what that returns to group="
+            )
         attend_spread = spread.attend_uncompiled if compiling else spread.attend
-        results = attend_spread(mesh or group, query, key, value, offsets, longest, given, refused)
+        results = attend_spread(group, query, key, value, offsets, longest, given, refused)
         return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
     if sinks is not None:
         check_sinks(query, sinks)
@@ -167,6 +172,8 @@ def varlen_attn(
                 return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
+    if not compiling:
+        spread.check_is_whole(cu_seq_q, query)
     check_tensors(
         query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k,
         block_table=block_table, alibi_slopes=alibi_slopes,

@@ -30,6 +30,7 @@ from attnreg.dispatch.state import retry_on_decline
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import needs_graph_memory, stream_of
 from attnreg.varlen.sinks import counted, may_be_counted, with_sinks
+from attnreg.varlen.spread import check_is_whole
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]
@@ -183,6 +184,7 @@ def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, ca
 # is to keep. Sinks are None where the cache itself counts them afterwards.
 def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
     lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward, sinks) = rest[:4], rest[4:]
+    check_is_whole(lengths[0], query)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     call = call_of(query, lengths, scale, window(window_size, is_causal))

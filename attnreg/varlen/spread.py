@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attnreg.errors import InvalidInputError
 
@@ -14,6 +15,28 @@ from attnreg.errors import InvalidInputError
 # compiled once more for each new object that it looks at.
 _over: Any = None
 is_on = False
+
+# How many tokens the whole batch has whose offsets a `ContextParallel` made.
+_whole_batches: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def note_whole_batch(offsets: Tensor, tokens: int) -> None:
+    """Remember that offsets are of a whole batch, which ranks have parts of."""
+    _whole_batches[offsets] = tokens
+
+
+def check_is_whole(offsets: object, query: object) -> None:
+    """Refuse a rank's rows with the offsets of the whole batch: on a GPU nobody looks how far these reach.
+
+    So are those of a call outside of the block, or of one that autograd computes once more after its end.
+    """
+    tokens = _whole_batches.get(offsets) if isinstance(offsets, Tensor) else None  # type: ignore[no-untyped-call]
+    if tokens is not None and isinstance(query, Tensor) and query.dim() and len(query) < tokens:
+        raise InvalidInputError(
+            f"cu_seq_q: got the offsets of a batch of {tokens} tokens that is spread over ranks, for "
+            f"{len(query)} rows, expected a call inside of the `with` block, which has to last until the "
+            "backward is done, or group="
+        )
 
 
 def spread_over(context: Any) -> Any:

@@ -40,6 +40,8 @@ def test_a_rank_that_turns_to_another_batch_alone_waits_for_the_timeout_as_the_o
     started = Ranks(2, tmp_path / "store", patience=2.0)
     said = started.run(work.another_batch_alone)
     assert all(re.search("Timed out waiting 2000ms|timeout caused|closed by peer", one) for one in said), said
+    compared = "context parallel: this rank compares its forward with the others', and not all came: "
+    assert sum(one.startswith(compared) for one in said) == 1
     started.close()
 
 

@@ -151,6 +151,21 @@ def test_attention_that_is_not_spread_is_an_error_inside_of_a_block(two_ranks):
         assert written == 0.0
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_call_outside_of_the_block_is_an_error_that_says_so(two_ranks, checkpointed):
+    """On a GPU nobody would look how far its offsets reach. A call of the whole batch is no mistake."""
+    for said in two_ranks.run(work.after_the_block, checkpointed):
+        assert said.startswith(
+            "InvalidInputError: cu_seq_q: got the offsets of a batch of 20 tokens that is spread over ranks, "
+            "for 10 rows, expected a call inside of the `with` block, which has to last until the backward"
+        )
+
+
+@pytest.mark.parametrize("method", ["all_to_all", "all_gather", "ring"])
+def test_a_default_device_changes_nothing(two_ranks, method):
+    assert max(two_ranks.run(work.with_another_default_device, method)) < 1e-5
+
+
 def test_the_end_of_a_block_that_has_not_begun_is_an_error(two_ranks):
     assert (
         two_ranks.run(work.end_without_a_begin)

@@ -48,7 +48,7 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
         "ranks": r"InvalidInputError: batch: got a layout for 7 ranks, expected 2: the group has so many",
         "how": r"InvalidInputError: how: got 'zigzags', expected one of .*did you mean 'zigzag'",
         "group": r"InvalidInputError: group: got .*, expected what attnreg.context_parallel\(group, cu_seq\)",
-        "mesh=": r"InvalidInputError: group: got DeviceMesh\(.*expected what attnreg.context_parallel\(group",
+        "mesh=": r"InvalidInputError: mesh: got DeviceMesh\(.*give it to attnreg.context_parallel\(mesh",
         "rows": r"InvalidInputError: query: got shape \(20, 4, 8\), expected \(10, heads, head dim\)",
         "offsets": r"InvalidInputError: cu_seq_q: got \(0, 8, 20\), expected .* whole batch, \(0, 7, 20\)",
         "keys of their own": r"InvalidInputError: cu_seq_k: got \(0, 8, 20\), expected .* \(0, 7, 20\)",

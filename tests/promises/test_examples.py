@@ -85,9 +85,19 @@ def test_context_parallel_takes_few_tokens_and_one_document(given):
     assert abs(float(together) - float(alone)) < 1e-4
 
 
+@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+def test_context_parallel_runs_where_a_rank_has_no_tokens(method):
+    given = "--tokens", "1", "--ranks", "2", "--method", method, "--steps", "1", "--device", "cpu"
+    assert re.search(r"loss \d+\.\d+  on one rank", printed("context_parallel.py", *given, before=FORKS))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (
+            ("--device", "cuda", "--ranks", "99"),
+            "--ranks: got 99 with cuda, expected at most the 0 GPUs that are here",
+        ),
         (("--tokens", "0"), "--tokens: got 0, expected a number from 1 on"),
         (("--tokens", "5", "--longest", "6"), "--longest: got 6, expected a number from 1 to 5"),
         (("--method", "rin"), "invalid choice: 'rin'"),

@@ -8,6 +8,7 @@ import logging
 import torch
 import torch.distributed as dist
 from support.ranks import _attend, _inputs, said_by
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
@@ -351,6 +352,47 @@ def dense_in_a_block():
     with spread:
         inside = {name: said_by(call) for name, call in calls.items()}
     return inside, outside, float(cache[0].abs().max())
+
+
+def after_the_block(checkpointed):
+    """Return what a call says after the block, or a backward that computes the forward once more."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], "zigzag")
+    whole, inputs = _inputs(spread)
+    with spread:
+        if checkpointed:
+            query = inputs[0].requires_grad_()
+            out = checkpoint(_attend, spread, [query, *inputs[1:]], use_reentrant=False)
+        else:
+            out = _attend(spread, inputs)
+    _attend(spread, whole)
+    return said_by(out.sum().backward if checkpointed else lambda: _attend(spread, inputs))
+
+
+def with_another_default_device(method):
+    """Return how far results and what else a batch has are from those without it."""
+    groups = dist.group.WORLD, [0, 7, 20], "zigzag"
+    spread = attnreg.context_parallel(*groups, method=method)
+    expected = _attend(spread, _inputs(spread)[1], group=spread)
+    grad = torch.ones_like(expected)
+    with torch.device("meta"):
+        other = attnreg.context_parallel(*groups, method=method)
+        assert other.layout.pieces == spread.layout.pieces
+        inputs = [x.requires_grad_() for x in _sharded(other)]
+        out = _attend(other, inputs, group=other)
+        grads = torch.autograd.grad(out, inputs, grad)
+        difference = (other.gather(out.detach()) - spread.gather(expected)).abs().max()
+        assert torch.equal(other.positions(), spread.positions())
+        assert torch.equal(other.layout.positions(0), spread.layout.positions(0))
+        balanced = attnreg.spread_documents([0, 7, 20, 90], 2)
+    assert balanced.pieces == attnreg.spread_documents([0, 7, 20, 90], 2).pieces
+    inputs = [x.requires_grad_() for x in _sharded(spread)]
+    right = torch.autograd.grad(_attend(spread, inputs, group=spread), inputs, grad)
+    return max(float(difference), *(float((x - y).abs().max()) for x, y in zip(grads, right, strict=True)))
+
+
+def _sharded(spread):
+    with torch.device("cpu"):
+        return _inputs(spread)[1]
 
 
 def end_without_a_begin():
