@@ -110,7 +110,9 @@ def _check_described(given: dict[str, bool], any_call: bool) -> None:
     if not any_call and (unused := [name for name, is_given in given.items() if is_given]):
         raise InvalidInputError(f"{' and '.join(unused)}: got no --q, expected the call that it describes")
     if given["--sinks"] and not given["--varlen"]:
-        raise InvalidInputError("--sinks: got no --varlen, expected it as well: packed calls have them")
+        raise InvalidInputError("--sinks: got no --varlen, expected both: only packed calls have sinks")
+    if given["--sinks"] and given["--deterministic"]:
+        raise InvalidInputError("--sinks: got --deterministic, expected one: no kernel is given sinks then")
 
 
 def _specs(

@@ -174,14 +174,19 @@ class AttentionSpec:
         has_to_repeat = self.deterministic or self.batch_invariant
         return self.sinks and self.varlen and not (has_to_repeat or self.grad_lse or self.dropout > 0.0)
 
+    @property
+    def without_sinks(self) -> AttentionSpec:
+        """The spec of the same call without sinks: any backend that runs it runs the one with sinks."""
+        return replace(self, sinks=False) if self.sinks else self
+
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's.
 
         It is without sinks where no kernel is given them: in a capture, where it isn't known that every row
-        sees a key, and in the forward of a program that has a gradient of the LSE and so gets the LSE.
+        sees a key, and in a program that has a gradient of the LSE and so gets the LSE.
         """
-        if self.sinks and (self.capturing or (direction == "forward" and self.grad_lse)):
-            return replace(self, sinks=False).of(direction)
+        if self.sinks and (self.capturing or self.grad_lse):
+            return self.without_sinks.of(direction)
         if direction == "forward":
             return replace(self, grad_lse=False) if self.grad_lse else self
         return self if self.num_splits is None else replace(self, num_splits=None)

@@ -135,7 +135,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
     varlen, paged = call.varlen, call.block_table is not None
     capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
-    return AttentionSpec(
+    spec = AttentionSpec(
         device=device_of(query.device),
         dtype=str(query.dtype),
         batch=batch, max_q=call.max_q, max_k=call.max_k,
@@ -159,6 +159,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         batch_invariant=call.batch_invariant,
         capturing=capturing,
     )  # fmt: skip
+    return spec if spec.gives_sinks else spec.without_sinks
 
 
 @functools.cache

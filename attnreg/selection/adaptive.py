@@ -181,7 +181,7 @@ class Adaptive:
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         """Return the times that were seen of such calls; before all turns are over, what a table predicts."""
         by_table = self._tables.predict(spec.of(direction), direction)
-        spec = replace(spec, sinks=False).of(direction)  # see `turn`
+        spec = spec.without_sinks.of(direction)  # see `turn`
         if not _may_have_turns(spec):
             return by_table
         with lock:
@@ -204,7 +204,7 @@ class Adaptive:
         if not spec.capturing and _may_have_turns(spec):
             with lock:
                 found = self._here(spec.device)
-                found.turns_of(replace(spec, sinks=False).of(direction), direction)
+                found.turns_of(spec.without_sinks.of(direction), direction)
                 found.collect()
 
     def turn(
@@ -219,7 +219,7 @@ class Adaptive:
         Calls with sinks take the turns of those without: no kernel is given sinks in its turn, and its time
         is taken before results are rescaled.
         """
-        spec = replace(spec, sinks=False)
+        spec = spec.without_sinks
         names = _worth_a_turn(able, predicted)
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
@@ -238,7 +238,7 @@ class Adaptive:
         """Yield how far the turns of such calls are."""
         if spec.device.simulated:
             return
-        spec = replace(spec, sinks=False).of(direction)
+        spec = spec.without_sinks.of(direction)
         with lock:
             turns = self._here(spec.device).turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
             if turns is None or turns.closed or not turns.backends:

@@ -175,7 +175,7 @@ def _selected(
     native: str = "",
     prediction: Prediction | None = None,
 ) -> Decision:
-    spec = replace(spec, sinks=False)  # a backend that doesn't count them runs the call all the same
+    spec = spec.without_sinks
     wanted = [one for one in policy.preferences if one.names and one.applies_to(spec.device)]
     alone = next((one.alone for one in policy.preferences if one.alone), None)
     only = next((preference for preference in wanted if preference.exclusive), None)

@@ -134,6 +134,8 @@ class Lock:
         Raises `UnsupportedInputError` if there is none, or it was decided in another environment.
         """
         number = self._numbers.get(key_of(spec, direction))
+        if number is None and spec.varlen:  # no backend is refused for sinks: only times depend on them
+            number = self._numbers.get(key_of(replace(spec, sinks=not spec.sinks), direction))
         if number is None:
             raise UnsupportedInputError(
                 f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}; to "

@@ -266,14 +266,17 @@ def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> f
 def distance_between(wanted: Kind, other: Kind) -> float | None:
     """Return how far a family is from the wanted one; None if its times can't replace that one's.
 
-    Those of the other half precision can, and those of a larger head dim, as kernels pad to it. Those of
-    another mask or layout, a smaller head dim or other options can't.
+    Those of the other half precision can, those of a larger head dim, as kernels pad to it, and first those
+    without sinks in place of those with, and the other way round. Those of another mask or layout, a smaller
+    head dim or other options can't.
     """
-    if wanted.direction != other.direction or wanted[5:] != other[5:]:
+    if (wanted.direction, *wanted[5:7]) != (other.direction, *other[5:7]):
+        return None
+    if (different := {*wanted.extras} ^ {*other.extras}) - {"sinks"}:
         return None
     if wanted.dtype != other.dtype and not (wanted.dtype in HALVES and other.dtype in HALVES):
         return None
     if other.head_dim < wanted.head_dim or other.head_dim_v < wanted.head_dim_v or not wanted.head_dim_v:
         return None
     dims = other.head_dim * other.head_dim_v / max(wanted.head_dim * wanted.head_dim_v, 1)
-    return (wanted.dtype != other.dtype) * 0.5 + 2 * log2(dims)
+    return (wanted.dtype != other.dtype) * 0.5 + 2 * log2(dims) + bool(different) * 0.05

@@ -31,7 +31,6 @@ log = logging.getLogger("attnreg")
 # Tables are compared again after every registration; each warning is logged once.
 _logged: set[str] = set()
 
-NO_SINKS = "no calls of this kind were measured with sinks; these are of calls without"
 
 SHIPPED = Path(__file__).parent / "shipped"
 
@@ -102,22 +101,15 @@ class Tables:
     def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
         """Return what the table in force predicts for one direction of a call; None if nothing.
 
-        Where no such calls were measured with sinks, those without decide; where none with a gradient of the
-        LSE, backwards of larger head dims: a kernel that takes that gradient itself needs less.
+        Where no backwards with a gradient of the LSE were measured, those of larger head dims decide: a
+        kernel that takes that gradient itself needs less.
         """
         table = self.report(spec.device).in_force
         if table is None:
             return None
-        is_without = False
-        if table.kinds.index_for(kind_of(spec, direction), spec.max_q) is None:
-            if is_without := spec.gives_sinks:
-                spec = replace(spec, sinks=False)
-            elif direction == "backward" and spec.grad_lse:
-                spec = widened(spec)
-        found = self._predicted(table, spec, direction)
-        return replace(found, notes=(NO_SINKS, *found.notes)) if found and is_without else found
-
-    def _predicted(self, table: Named, spec: AttentionSpec, direction: Direction) -> Prediction | None:
+        of_lse = direction == "backward" and spec.grad_lse
+        if of_lse and table.kinds.index_for(kind_of(spec, direction), spec.max_q) is None:
+            spec = widened(spec)
         if not spec.needs_backward:
             return predict(table.kinds, spec, direction, str(table), self.compiled)
         last = self._last

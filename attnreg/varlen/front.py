@@ -140,13 +140,8 @@ def varlen_attn(
         }  # fmt: skip
         offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
         longest = {"max_q": max_q, "max_k": max_k}
-        if mesh is not None:
-            raise InvalidInputError(
-                f"mesh: got {mesh!r}, expected None: give it to attnreg.context_parallel(mesh, cu_seq), and "
-                "what that returns to group="
-            )
         attend_spread = spread.attend_uncompiled if compiling else spread.attend
-        results = attend_spread(group, query, key, value, offsets, longest, given, refused)
+        results = attend_spread(group, mesh, query, key, value, offsets, longest, given, refused)
         return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
     if sinks is not None:
         check_sinks(query, sinks)

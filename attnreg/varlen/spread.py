@@ -55,8 +55,13 @@ def check_is_off(instead: str) -> None:
         )
 
 
-def attend(group: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(group: Any, mesh: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the results of a call that is spread."""
+    if mesh is not None:
+        raise InvalidInputError(
+            f"mesh: got {mesh!r}, expected None: give it to attnreg.context_parallel(mesh, cu_seq), and what "
+            "that returns to group="
+        )
     over = _over if group is None else group
     if not hasattr(over, "attend"):
         raise InvalidInputError(

@@ -186,7 +186,7 @@ def test_the_input_line_of_a_packed_call_has_its_totals_and_leaves_no_option_out
         ({"sinks": False}, False, False, False),
         ({"varlen": False}, False, True, True),
         ({"capturing": True}, True, False, False),
-        ({"grad_lse": True}, False, False, True),  # the forward's LSE is the program's, too
+        ({"grad_lse": True}, False, False, False),  # the LSE is the program's, too
         ({"deterministic": True}, False, True, True),
         ({"batch_invariant": True}, False, True, True),
         ({"dropout": 0.5}, False, True, True),

@@ -271,8 +271,10 @@ def test_without_points_with_sinks_those_without_decide_and_explain_says_so(in_f
     in_force(*both(CALLED, first=30.0, second=10.0))
     found = attnreg.explain(WITH)
     assert (found.backend, found.backward.backend) == ("second", "second")
-    assert found.forward.predicted.notes == found.backward.predicted.notes == (tables.NO_SINKS,)
-    assert tables.NO_SINKS in str(found)
+    for one in (found.forward, found.backward):
+        (note,) = one.predicted.notes
+        assert note.startswith("nothing of this kind was measured; these are of ") and "sinks" not in note
+    assert "nothing of this kind was measured" in str(found)
     without = attnreg.explain(CALLED)
     assert without.forward.predicted.notes == ()
     assert found.forward.predicted.candidates == without.forward.predicted.candidates
@@ -289,15 +291,32 @@ def test_both_directions_of_a_call_with_sinks_are_looked_up_once(in_force, monke
     monkeypatch.setattr(tables, "predict_both", counting)
     found = policy.current().tables
     for direction in ("backward", "forward"):
-        assert found.predict(WITH, direction).notes == (tables.NO_SINKS,)
-    assert looked_up == [CALLED]
+        assert found.predict(WITH, direction).candidates
+    assert looked_up == [WITH]
 
 
-def test_with_points_with_sinks_alone_calls_without_go_by_the_default_order(in_force):
+def test_with_points_with_sinks_alone_they_decide_for_calls_without_and_explain_says_so(in_force):
+    """As of a program that was recorded in training, and runs in a capture."""
     in_force(*both(WITH, first=30.0, second=10.0))
-    assert (attnreg.explain(WITH).backend, attnreg.explain(CALLED).backend) == ("second", "first")
-    (note,) = [one for one in attnreg.explain(CALLED).notes if one.endswith("packed, forward")]
-    assert "has nothing of this kind" in note
+    for spec in (CALLED, dataclasses.replace(WITH, capturing=True)):
+        found = attnreg.explain(spec)
+        assert (found.backend, found.backward.backend) == ("second", "second")
+        assert "these are of" in str(found) and "sinks" in found.forward.predicted.notes[0]
+
+
+def test_exact_times_without_sinks_count_more_than_those_with_sinks_of_another_head_dim(in_force):
+    larger = dataclasses.replace(WITH, head_dim=2 * WITH.head_dim, head_dim_v=2 * WITH.head_dim)
+    in_force(*both(CALLED, first=30.0, second=10.0), *both(larger, first=10.0, second=30.0))
+    assert attnreg.explain(WITH).backend == "second"
+
+
+def test_directions_of_which_one_was_measured_with_sinks_are_still_ranked_by_both(in_force):
+    """As a trace of a program with sinks that are frozen has them."""
+    forward, _ = both(WITH, first=10.0, second=15.0)
+    _, backward = both(CALLED, first=30.0, second=10.0)
+    in_force(forward, backward)
+    found = attnreg.explain(WITH)
+    assert (found.backend, found.backward.backend) == ("second", "second")
 
 
 @pytest.mark.parametrize("changes", [{"capturing": True}, {"deterministic": True}], ids=str)
@@ -346,6 +365,28 @@ def test_a_lockfile_holds_calls_with_sinks_apart_from_those_without(
     assert run() == before
 
 
+@pytest.mark.usefixtures("routers")
+@pytest.mark.parametrize("locked", [None, True], ids=["locked without", "locked with"])
+def test_a_lockfile_of_calls_with_or_without_sinks_holds_for_the_others(
+    in_force, packed, ran, tmp_path, monkeypatch, locked
+):
+    """As one from before sinks were told apart, and one of a program that got the LSE or has frozen sinks."""
+    in_force(*both(CALLED, first=30.0, second=10.0, third=20.0))
+    trace, lock = str(tmp_path / "trace.jsonl"), str(tmp_path / "lock.json")
+    with attnreg.record(trace):
+        attnreg.varlen_attn(*packed(LENGTHS), sinks=locked and sinks()).sum().backward()
+    ran()
+    assert invoke("lock", "--from", trace, "--out", lock).exit_code == 0
+    attnreg.configure({})
+    monkeypatch.setenv("ATTNREG_LOCK", lock)
+    attnreg.reload()
+    for given in ({}, {"sinks": sinks()}, {"sinks": sinks(False)}):
+        attnreg.varlen_attn(*packed(LENGTHS), **given).sum().backward()
+        assert ran() == {"second": (1, 1)}
+    attnreg.varlen_attn(*packed(LENGTHS), sinks=sinks(), return_aux=LSE)[0].sum().backward()
+    assert ran() == {"second": (1, 1)}
+
+
 # By the commands
 
 
@@ -391,14 +432,16 @@ def test_a_recorded_run_with_sinks_is_tuned_and_the_fastest_with_sinks_runs(tune
     attnreg.configure({"tuned": tmp_path / "t.json"})
     attnreg.varlen_attn(*packed(LENGTHS), sinks=sinks()).sum().backward()
     assert ran() == {"counting": (1, 1)}
-    attnreg.varlen_attn(*packed(LENGTHS)).sum().backward()
-    assert ran() == {"other": (1, 1)}
+    attnreg.varlen_attn(*packed(LENGTHS)).sum().backward()  # nothing nearer was measured
+    assert ran() == {"counting": (1, 1)}
 
 
 def test_sinks_of_dense_calls_are_refused_and_need_a_call(tune):
     result = tune("--q", "2,32,4,64", "--sinks")
     assert result.exit_code == 2
     assert result.stderr.startswith(
-        "attnreg: --sinks: got no --varlen, expected it as well: packed calls have"
+        "attnreg: --sinks: got no --varlen, expected both: only packed calls have"
     )
+    result = tune("--q", "2,32,4,64", "--varlen", "--sinks", "--deterministic")
+    assert result.stderr.startswith("attnreg: --sinks: got --deterministic, expected one: no kernel is given")
     assert tune("--sinks").stderr.startswith("attnreg: --sinks: got no --q, expected the call")
