@@ -72,7 +72,7 @@ def varlen_attn(
     dropout_p: float = 0,  # as softcap
     backend: str | None = None,
     group: Any = None,
-    mesh: Any = None,
+    mesh: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
 
@@ -114,9 +114,8 @@ def varlen_attn(
         backend: run on this backend or not at all.
         group: what `attnreg.context_parallel` returned: the tokens of query, key and value are spread over
             its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it
-            every call is spread. Of a process group the ranks have consecutive tokens, as by
-            `context_parallel(group, cu_seq_q)`, which is kept for the same offsets.
-        mesh: a `DeviceMesh` of one dimension, in the place of a process group.
+            every call is spread.
+        mesh: refused: a `DeviceMesh` is for `attnreg.context_parallel`.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import Tensor
@@ -16,11 +15,6 @@ from attnreg.errors import InvalidInputError
 # compiled once more for each new object that it looks at.
 _over: Any = None
 is_on = False
-
-# Offsets, group, version of the offsets, and what `context_parallel` made of them, of the last calls with a
-# group in the place of that.
-_contexts: list[tuple[Tensor, Any, int | None, Any]] = []
-MOST_CONTEXTS = 16
 
 # How many tokens the whole batch has whose offsets a `ContextParallel` made.
 _whole_batches: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -61,32 +55,20 @@ def check_is_off(instead: str) -> None:
         )
 
 
-def attend(
-    group: Any, mesh: Any, query: Tensor, key: Tensor, value: Tensor, offsets: dict[str, Any], *rest: Any
-) -> tuple[Tensor, Tensor]:
+def attend(group: Any, mesh: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the results of a call that is spread."""
-    if group is not None and mesh is not None:
-        raise InvalidInputError("group and mesh: got both, expected one of them")
-    over = group if mesh is None else mesh
-    over = _over if over is None else over
+    if mesh is not None:
+        raise InvalidInputError(
+            f"mesh: got {mesh!r}, expected None: give it to attnreg.context_parallel(mesh, cu_seq), and what "
+            "that returns to group="
+        )
+    over = _over if group is None else group
     if not hasattr(over, "attend"):
-        over = _contiguous(over, offsets["cu_seq_q"])
-    return over.attend(query, key, value, offsets, *rest)  # type: ignore[no-any-return]
-
-
-def _contiguous(group: Any, offsets: Any) -> Any:
-    """Return what `context_parallel` makes of a group and offsets: the same for the same ones."""
-    is_counted = isinstance(offsets, Tensor) and not offsets.is_inference()
-    version = offsets._version if is_counted else None
-    for *of_context, context in _contexts:
-        if of_context[0] is offsets and of_context[1:] == [group, version]:
-            return context
-    # By its name: the room is above this one, and only programs of several ranks load it.
-    context = importlib.import_module("attnreg.parallel.front").context_parallel(group, offsets)
-    if is_counted:
-        _contexts.append((offsets, group, version, context))
-        del _contexts[:-MOST_CONTEXTS]
-    return context
+        raise InvalidInputError(
+            f"group: got {over!r}, expected what attnreg.context_parallel(group, cu_seq) returns, as it says "
+            "which rank has which tokens"
+        )
+    return over.attend(*arguments)  # type: ignore[no-any-return]
 
 
 # A compiled program breaks its graph there: what ranks exchange is in the order of Python's calls.

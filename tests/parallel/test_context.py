@@ -4,18 +4,9 @@ import re
 
 import pytest
 import torch
-from support import rank_batches
 from support import ranks as work
 
 from attnreg.parallel.batch import MOST_OFFSETS
-
-
-@pytest.mark.parametrize("what", ["group", "mesh"])
-def test_a_group_or_a_mesh_stands_for_consecutive_tokens(two_ranks, what):
-    """One context for the layers of a model, another one for other offsets, also of the same tensor."""
-    for differences, compared in two_ranks.run(rank_batches.by_a_group, what):
-        assert max(differences) < 1e-5
-        assert compared == [1, 0, 1, 1, 1]
 
 
 def test_calls_are_spread_inside_of_the_block_alone(two_ranks):
@@ -56,9 +47,8 @@ def test_wrong_uses_say_what_was_got_and_expected_on_every_rank(two_ranks):
         "layout and mask": r"InvalidInputError: is_causal: got False with a Layout, expected none",
         "ranks": r"InvalidInputError: batch: got a layout for 7 ranks, expected 2: the group has so many",
         "how": r"InvalidInputError: how: got 'zigzags', expected one of .*did you mean 'zigzag'",
-        "group": r"InvalidInputError: group: got 'world', expected a process group",
-        "mesh=": r"InvalidInputError: group: got a mesh of dimensions \('a', 'b'\), expected one, as mesh",
-        "both": r"InvalidInputError: group and mesh: got both, expected one of them",
+        "group": r"InvalidInputError: group: got .*, expected what attnreg.context_parallel\(group, cu_seq\)",
+        "mesh=": r"InvalidInputError: mesh: got DeviceMesh\(.*give it to attnreg.context_parallel\(mesh",
         "rows": r"InvalidInputError: query: got shape \(20, 4, 8\), expected \(10, heads, head dim\)",
         "offsets": r"InvalidInputError: cu_seq_q: got \(0, 8, 20\), expected .* whole batch, \(0, 7, 20\)",
         "keys of their own": r"InvalidInputError: cu_seq_k: got \(0, 8, 20\), expected .* \(0, 7, 20\)",

@@ -390,35 +390,6 @@ def with_another_default_device(method):
     return max(float(difference), *(float((x - y).abs().max()) for x, y in zip(grads, right, strict=True)))
 
 
-def by_a_group(what):
-    """Return how far calls by a group are from the whole batch, and how often ranks compare in each."""
-    given = {"group": dist.group.WORLD} if what == "group" else {}
-    if what == "mesh":
-        given = {"mesh": dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))}
-    comparisons, differences, counts, usual = [], [], [], agreement.agree
-    first, second = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 7, 20], [0, 9, 20]))
-    changed = second.clone()
-    agreement.agree = _counting(comparisons)
-    try:
-        for number, ends in enumerate((first, first, second, changed, changed)):
-            if number == 4:
-                changed.copy_(first)
-            spread = attnreg.context_parallel(dist.group.WORLD, ends)
-            whole, inputs = _inputs(spread)
-            inputs, leaves = ([x.requires_grad_() for x in some] for some in (inputs, whole.unbind()))
-            before = len(comparisons)
-            out = attnreg.varlen_attn(*inputs, ends, ends, 13, 13, True, **given)
-            grads = torch.autograd.grad(out.square().sum(), inputs)
-            counts.append(len(comparisons) - before)
-            alone = attnreg.varlen_attn(*leaves, ends.clone(), ends.clone(), 13, 13, True)
-            right = [alone, *torch.autograd.grad(alone.square().sum(), leaves)]
-            pairs = zip((out, *grads), map(spread.shard, (x.detach() for x in right)), strict=True)
-            differences += [float((got - wanted).abs().max()) for got, wanted in pairs]
-    finally:
-        agreement.agree = usual
-    return differences, counts
-
-
 def _sharded(spread):
     with torch.device("cpu"):
         return _inputs(spread)[1]

@@ -395,9 +395,8 @@ def refusals():
         "layout and mask": lambda: attnreg.context_parallel(dist.group.WORLD, spread.layout, is_causal=False),
         "ranks": lambda: attnreg.context_parallel(dist.group.WORLD, attnreg.spread_documents([0, 20], 7)),
         "how": lambda: attnreg.context_parallel(dist.group.WORLD, [0, 20], "zigzags"),
-        "group": lambda: _attend(spread, inputs, group="world"),
+        "group": lambda: _attend(spread, inputs, group=dist.group.WORLD),
         "mesh=": lambda: _attend(spread, inputs, mesh=grid),
-        "both": lambda: _attend(spread, inputs, group=spread, mesh=grid["a"]),
         "rows": lambda: _attend(spread, whole, group=spread),
         "offsets": lambda: attnreg.varlen_attn(*inputs, ends, ends, 20, 20, group=spread),
         "keys of their own": lambda: attnreg.varlen_attn(
