@@ -134,8 +134,8 @@ def predict(
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
-    recorded = direction == "backward" or spec.needs_backward
-    hosts = _hosts(kinds, kind, names, compiled, recorded, host_shapes_of(kind, size))
+    shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
+    hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward, shapes)
     amounts, found = works(kind, size, kinds.processors), []
     for name in names:
         growth = kinds.growth_of(name, index.family, size.max_q)
@@ -149,7 +149,8 @@ def predict(
         )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
-        notes.insert(0, f"nothing of this kind was measured; these are of {index.family}")
+        without = ", without sinks" * (kind.extras.count("sinks") > index.family.extras.count("sinks"))
+        notes.insert(0, f"nothing of this kind was measured; these are of {index.family}{without}")
     points = tuple(
         Source(
             point,

@@ -134,7 +134,8 @@ def _left_out(table: Table) -> Iterator[tuple[Point, Prediction | None]]:
     alike: dict[tuple[Any, ...], list[Point]] = {}
     for point in table.points:
         # No other kinds can stand in for one another: see `distance_between`.
-        alike.setdefault((point.kind.direction, *point.kind[5:]), []).append(point)
+        extras = {*point.kind.extras} - {"sinks"}
+        alike.setdefault((point.kind.direction, *point.kind[5:7], frozenset(extras)), []).append(point)
     for points in alike.values():
         for point in points:
             others = Kinds([other for other in points if other is not point], processors=processors)
