@@ -48,6 +48,7 @@ SIZES = {
     "cuda": [
         Sizes((2048, 1500, 4000, 700, 3100), (16, 4), 128, "bfloat16"),
         Sizes((300, 180, 512, 77), (16, 4), 64, "bfloat16"),
+        Sizes((2048, 1500, 4000, 700, 3100), (16, 8), 256, "bfloat16"),  # as Gemma 2, which has a softcap
     ],
     "cpu": [
         Sizes((300, 180, 512, 77), (8, 2), 64, "float32"),
@@ -143,7 +144,8 @@ def measure(
     """Time each option on one backend; a refusal has its reason instead of a time."""
     timer, rows, able = timer_for(device), [], {}
     step = BOTH if backward else FORWARD
-    about = {"backend": backend, "longest": max(sizes.lengths), "dtype": sizes.dtype, "step": step}
+    about: dict[str, Any] = {"backend": backend, "longest": max(sizes.lengths), "head dim": sizes.dim}
+    about |= {"dtype": sizes.dtype, "step": step}
     for name, run in calls(sizes, backend, device, backward).items():
         try:
             run()
@@ -187,13 +189,14 @@ def main() -> None:
         save(options.out, rows)  # FA4 compiles a kernel for each option, which takes minutes in all
     cells = [
         (
-            row["backend"], str(row["longest"]), row["dtype"], row["step"], row["option"],
+            row["backend"], str(row["longest"]), str(row["head dim"]), row["dtype"],
+            row["step"], row["option"],
             f"{row['milliseconds']:.3f}" if "ratio" in row else row["refused"][:90],
             f"{row['ratio']:.2f}" if "ratio" in row else "",
         )
         for row in rows
     ]  # fmt: skip
-    header = ("backend", "longest", "dtype", "step", "option", "ms", "over no option")
+    header = ("backend", "longest", "head dim", "dtype", "step", "option", "ms", "over no option")
     show("What each option costs, on the device", header, cells)
 
 

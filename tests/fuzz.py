@@ -298,8 +298,12 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                     raise  # no further call can run
                 found = Found("error", f"{type(error).__name__}: {error}")
             beyond = {name: error for name, error in largest.items() if not error.passed}
-            if beyond and not found.wrong and _differs(results, run(now, given), largest):
-                found = Found("wrong", "a call gives other results each time")
+            if beyond and not found.wrong:
+                # FA4 isn't given sinks by the first call of a shape, whose results are rescaled: that rounds
+                # otherwise than the next.
+                first = run(now, given) if drawn.sinks else results
+                if _differs(first, run(now, given), largest):
+                    found = Found("wrong", "a call gives other results each time")
             if found.wrong or (times >= REPEATS and not beyond):
                 break
     if beyond and not found.wrong:

@@ -286,13 +286,13 @@ class Package:
             q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
             max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
             window_size_left=None, window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
-            learnable_sink=None, score_mod=None,
+            learnable_sink=None, score_mod=None, tile_mn=None,
         ):
             # 0.0 would divide by it.
             assert softcap != 0.0 and num_splits == 1 and return_lse
             if score_mod is not None:
                 assert softcap is None  # as a function or as a number, not both
-                softcap = score_mod.softcap
+                softcap, softmax_scale = score_mod.softcap, softmax_scale * score_mod.softcap
             varlen = cu_seqlens_q is not None
             shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
             if out is None:
@@ -322,7 +322,7 @@ class Package:
             assert (score_mod is None) is (score_mod_bwd is None)
             if score_mod is not None:
                 assert softcap == 0.0
-                softcap = score_mod_bwd.softcap
+                softcap, softmax_scale = score_mod.softcap, softmax_scale * score_mod.softcap
             dq, dk, dv = (
                 unwritten(torch.empty_like(x)) if given is None else given
                 for x, given in ((q, dq), (k, dk), (v, dv))

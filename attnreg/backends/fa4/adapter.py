@@ -126,8 +126,7 @@ class _Adapter(NamedTuple):
 
     def _options(self, direction: Direction, query: Tensor, call: Call) -> dict[str, Any]:
         """Return the keywords of a function that its tensors don't decide."""
-        multiplies = call.softcap > 0.0 and self.replays.tested_release and softcap.fits(query)
-        return _options(call) | softcap.options(direction, call.softcap, multiplies)
+        return _options(call) | softcap.options(direction, call, query, own=self.replays.tested_release)
 
 
 def _options(call: Call) -> dict[str, Any]:
