@@ -67,8 +67,15 @@ def tune(
 
     Example: attnreg tune --grid quick --budget 5m --out here.json
     """
+    described: dict[str, object] = {
+        "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
+        "--head-dim-v": head_dim_v, "--sinks": sinks, "--deterministic": deterministic,
+    }  # fmt: skip
     if check is not None:
-        others = {"--grid": grid, "--q": q, "--kv": kv, "--from": trace, "--budget": budget, "--out": out}
+        others = described | {
+            "--grid": grid, "--q": q, "--kv": kv, "--from": trace, "--budget": budget, "--out": out,
+            "--fresh": fresh, "--device": device, "--backend": backend, "--no-backward": not backward,
+        }  # fmt: skip
         if given_too := [name for name, given in others.items() if given]:
             raise InvalidInputError(f"--check: got {' and '.join(given_too)} as well, expected it alone")
         table_check.check(check, as_json)
@@ -77,10 +84,6 @@ def tune(
     output.import_torch()
     place, longest = options.present_device(device), options.seconds(budget)
     with output.stdout_to_stderr():
-        described = {
-            "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
-            "--head-dim-v": head_dim_v, "--sinks": sinks, "--deterministic": deterministic,
-        }  # fmt: skip
         _check_described({name: bool(given) for name, given in described.items()}, bool(q))
         given = options.specs_of(
             q, kv, str(place), dtype, window, causal, head_dim_v,

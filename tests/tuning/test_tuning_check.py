@@ -138,10 +138,11 @@ def test_a_file_that_no_table_may_be_is_one_problem_with_its_place(checked, chan
     assert "contributed.json: points[1].backends.FA2" in problem and said in problem
 
 
-def test_nothing_is_measured_beside_a_check(tmp_path):
-    result = invoke("tune", "--check", H200, "--grid", "quick")
+@pytest.mark.parametrize("option", ["--grid quick", "--sinks", "--fresh", "--no-backward", "--backend FA2"])
+def test_nothing_is_measured_beside_a_check(option):
+    result = invoke("tune", "--check", H200, *option.split())
     assert result.exit_code
-    assert "--check: got --grid as well, expected it alone" in result.output
+    assert f"--check: got {option.split()[0]} as well, expected it alone" in result.output
 
 
 def test_the_table_for_people_names_losses_outliers_and_problems(tmp_path):
