@@ -3,7 +3,7 @@
     python benchmarks/options.py [--device cpu|cuda] [--backends FA2,FA4,cuDNN] [--rounds N] [--threads N]
                                  [--out FILE]
 
-Packed, causal, bfloat16 on a GPU and float32 on a CPU. Options: softcap, sinks with their gradient, ALiBi,
+Packed, causal, bfloat16, on a CPU float32, too. Options: softcap, sinks with their gradient, ALiBi,
 dropout, keys in pages of 16 and of one token, and the LSE with a gradient of its own. Calls take turns, and
 the figure is the ratio of the times on the device, round by round, median; on a CPU with one thread of the
 times of its thread, to which other programs don't add. The aim, on a GPU: at most 1.10 where the kernel
@@ -151,7 +151,9 @@ def measure(
             run()
             able[name] = run
         except attnreg.AttnregError as problem:
-            rows.append(about | {"option": name, "refused": str(problem).splitlines()[0]})
+            of_backends = getattr(problem, "rejected", {})
+            reasons = of_backends.get(backend) or (str(problem).splitlines()[0],)
+            rows.append(about | {"option": name, "refused": "; ".join(reasons)})
     if PLAIN not in able:
         return rows
     often = calls_for(0.01, per_call(able[PLAIN], 2), most=20)

@@ -42,6 +42,21 @@ def test_an_option_is_right_in_both_directions(named, option, lengths, window, d
         assert outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}, outcome.reasons
 
 
+@pytest.mark.only_for("FA4")
+def test_float16_gradients_with_a_softcap_are_those_of_a_gradient_scaled_by_1024(named, ran):
+    query, key, value, *rest = gpu.packed((300, 65), dim=128, dtype=torch.float16)
+    grad = torch.randn_like(query)
+
+    def gradients(scale):
+        out = attnreg.varlen_attn(query, key, value, *rest, is_causal=True, softcap=50.0, backend=named)
+        return torch.autograd.grad(out, (query, key, value), grad * scale)
+
+    usual, scaled = gradients(1.0), gradients(1024.0)
+    assert ran() == {named: (2, 2)}
+    for one, other in zip(usual, scaled, strict=True):
+        torch.testing.assert_close(other.double() / 1024, one.double(), rtol=0.01, atol=0.002)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=str)
 def test_sinks_are_served_by_both_kernels_of_each_backend(named, ran, heads, dtype):

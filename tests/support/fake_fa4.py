@@ -37,6 +37,25 @@ def scores(query, key, scale, causal, left, right, softcap):
     return one_sequence.scores(query, key, scale, mask, softcap or 0.0)
 
 
+def softcap_of(score_mod, score_mod_bwd=None):
+    """Return the softcap of functions of scores, and how many times their scores are to be multiplied."""
+
+    def at(function, *values):
+        names = "q_idx", "kv_idx", "seqlen_info", "aux_tensors"
+        return function(*(torch.tensor(x).double() for x in values), 0, 0, **dict.fromkeys(names))
+
+    softcap, factor = float(at(score_mod, torch.inf)), float(at(score_mod, 1e-9) / 1e-9)
+    if score_mod_bwd is not None:
+        x = (
+            torch.tensor([-3.0, -0.1, 0.0, 0.7, 2.0], dtype=torch.float64)
+            .mul_(softcap / factor)
+            .requires_grad_()
+        )
+        (slope,) = torch.autograd.grad(at(score_mod, 0.0) + softcap * (x * factor / softcap).tanh().sum(), x)
+        torch.testing.assert_close(at(score_mod_bwd, 3.0, x.tolist()), 3.0 * slope)
+    return softcap, round(factor, 6)
+
+
 def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table=None):
     """Yield each sequence: where its queries are and its keys, and how many of these it counts."""
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
@@ -292,7 +311,8 @@ class Package:
             assert softcap != 0.0 and num_splits == 1 and return_lse
             if score_mod is not None:
                 assert softcap is None  # as a function or as a number, not both
-                softcap, softmax_scale = score_mod.softcap, softmax_scale * score_mod.softcap
+                softcap, factor = softcap_of(score_mod)
+                softmax_scale *= factor
             varlen = cu_seqlens_q is not None
             shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
             if out is None:
@@ -322,7 +342,8 @@ class Package:
             assert (score_mod is None) is (score_mod_bwd is None)
             if score_mod is not None:
                 assert softcap == 0.0
-                softcap, softmax_scale = score_mod.softcap, softmax_scale * score_mod.softcap
+                softcap, factor = softcap_of(score_mod, score_mod_bwd)
+                softmax_scale *= factor
             dq, dk, dv = (
                 unwritten(torch.empty_like(x)) if given is None else given
                 for x, given in ((q, dq), (k, dk), (v, dv))

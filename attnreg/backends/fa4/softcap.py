@@ -1,9 +1,9 @@
 """A softcap on Hopper, as functions of scores that the package compiles into its kernels (`score_mod`).
 
 The package's own divides each score by the softcap, rounded as IEEE says, which takes many instructions.
-These are given scores that are divided already, by a scale that is. Like the package's they take the tanh of
-the hardware, which is what FA2's softcap does, too, and why flash-attention's own tests allow three times the
-error.
+Here the scale is divided by the softcap, so that scores arrive divided; a backward in float16 multiplies them
+by its inverse. Like the package's these functions take the tanh of the hardware, which is what FA2's softcap
+does, too, and why flash-attention's own tests allow three times the error.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ def options(direction: str, call: Call, query: Tensor, *, own: bool) -> dict[str
         return off
     if not (own and _is_hopper(query)):
         return {"softcap": call.softcap}
-    capped, gradient = _on_divided_scores(call.softcap)
-    found = off | {"score_mod": capped, "softmax_scale": call.scale / call.softcap}
+    # The gradient of a divided score is larger by the softcap. The package rounds it to the query's dtype
+    # before it multiplies by the scale: float16 would overflow.
+    divided = direction == "forward" or query.dtype != torch.float16
+    capped, gradient = _on_scores(call.softcap, divided)
+    found = off | {"score_mod": capped}
+    if divided:
+        found["softmax_scale"] = call.scale / call.softcap
     if direction == "backward":
         return found | {"score_mod_bwd": gradient}
-    # With pages, `_key_tile` has to tell the kernel's tile.
+    # Not with pages: `_key_tile` has to know the tile, and knows the package's own.
     bounded = call.window != UNBOUNDED and call.block_table is None
     if bounded and 96 < query.shape[-1] <= 128 and call.max_q >= FEWEST_QUERIES:
         found["tile_mn"] = TILE
@@ -55,9 +60,13 @@ def _is_hopper(query: Tensor) -> bool:
     return query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
 
 
-@functools.lru_cache(maxsize=64)  # the package tells functions apart by their source and this number
-def _on_divided_scores(softcap: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the capped score of one over the softcap, and the gradient of this one by that of the capped."""
+@functools.lru_cache(maxsize=64)  # the package tells functions apart by their source and these numbers
+def _on_scores(softcap: float, divided: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the capped score of a scaled one, and the gradient of the scaled score by that of the capped.
+
+    `divided` says whether the scale is divided by the softcap.
+    """
+    inverse, slope = (1.0, softcap) if divided else (1.0 / softcap, 1.0)
     cute = import_module("cutlass.cute")
 
     # The package reads the source of both, and gives them more by keyword: where a score is.
@@ -65,7 +74,7 @@ def _on_divided_scores(softcap: float) -> tuple[Callable[..., Any], Callable[...
     def capped(
         scores: Any, batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
     ) -> Any:
-        return softcap * cute.math.tanh(scores, fastmath=True)
+        return softcap * cute.math.tanh(scores * inverse, fastmath=True)
 
     @cute.jit  # type: ignore[untyped-decorator]
     def gradient(
@@ -78,7 +87,7 @@ def _on_divided_scores(softcap: float) -> tuple[Callable[..., Any], Callable[...
         seqlen_info: Any,
         aux_tensors: Any,
     ) -> Any:
-        tanh = cute.math.tanh(scores, fastmath=True)
-        return grad * (softcap - softcap * tanh * tanh)
+        tanh = cute.math.tanh(scores * inverse, fastmath=True)
+        return grad * (slope - slope * tanh * tanh)
 
     return capped, gradient

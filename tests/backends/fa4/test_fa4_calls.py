@@ -7,7 +7,6 @@ import contextlib
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from support.packages import SHORT
 from support.truth import varlen as true_varlen
 
 from attnreg import BackendUnavailableError, Call
-from attnreg.backends.fa4 import BACKEND, adapter, softcap
+from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
 from attnreg.contract.offsets import find_unused
 from attnreg.measure import QUICK, measure
@@ -193,66 +192,6 @@ def test_an_open_side_of_a_window_is_none_and_the_rest_is_passed_on(
     assert (forward["num_splits"], forward["return_lse"]) == (1, True)
     assert backward["deterministic"] is deterministic
     assert all(backward[name] is x for name, x in (("out", out), ("lse", lse), ("dout", grad)))
-
-
-class Capped(NamedTuple):
-    """Stands for a function of scores that the package compiles in."""
-
-    softcap: float
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Have tensors of a CPU taken for those of a Hopper, whose package is given functions of scores."""
-    monkeypatch.setattr(softcap, "_is_hopper", lambda query: True)
-    monkeypatch.setattr(softcap, "_on_divided_scores", lambda cap: (Capped(cap), Capped(cap)))
-
-
-@pytest.mark.parametrize("version", ["4.0.0b36", "4.0.0b35"])
-@pytest.mark.parametrize("is_hopper", [True, False])
-def test_a_softcap_is_a_function_of_divided_scores_on_hopper_of_releases_that_were_tried(
-    install, on_hopper, monkeypatch, is_hopper, version
-):
-    package = install(version=version)
-    if not is_hopper:
-        monkeypatch.setattr(softcap, "_is_hopper", lambda query: False)
-    query, key, value, grad, call = dense_call(softcap=2.0)
-    results = both(BACKEND.load(), query, key, value, grad, call)
-    (_, forward), (_, backward) = package.calls
-    if is_hopper and version == "4.0.0b36":
-        assert (forward["softcap"], backward["softcap"]) == (None, 0.0)
-        assert forward["score_mod"] == backward["score_mod"] == backward["score_mod_bwd"] == (2.0,)
-        assert forward["softmax_scale"] == backward["softmax_scale"] == call.scale / 2.0
-    else:
-        assert forward["softcap"] == backward["softcap"] == 2.0
-        assert forward["score_mod"] is backward["score_mod"] is backward["score_mod_bwd"] is None
-        assert forward["softmax_scale"] == backward["softmax_scale"] == call.scale
-    monkeypatch.setattr(softcap, "_is_hopper", lambda query: False)
-    as_number = both(BACKEND.load(), query, key, value, grad, call)
-    without = both(BACKEND.load(), query, key, value, grad, call._replace(softcap=0.0))
-    assert all(map(torch.equal, results, as_number))
-    assert not any(map(torch.equal, results, without))
-
-
-@pytest.mark.parametrize(
-    ("dim", "length", "window", "tile"),
-    [
-        (128, 129, (-1, 0), softcap.TILE),
-        (104, 129, (64, 2), softcap.TILE),
-        (128, 128, (-1, 0), None),
-        (128, 129, (-1, -1), None),
-        (96, 129, (-1, 0), None),
-        (192, 129, (-1, 0), None),
-    ],
-)
-def test_long_bounded_forwards_with_a_softcap_have_a_tile_of_their_own(
-    package, kernels, on_hopper, dim, length, window, tile
-):
-    query, key, value, grad, call = dense_call(len_q=length, dim=dim, softcap=2.0, window=window)
-    results = both(kernels, query, key, value, grad, call)
-    without = both(kernels, query, key, value, grad, call._replace(softcap=0.0))
-    assert [given["tile_mn"] for name, given in package.calls if name == "forward"] == [tile, None]
-    assert not any(map(torch.equal, results, without))
 
 
 def test_strided_integers_are_copied(package, kernels):
