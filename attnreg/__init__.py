@@ -72,6 +72,7 @@ _HOMES = {
     "settings.config": "Settings",
     "varlen.front": "AuxRequest varlen_attn varlen_attn_out",
 }
+_MODULES = {"flash_attn", "integrations"}  # parts of attnreg that a program may name without an import
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [  # noqa: RUF022 - by what they are for
@@ -88,6 +89,8 @@ __all__ = [  # noqa: RUF022 - by what they are for
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"attnreg.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'attnreg' has no attribute {name!r}")
     # Torch first: importing it may import attnreg's own modules, which then have to be whole.

@@ -99,6 +99,8 @@ def main() -> None:
     for layout, implementation in (("packed", "attnreg"), ("padded", "sdpa")):
         one = copy.deepcopy(model)
         one.set_attn_implementation(implementation)
+        if layout == "padded":
+            attnreg.uninstall()  # PyTorch's own kernels run it
         watches[layout] = train(one, collators[layout], documents, given)
     for number, losses in enumerate(zip(*(watch.losses for watch in watches.values()), strict=True)):
         print(f"step {number:3}  loss packed {losses[0]:.4f}  padded {losses[1]:.4f}")

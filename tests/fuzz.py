@@ -299,8 +299,8 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                 found = Found("error", f"{type(error).__name__}: {error}")
             beyond = {name: error for name, error in largest.items() if not error.passed}
             if beyond and not found.wrong:
-                # FA4's first call of a shape rescales the results for sinks, later ones pass them to the kernel,
-                # which rounds otherwise: compare two later ones.
+                # FA4's first call of a shape rescales its results for sinks, later ones give them to the
+                # kernel, which rounds otherwise: compare two later ones.
                 first = run(now, given) if drawn.sinks else results
                 if _differs(first, run(now, given), largest):
                     found = Found("wrong", "a call gives other results each time")

@@ -219,8 +219,13 @@ def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | 
         return None
     # Torch casts before it selects: tensors of two dtypes are of one then.
     query, key, value = autocast(*call[:3])
-    native = selected(*call._replace(query=query, key=key, value=value))
-    return (call.query, native) if isinstance(native, Bypassed) else None
+    taken = selected(*call._replace(query=query, key=key, value=value))
+    if isinstance(taken, Bypassed):
+        return call.query, taken
+    if state().active or scope.current() is not None:
+        return None  # a router counts it
+    (choice,) = (choice for (_, choice), native in ROUTED.items() if native is taken)
+    return call.query, Bypassed(f"torch's {choice.name.lower()} kernel", "nothing asks for a backend")
 
 
 def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:

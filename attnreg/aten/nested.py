@@ -75,12 +75,8 @@ def _selects_backend(query: Tensor, leading: Preference | None) -> bool:
     policy, choice = state().policy, scope.current()
     first = leading or (choice.preference if choice is not None else None)
     device = device_of(query.device)
-    return (
-        any(one.applies_to(device) for one in policy.with_first(first).preferences)
-        or policy.by_measurement
-        or policy.adaptive is not None
-        or policy.batch_invariant
-    )
+    chosen = first is not None and first.applies_to(device)
+    return chosen or (state().active and not policy.only_recording)
 
 
 def _against_flash(query: Any, key: Any, value: Any, is_causal: bool) -> Iterator[str]:

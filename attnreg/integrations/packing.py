@@ -66,12 +66,48 @@ class Batch(NamedTuple):
         sizes: the number of rows, and the length of each row's query and key.
         padding: which keys count, (B, S_k), and which queries, (B, S_q) or None for all; None if nothing is
             padded.
-        starts: at which tokens a document starts, (B, S), or None; not looked at if something is padded.
+        starts: at which tokens that count a document starts, (B, S), or None: then each row is one document.
+            Only where the queries are the keys' tokens.
     """
 
     sizes: tuple[int, int, int]
     padding: tuple[Tensor, Tensor | None] | None
     starts: Tensor | None
+
+
+def starts_of(numbers: Tensor, step: int, keys: Tensor | None = None) -> Tensor:
+    """Return where numbers (B, S) don't go on by `step`, the first of each row included.
+
+    Of `keys`, which tokens count, only these are looked at. Numbers that go on by steps may count all tokens,
+    or only those that count.
+    """
+    if keys is None:
+        first = torch.ones_like(numbers[:, :1], dtype=torch.bool)
+        return torch.cat([first, numbers.diff(dim=-1) != step], -1)
+    before = _last_counted(keys)
+    change = numbers - numbers.gather(-1, before.clamp(min=0))
+    passed = torch.arange(keys.shape[1], device=keys.device) - before
+    return keys & ((before < 0) | ((change != step) & (change != step * passed)))
+
+
+def starts_of_positions(
+    positions: Tensor | None, sizes: tuple[int, int, int], keys: Tensor | None = None
+) -> Tensor | None:
+    """Return where documents start by a layer's positions; None if these can't mean documents.
+
+    `keys`, (B, S), says which tokens count; None: all.
+    """
+    batch, length_q, length_k = sizes
+    if positions is None or length_q != length_k or length_q == 1 or positions.shape[-1] != length_q:
+        return None
+    if positions.ndim != 2 or positions.shape[0] not in (1, batch):
+        return None
+    return starts_of(positions.expand(batch, -1), 1, keys)
+
+
+def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:
+    """Return how a batch without padding lies in sequences by a layer's positions; None as of `pack`."""
+    return pack([Batch(sizes, None, starts_of_positions(positions, sizes))])[0]
 
 
 def pack(batches: list[Batch]) -> list[Packing | None]:
@@ -85,8 +121,8 @@ def pack(batches: list[Batch]) -> list[Packing | None]:
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     ):
         # How many rows count isn't known here: those that don't come last, behind the last offset.
-        return [None if one.padding is None else _padded(*one.padding, one.sizes[1], None) for one in batches]
-    numbers = [[] if one.padding is None else [_facts(*one.padding).flatten()] for one in batches]
+        return [None if one.padding is None else _padded(one, None) for one in batches]
+    numbers = [[] if one.padding is None else [_facts(*one.padding, one.starts).flatten()] for one in batches]
     for one, of_one in zip(batches, numbers, strict=True):
         of_one += [] if one.starts is None else [one.starts.flatten().int()]
     unread = [x for of_one in numbers for x in of_one]
@@ -100,30 +136,45 @@ def _known(batch: Batch, known: list[Tensor]) -> Packing | None:
     if batch.padding is not None:
         facts = known[0].view(3, rows)
         if (facts[0] < length_q).any() or (facts[1] < length_k).any():
-            return _padded(*batch.padding, length_q, facts)
+            return _padded(batch, facts, None if batch.starts is None else known[-1])
     return None if batch.starts is None else _documents(known[-1], rows, batch.starts.device)
 
 
-def _facts(keys: Tensor, queries: Tensor | None) -> Tensor:
-    """Return (3, B): how many queries and how many keys of each row count, and how far these keys reach.
+def _facts(keys: Tensor, queries: Tensor | None, starts: Tensor | None) -> Tensor:
+    """Return (3, B): how many queries and how many keys of each row count, and how much padding is inside.
 
-    Queries without a mask of their own all count, however many there are.
+    Padding between two documents isn't inside of one. Queries without a mask of their own all count, however
+    many there are.
     """
+    places = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
+    before = _last_counted(keys)
+    inside = keys & (before >= 0) if starts is None else keys & ~starts
+    gaps = torch.where(inside, places - before - 1, 0).sum(-1)
+    counts_q = torch.full_like(gaps, 2**30) if queries is None else queries.sum(-1)
+    return torch.stack([counts_q, keys.sum(-1), gaps]).int()
+
+
+def _last_counted(keys: Tensor) -> Tensor:
+    """Return where the last token before each token is that counts, (B, S); -1 where there is none."""
     places = torch.arange(keys.shape[1], device=keys.device)
-    ends = torch.where(keys, places + 1, 0).amax(-1)
-    starts = torch.where(keys, places, keys.shape[1]).amin(-1)
-    counts_q = torch.full_like(ends, 2**30) if queries is None else queries.sum(-1)
-    return torch.stack([counts_q, keys.sum(-1), ends - starts]).int()
+    latest = torch.where(keys, places, -1).cummax(-1).values
+    return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
 
-def _padded(keys: Tensor, queries: Tensor | None, length_q: int, facts: Tensor | None) -> Packing:
-    length_k, total_q, total_k, has_holes = keys.shape[1], None, None, None
-    longest_q, longest_k = length_q, length_k
+def _padded(batch: Batch, facts: Tensor | None, starts: Tensor | None = None) -> Packing:
+    """Return the packing of the tokens that count; `facts` and `starts` are what was read back, if any."""
+    (keys, queries), length_q = batch.padding, batch.sizes[1]  # type: ignore[misc]
+    total_q = total_k = has_holes = None
+    longest_q, longest_k = length_q, keys.shape[1]
     if facts is not None:
         total_q, total_k = facts[:2].long().sum(-1).tolist()
         longest_q = length_q if queries is None else int(facts[0].max())
-        longest_k, has_holes = int(facts[1].max()), bool((facts[2] > facts[1]).any())
+        longest_k, has_holes = int(facts[1].max()), bool(facts[2].any())
     rows_k, cu_seq_k = _rows(keys, total_k), _offsets(keys)
+    count = 0 if starts is None or facts is None else int(starts.sum())
+    if batch.starts is not None and facts is not None and count > int((facts[1] > 0).sum()):
+        begins = torch.nonzero_static(batch.starts.flatten().index_select(0, rows_k), size=count).flatten()
+        cu_seq_k = torch.nn.functional.pad(begins.int(), (0, 1), value=total_k)
     if queries is keys:
         rows_q, cu_seq_q = rows_k, cu_seq_k
     elif queries is not None:

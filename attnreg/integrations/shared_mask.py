@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
-from attnreg.integrations.packing import Batch, Packing, Window, pack
+from attnreg.integrations.packing import Batch, Packing, Window, pack, starts_of, starts_of_positions
 
 _unpacked = threading.local()
 
@@ -107,8 +107,8 @@ class SharedMask:
     def packing(self, positions: Tensor | None) -> Packing | None:
         """Return how the batch lies in sequences, None for one in each row without padding.
 
-        `positions` are those that a layer was given: where they start anew, another document does, unless
-        something is padded. The first layer's call does the work for all.
+        `positions` are those that a layer was given: where they start anew, another document does. The first
+        layer's call does the work for all.
         """
         if not self._is_packed:
             masks = [self, *self._others()]
@@ -117,32 +117,20 @@ class SharedMask:
         return self._packing
 
     def _batch(self, positions: Tensor | None) -> Batch:
-        documents = None if self.structure is None else self.structure.documents
+        documents, keys = None if self.structure is None else self.structure.documents, None
+        if self.padding is not None:
+            keys, queries = self.padding
+            if queries is not keys:
+                return Batch(self.sizes, self.padding, None)
         if documents is not None:
-            return Batch(self.sizes, self.padding, starts_of(documents, 0))
-        return Batch(self.sizes, self.padding, starts_of_positions(positions, self.sizes))
+            return Batch(self.sizes, self.padding, starts_of(documents, 0, keys))
+        return Batch(self.sizes, self.padding, starts_of_positions(positions, self.sizes, keys))
 
     def dense(self) -> Tensor:
         """Return the mask as transformers makes it for SDPA, (B, 1, S_q, S_k), with all keys of a cache."""
         if self._dense is None:
             self._dense = self._make_dense()
         return self._dense
-
-
-def starts_of(numbers: Tensor, step: int) -> Tensor:
-    """Return where numbers (B, S) don't go on by `step`, the first of each row included."""
-    first = torch.ones_like(numbers[:, :1], dtype=torch.bool)
-    return torch.cat([first, numbers.diff(dim=-1) != step], -1)
-
-
-def starts_of_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Tensor | None:
-    """Return where documents start by a layer's positions; None if these can't mean documents."""
-    batch, length_q, length_k = sizes
-    if positions is None or length_q != length_k or length_q == 1 or positions.shape[-1] != length_q:
-        return None
-    if positions.ndim != 2 or positions.shape[0] not in (1, batch):
-        return None
-    return starts_of(positions.expand(batch, -1), 1)
 
 
 def shared_mask(

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnreg import aten
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
 from attnreg.integrations import behind_flash
-from attnreg.integrations.packing import Batch, Options, Packing, Window, attend, of_equal_lengths, pack
-from attnreg.integrations.shared_mask import SharedMask, shared_mask, starts_of_positions
+from attnreg.integrations.packing import Options, Packing, Window, attend, by_positions, of_equal_lengths
+from attnreg.integrations.shared_mask import SharedMask, shared_mask
+from attnreg.selection import policy
 from attnreg.varlen import spread
 
 __all__ = ["install"]
@@ -30,6 +32,9 @@ OLDEST = (5, 8)
 
 def install(*, behind: str | None = None) -> None:
     """Make "attnreg" a name that `attn_implementation` takes; a second call changes nothing.
+
+    Calls without padding go through PyTorch's own function, which attnreg serves from now on, as after
+    `attnreg.install()`.
 
     Args:
         behind: "flash_attention_2" to run attnreg under that name as well. transformers then takes the
@@ -48,6 +53,8 @@ def install(*, behind: str | None = None) -> None:
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)
+    aten.ensure()
+    policy.activate(True)
     if behind is not None:
         behind_flash.stand_behind_flash()
 
@@ -116,13 +123,14 @@ def _attend(
             return _masked(query, key, value, _dense_with_documents(mask, given), options)
         packing: Packing | None = given
     elif mask is None:
-        packing = pack([Batch(sizes, None, starts_of_positions(positions, sizes))])[0]
+        packing = by_positions(positions, sizes)
     else:
         sizes = _sizes(mask, sizes)
         packing = mask.packing(positions)
         # Padding inside of a sequence counts for a window, but isn't there any more once the rest is packed.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
         if mask.structure is None or may_have_holes:
+            _check_rows(packing, mask)
             return _masked(query, key, value, mask.dense(), options)
         key, value = key[:, :, : sizes[2]], value[:, :, : sizes[2]]
     if packing is None:
@@ -225,6 +233,17 @@ def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
             "transformers sees them"
         )
     return mask.dense()
+
+
+def _check_rows(packing: Packing | None, mask: SharedMask) -> None:
+    """Check that a mask with padding, which says nothing of documents, is for rows that are one each."""
+    if packing is None or mask.padding is None or mask.has_documents:
+        return
+    if len(packing.cu_seq_q) > mask.sizes[0] + 1:
+        raise InvalidInputError(
+            "attention_mask: got padding between the tokens of one document, in a layer with a window, and "
+            "position_ids that start anew, expected padding at the ends of documents only"
+        )
 
 
 def _sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from attnreg.selection.lockfile import VARIABLE as LOCK
 from attnreg.selection.lockfile import Lockfile
 from attnreg.selection.lockfile import load as load_lock
 from attnreg.settings import environment
-from attnreg.settings.environment import Environment
+from attnreg.settings.environment import AS_GIVEN, Environment
 from attnreg.torchlib import building
 from attnreg.tuning.table import load as load_table
 from attnreg.tuning.tables import Named
@@ -184,11 +184,17 @@ def _strongest(now: Sources, field: str) -> tuple[Any, str]:
 
 
 def without_implementation(now: Sources) -> Sources:
-    """Return the sources without what doesn't say which backend runs: such variables, and empty settings."""
+    """Return the sources without what doesn't say which backend runs: such variables, and empty settings.
+
+    A variable that says that something is off is as one that isn't set, but for a file that says otherwise.
+    """
     program, file = (s if s and s.settings.model_fields_set else None for s in (now.program, now.file))
+    variables = now.environment
+    off = {"strict": False, "masks": AS_GIVEN, "transformers": "0"}
+    unset = {name: getattr(UNSET, name) for name, value in off.items() if getattr(variables, name) == value}
     return replace(
         now,
-        environment=now.environment._replace(routers="", build="", as_flash_attn=None),
+        environment=variables._replace(routers="", build="", as_flash_attn=None, **unset),
         program=program,
         file=file,
     )

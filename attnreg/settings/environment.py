@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "ATTNREG_"
 
-RECOGNISE = "recognise"
+AS_GIVEN, RECOGNISE = "as_given", "recognise"
 
 
 class Environment(NamedTuple):
@@ -118,7 +118,7 @@ VARIABLES = {
         "results for a sequence don't depend on its batch)",
     ),
     "ATTNREG_MASKS": Variable(
-        _one_of("as_given", RECOGNISE),
+        _one_of(AS_GIVEN, RECOGNISE),
         "recognise: boolean masks given to F.scaled_dot_product_attention that are padding, causal, a window "
         "or documents run as packed calls without a mask; as_given: they don't",
     ),

@@ -108,6 +108,18 @@ def test_stats_of_a_program_without_attention_say_so(here):
     assert (done.returncode, done.stderr) == (0, "No attention call went through attnreg\n")
 
 
+def test_stats_of_a_program_that_asks_for_nothing_name_torchs_kernels(here):
+    here(
+        "plain.py",
+        "import torch\nq = torch.ones(1, 2, 8, 16)\n"
+        + 2 * ("torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"),
+    )
+    done = forked(COMMAND, "run", "--stats", "plain.py")
+    said = "torch's flash_attention kernel 2 nothing asks for a backend"
+    assert (done.returncode, done.stdout) == (0, "")
+    assert " ".join(done.stderr.split()).endswith(f"and why kernel calls reason {said}")
+
+
 # Saves what a program can see of how it was started.
 MIRROR = """
     import json, sys

@@ -69,6 +69,79 @@ def test_sinks_count_in_every_form(read_backs):
             assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}
 
 
+PLACES = {
+    # (tokens of padding in front, document, tokens of padding behind) of each row
+    "at the end": (((0, 0, 0), (0, 1, 1)), ((0, 2, 17),)),
+    "behind each document": (((0, 0, 1), (0, 1, 4)), ((0, 2, 21),)),
+    "in front of each document": (((5, 0, 0), (2, 1, 0)), ((23, 2, 0),)),
+    "in a row of its own": (((0, 0, 0), (0, 1, 0), (0, 2, 0)), ((22, None, 0),)),
+}
+
+
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "GptOss"])
+def test_documents_whose_positions_start_anew_are_apart_in_padded_rows_too(name, places, read_backs):
+    docs = models.documents_of(name)
+    expected, expected_grads = alone(name, docs)
+    one = models.model(name, "attnreg")
+    rows, order = [], []
+    for row in places:
+        parts = []
+        for front, number, behind in row:
+            ids = docs[number][0] if number is not None else torch.zeros(0, dtype=torch.long)
+            order += [] if number is None else [number]
+            counts = torch.cat([torch.zeros(front), torch.ones(len(ids)), torch.zeros(behind)]).long()
+            padded = torch.nn.functional.pad(ids, (front, behind))
+            parts.append(torch.stack([padded, counts, torch.arange(len(counts)) - front]))
+        rows.append(torch.cat(parts, -1))
+    ids, mask, positions = torch.stack(rows, 1)
+    assert order == [0, 1, 2]
+    for given in (positions.clamp(min=0), positions.clamp(min=0) * mask):
+        read_backs.clear()
+        out = models.results(one, {"input_ids": ids, "attention_mask": mask, "position_ids": given})
+        outs = out[mask.bool()].split([doc.shape[1] for doc in docs])
+        assert len(read_backs) == 1
+        assert_close(outs, expected)
+        grads = models.gradients(one, outs)
+        assert_close(grads.values(), expected_grads.values())
+
+
+@pytest.mark.parametrize("counts_padding", [False, True])
+def test_padding_inside_of_a_document_starts_no_other_whether_positions_count_it_or_not(counts_padding):
+    doc = models.documents(lengths=(9,))[0]
+    expected, _ = alone("Llama", [doc])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]])
+    ids, positions = torch.zeros_like(mask), torch.arange(11)[None]
+    ids[mask.bool()] = doc[0]
+    one, eager = models.model("Llama", "attnreg"), models.model("Llama", "eager")
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    if not counts_padding:
+        batch["position_ids"] = mask.cumsum(-1) - 1
+    out = models.results(one, batch)[mask.bool()]
+    assert_close([out], [models.results(eager, batch)[mask.bool()]])
+    if not counts_padding:
+        assert_close([out], [expected[0]])
+
+
+def test_padding_inside_of_one_of_several_documents_is_refused_in_a_layer_with_a_window():
+    one = models.model("GptOss", "attnreg")
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])
+    batch = {"input_ids": mask * 5, "attention_mask": mask}
+    with pytest.raises(InvalidInputError, match="attention_mask: got padding between the tokens of one doc"):
+        one(**batch, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
+
+
+def test_after_install_alone_a_batch_without_padding_runs_on_attnreg_and_after_uninstall_on_pytorchs():
+    attnreg.integrations.transformers.install()
+    one, (doc,) = models.model("Llama", "attnreg"), models.documents(lengths=(9,))
+    attnreg.reset_stats()
+    out = models.results(one, {"input_ids": doc})
+    assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}
+    attnreg.uninstall()
+    assert_close([models.results(one, {"input_ids": doc})], [out])
+    assert attnreg.stats().calls == {"cpu": {"forward": 2, "backward": 0}}
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])
 def test_a_batch_without_padding_runs_by_pytorchs_own_function_or_as_packed_where_that_lacks_an_option(
     name, read_backs

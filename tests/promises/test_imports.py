@@ -161,6 +161,12 @@ def test_a_name_that_is_not_there_is_an_attribute_error_as_anywhere():
     assert str(error.value) == "module 'attnreg' has no attribute 'register_backends'"
 
 
+def test_parts_that_have_names_of_their_own_need_no_import():
+    lines = "print(attnreg.flash_attn.flash_attn_func.__name__, attnreg.integrations.transformers.NAME)"
+    done = python("-c", "import attnreg\n" + lines)
+    assert (done.returncode, done.stdout) == (0, "flash_attn_func attnreg\n"), done.stderr
+
+
 def test_every_name_in_an_all_is_there():
     for name in MODULES:
         if name != "__main__":

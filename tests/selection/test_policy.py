@@ -216,6 +216,19 @@ def test_torchs_entry_points_are_served_once_something_asks_for_it(monkeypatch, 
     assert ran() == {"two": (1, 0)}
 
 
+@pytest.mark.parametrize(
+    ("variable", "off", "on"),
+    [("STRICT", "0", "1"), ("MASKS", "as_given", "recognise"), ("TRANSFORMERS", "0", "1")],
+)
+def test_a_variable_that_says_off_leaves_torchs_entry_points_alone(monkeypatch, ran, variable, off, on):
+    for value, expected in ((off, {}), (on, {"cpu": (1, 0)}), ("", {})):
+        monkeypatch.setenv(f"ATTNREG_{variable}", value)
+        attnreg.reload()
+        aten.ensure()
+        sdpa()
+        assert ran() == expected
+
+
 # The log level
 
 
