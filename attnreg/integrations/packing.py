@@ -75,19 +75,10 @@ class Batch(NamedTuple):
     starts: Tensor | None
 
 
-def starts_of(numbers: Tensor, step: int, keys: Tensor | None = None) -> Tensor:
-    """Return where numbers (B, S) don't go on by `step`, the first of each row included.
-
-    Of `keys`, which tokens count, only these are looked at. Numbers that go on by steps may count all tokens,
-    or only those that count.
-    """
-    if keys is None:
-        first = torch.ones_like(numbers[:, :1], dtype=torch.bool)
-        return torch.cat([first, numbers.diff(dim=-1) != step], -1)
-    before = _last_counted(keys)
-    change = numbers - numbers.gather(-1, before.clamp(min=0))
-    passed = torch.arange(keys.shape[1], device=keys.device) - before
-    return keys & ((before < 0) | ((change != step) & (change != step * passed)))
+def starts_of(numbers: Tensor, step: int) -> Tensor:
+    """Return where numbers (B, S) don't go on by `step`, the first of each row included."""
+    first = torch.ones_like(numbers[:, :1], dtype=torch.bool)
+    return torch.cat([first, numbers.diff(dim=-1) != step], -1)
 
 
 def starts_of_positions(
@@ -95,14 +86,20 @@ def starts_of_positions(
 ) -> Tensor | None:
     """Return where documents start by a layer's positions; None if these can't mean documents.
 
-    `keys`, (B, S), says which tokens count; None: all.
+    `keys`, (B, S), says which tokens count; None: all. With it steps aren't looked at: those over padding, or
+    of a program's own positions, mean nothing.
     """
     batch, length_q, length_k = sizes
     if positions is None or length_q != length_k or length_q == 1 or positions.shape[-1] != length_q:
         return None
     if positions.ndim != 2 or positions.shape[0] not in (1, batch):
         return None
-    return starts_of(positions.expand(batch, -1), 1, keys)
+    positions = positions.expand(batch, -1)
+    if keys is None:
+        return starts_of(positions, 1)
+    before = _last_counted(keys)
+    goes_back = positions < positions.gather(-1, before.clamp(min=0))
+    return keys & ((before < 0) | (positions == 0) | goes_back)
 
 
 def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:

@@ -69,6 +69,7 @@ class SharedMask:
         self.is_overlaid, self._make_dense = is_overlaid, make_dense
         self.is_only_dense, self.has_documents = is_only_dense, has_documents
         self._dense: Tensor | None = None
+        self._dense_apart: Tensor | None = None
         self._packing: Packing | None = None
         self._is_packed = False
         self._siblings: list[weakref.ref[SharedMask]] = []
@@ -123,8 +124,20 @@ class SharedMask:
             if queries is not keys:
                 return Batch(self.sizes, self.padding, None)
         if documents is not None:
-            return Batch(self.sizes, self.padding, starts_of(documents, 0, keys))
+            return Batch(self.sizes, self.padding, starts_of(documents, 0) if keys is None else None)
         return Batch(self.sizes, self.padding, starts_of_positions(positions, self.sizes, keys))
+
+    def dense_apart(self, positions: Tensor | None) -> Tensor:
+        """Return `dense` with the documents apart that a layer's positions say."""
+        if self._dense_apart is None:
+            self._dense_apart, starts = self.dense(), self._batch(positions).starts
+            if starts is not None:
+                numbers = starts.cumsum(-1)
+                behind = self._dense_apart.shape[-1] - numbers.shape[-1]  # keys of a static cache, to come
+                of_keys = torch.nn.functional.pad(numbers, (0, behind))
+                same = numbers[:, None, :, None] == of_keys[:, None, None, :]
+                self._dense_apart = self._dense_apart.logical_and(same)
+        return self._dense_apart
 
     def dense(self) -> Tensor:
         """Return the mask as transformers makes it for SDPA, (B, 1, S_q, S_k), with all keys of a cache."""

@@ -129,9 +129,10 @@ def _attend(
         packing = mask.packing(positions)
         # Padding inside of a sequence counts for a window, but isn't there any more once the rest is packed.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
-        if mask.structure is None or may_have_holes:
-            _check_rows(packing, mask)
+        if mask.structure is None:
             return _masked(query, key, value, mask.dense(), options)
+        if may_have_holes:
+            return _masked(query, key, value, mask.dense_apart(positions), options)
         key, value = key[:, :, : sizes[2]], value[:, :, : sizes[2]]
     if packing is None:
         return _dense(query, key, value, window, options)
@@ -233,17 +234,6 @@ def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
             "transformers sees them"
         )
     return mask.dense()
-
-
-def _check_rows(packing: Packing | None, mask: SharedMask) -> None:
-    """Check that a mask with padding, which says nothing of documents, is for rows that are one each."""
-    if packing is None or mask.padding is None or mask.has_documents:
-        return
-    if len(packing.cu_seq_q) > mask.sizes[0] + 1:
-        raise InvalidInputError(
-            "attention_mask: got padding between the tokens of one document, in a layer with a window, and "
-            "position_ids that start anew, expected padding at the ends of documents only"
-        )
 
 
 def _sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
