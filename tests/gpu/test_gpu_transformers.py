@@ -10,6 +10,7 @@ pytestmark = pytest.mark.gpu
 FORMS = (
     "packed, offsets by the collator",
     "packed, positions that start anew",
+    "packed, positions that start anew, padding behind each",
     "padded on the right",
     "padded on the left",
 )

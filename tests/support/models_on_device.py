@@ -16,6 +16,7 @@ IMAGES = ((1, 16, 18), (1, 2, 6))
 FORMS = {
     "packed, offsets by the collator": lambda docs: models.packed(docs, True),
     "packed, positions that start anew": lambda docs: models.packed(docs, False),
+    "packed, positions that start anew, padding behind each": models.packed_and_padded,
     "padded on the right": lambda docs: models.padded(docs, "right"),
     "padded on the left": lambda docs: models.padded(docs, "left"),
 }

@@ -80,7 +80,9 @@ ENCODERS = ("Bert", "ModernBert")
 def takes(name, form):
     """Return whether a model can be given a form of batch."""
     if name in ENCODERS:  # they pass no positions to their attention
-        return form != "packed, positions that start anew"
+        return "positions" not in form
+    if name == "Qwen2VL" and "padding behind" in form:  # it makes its positions itself where there is a mask
+        return False
     # Versions before 5.20 hand the offsets of a text to the vision tower as well.
     return name != "Qwen2VL" or "offsets" not in form or hasattr(generic, "_FLASH_VARLEN_KWARGS")
 
@@ -174,6 +176,18 @@ def packed(docs, with_offsets):
     return dict(batch)
 
 
+def packed_and_padded(docs):
+    """Return documents in one row by their positions, with padding behind each, its positions counted on."""
+    counts = [torch.cat([torch.ones_like(doc), torch.zeros_like(doc[:, :3])], -1) for doc in docs]
+    ids = [
+        torch.nn.functional.pad(doc, (0, ones.shape[-1] - doc.shape[-1]))
+        for doc, ones in zip(docs, counts, strict=True)
+    ]
+    positions = [torch.arange(ones.shape[-1])[None] for ones in counts]
+    parts = {"input_ids": ids, "attention_mask": counts, "position_ids": positions}
+    return {name: torch.cat(each, -1) for name, each in parts.items()}
+
+
 def results(one, batch):
     """Return logits, or the last hidden states, of a forward."""
     out = one(**batch)
@@ -182,6 +196,8 @@ def results(one, batch):
 
 def by_document(out, batch, docs):
     """Return the rows of each document of a batch in any form."""
+    if "attention_mask" in batch and len(out) == 1:
+        return list(out[0][batch["attention_mask"][0].bool()].split([doc.shape[1] for doc in docs]))
     if "attention_mask" in batch:
         return [row[mask.bool()] for row, mask in zip(out, batch["attention_mask"], strict=True)]
     return list(out[0].split([doc.shape[1] for doc in docs]))
