@@ -72,8 +72,8 @@ _HOMES = {
     "settings.config": "Settings",
     "varlen.front": "AuxRequest varlen_attn varlen_attn_out",
 }
-_MODULES = {"flash_attn", "integrations"}  # parts of attnreg that a program may name without an import
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_MODULES = {"flash_attn", "integrations"}  # parts of attnreg that a program may name without an import
 
 __all__ = [  # noqa: RUF022 - by what they are for
     "register_backend", "Handle", "use_backend", "install", "uninstall", "list_backends",

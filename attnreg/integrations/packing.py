@@ -168,7 +168,7 @@ def _padded(batch: Batch, facts: Tensor | None, starts: Tensor | None = None) ->
         longest_q = length_q if queries is None else int(facts[0].max())
         longest_k, has_holes = int(facts[1].max()), bool(facts[2].any())
     rows_k, cu_seq_k = _rows(keys, total_k), _offsets(keys)
-    count = 0 if starts is None or facts is None else int(starts.sum())
+    count = 0 if starts is None else int(starts.sum())
     if batch.starts is not None and facts is not None and count > int((facts[1] > 0).sum()):
         begins = torch.nonzero_static(batch.starts.flatten().index_select(0, rows_k), size=count).flatten()
         cu_seq_k = torch.nn.functional.pad(begins.int(), (0, 1), value=total_k)

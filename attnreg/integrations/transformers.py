@@ -42,7 +42,7 @@ def install(*, behind: str | None = None) -> None:
 
     Raises:
         InvalidInputError: `behind` is another name.
-        RegistrationError: the installed transformers is too old.
+        RegistrationError: the installed transformers is too old, or as `attnreg.install()` raises it.
     """
     if behind not in (None, behind_flash.NAME):
         raise InvalidInputError(f"behind: got {behind!r}, expected {behind_flash.NAME!r} or None")
@@ -50,11 +50,11 @@ def install(*, behind: str | None = None) -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
+    aten.ensure()
+    policy.activate(True)
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)
-    aten.ensure()
-    policy.activate(True)
     if behind is not None:
         behind_flash.stand_behind_flash()
 

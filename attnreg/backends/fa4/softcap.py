@@ -20,8 +20,9 @@ from attnreg.contract.backend import Call
 from attnreg.contract.spec import UNBOUNDED
 
 # Queries and keys of a tile, for causal masks and windows with head dims above 96, to 128. One more group of
-# warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an H100 1.15 to 1.20
-# of the time without a softcap, in place of 1.22 to 1.25. It is slower with open masks and few queries.
+# warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an H100 five such
+# forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22 to 1.25 (that file isn't kept).
+# It is slower with open masks and few queries.
 TILE, FEWEST_QUERIES = (192, 80), 129
 
 
