@@ -51,7 +51,8 @@ class Call(NamedTuple):
 
     Attributes:
         scale: factor on the scores before the softmax.
-        max_q, max_k: the longest sequence in tokens; S_q and S_k of a dense call.
+        max_q, max_k: S_q and S_k of a dense call; of a packed one no sequence is longer, in tokens, and all
+            may be shorter.
         window: (left, right) in tokens, -1 unbounded, bottom-right; `(-1, 0)` is causal.
         cu_seqlens_q, cu_seqlens_k: int32 offsets (B + 1,), None for a dense call.
         seqused_k: int32 (B,), how many keys of each sequence count; None for all.
@@ -192,12 +193,12 @@ class Backend:
         name: how users ask for it; compared without regard to case.
         forward, backward: what each direction can run; `backward=None` if it has none.
         load: imports the provider and returns its kernels; called once, when first needed.
-        unavailable: returns why the provider can't load here, or None; cheap, imports nothing.
+        unavailable: returns why the provider can't load here, or None; cheap, imports nothing; called once.
         version: returns the provider's version, or None where it has none; what else is worth
             saying comes after it, `"9.19.0 (frontend 1.32.0)"`. Known issues go by the first word.
         refuses: returns further reasons against a spec, in the manner of `Capabilities`.
-        install: the command that installs what is missing; appended to every reason that isn't torch's own
-            ("torch finds no CUDA GPU here").
+        install: the command that installs what is missing; appended where the backend can't load, unless the
+            reason is torch's own ("torch finds no CUDA GPU here").
         priority: rank in the default order of the devices it serves, the highest first; or a function that
             gives it for a spec, where others are known to be faster at some calls.
         experimental: whether it hasn't run on the hardware that it is written for.

@@ -94,8 +94,8 @@ class Device:
 class AttentionSpec:
     """One attention call, as far as the choice of a kernel depends on it.
 
-    Lengths count tokens. `max_q` and `max_k` are the longest sequence of the batch (the length
-    itself where the batch is dense); `tokens_q` and `tokens_k` the packed totals, `batch * max`
+    Lengths count tokens. No sequence of the batch is longer than `max_q` and `max_k` (each has that length
+    where the batch is dense); `tokens_q` and `tokens_k` the packed totals, `batch * max`
     unless given. `window` is (left, right) in tokens, -1 unbounded, aligned bottom-right;
     `(-1, 0)` is causal. `dtype` takes a `torch.dtype` or any usual name of one.
 

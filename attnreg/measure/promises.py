@@ -98,6 +98,16 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
         raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
 
 
+def check_new(kernels: Kernels, given: Inputs, earlier: tuple[Tensor, ...]) -> None:
+    """Check that a call writes to no result of an earlier one of its kind, which may still be in use."""
+    kept = {x.untyped_storage().data_ptr() for x in earlier if x.numel()}
+    named = zip(Results._fields, run_both(kernels, given), strict=False)
+    if shared := {name for name, x in named if x.numel() and x.untyped_storage().data_ptr() in kept}:
+        raise RegistrationError(
+            f"{', '.join(sorted(shared))}: got memory of an earlier call's result, expected new tensors"
+        )
+
+
 def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
     """Check that a NaN in a query, or in a key or value that it sees, stays one in its output and gradient.
 

@@ -79,6 +79,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_test_passes_fails_is_refused_or_skipped_and_one_that_ends_the_process_stops_no_other(run):
     done, results, numbers = run("--backends=cpu,math", "--each=8")
     assert (done.returncode, done.stderr) == (0, "")

@@ -218,6 +218,18 @@ def of_sinks(change):
     return called_with(sinks=lambda call: None if call.sinks is None else change(call))
 
 
+def into_buffers(direction):
+    """Return kernels of which one direction writes its results to the same memory in all calls of a shape."""
+    buffers = {}
+
+    def run(*given):
+        results = getattr(MATH, direction)(*given)
+        kept = buffers.setdefault(tuple((x.shape, x.dtype) for x in results), results)
+        return tuple(buffer.copy_(x) for buffer, x in zip(kept, results, strict=True))
+
+    return {direction: run}
+
+
 # What is wrong: the field of `Call` or the rule that a kernel breaks, the kernels, a case that shows it.
 FIELDS = {
     "scale": ("scale", ignoring_scale(), "scale 0.3"),
@@ -356,6 +368,8 @@ RESULTS = {
     "zeros for a gradient": (results("backward", lambda dq, dk, dv: (dq, dk, dv * 0)), "length 15 "),
     "its own forward's output": ({"backward": with_own(lambda own, given: (own[0], given[1]))}, "sinks"),
     "its own forward's LSE": ({"backward": with_own(lambda own, given: (given[0], own[1]))}, "packed sinks"),
+    "output of an earlier call": (into_buffers("forward"), "length 15 "),
+    "gradients of an earlier call": (into_buffers("backward"), "length 15 "),
     "a list": (results("forward", lambda *both: list(both)), "length 15 "),
     "half the heads": (
         results("forward", lambda out, lse: (out[..., :1, :].expand_as(out), lse)),
@@ -458,10 +472,11 @@ class RememberingOffsets:
 
 
 class RememberingResults(RememberingOffsets):
-    """A forward that keeps the results of the first call of each shape."""
+    """A forward that keeps the results of the first call of each shape, and returns copies."""
 
     def __call__(self, q, k, v, call):
-        return self.calls.setdefault((q.shape, call.max_q), MATH.forward(q, k, v, call))
+        kept = self.calls.setdefault((q.shape, call.max_q), MATH.forward(q, k, v, call))
+        return tuple(x.clone() for x in kept)
 
 
 def test_what_a_kernel_keeps_of_earlier_calls_is_found_through_every_front():

@@ -47,6 +47,7 @@ def checked(tmp_path):
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "points", "losses", "outliers"),
     [
