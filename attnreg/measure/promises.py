@@ -98,10 +98,11 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
         raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
 
 
-def check_new(kernels: Kernels, given: Inputs, earlier: tuple[Tensor, ...]) -> None:
+def check_new(kernels: Kernels, given: Inputs) -> None:
     """Check that a call writes to no result of an earlier one of its kind, which may still be in use."""
+    earlier, later = run_both(kernels, given), run_both(kernels, given)
     kept = {x.untyped_storage().data_ptr() for x in earlier if x.numel()}
-    named = zip(Results._fields, run_both(kernels, given), strict=False)
+    named = zip(Results._fields, later, strict=False)
     if shared := {name for name, x in named if x.numel() and x.untyped_storage().data_ptr() in kept}:
         raise RegistrationError(
             f"{', '.join(sorted(shared))}: got memory of an earlier call's result, expected new tensors"

@@ -134,7 +134,7 @@ def test_an_error_of_attnreg_and_ctrl_c_end_without_a_traceback(call, monkeypatc
 
 @pytest.mark.parametrize(
     ("command", "calls_of_one"),
-    [("verify --case heads", 2), ("warmup --q 2,9,4,32 --q 2,8,4,32 --no-backward", 1)],
+    [("verify --case heads", 3), ("warmup --q 2,9,4,32 --q 2,8,4,32 --no-backward", 1)],
 )
 def test_what_was_done_before_ctrl_c_is_printed_as_json(call, fake, plugins, kernels, command, calls_of_one):
     calls = []
