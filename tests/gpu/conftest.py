@@ -1,12 +1,21 @@
-"""Fixtures of the GPU tests that are about repeated calls."""
+"""Fixtures of the GPU tests, most of them about repeated calls."""
+
+import sys
 
 import pytest
 from support import plan_counts
 
 from attnreg import aten
+from attnreg.backends.fa4 import replay
 from attnreg.dispatch import call_cache
 from attnreg.dispatch.state import state
 from attnreg.torchlib import captured
+
+
+@pytest.fixture(autouse=True)
+def comparing_at_once(monkeypatch):
+    """Have FA4 compare a recording at the next calls, however many kinds of calls tests before have made."""
+    monkeypatch.setattr(replay, "FEW", sys.maxsize)
 
 
 @pytest.fixture

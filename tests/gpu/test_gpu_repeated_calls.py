@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
 from attnreg import _registry
-from attnreg.backends.fa4 import replay
 from attnreg.contract.backend import Call
 
 pytestmark = pytest.mark.gpu
@@ -209,10 +208,7 @@ def expected_of(query, key, value, grad, call):
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
-def test_repeated_calls_of_flash_attn_4_leave_its_python_out(
-    named, case, window, monkeypatch, no_graph_trees
-):
-    monkeypatch.setattr(replay, "FEW", sys.maxsize)  # however many descriptions the tests before brought
+def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window, no_graph_trees):
     kernels = _registry.find(named).kernels()
     shape_q, shape_k, lengths = case
     offsets = None if lengths is None else gpu.offsets_of(lengths)
@@ -233,9 +229,8 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out(
 
 @pytest.mark.only_for("FA4")
 def test_repeated_calls_of_flash_attn_4_leave_its_python_out_in_a_capture_and_on_another_stream(
-    named, monkeypatch
+    named,
 ):
-    monkeypatch.setattr(replay, "FEW", sys.maxsize)
     kernels = _registry.find(named).kernels()
     call = Call(64**-0.5, 136, 136, CAUSAL)
     query, key, value, grad = (drawn((2, 136, 4, 64), seed) for seed in range(4))
