@@ -177,7 +177,7 @@ def _padded(batch: Batch, facts: Tensor | None, starts: Tensor | None = None) ->
     elif queries is not None:
         rows_q, cu_seq_q = _rows(queries, total_q), _offsets(queries)
     else:
-        rows_q, cu_seq_q = None, _of_all(len(keys), length_q, keys.device)
+        rows_q, cu_seq_q = None, _of_all(keys.shape[0], length_q, keys.device)
     return Packing(rows_q, rows_k, cu_seq_q, cu_seq_k, longest_q, longest_k, has_holes)
 
 
