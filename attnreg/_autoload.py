@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-_TRANSFORMERS = "ATTNREG_TRANSFORMERS"
+_TRANSFORMERS, _AS_FLASH_ATTN = "ATTNREG_TRANSFORMERS", "ATTNREG_AS_FLASH_ATTN"
 # Where transformers keeps the names of attention functions; its own `__init__` imports it when it is needed.
 _MODELING_UTILS = "transformers.modeling_utils"
 # Where it says whether flash-attn is there. Programs take the function from there right after their import.
@@ -74,9 +74,18 @@ def activate() -> None:
         if os.environ.get(_TRANSFORMERS, "").strip():
             _install_behind_transformers()
     except ConfigError as error:
-        _warn(f"attnreg: {error}\nAttention calls to which this applies will raise it as an error.")
+        _warn(
+            f"attnreg: {error}\nAttention calls to which this applies will raise it as an error."
+            + _without_effect()
+        )
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
         _warn(f"attnreg is not active: {type(error).__name__}: {error}")
+
+
+def _without_effect() -> str:
+    """Return a sentence on the variables that put attnreg into other packages, where an error came first."""
+    idle = [name for name in (_TRANSFORMERS, _AS_FLASH_ATTN) if os.environ.get(name, "").strip()]
+    return f" Until it is mended these have no effect: {', '.join(idle)}." if idle else ""
 
 
 def _stand_in_for_flash_attn() -> None:

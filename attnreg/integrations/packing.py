@@ -52,6 +52,13 @@ def read(numbers: Tensor) -> Tensor:
     return numbers.cpu()
 
 
+def is_readable() -> bool:
+    """Whether numbers can be read back now: not in compiled code, nor into a CUDA graph."""
+    return not torch.compiler.is_compiling() and not (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
 def of_equal_lengths(batch: int, length_q: int, length_k: int, device: torch.device) -> Packing:
     """Return the packing of a batch without padding."""
     cu_seq_q = _of_all(batch, length_q, device)
@@ -104,19 +111,19 @@ def starts_of_positions(
 
 def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:
     """Return how a batch without padding lies in sequences by a layer's positions; None as of `pack`."""
-    return pack([Batch(sizes, None, starts_of_positions(positions, sizes))])[0]
+    starts = starts_of_positions(positions, sizes) if is_readable() else None
+    return pack([Batch(sizes, None, starts)])[0]
 
 
 def pack(batches: list[Batch]) -> list[Packing | None]:
     """Return how each of the batches lies in sequences, with one read-back for all of them.
 
-    It is None for a batch that has no padding and one document in each row.
+    It is None for a batch that has no padding and one document in each row. Where nothing can be read back no
+    batch has `starts`.
     """
     if all(one.padding is None and one.starts is None for one in batches):
         return [None] * len(batches)
-    if torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    ):
+    if not is_readable():
         # How many rows count isn't known here: those that don't come last, behind the last offset.
         return [None if one.padding is None else _padded(one, None) for one in batches]
     numbers = [[] if one.padding is None else [_facts(*one.padding, one.starts).flatten()] for one in batches]

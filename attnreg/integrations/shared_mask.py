@@ -7,22 +7,23 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
-from attnreg.integrations.packing import Batch, Packing, Window, pack, starts_of, starts_of_positions
+from attnreg.integrations.mask_functions import Structure, documents_of, is_bidirectional, structure_of
+from attnreg.integrations.packing import (
+    Batch,
+    Packing,
+    is_readable,
+    pack,
+    starts_of,
+    starts_of_positions,
+)
 
 _unpacked = threading.local()
-
-
-class Structure(NamedTuple):
-    """A window, (left, right) as `varlen_attn` takes it, and the number of each token's document, (B, S)."""
-
-    window: Window
-    documents: Tensor | None = None
 
 
 class _NoAttributeError(UnsupportedInputError, AttributeError):
@@ -83,8 +84,8 @@ class SharedMask:
             _unpacked.masks = self._siblings
 
     def _others(self) -> list[SharedMask]:
-        if torch.compiler.is_compiling():
-            return []  # nothing is read back there, also if layers are compiled and the mask was made before
+        if not is_readable():
+            return []  # also if layers are compiled, and the masks were made before
         masks = (sibling() for sibling in self._siblings)
         return [mask for mask in masks if mask is not None and mask is not self]
 
@@ -118,19 +119,29 @@ class SharedMask:
         return self._packing
 
     def _batch(self, positions: Tensor | None) -> Batch:
-        documents, keys = None if self.structure is None else self.structure.documents, None
-        if self.padding is not None:
-            keys, queries = self.padding
-            if queries is not keys:
-                return Batch(self.sizes, self.padding, None)
-        if documents is not None:
-            return Batch(self.sizes, self.padding, starts_of(documents, 0) if keys is None else None)
-        return Batch(self.sizes, self.padding, starts_of_positions(positions, self.sizes, keys))
+        return Batch(self.sizes, self.padding, self._starts(positions) if is_readable() else None)
+
+    def _starts(self, positions: Tensor | None) -> Tensor | None:
+        if self.padding is None:
+            if self.structure is not None and self.structure.documents is not None:
+                return starts_of(self.structure.documents, 0)
+            return starts_of_positions(positions, self.sizes)
+        keys, queries = self.padding
+        return starts_of_positions(positions, self.sizes, keys) if queries is keys else None
+
+    def says_more_than_its_packing(self) -> bool:
+        """Whether only `dense` says the mask, in this call at least.
+
+        Layers may be compiled one by one, or captured, where the places of documents can't be read back.
+        """
+        if self.structure is None:
+            return True
+        return self.structure.documents is not None and not self._is_packed and not is_readable()
 
     def dense_apart(self, positions: Tensor | None) -> Tensor:
         """Return `dense` with the documents apart that a layer's positions say."""
         if self._dense_apart is None:
-            self._dense_apart, starts = self.dense(), self._batch(positions).starts
+            self._dense_apart, starts = self.dense(), self._starts(positions)
             if starts is not None:
                 numbers = starts.cumsum(-1)
                 behind = self._dense_apart.shape[-1] - numbers.shape[-1]  # keys of a static cache, to come
@@ -178,7 +189,7 @@ def shared_mask(
     is_plain = allow_is_causal_skip or allow_is_bidirectional_skip
     # A static cache. Its length is on the device, or the mask is made outside of the code that is compiled,
     # which would be compiled anew for another object.
-    if isinstance(q_offset, Tensor) or (q_length == 1 and not is_plain):
+    if isinstance(q_offset, Tensor) or (q_length == 1 and not (is_plain or is_bidirectional(mask_function))):
         return make_dense()
     structure = None
     is_chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
@@ -187,7 +198,7 @@ def shared_mask(
         left = -1 if local_size is None else local_size - (1 if allow_is_causal_skip else 0)
         structure = Structure((left, 0 if allow_is_causal_skip else left))
     elif not (use_vmap or torch.compiler.is_compiling()):
-        structure = _structure(mask_function)
+        structure = structure_of(mask_function)
     sizes, keys = (batch_size, q_length, kv_length), None
     if structure is not None:
         sizes, structure = _aligned(sizes, q_offset, kv_offset, structure)
@@ -200,61 +211,8 @@ def shared_mask(
     # Compiled code can't look into mask functions, but chunks are known by their size.
     is_unread = torch.compiler.is_compiling() and not is_chunked
     is_only_dense = structure is None and not is_unread
-    has_documents = not is_plain if torch.compiler.is_compiling() else _documents(mask_function) is not None
+    has_documents = not is_plain if torch.compiler.is_compiling() else documents_of(mask_function) is not None
     return SharedMask(sizes, structure, padding, is_overlaid, make_dense, is_only_dense, has_documents)
-
-
-def _structure(mask_function: Callable[..., Any] | None) -> Structure | None:
-    """Return what one of transformers' functions (row, head, query, key) -> bool means, or None.
-
-    Functions that it makes are known by their code, and what they were made of is in their closures.
-    """
-    from transformers import masking_utils as theirs
-
-    if mask_function in (None, theirs.causal_mask_function):
-        return Structure((-1, 0))
-    if mask_function is theirs.bidirectional_mask_function:
-        return Structure((-1, -1))
-    parts, nothing = _parts(mask_function), torch.empty(0)
-    if len(parts) != 2:
-        return None
-    remap = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not in every version
-    remapped = None if remap is None else remap(theirs.causal_mask_function, nothing)
-    for one, other in (parts, parts[::-1]):  # documents come first in transformers 5.23, last in others
-        window = _made_by(theirs.sliding_window_overlay(1), one).get("sliding_window")
-        if window is not None and other is theirs.causal_mask_function:
-            return Structure((window - 1, 0))
-        documents = _documents(one)
-        inner = _structure(_made_by(remapped, other).get("mask_function", other))
-        if documents is not None and inner is not None:
-            return inner._replace(documents=documents)
-    return None
-
-
-def _parts(mask_function: Any) -> tuple[Any, ...]:
-    """Return the functions that have to agree on what is seen."""
-    from transformers import masking_utils as theirs
-
-    made: Any = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function)
-    return made.get("mask_functions", ())  # type: ignore[no-any-return]
-
-
-def _documents(mask_function: Any) -> Any:
-    """Return the numbers of each token's document that transformers has put into a mask function, or None."""
-    from transformers import masking_utils as theirs
-
-    like = theirs.packed_sequence_mask_function(torch.empty(0))
-    made = (_made_by(like, one) for one in (mask_function, *_parts(mask_function)))
-    found = (closure.get("packed_sequence_mask") for closure in made)
-    return next((numbers for numbers in found if numbers is not None), None)
-
-
-def _made_by(like: Any, function: Any) -> dict[str, Any]:
-    """Return the closure of a function by name if it was made where `like` was, else nothing."""
-    if like is None or getattr(function, "__code__", None) is not like.__code__:
-        return {}
-    code: Any = function.__code__
-    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
 
 
 def _aligned(

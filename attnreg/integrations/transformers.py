@@ -126,11 +126,11 @@ def _attend(
         packing = by_positions(positions, sizes)
     else:
         sizes = _sizes(mask, sizes)
+        if mask.says_more_than_its_packing():
+            return _masked(query, key, value, mask.dense(), options)
         packing = mask.packing(positions)
         # Padding inside of a sequence counts for a window, but isn't there any more once the rest is packed.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
-        if mask.structure is None:
-            return _masked(query, key, value, mask.dense(), options)
         if may_have_holes:
             return _masked(query, key, value, mask.dense_apart(positions), options)
         key, value = key[:, :, : sizes[2]], value[:, :, : sizes[2]]
@@ -144,9 +144,12 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: O
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
     left = -1 if window[0] >= length_k - 1 else window[0]
     is_square = window[1] == -1 or length_q in (1, length_k)
+    is_causal = window[1] == 0
+    if length_q == 1:  # a branch, as in compiled code a comparison of lengths is no bool
+        is_causal = False
     if left == -1 and is_square and not options.softcap and options.sinks is None:
         out = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=options.dropout, is_causal=window[1] == 0 and length_q > 1,
+            query, key, value, dropout_p=options.dropout, is_causal=is_causal,
             scale=options.scale, enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         return out.transpose(1, 2)
@@ -177,6 +180,11 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Op
     """Compute a call with a mask of scores; PyTorch's own function knows neither softcap nor sinks."""
     if mask.ndim != 4:
         raise InvalidInputError(f"attention_mask: got shape {tuple(mask.shape)}, expected (B, 1, S_q, S_k)")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InvalidInputError(
+            f"attention_mask: got {mask.dtype}, expected torch.bool, true where a key is seen, or numbers "
+            "that are added to the scores"
+        )
     mask = mask[..., : key.shape[2]]
     groups = query.shape[1] // key.shape[1]
     # With a mask, SDPA's `enable_gqa` leads to the math kernel on a GPU.
@@ -209,10 +217,14 @@ def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options:
 def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others: dict[str, Any]) -> Packing:
     """Return the packing that a collator, or a model, has made."""
     batch, length_q, length_k = sizes
-    is_shared = isinstance(mask, SharedMask) and mask.padding is None and not mask.is_overlaid
-    if mask is not None and not is_shared:
+    if mask is not None and (isinstance(mask, Tensor) or mask.padding is not None):
         raise InvalidInputError(
             "attention_mask: got one with cu_seq_lens_q, expected one of them: a packed batch has no padding"
+        )
+    if mask is not None and mask.is_overlaid:
+        raise InvalidInputError(
+            "cu_seq_lens_q: got offsets for a model whose own mask says more than documents and a window; "
+            "expected position_ids that start anew, alone, with use_cache=False"
         )
     cu_seq_q = others["cu_seq_lens_q"].to(torch.int32)
     cu_seq_k = others.get("cu_seq_lens_k")

@@ -168,6 +168,18 @@ def test_offsets_of_a_collator_beside_padding_are_an_error():
         call(shared, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
 
 
+def test_offsets_for_a_model_whose_own_mask_says_more_are_an_error_that_names_positions():
+    shared, _ = made(or_mask_function=lambda batch, head, query, key: key == 0)
+    with pytest.raises(InvalidInputError, match=r"^cu_seq_lens_q: .* expected position_ids that start anew"):
+        call(shared, cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+def test_a_mask_of_integers_is_an_error(options):
+    with pytest.raises(InvalidInputError, match=r"^attention_mask: got torch.int64, expected torch.bool"):
+        call(torch.ones(2, 1, 6, 6, dtype=torch.int64), **options)
+
+
 def test_a_mask_of_two_dimensions_that_reaches_a_layer_is_an_error():
     with pytest.raises(InvalidInputError, match=r"got shape \(2, 6\), expected \(B, 1, S_q, S_k\)"):
         call(torch.ones(2, 6, dtype=torch.bool))
@@ -203,6 +215,16 @@ def test_a_model_that_computes_with_its_mask_itself_is_told_what_runs_it(config,
     assert str(error.value) == COMPUTES.format(use)
     one = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation="eager")
     assert one(**batch).logits.isfinite().all()
+
+
+def test_a_model_that_adds_a_mask_of_one_query_to_its_scores_is_refused():
+    sizes = models.ENCODER | {"num_hidden_layers": 1, "visual_embedding_dim": 8}
+    config = transformers.VisualBertConfig(**sizes)
+    one = transformers.AutoModel.from_config(config, attn_implementation="attnreg")
+    ids = models.documents(lengths=(12,))[0]
+    with pytest.raises(UnsupportedInputError) as error:
+        one(input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert str(error.value) == COMPUTES.format("torch.Tensor.add")
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,67 @@ def test_a_compiled_model_has_no_graph_break_and_reads_nothing_back(read_backs):
     assert read_backs == []
 
 
+def compiled_one_by_one(name):
+    """Return a model whose mask is made in eager and whose layers are compiled."""
+    one = models.model(name, "attnreg")
+    for layer in one.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    return one
+
+
+# Dynamo looks at that of what the layer before has returned.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_documents_whose_positions_start_anew_are_apart_in_layers_compiled_one_by_one(name, read_backs):
+    docs = models.documents()
+    expected, expected_grads = alone(name, docs)
+    one, batch = compiled_one_by_one(name), models.packed(docs, False) | {"use_cache": False}
+    outs = models.by_document(models.results(one, batch), batch, docs)
+    assert_close(outs, expected)
+    assert_close(models.gradients(one, outs).values(), expected_grads.values())
+    assert read_backs == []
+
+
+def test_documents_whose_positions_start_anew_are_apart_where_a_capture_forbids_to_read_back(
+    monkeypatch, read_backs
+):
+    docs = models.documents()
+    expected, _ = alone("Gemma2", docs)
+    one, batch = models.model("Gemma2", "attnreg"), models.packed(docs, False) | {"use_cache": False}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    outs = models.by_document(models.results(one, batch), batch, docs)
+    assert_close(outs, expected)
+    assert read_backs == []
+
+
+def test_layers_compiled_one_by_one_take_batches_of_other_lengths_without_a_graph_break():
+    one, eager = compiled_one_by_one("Llama"), models.model("Llama", "eager")
+    for rows, length in ((3, 12), (3, 7), (2, 9), (5, 4)):
+        ids = torch.randint(3, 64, (rows, length))
+        with torch.no_grad():
+            assert_close([one(ids, use_cache=False).logits], [eager(ids, use_cache=False).logits])
+
+
+def test_a_model_is_exported_for_any_batch():
+    one, eager = (models.model("Bert", name) for name in ("attnreg", "eager"))
+    sizes = {0: torch.export.Dim("rows", min=2, max=16), 1: torch.export.Dim("length", min=2, max=64)}
+
+    def drawn(rows, length):
+        counts = torch.arange(1, rows + 1).mul(length).floor_divide(rows)[:, None]
+        mask = (torch.arange(length) < counts).long()
+        return {"input_ids": torch.randint(3, 64, (rows, length)) * mask, "attention_mask": mask}
+
+    given = drawn(4, 12)
+    program = torch.export.export(one, (), given, dynamic_shapes=dict.fromkeys(given, sizes)).module()
+    for rows, length in ((4, 12), (2, 7), (9, 30)):
+        batch = drawn(rows, length)
+        counted = batch["attention_mask"].bool()
+        with torch.no_grad():
+            outs = [run(**batch)[0][counted] for run in (program, eager)]
+        assert_close(outs[:1], outs[1:])
+
+
 def llama4():
     """Return a Llama 4 whose first layer sees chunks of 8 tokens."""
     torch.manual_seed(0)

@@ -59,6 +59,13 @@ def test_a_value_that_is_none_is_a_warning_and_no_error_of_an_import(tmp_path):
     )
 
 
+def test_a_wrong_value_of_another_variable_is_said_to_leave_transformers_as_it_is(tmp_path):
+    (_, names, _, _), said = run(tmp_path, ATTNREG_TRANSFORMERS="1", ATTNREG_POLICY="meassured")
+    assert names == [{}, {}]
+    assert "ATTNREG_POLICY: got 'meassured'" in said
+    assert "Until it is mended these have no effect: ATTNREG_TRANSFORMERS." in said
+
+
 @pytest.mark.parametrize("version", ["4.57.6", "5.7.0"])
 def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(version, tmp_path, monkeypatch):
     monkeypatch.setitem(MODULES, "__init__", f"__version__ = '{version}'\n")

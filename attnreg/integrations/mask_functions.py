@@ -1,0 +1,78 @@
+"""What transformers' mask functions mean, (row, head, query, key) -> bool.
+
+Those that it makes are known by their code, and what they were made of is in their closures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.integrations.packing import Window
+
+
+class Structure(NamedTuple):
+    """A window, (left, right) as `varlen_attn` takes it, and the number of each token's document, (B, S)."""
+
+    window: Window
+    documents: Tensor | None = None
+
+
+def is_bidirectional(mask_function: Callable[..., Any] | None) -> bool:
+    """Whether every query sees every key."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    return mask_function is bidirectional_mask_function
+
+
+def structure_of(mask_function: Callable[..., Any] | None) -> Structure | None:
+    """Return what a function means; None if that is more than a window and documents."""
+    from transformers import masking_utils as theirs
+
+    if mask_function in (None, theirs.causal_mask_function):
+        return Structure((-1, 0))
+    if is_bidirectional(mask_function):
+        return Structure((-1, -1))
+    parts, nothing = _parts(mask_function), torch.empty(0)
+    if len(parts) != 2:
+        return None
+    remap = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not in every version
+    remapped = None if remap is None else remap(theirs.causal_mask_function, nothing)
+    for one, other in (parts, parts[::-1]):  # documents come first in transformers 5.23, last in others
+        window = _made_by(theirs.sliding_window_overlay(1), one).get("sliding_window")
+        if window is not None and other is theirs.causal_mask_function:
+            return Structure((window - 1, 0))
+        documents = documents_of(one)
+        inner = structure_of(_made_by(remapped, other).get("mask_function", other))
+        if documents is not None and inner is not None:
+            return inner._replace(documents=documents)
+    return None
+
+
+def _parts(mask_function: Any) -> tuple[Any, ...]:
+    """Return the functions that have to agree on what is seen."""
+    from transformers import masking_utils as theirs
+
+    made: Any = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function)
+    return made.get("mask_functions", ())  # type: ignore[no-any-return]
+
+
+def documents_of(mask_function: Any) -> Any:
+    """Return the numbers of each token's document that transformers has put into a mask function, or None."""
+    from transformers import masking_utils as theirs
+
+    like = theirs.packed_sequence_mask_function(torch.empty(0))
+    made = (_made_by(like, one) for one in (mask_function, *_parts(mask_function)))
+    found = (closure.get("packed_sequence_mask") for closure in made)
+    return next((numbers for numbers in found if numbers is not None), None)
+
+
+def _made_by(like: Any, function: Any) -> dict[str, Any]:
+    """Return the closure of a function by name if it was made where `like` was, else nothing."""
+    if like is None or getattr(function, "__code__", None) is not like.__code__:
+        return {}
+    code: Any = function.__code__
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
