@@ -34,7 +34,7 @@ lock = open_after_fork(threading.RLock())
 generation: object = object()
 
 _entries: dict[str, Entry] | None = None
-_discovering = 0  # the thread that does it; a forked child has none of its parent's threads
+_discovering = threading.local()
 _registrations: tuple[Registration, ...] = ()
 _listeners: list[Callable[[], object]] = []
 
@@ -69,20 +69,23 @@ def entries() -> Mapping[str, Entry]:
 
     Raises `RegistrationError` if a backend's module asks while it is itself being discovered.
     """
-    global _entries, _discovering
+    global _entries
     if _entries is None:
+        if getattr(_discovering, "now", False):
+            raise RegistrationError(
+                "backends are being discovered: a module that declares one can't use the registry "
+                "while it is imported"
+            )
+        _discovering.now = True
+        try:
+            # Not behind the lock: a module that another thread is importing may wait for it, to register a
+            # backend. Should two threads discover at once, what the first has found counts.
+            found = discover()
+        finally:
+            _discovering.now = False
         with lock:
-            if _discovering == threading.get_ident():
-                raise RegistrationError(
-                    "backends are being discovered: a module that declares one can't use the registry "
-                    "while it is imported"
-                )
             if _entries is None:
-                _discovering = threading.get_ident()
-                try:
-                    _entries = _by_name(discover())
-                finally:
-                    _discovering = 0
+                _entries = _by_name(found)
     return _entries
 
 
@@ -106,15 +109,17 @@ def add(backend: Backend, origin: str) -> Entry:
     Raises `RegistrationError` if another backend has that name.
     """
     global _entries
+    entries()
     with lock:
         known = dict(entries())
         present = known.get(backend.name.casefold())
         if present is not None and present.backend is backend:
             return present
         if present is not None:
+            removed = ", or that the first one's handle is removed before" if present.own else ""
             raise RegistrationError(
                 f"a backend named {present.name!r} is there already ({present.origin}); "
-                f"got another, {origin}, expected a name of its own"
+                f"got another, {origin}, expected a name of its own{removed}"
             )
         entry = Entry(backend.name, origin, backend, own=True)
         known[backend.name.casefold()] = entry

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -25,6 +25,7 @@ from attnreg.torchlib.isolation import strip_tracebacks
 from attnreg.torchlib.locks import open_after_fork
 
 GROUP = "attnreg.backends"
+CHECK_FAILED = "check failed: "
 SET_ASIDE = "not tried again for calls like this: "
 
 # One lock for all: two backends that load each other's packages would deadlock with one each.
@@ -49,6 +50,7 @@ class Entry:
     cause: BaseException | None = None
     own: bool = False
     _kernels: Kernels | None = field(default=None, init=False)
+    _is_loading: bool = field(default=False, init=False)  # seen by the thread that loads it alone
     _missing: str | None = field(default=None, init=False)
     _set_aside: dict[tuple[Direction, AttentionSpec], str] = field(default_factory=dict, init=False)
 
@@ -67,6 +69,11 @@ class Entry:
         If it can't load here, a `BackendUnavailableError` says why and what to install.
         """
         with _loading:
+            if self._is_loading:
+                raise RegistrationError(
+                    f"{self.name} is being loaded: its load() has called attention that would run on "
+                    f"{self.name} itself, expected that of another backend, as in use_backend('math')"
+                )
             if self._kernels is None and not self.unavailable() and self.backend is not None:
                 self._kernels = self._load(self.backend)
             if self._kernels is None:
@@ -115,7 +122,7 @@ class Entry:
                 aside = self._set_aside.get(_without_lengths(spec, direction))
                 against = (aside,) if aside else ()
         except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
-            against = (f"check failed: {type(error).__name__}: {error}",)
+            against = (f"{CHECK_FAILED}{type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
 
     def _against(self, spec: AttentionSpec, direction: Direction, missing: str) -> tuple[str, ...]:
@@ -138,8 +145,8 @@ class Entry:
         if not against and backend.refuses is not None:
             found = backend.refuses(spec)
             # As a sequence, each letter of a text would be a reason.
-            against = () if isinstance(found, str) else tuple(found)
-            if isinstance(found, str) or not all(isinstance(reason, str) for reason in against):
+            against = tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else (None,)
+            if not all(isinstance(reason, str) for reason in against):
                 raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
         if not against and not missing:
             against = known_issues.against(self.name, backend.version, spec, direction)
@@ -206,6 +213,7 @@ class Entry:
         return f"; install it with: {install}" if install else ""
 
     def _load(self, backend: Backend) -> Kernels | None:
+        self._is_loading = True
         try:
             kernels = backend.load()
             if not isinstance(kernels, Kernels):
@@ -218,6 +226,8 @@ class Entry:
         except BaseException as error:  # noqa: BLE001 - kept as the cause
             self.cause = strip_tracebacks(error)  # kept for good; its frames may refer to tensors
             return None
+        finally:
+            self._is_loading = False
         return kernels
 
 

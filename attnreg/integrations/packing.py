@@ -54,9 +54,14 @@ def read(numbers: Tensor) -> Tensor:
 
 def is_readable() -> bool:
     """Whether numbers can be read back now: not in compiled code, nor into a CUDA graph."""
-    return not torch.compiler.is_compiling() and not (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
+    return not torch.compiler.is_compiling() and not is_captured()
+
+
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured; false in compiled code."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_available():
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def of_equal_lengths(batch: int, length_q: int, length_k: int, device: torch.device) -> Packing:

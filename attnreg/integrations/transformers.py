@@ -18,6 +18,7 @@ from torch import Tensor
 from attnreg import aten
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
 from attnreg.integrations import behind_flash
+from attnreg.integrations.masked import masked
 from attnreg.integrations.packing import Options, Packing, Window, attend, by_positions, of_equal_lengths
 from attnreg.integrations.shared_mask import SharedMask, shared_mask
 from attnreg.selection import policy
@@ -114,25 +115,26 @@ def _attend(
     if given is None:
         spread.check_is_off("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole batch")
     if isinstance(mask, Tensor):
-        return _masked(query, key, value, mask, options)
+        return masked(query, key, value, mask, options)
     positions = others.get("position_ids")
     if mask is not None:
         window = _window(mask, window, sizes[2])
     if given is not None:
         if mask is not None and mask.is_only_dense:
-            return _masked(query, key, value, _dense_with_documents(mask, given), options)
+            return masked(query, key, value, _dense_with_documents(mask, given), options)
         packing: Packing | None = given
     elif mask is None:
         packing = by_positions(positions, sizes)
     else:
         sizes = _sizes(mask, sizes)
         if mask.says_more_than_its_packing():
-            return _masked(query, key, value, mask.dense(), options)
+            # Before a graph's capture such calls were packed.
+            return masked(query, key, value, mask.dense(), options, has_run=False)
         packing = mask.packing(positions)
         # Padding inside of a sequence counts for a window, but isn't there any more once the rest is packed.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
         if may_have_holes:
-            return _masked(query, key, value, mask.dense_apart(positions), options)
+            return masked(query, key, value, mask.dense_apart(positions), options)
         key, value = key[:, :, : sizes[2]], value[:, :, : sizes[2]]
     if packing is None:
         return _dense(query, key, value, window, options)
@@ -174,44 +176,6 @@ def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """Return (B, H, S, D) as (T, H, D), the rows that count."""
     flat = tensor.transpose(1, 2).flatten(0, 1)
     return flat if rows is None else flat.index_select(0, rows)
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
-    """Compute a call with a mask of scores; PyTorch's own function knows neither softcap nor sinks."""
-    if mask.ndim != 4:
-        raise InvalidInputError(f"attention_mask: got shape {tuple(mask.shape)}, expected (B, 1, S_q, S_k)")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise InvalidInputError(
-            f"attention_mask: got {mask.dtype}, expected torch.bool, true where a key is seen, or numbers "
-            "that are added to the scores"
-        )
-    mask = mask[..., : key.shape[2]]
-    groups = query.shape[1] // key.shape[1]
-    # With a mask, SDPA's `enable_gqa` leads to the math kernel on a GPU.
-    key, value = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (key, value))
-    if options.softcap or options.sinks is not None:
-        return _by_scores(query, key, value, mask, options).transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p=options.dropout, scale=options.scale
-    )
-    return out.transpose(1, 2)
-
-
-def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
-    """Compute attention by PyTorch operations over the whole matrix of scores, which no backend takes."""
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    scores = (query @ key.transpose(-1, -2)) * scale
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    hidden = mask.logical_not() if mask.dtype == torch.bool else mask.isneginf()
-    scores = scores.masked_fill(hidden, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if options.sinks is not None:
-        sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], -1)
-    # A row that sees no key, such as padding, gives 0, as from SDPA.
-    weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(hidden.all(-1, keepdim=True), 0.0)
-    return F.dropout(weights, options.dropout).to(value.dtype) @ value
 
 
 def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others: dict[str, Any]) -> Packing:

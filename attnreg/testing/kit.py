@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+import attnreg
 from attnreg import _registry
 from attnreg.contract.backend import Backend
-from attnreg.contract.discovery import Entry
+from attnreg.contract.discovery import CHECK_FAILED, Entry
 from attnreg.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.dispatch.planning import device_of
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
@@ -170,7 +173,7 @@ class Conformance:
                 where = check.case, self.device, self.seed
                 errors = {} if declined else measure_front(check.front, self.backend, *where, not backward)
         except Exception as error:  # noqa: BLE001 - one check that breaks must not hide the others
-            return Outcome(check, {}, backward, f"{type(error).__name__}: {error}")
+            return Outcome(check, {}, backward, f"{_place(error)}{type(error).__name__}: {error}")
         return Outcome(check, errors, (declined,) if declined else backward, unclear)
 
     def report(self, outcomes: Iterable[Outcome]) -> Report:
@@ -209,9 +212,22 @@ class Conformance:
         limits = [one for one in (self.backend.forward, self.backend.backward) if one is not None]
         by_limits = [reason for one in limits for reason in one.unsupported(spec)]
         for reason in reasons:
+            if reason.startswith(CHECK_FAILED):
+                return reason
             if reason not in (*by_limits, "has no backward") and not CLEAR.search(reason):
                 return f"refusal: got {reason!r}, expected a sentence such as 'head_dim must be 64, got 80'"
         return ""
+
+
+def _place(error: Exception) -> str:
+    """Return the line of the backend's code that an exception comes from, such as "kernels.py:42: "."""
+    ours, torchs = (Path(package.__file__ or "").parent for package in (attnreg, torch))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "backends")
+        if not of_library and not path.is_relative_to(torchs):
+            return f"{path.name}:{frame.lineno}: "
+    return ""
 
 
 def _variable(backend: Backend) -> tuple[str, str]:

@@ -50,7 +50,9 @@ def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins,
     assert found["nan"]["rows"][0]["errors"]["dq"] == {
         **found["nan"]["rows"][0]["errors"]["dq"], "passed": False, "error": None, "ratio": None
     }  # fmt: skip
-    assert found["crashes"]["rows"][0]["failure"].startswith("RuntimeError: CUDA error: an illegal")
+    raised_at = f"test_cli_verify.py:{crash.__code__.co_firstlineno + 1}: "
+    expected = f"{raised_at}RuntimeError: CUDA error: an illegal"
+    assert found["crashes"]["rows"][0]["failure"].startswith(expected)
     table = call(*QUICK)
     assert table.exit_code == 1
     assert "NaN" in table.output

@@ -136,6 +136,39 @@ def test_a_broken_plugin_is_kept_with_its_cause_and_hides_no_other(plugin, sourc
     assert error.value.__cause__ is entry.cause
 
 
+def test_a_module_that_registers_while_another_thread_discovers_it_waits_for_nobody(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import attnreg, main\n"
+        f"{SOURCE.format(name='Mine')}\n"
+        "main.is_imported.set(); assert main.is_discovering.wait(60)\n"
+        "attnreg.register_backend(BACKEND)\n"
+    )
+    # Discovery imports `mine`, which the other thread holds the import lock of.
+    (tmp_path / "main.py").write_text(
+        "import threading\nis_imported, is_discovering = threading.Event(), threading.Event()\n"
+    )
+    run = forked(
+        f"import importlib, os, sys, threading; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import attnreg, main\n"
+        "from attnreg.contract import discovery\n"
+        "from importlib.metadata import EntryPoint\n"
+        "point, found = EntryPoint('mine', 'mine:BACKEND', discovery.GROUP), discovery.entry_points\n"
+        "def points(group):\n"
+        "    main.is_discovering.set()\n"
+        "    return [*found(group=group), point]\n"
+        "discovery.entry_points = points\n"
+        "threading.Thread(target=importlib.import_module, args=('mine',), daemon=True).start()\n"
+        "assert main.is_imported.wait(60)\n"
+        "other = threading.Thread(target=attnreg.list_backends, daemon=True)\n"
+        "other.start(); other.join(20)\n"
+        "print(other.is_alive(), flush=True)\n"
+        "other.is_alive() and os._exit(1)\n"
+        "importlib.import_module('mine')\n"
+        "print('Mine' in attnreg.list_backends(), attnreg._registry.registrations()[0].name)\n"
+    )
+    assert run.stdout.split() == ["False", "True", "Mine"], run.stderr
+
+
 def test_a_broken_plugin_is_logged_once_at_info_and_attention_runs_all_the_same(plugin, caplog, routers, ran):
     origin = plugin("broken", "raise SystemExit(3)")
     with caplog.at_level("INFO", "attnreg"):

@@ -13,8 +13,8 @@ from attnreg.torchlib import captured
 
 
 @pytest.fixture(autouse=True)
-def comparing_at_once(monkeypatch):
-    """Have FA4 compare a recording at the next calls, however many kinds of calls tests before have made."""
+def as_in_a_new_process(monkeypatch, no_graph_trees):
+    """Forget what tests before have loaded, and have FA4 compare a recording however many kinds they ran."""
     monkeypatch.setattr(replay, "FEW", sys.maxsize)
 
 
@@ -25,7 +25,7 @@ def planned(monkeypatch):
 
 
 @pytest.fixture
-def is_kept(planned, no_graph_trees):
+def is_kept(planned):
     """Return whether a repeated call makes no plan, and with compiled routers isn't planned at all.
 
     A backend that may still offer a better launcher is asked ever more rarely: not at three calls running.
@@ -40,7 +40,7 @@ def is_kept(planned, no_graph_trees):
 
 
 @pytest.fixture
-def compiled_cache(compiled_routers, no_graph_trees):
+def compiled_cache(compiled_routers):
     """Have the compiled call cache serve a test, whatever the run is about."""
     aten.restore()
     aten.ensure()

@@ -17,7 +17,7 @@ from attnreg.measure import measure
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import stream_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_graph_trees")]
+pytestmark = pytest.mark.gpu
 
 # In each of them every row sees a key: that is promised to a launcher.
 SAME = [(n, n) for n in (113, 1, 33, 203)]

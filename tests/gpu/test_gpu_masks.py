@@ -48,7 +48,7 @@ def test_masked_calls_are_right_and_run_on_the_first_backend(seen, mask, ran):
     gpu.assert_near(results, gpu.expected_of_sdpa(inputs, bias=bias))
 
 
-@pytest.mark.usefixtures("recognise", "no_graph_trees")
+@pytest.mark.usefixtures("recognise")
 def test_layers_after_the_first_wait_for_nothing():
     inputs, mask = gpu.bhsd(length=LENGTH), (KEYS & CAUSAL).cuda()
     right = gpu.sdpa_and_back(inputs, attn_mask=mask)
@@ -59,7 +59,7 @@ def test_layers_after_the_first_wait_for_nothing():
         gpu.assert_near(one, [x.cpu().double() for x in right])
 
 
-@pytest.mark.usefixtures("recognise", "no_graph_trees")
+@pytest.mark.usefixtures("recognise")
 def test_in_a_capture_the_mask_is_torchs_and_a_replay_sees_what_was_written_to_it():
     inputs, mask = gpu.bhsd(length=LENGTH, grad=False), KEYS.cuda()
     F.scaled_dot_product_attention(*inputs, attn_mask=mask)
@@ -75,7 +75,7 @@ def test_in_a_capture_the_mask_is_torchs_and_a_replay_sees_what_was_written_to_i
     gpu.assert_near([replayed], gpu.expected_of_sdpa([x.requires_grad_() for x in inputs], bias=bias)[:1])
 
 
-@pytest.mark.usefixtures("recognise", "no_graph_trees")
+@pytest.mark.usefixtures("recognise")
 def test_each_stream_looks_at_a_mask_itself():
     inputs, mask = gpu.bhsd(length=LENGTH, grad=False), KEYS.cuda()
     first = F.scaled_dot_product_attention(*inputs, attn_mask=mask)

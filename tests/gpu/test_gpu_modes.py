@@ -23,6 +23,11 @@ pytestmark = [
 ]
 
 
+@pytest.fixture
+def no_graph_trees():
+    """Keep CUDA-graph trees: here they run, and know of the graphs of tests before."""
+
+
 def sdpa(query, key, value, *_):
     """Attend over packed tensors that are one sequence."""
     batch = (x.transpose(0, 1)[None] for x in (query, key, value))

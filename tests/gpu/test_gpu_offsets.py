@@ -83,7 +83,7 @@ def written(named, prepare, lengths):
 @WRITES
 @pytest.mark.parametrize(("lengths", "without"), [(SHORTER, ()), (REORDERED, ("math", "FA2", "FA4"))])
 def test_calls_with_the_old_offsets_are_an_error_and_those_after_it_are_right(
-    named, prepare, lengths, without, nccl, trust_offsets, no_graph_trees
+    named, prepare, lengths, without, nccl, trust_offsets
 ):
     trust_offsets(0.0)
     given, front = written(named, prepare, lengths)
@@ -101,7 +101,7 @@ def test_calls_with_the_old_offsets_are_an_error_and_those_after_it_are_right(
 
 
 @pytest.mark.only_for("FA2", "FA4", "cuDNN")
-def test_a_write_is_found_with_the_times_of_the_default(named, trust_offsets, no_graph_trees):
+def test_a_write_is_found_with_the_times_of_the_default(named, trust_offsets):
     trust_offsets(0.05)  # as long as the product; a run of tests sets an hour
     given, front = written(named, by_data, SHORTER)
     errors = []

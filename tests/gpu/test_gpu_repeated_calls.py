@@ -208,7 +208,7 @@ def expected_of(query, key, value, grad, call):
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
-def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window, no_graph_trees):
+def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window):
     kernels = _registry.find(named).kernels()
     shape_q, shape_k, lengths = case
     offsets = None if lengths is None else gpu.offsets_of(lengths)

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from support import gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -60,3 +61,11 @@ def test_each_image_of_a_vision_tower_is_computed_as_by_itself_on_the_backend_th
     on_device, named
 ):
     on_device.check_images("cuda", torch.bfloat16, named)
+
+
+def test_a_captured_forward_reads_where_its_documents_begin_at_each_replay(on_device):
+    def record(forward):
+        graph, results = gpu.capture(lambda: (forward(),))
+        return lambda: gpu.replay(graph, results)[0]
+
+    on_device.check_captured("cuda", torch.bfloat16, record)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from support import transformers_models as models
 
 import attnreg
 from attnreg.errors import InvalidInputError
+from attnreg.integrations import masked
+from attnreg.integrations.packing import Options
 
 # transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
 # the results by a thousand times as much.
@@ -313,6 +316,25 @@ def test_documents_whose_positions_start_anew_are_apart_where_a_capture_forbids_
     outs = models.by_document(models.results(one, batch), batch, docs)
     assert_close(outs, expected)
     assert read_backs == []
+
+
+@pytest.mark.parametrize("is_captured", [True, False], ids=["captured", "not captured"])
+def test_only_a_capture_of_masked_calls_that_were_packed_before_leaves_cudnn_out(monkeypatch, is_captured):
+    """Its first call in a process can't be captured, and packed calls before don't make it."""
+    of_calls, sdpa = [], F.scaled_dot_product_attention
+
+    def watched(*args, **options):
+        of_calls.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(masked, "is_captured", lambda: is_captured)
+    query, mask = torch.randn(1, 2, 5, 8), torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    for has_run in (True, False):
+        out = masked.masked(query, query, query, mask, Options(0.0, None, 0.0, None), has_run=has_run)
+        expected = sdpa(query, query, query, is_causal=True).transpose(1, 2)
+        torch.testing.assert_close(out, expected)
+    assert of_calls == [True, not is_captured]
 
 
 def test_layers_compiled_one_by_one_take_batches_of_other_lengths_without_a_graph_break():

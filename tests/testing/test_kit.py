@@ -198,7 +198,15 @@ def test_a_kernel_that_raises_does_not_end_the_run(fake):
 
     kit = Conformance(fake("broken", load=lambda: MATH._replace(forward=crash)).backend, "cpu")
     outcomes = list(map(kit.run, kit.checks[:2]))
-    assert [outcome.failure for outcome in outcomes] == ["RuntimeError: no such kernel"] * 2
+    line = crash.__code__.co_firstlineno + 1
+    assert [outcome.failure for outcome in outcomes] == [
+        f"test_kit.py:{line}: RuntimeError: no such kernel"
+    ] * 2
+
+
+def test_a_check_of_the_backends_own_that_raises_is_said_as_it_is(fake):
+    outcome = Conformance(fake("mine", refuses=lambda spec: None).backend, "cpu").run(SMALL)
+    assert outcome.failure == "check failed: TypeError: refuses() returned None, expected a tuple of reasons"
 
 
 def test_a_front_leaves_the_registry_and_torch_as_they_were(fake):

@@ -1,0 +1,70 @@
+"""Attention of transformers' layers with a mask of scores, (B, 1, S_q, S_k), where sequences can't say it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attnreg.errors import InvalidInputError
+from attnreg.integrations.packing import Options, is_captured
+
+# PyTorch's cuDNN kernel isn't among them: the first call of cuDNN in a thread can't be captured, as it
+# allocates memory (torch 2.11 on an H100).
+_RECORDABLE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options, has_run: bool = True
+) -> Tensor:
+    """Compute a call with a mask of scores; PyTorch's own function knows neither softcap nor sinks.
+
+    Args:
+        query, key, value: (B, H, S, D), as a layer has them.
+        mask: (B, 1, S_q, S_k), bool, true where a key is seen, or numbers that are added to the scores.
+        has_run: whether such calls have run before, should a CUDA graph be captured now.
+
+    Returns:
+        (B, S_q, H, D_v).
+
+    Raises:
+        InvalidInputError: the mask has another shape or dtype.
+    """
+    if mask.ndim != 4:
+        raise InvalidInputError(f"attention_mask: got shape {tuple(mask.shape)}, expected (B, 1, S_q, S_k)")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InvalidInputError(
+            f"attention_mask: got {mask.dtype}, expected torch.bool, true where a key is seen, or numbers "
+            "that are added to the scores"
+        )
+    mask = mask[..., : key.shape[2]]
+    groups = query.shape[1] // key.shape[1]
+    # With a mask, SDPA's `enable_gqa` leads to the math kernel on a GPU.
+    key, value = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (key, value))
+    if options.softcap or options.sinks is not None:
+        return _by_scores(query, key, value, mask, options).transpose(1, 2)
+    with nullcontext() if has_run or not is_captured() else sdpa_kernel(_RECORDABLE):
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p=options.dropout, scale=options.scale
+        )
+    return out.transpose(1, 2)
+
+
+def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
+    """Compute attention by PyTorch operations over the whole matrix of scores, which no backend takes."""
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (query @ key.transpose(-1, -2)) * scale
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    hidden = mask.logical_not() if mask.dtype == torch.bool else mask.isneginf()
+    scores = scores.masked_fill(hidden, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    # A row that sees no key, such as padding, gives 0, as from SDPA.
+    weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return F.dropout(weights, options.dropout).to(value.dtype) @ value
