@@ -190,6 +190,8 @@ def _padded(batch: Batch, facts: Tensor | None, starts: Tensor | None = None) ->
         rows_q, cu_seq_q = _rows(queries, total_q), _offsets(queries)
     else:
         rows_q, cu_seq_q = None, _of_all(keys.shape[0], length_q, keys.device)
+        if length_q > 1:
+            has_holes = None  # a window would have to know at which of the keys each query is
     return Packing(rows_q, rows_k, cu_seq_q, cu_seq_k, longest_q, longest_k, has_holes)
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class SharedMask:
     Attributes:
         sizes: how many rows the batch has, and how many queries and keys each row. Behind these keys there
             may be others (of a static cache) that no query sees.
+        length_k: how many keys there are with those.
         structure: None if the mask is more than a window, documents and padding: then only `dense` says it.
         padding: which keys count, (B, S_k), and which queries (None: all); None if all of both do.
         is_overlaid: whether the mask lets queries see more than causality, a window and documents allow.
@@ -59,6 +61,7 @@ class SharedMask:
     def __init__(
         self,
         sizes: tuple[int, int, int],
+        length_k: int,
         structure: Structure | None,
         padding: tuple[Tensor, Tensor | None] | None,
         is_overlaid: bool,
@@ -66,7 +69,7 @@ class SharedMask:
         is_only_dense: bool = False,
         has_documents: bool = False,
     ) -> None:
-        self.sizes, self.structure, self.padding = sizes, structure, padding
+        self.sizes, self.length_k, self.structure, self.padding = sizes, length_k, structure, padding
         self.is_overlaid, self._make_dense = is_overlaid, make_dense
         self.is_only_dense, self.has_documents = is_only_dense, has_documents
         self._dense: Tensor | None = None
@@ -82,6 +85,12 @@ class SharedMask:
                 self._siblings = before
             self._siblings.append(weakref.ref(self))
             _unpacked.masks = self._siblings
+
+    @property
+    def shape(self) -> torch.Size:
+        """Those of transformers' tensor, (B, 1, S_q, S_k): some models look how many keys a mask is for."""
+        batch, length_q, _ = self.sizes
+        return torch.Size((batch, 1, length_q, self.length_k))
 
     def _others(self) -> list[SharedMask]:
         if not is_readable():
@@ -122,9 +131,11 @@ class SharedMask:
         return Batch(self.sizes, self.padding, self._starts(positions) if is_readable() else None)
 
     def _starts(self, positions: Tensor | None) -> Tensor | None:
+        if self.padding is None and self.structure is not None and self.structure.documents is not None:
+            return starts_of(self.structure.documents, 0)
+        if self.structure is not None and self.structure.window[1] != 0:
+            return None  # a cross attention's layer is given the decoder's positions
         if self.padding is None:
-            if self.structure is not None and self.structure.documents is not None:
-                return starts_of(self.structure.documents, 0)
             return starts_of_positions(positions, self.sizes)
         keys, queries = self.padding
         return starts_of_positions(positions, self.sizes, keys) if queries is keys else None
@@ -206,13 +217,16 @@ def shared_mask(
             keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None
     if keys is not None and structure is not None:
-        padding = _padding(keys, sizes, q_offset, kv_offset, structure.window[1] == 0 or _is_of_itself())
+        is_causal = structure.window[1] == 0
+        padding = _padding(keys, sizes, q_offset, kv_offset, is_causal, not is_causal and _is_of_text())
     is_overlaid = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
     # Compiled code can't look into mask functions, but chunks are known by their size.
     is_unread = torch.compiler.is_compiling() and not is_chunked
     is_only_dense = structure is None and not is_unread
     has_documents = not is_plain if torch.compiler.is_compiling() else documents_of(mask_function) is not None
-    return SharedMask(sizes, structure, padding, is_overlaid, make_dense, is_only_dense, has_documents)
+    return SharedMask(
+        sizes, kv_length, structure, padding, is_overlaid, make_dense, is_only_dense, has_documents
+    )
 
 
 def _aligned(
@@ -229,24 +243,33 @@ def _aligned(
 
 
 def _padding(
-    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, is_of_itself: bool
+    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, is_causal: bool, is_text: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return which keys count, and which queries, from the mask of all tokens so far."""
+    """Return which keys count, and which queries, from the mask of all tokens so far.
+
+    All queries count where it isn't known which of the tokens they are: those of a mask that isn't causal may
+    be anything else, such as the latents of a resampler.
+    """
     counted = keys[:, kv_offset : kv_offset + sizes[2]]
-    if not is_of_itself or sizes[1] == 1:
+    if sizes[1] == 1:
         return counted, None
     if sizes[1] == sizes[2] and q_offset == kv_offset:
-        return counted, counted
-    return counted, keys[:, q_offset : q_offset + sizes[1]]
+        return counted, counted if is_causal or is_text else None
+    return counted, keys[:, q_offset : q_offset + sizes[1]] if is_causal else None
 
 
-def _is_of_itself() -> bool:
-    """Whether a mask that isn't causal is for tokens that attend to themselves, not to an encoder's.
+def _is_of_text() -> bool:
+    """Whether a mask that isn't causal is for a text that attends to itself: no model reads its padding.
 
-    transformers doesn't tell its mask functions, but an encoder's padding says nothing about the query's.
-    Where it can't be seen the query counts as not padded: that is right in any case, and takes longer.
+    Those of images and of audio do, by convolutions, say; and an encoder's padding says nothing about the
+    queries of a decoder. transformers tells its mask functions neither, but the function that makes the mask
+    has `encoder_hidden_states`, and the model's `forward` that calls it takes `input_ids`.
     """
     if torch.compiler.is_compiling():
         return False
-    caller = sys._getframe(2).f_locals
-    return caller.get("encoder_hidden_states", caller) is None
+    frame: FrameType | None = sys._getframe(2)
+    if frame is None or frame.f_locals.get("encoder_hidden_states", frame) is not None:
+        return False
+    while frame is not None and frame.f_code.co_name != "forward":
+        frame = frame.f_back
+    return frame is not None and "input_ids" in frame.f_code.co_varnames

@@ -97,8 +97,11 @@ def attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
-    options = Options(dropout, scaling, softcap or 0.0, s_aux)
-    return _attend(query, key, value, attention_mask, (left, 0 if causal else left), options, others), None
+    window, options = (left, 0 if causal else left), Options(dropout, scaling, softcap or 0.0, s_aux)
+    of_model = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
+    if isinstance(attention_mask, SharedMask):
+        window = _window(attention_mask, window, query.shape[2], key.shape[2], of_model != NAME)
+    return _attend(query, key, value, attention_mask, window, options, others), None
 
 
 def _attend(
@@ -117,14 +120,13 @@ def _attend(
     if isinstance(mask, Tensor):
         return masked(query, key, value, mask, options)
     positions = others.get("position_ids")
-    if mask is not None:
-        window = _window(mask, window, sizes[2])
     if given is not None:
         if mask is not None and mask.is_only_dense:
             return masked(query, key, value, _dense_with_documents(mask, given), options)
         packing: Packing | None = given
     elif mask is None:
-        packing = by_positions(positions, sizes)
+        # Those of a layer that isn't causal may be a decoder's, and its keys an encoder's.
+        packing = by_positions(positions, sizes) if window[1] == 0 else None
     else:
         sizes = _sizes(mask, sizes)
         if mask.says_more_than_its_packing():
@@ -214,16 +216,20 @@ def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
 
 def _sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return the sizes that a mask is for, checked against those of a layer's tensors."""
-    if mask.sizes[:2] != sizes[:2] or mask.sizes[2] > sizes[2]:
+    if (*mask.sizes[:2], mask.length_k) != sizes:
         raise InvalidInputError(
-            f"attention_mask: got one for (batch, queries, keys) {mask.sizes}, expected one for {sizes}, the "
-            "sizes of the layer's query and key"
+            f"attention_mask: got one for (batch, queries, keys) {(*mask.sizes[:2], mask.length_k)}, "
+            f"expected one for {sizes}, the sizes of the layer's query and key; with 'eager' a layer may "
+            "extend its mask"
         )
     return mask.sizes
 
 
-def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
-    """Return the window of a mask, checked against a layer's own."""
+def _window(mask: SharedMask, of_layer: Window, length_q: int, length_k: int, by_layer: bool) -> Window:
+    """Return the window of a mask, checked against a layer's own.
+
+    With `by_layer` the layer says whether it is causal, as with flash-attn: decoders are made encoders so.
+    """
     if mask.structure is None:
         return of_layer
     left, right = mask.structure.window
@@ -232,12 +238,22 @@ def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
             f"sliding_window: got {of_layer[0] + 1} from a layer whose mask has no window, expected the same "
             "of both (with 'eager' the mask decides, with 'flash_attention_2' the layer)"
         )
+    if by_layer and right == 0 and of_layer[1] != 0 and length_q != 1:
+        if left != -1:
+            raise UnsupportedInputError(
+                "is_causal: got False from a layer whose mask has a causal window, expected the same of "
+                "both; with config.is_causal = False transformers makes another mask"
+            )
+        return -1, -1
     return left, right
 
 
 _REFUSED = {
     "position_bias": "attn_implementation='sdpa' or 'eager'",
     "output_attentions": "attn_implementation='eager'",
+    "indices": "attn_implementation='sdpa' or 'eager'",
+    "block_indices": "attn_implementation='sdpa' or 'eager'",
+    "sinks": "attn_implementation='eager'",
     "block_table": "attn_implementation='flash_attention_2' without attnreg",
 }
 

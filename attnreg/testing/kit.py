@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-import attnreg
 from attnreg import _registry
 from attnreg.contract.backend import Backend
 from attnreg.contract.discovery import CHECK_FAILED, Entry
@@ -221,7 +220,7 @@ class Conformance:
 
 def _place(error: Exception) -> str:
     """Return the line of the backend's code that an exception comes from, such as "kernels.py:42: "."""
-    ours, torchs = (Path(package.__file__ or "").parent for package in (attnreg, torch))
+    ours, torchs = (Path(module.__file__ or "").parent for module in (_registry, torch))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "backends")

@@ -237,14 +237,18 @@ def test_a_model_that_adds_a_mask_of_one_query_to_its_scores_is_refused():
         (lambda mask: mask[:, :, :, :6], "an operator"),
         (lambda mask: ~mask, "an operator"),
         (lambda mask: 1.0 - mask, "an operator"),
-        (lambda mask: mask.shape, "mask.shape"),
+        (lambda mask: mask.repeat(1, 4, 1, 1), "mask.repeat"),
     ],
-    ids=["added to", "added", "filled by", "where", "a part", "not", "one less", "shape"],
+    ids=["added to", "added", "filled by", "where", "a part", "not", "one less", "repeated"],
 )
 def test_a_mask_is_no_tensor_to_compute_with(compute, use):
     with pytest.raises(UnsupportedInputError) as error:
         compute(made()[0])
     assert str(error.value) == COMPUTES.format(use)
+
+
+def test_a_mask_has_the_shape_of_the_tensor_that_it_stands_for():
+    assert made()[0].shape == made()[0].dense().shape
 
 
 def test_a_mask_says_no_to_those_who_ask_whether_it_is_a_tensor():
