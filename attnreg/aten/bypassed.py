@@ -46,10 +46,11 @@ NOTHING_TO_DO = "there must be queries and keys"
 
 
 class Bypassed(NamedTuple):
-    """The kernel that torch's selector takes for a call, which has no router, and why it does."""
+    """The kernel that a function of torch's takes for a call, which has no router, and why it does."""
 
     kernel: str
     reason: str
+    function: str = SDPA
 
 
 class SdpaCall(NamedTuple):
@@ -190,8 +191,8 @@ def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: An
             _refuse_if_strict(*found)
         result = torchs(*arguments, **options)
         if found is not None:
-            counters.bypassed(*found[1])
-            trace.count_bypassed(*found[1])
+            counters.bypassed(found[1].kernel, found[1].reason)
+            trace.count_bypassed(found[1].kernel, found[1].reason)
         return result
 
     with contextlib.suppress(Exception):  # private; TorchScript takes it for torch's function then
@@ -229,7 +230,11 @@ def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | 
 
 
 def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:
-    found = Bypassed("torch's fast path of encoder layers", "it has kernels of its own on a CPU")
+    found = Bypassed(
+        "torch's fast path of encoder layers",
+        "it has kernels of its own on a CPU",
+        "nn.MultiheadAttention or nn.TransformerEncoderLayer",
+    )
     return (source, found) if source.is_cpu else None  # on a GPU it calls an op that is routed
 
 
@@ -247,8 +252,8 @@ def strict_refusal(device: Device, found: Bypassed, scoped: Preference | None) -
     if not (policy_now.strict and given):
         return ""
     return (
-        f"{SDPA} sends this call to {found.kernel}, so that no backend of {given[0].source} sees it, and "
-        f"strict ({policy_now.strict}) makes that an error: {found.reason}"
+        f"{found.function} sends this call to {found.kernel}, so that no backend of {given[0].source} sees "
+        f"it, and strict ({policy_now.strict}) makes that an error: {found.reason}"
     )
 
 

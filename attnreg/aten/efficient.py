@@ -179,6 +179,8 @@ def _from_op(lse: Tensor, query: Tensor, call: Call) -> Tensor:
     """
     if call.cu_seqlens_q is None:
         lse = lse[..., : call.max_q]
+    elif not lse.numel():
+        lse = lse.new_zeros(lse.shape[1], len(query))  # no token is of a sequence
     else:
         tokens = torch.arange(query.shape[0], dtype=torch.int32, device=lse.device)
         # Tokens past the last offset take any row: they belong to no sequence.

@@ -105,7 +105,7 @@ def _print_stats() -> None:
         table("What failed", failures, ("backend", "error"), place=place)
     if counted.bypassed:
         passed = ((row.kernel, str(row.count), row.reason) for row in counted.bypassed)
-        title = "What F.scaled_dot_product_attention sent past attnreg, and why"
+        title = "What PyTorch sent past attnreg, and why"
         table(title, passed, ("kernel", "calls", "reason"), place=place)
     if counted.masks:
         masks = ((row.seen, str(row.count)) for row in counted.masks)

@@ -72,7 +72,7 @@ VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
 def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
     """Return the function that makes a call without its tensors, and what has to be said of it."""
     if spec.varlen:
-        return VARLEN, []
+        return VARLEN, [f"no function makes such a call: {VARLEN} takes no attn_bias"] if spec.bias else []
     of_flash = {
         "window_size": spec.window not in (UNBOUNDED, (-1, 0)),
         "softcap": spec.softcap > 0.0,
@@ -134,12 +134,13 @@ def dense(
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
-    found = None
-    if query.dim() == key.dim() == value.dim() and query.dim() in (2, 3):
-        # Of these the selector has to see the dims; all else is as with a batch, and heads, of one.
+    found, given_as = None, (query, key, value)
+    if query.dim() == key.dim() == value.dim() >= 2 and _is_left_to_broadcast(query, key, value, enable_gqa):
+        # Of these the selector has to see the dims; all else is as with a batch of heads.
         query, key, value = autocast(query, key, value)
         found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        query, key, value = (x[(None,) * (4 - x.dim())] for x in (query, key, value))
+        _raise_what_torch_does(query, key, value, attn_mask, enable_gqa)
+        query, key, value = _batches(query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -155,11 +156,37 @@ def dense(
     if found is None:
         found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
+    _raise_what_torch_does(*autocast(*given_as), attn_mask, enable_gqa)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
     of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
     for_backward = efficient.FOR_BIAS if of_mask else None
     return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, for_backward=for_backward)
+
+
+def _is_left_to_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether a call has other dims than (B, H, S, D), or tensors that torch's math kernel broadcasts."""
+    return query.dim() != 4 or (not enable_gqa and len({x.shape[:-2] for x in (query, key, value)}) > 1)
+
+
+def _batches(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors of equal dims, broadcast to (B, H, S, D)."""
+    batch: torch.Size = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))  # type: ignore[no-untyped-call]
+    expanded = [x.expand(*batch, *x.shape[-2:]) for x in tensors]
+    return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in expanded]
+
+
+def _raise_what_torch_does(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> None:
+    """Raise an `InvalidInputError` if torch's function takes no tensors like these on any of its kernels."""
+    query, key, value = (x.detach().to("meta") for x in (query, key, value))
+    mask = None if attn_mask is None else attn_mask.detach().to("meta")
+    try:
+        # Not by its name in F, where attnreg looks at calls.
+        torch._C._nn.scaled_dot_product_attention(query, key, value, mask, enable_gqa=enable_gqa)
+    except RuntimeError as error:
+        raise InvalidInputError(f"{SDPA} refuses this call: {str(error).partition(chr(10))[0]}") from None
 
 
 def masked(call: SdpaCall) -> CallSpec:

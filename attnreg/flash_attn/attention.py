@@ -158,9 +158,11 @@ def checked_call(
     """Return the `Call` of `attend_packed` and its plan, after raising what that would, without a gradient.
 
     The plan is the one to run: with the policy "adaptive" the next call's may be another backend's turn. None
-    of what is traced, or seen by modes or subclasses: that raises it by itself, at once.
+    of what is traced, or seen by modes or subclasses: what an op checks of it is raised by that.
     """
     check_tensors(alibi_slopes=options.alibi_slopes)
+    window(options.window_size, options.causal)
+    checked_softcap(options.bound_on_scores)
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
     if torch.compiler.is_compiling() or not is_plain(*tensors):
         return None
@@ -196,18 +198,17 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     check_dense(q, k, v)
     check_tensors(alibi_slopes=options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
-    if not torch.compiler.is_compiling() and is_plain(q, k, v):
+    if not torch.compiler.is_compiling() and is_plain(q, k, v, options.alibi_slopes):
         return _attend(q, k, v, options, (None, None, length_q, length_k))
     offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return unpacked(*attend_packed(q, k, v, (*offsets, length_q, length_k), options), batch)
+    return unpacked(*attend_packed(q, k, v, (*offsets, length_q, length_k), options), batch, length_q)
 
 
-def unpacked(out: Tensor, lse: Tensor, batch: int) -> Results:
-    """Return the packed results of `batch` sequences of equal lengths as dense ones."""
-    length = out.shape[0] // max(batch, 1)
+def unpacked(out: Tensor, lse: Tensor, batch: int, length: int) -> Results:
+    """Return the packed results of `batch` sequences of a length as dense ones."""
     out = out.view(batch, length, *out.shape[1:])
-    return out, lse.view(-1, batch, length).transpose(0, 1).contiguous()
+    return out, lse.view(lse.shape[0], batch, length).transpose(0, 1).contiguous()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:

@@ -18,7 +18,7 @@ from attnreg.flash_attn.attention import (
     unpacked,
 )
 from attnreg.flash_attn.functions import Window
-from attnreg.flash_attn.rotary import positions, rotated
+from attnreg.flash_attn.rotary import check_compiled, positions, rotated
 from attnreg.torchlib.modes import is_plain
 from attnreg.varlen import spread
 from attnreg.varlen.plans import check_tensors, window
@@ -57,7 +57,7 @@ def flash_attn_with_kvcache(
 
     On a GPU the numbers in `cache_seqlens`, `cache_batch_idx`, `cache_leftpad` and `block_table` aren't
     checked, as that would wait for it: one below 0, or beyond the cache, is an error of CUDA, or keys of
-    another sequence are overwritten or seen.
+    another sequence are overwritten or seen. In compiled code on a CPU one is a `RuntimeError`.
 
     Args:
         q: (B, S_q, H, D).
@@ -116,7 +116,9 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:  # nothing is written for a call that is refused
         _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
     out, lse = attend_packed(q, *keys_and_values(), lengths, options, seen, table, splits, planned)
-    return unpacked(out, lse, batch) if return_softmax_lse else out.view(batch, length_q, *out.shape[1:])
+    if return_softmax_lse:
+        return unpacked(out, lse, batch, length_q)
+    return out.view(batch, length_q, *out.shape[1:])
 
 
 def _check(
@@ -263,7 +265,7 @@ def _pages(
 ) -> Tensor | None:
     """Return the pages of each sequence, (B, pages); a cached sequence is one. None if all are in order."""
     if block_table is not None:
-        return block_table
+        return block_table.to(torch.int32)
     if places is not None:
         return places.to(torch.int32)[:, None]
     return None if leftpad is None else torch.arange(batch, dtype=torch.int32, device=used.device)[:, None]
@@ -272,6 +274,8 @@ def _pages(
 def _append(new: Pair, caches: Pair, in_order: bool, pages: Tensor | None, used: Tensor) -> None:
     """Write new keys and values behind the `used` ones, in place; a cache `in_order` has no pages."""
     (batch, count), size = new[0].shape[:2], caches[0].shape[1]
+    room = size if pages is None else size * pages.shape[1]
+    check_compiled("cache_seqlens", used, room - count + 1)
     if in_order and all(len(x) == 1 or x.stride(0) == size * x.stride(1) for x in caches):
         # All tokens are one dimension: that takes fewer operations, and a step on a GPU is bound by the host.
         at = regular_offsets(batch, size, used, torch.int64)[:-1] + used
@@ -283,6 +287,7 @@ def _append(new: Pair, caches: Pair, in_order: bool, pages: Tensor | None, used:
     if pages is None:
         pages = torch.arange(batch, device=used.device)[:, None]
     where = pages.gather(1, at // size).long(), at % size
+    check_compiled("block_table or cache_batch_idx", where[0], len(caches[0]))
     for rows, cache in zip(new, caches, strict=True):
         cache.index_put_(where, rows.to(cache.dtype))
 

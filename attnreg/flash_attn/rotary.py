@@ -78,6 +78,14 @@ def positions(first: Tensor, count: int) -> Tensor:
     return first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
 
 
+def check_compiled(name: str, numbers: Tensor, below: int) -> None:
+    """Have compiled code on a CPU raise a `RuntimeError` if numbers aren't within 0 to `below - 1`."""
+    if torch.compiler.is_compiling() and numbers.is_cpu:
+        fit = ((numbers >= 0) & (numbers < below)).all()
+        # Without the limit, as in dynamic code that would compile it anew for each.
+        torch._assert_async(fit, f"{name}: got a number below 0, or one that is too large")
+
+
 def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Return (B, S, H, D) rotated by positions (B, S) or (B, 1), computed in float32 at least."""
     if not torch.compiler.is_compiling() and at.is_cpu and is_plain(at) and at.numel():
@@ -85,6 +93,7 @@ def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) 
         if least < 0 or most >= len(cos):
             wrong = least if least < 0 else most
             raise InvalidInputError(f"cos and sin: got position {wrong}, expected 0 to {len(cos) - 1}")
+    check_compiled("cos and sin, by position", at, len(cos))
     size, dtype = 2 * cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype)[at.long()][:, :, None] for table in (cos, sin))
     head = x[..., :size].to(dtype)

@@ -18,13 +18,18 @@ _AUTOCASTS = frozenset(
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see."""
+    """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see.
+
+    One that is negated lazily isn't: in memory its numbers have the other sign.
+    """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
     if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _is_default_device()):
         return False
     given = [x for x in tensors if x is not None]
-    return all(type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) for x in given)
+    return all(
+        type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() for x in given
+    )
 
 
 def _is_default_device() -> bool:

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnreg
 from attnreg.aten.routing import TORCH_VERSION
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -171,10 +171,48 @@ def test_a_recording_counts_each_with_torchs_kernel_and_the_reason(call, expecte
 def test_where_a_backend_is_asked_for_strictly_each_is_an_error(call, expected, strict):
     with pytest.raises(UnsupportedInputError) as error:
         call()
+    function = "F.scaled_dot_product_attention"
+    if "fast path" in expected[0]:
+        function = "nn.MultiheadAttention or nn.TransformerEncoderLayer"
     assert str(error.value) == (
-        f"F.scaled_dot_product_attention sends this call to {expected[0]}, so that no backend of "
+        f"{function} sends this call to {expected[0]}, so that no backend of "
         f"ATTNREG_BACKEND sees it, and strict (ATTNREG_STRICT) makes that an error: {expected[1]}"
     )
+
+
+def of_shapes(*shapes, dtype=torch.float32):
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+QKV = of_shapes(*[(2, 4, 7, 8)] * 3)
+REFUSED = {
+    "fewer heads without enable_gqa": (of_shapes((2, 4, 7, 8), *[(2, 2, 7, 8)] * 2), {}),
+    "a mask of another size": (QKV, {"attn_mask": torch.ones(3, 3, dtype=torch.bool)}),
+    "a mask of integers": (QKV, {"attn_mask": torch.ones(7, 7, dtype=torch.int32)}),
+}
+BROADCAST = {
+    "one key for all of the batch": of_shapes((2, 4, 7, 8), *[(1, 4, 7, 8)] * 2),
+    "one key head": of_shapes((2, 4, 7, 8), *[(2, 1, 7, 8)] * 2),
+    "five dims": of_shapes(*[(2, 3, 4, 7, 8)] * 3),
+}
+
+
+@pytest.mark.parametrize(("inputs", "options"), REFUSED.values(), ids=REFUSED)
+def test_explain_refuses_what_torch_refuses(inputs, options):
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(*inputs, **options)
+    with pytest.raises(InvalidInputError):
+        attnreg.explain(*inputs, **options)
+
+
+@pytest.mark.parametrize("inputs", BROADCAST.values(), ids=BROADCAST)
+def test_explain_says_that_torchs_math_kernel_takes_what_it_broadcasts(inputs, ran):
+    with attnreg.register_backend("cpu"):
+        explained = attnreg.explain(*inputs)
+        F.scaled_dot_product_attention(*inputs)
+        assert ran() == {}
+    assert explained.runs
+    assert str(explained).startswith("forward on cpu: torch's math kernel, by torch's own selector")
 
 
 @pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)

@@ -250,18 +250,21 @@ def test_a_packed_call_is_right_forward_and_backward(route, ran, native, causal)
     assert ran() == {"efficient" if native else "math": (1, 1)}
 
 
+@pytest.mark.parametrize("rows", [0, 2], ids=["no rows", "rows of no sequence"])
 @pytest.mark.parametrize("max_length", [0, 5])
-def test_a_packed_call_without_tokens_gives_nothing(route, ran, max_length):
+def test_a_packed_call_without_tokens_gives_nothing(route, ran, max_length, rows):
     route()
     attnreg.register_backend("math")
-    tensors = [torch.zeros(0, 4, 8, requires_grad=True) for _ in range(3)]
+    tensors = [torch.zeros(rows, 4, 8, requires_grad=True) for _ in range(3)]
     offsets = torch.zeros(3, dtype=torch.int32)
     out, lse, *_ = varlen(tensors, offsets, offsets, max_length, max_length)
-    assert out.shape == (1, 0, 4, 8)
+    assert out.shape == (1, rows, 4, 8)
+    assert not out.any()
     assert lse.shape == (2, 4, rounded(max_length))
     assert (lse == torch.inf).all()
     grads = torch.autograd.grad(out.sum(), tensors)
-    assert [x.shape for x in grads] == [(0, 4, 8)] * 3
+    assert [x.shape for x in grads] == [(rows, 4, 8)] * 3
+    assert not any(x.any() for x in grads)
     assert ran() == {"math": (1, 1)}
 
 

@@ -360,3 +360,63 @@ def test_a_page_that_no_token_lies_on_may_be_any_number():
 def test_a_cache_that_is_no_tensor_is_refused():
     with pytest.raises(InvalidInputError, match=r"^v_cache: got None, expected a tensor"):
         flash_attn_with_kvcache(torch.randn(BATCH, 1, HEADS, DIM), cache()[0], None)
+
+
+OUT_OF_RANGE = {
+    "cache_seqlens": [
+        {"cache_seqlens": torch.tensor([3, -1, 0], dtype=torch.int32)},
+        {"cache_seqlens": torch.tensor([3, 12, 0], dtype=torch.int32)},
+    ],
+    "block_table or cache_batch_idx": [
+        {"cache_seqlens": 3, "cache_batch_idx": torch.tensor([2, 1, 3], dtype=torch.int32)},
+        {"cache_seqlens": 3, "cache_batch_idx": torch.tensor([2, -1, 0], dtype=torch.int32)},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [(name, given) for name, cases in OUT_OF_RANGE.items() for given in cases]
+)
+def test_compiled_on_a_cpu_a_place_out_of_range_is_an_error_before_anything_is_written(name, given):
+    def step(q, k_cache, v_cache, k, v):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
+
+    torch._dynamo.reset()
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    before = k_cache.clone()
+    with pytest.raises(RuntimeError, match=f"^{name}: got a number below 0, or one that is too large"):
+        torch.compile(step, backend="aot_eager")(q, k_cache, v_cache, TENSOR, TENSOR)
+    assert torch.equal(k_cache, before)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("wrong", [{"softcap": "x"}, {"window_size": (-3, 0)}, {"causal": 3}], ids=str)
+def test_compiled_a_wrong_option_is_refused_before_anything_is_written(wrong):
+    torch._dynamo.reset()
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    before = k_cache.clone()
+    compiled_step = torch.compile(flash_attn_with_kvcache, backend="aot_eager")
+    with pytest.raises(InvalidInputError, match=next(iter(wrong))):
+        compiled_step(q, k_cache, v_cache, TENSOR, TENSOR, cache_seqlens=3, **wrong)
+    assert torch.equal(k_cache, before)
+    torch._dynamo.reset()
+
+
+def test_a_table_of_int64_says_the_same_as_one_of_int32():
+    pages, q = torch.randn(2, 4, 4, KEY_HEADS, DIM).unbind(), torch.randn(BATCH, 1, HEADS, DIM)
+    table = torch.tensor([[2], [1], [3]])
+    outs = [
+        flash_attn_with_kvcache(q, *pages, cache_seqlens=3, block_table=one) for one in (table, table.int())
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(2, 0), (0, 3)], ids=["no query", "no sequence"])
+def test_nothing_to_attend_from_gives_empty_results_of_the_right_shape(batch, length):
+    q, keys = torch.randn(batch, length, HEADS, DIM), torch.randn(batch, ROOM, KEY_HEADS, DIM)
+    out, lse = flash_attn_with_kvcache(q, keys, keys, cache_seqlens=3, return_softmax_lse=True)
+    assert (out.shape, lse.shape) == ((batch, length, HEADS, DIM), (batch, HEADS, length))
+    torch._dynamo.reset()
+    out = torch.compile(attention.attend_dense, backend="aot_eager")(q, keys, keys, attention.Options())[0]
+    assert out.shape == (batch, length, HEADS, DIM)
+    torch._dynamo.reset()

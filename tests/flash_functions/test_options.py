@@ -266,3 +266,23 @@ def test_autocast_casts_as_for_pytorchs_own_attention():
     with torch.autocast("cpu", torch.bfloat16):
         out = flash_attn.flash_attn_func(*batch())
     assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+@pytest.mark.parametrize("negated", ["query", "key", "value", "alibi_slopes"])
+def test_a_tensor_that_is_negated_lazily_counts_as_it_reads(name, negated):
+    """In memory its numbers have the other sign: `z.conj().imag` is one."""
+    tensors = dict(zip(("query", "key", "value"), batch(), strict=True)) | {
+        "alibi_slopes": SLOPES["of heads"]
+    }
+    tensors[negated] = torch._neg_view(-tensors[negated].detach())
+    assert tensors[negated].is_neg()
+    query, key, value, slopes = tensors.values()
+    with attnreg.use_backend(name):
+        out, lse, _ = flash_attn.flash_attn_func(
+            query, key, value, alibi_slopes=slopes, return_attn_probs=True
+        )
+    inputs = [x.detach().resolve_neg().double() for x in (query, key, value)]
+    expected, expected_lse = attend(*inputs, DIM**-0.5, alibi_slopes=slopes.resolve_neg())
+    truth.assert_near(out, expected, torch.float32)
+    truth.assert_near(lse, expected_lse, torch.float32)

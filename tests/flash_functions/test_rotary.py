@@ -87,3 +87,13 @@ def test_what_is_wrong_is_refused(message):
     with pytest.raises(InvalidInputError) as error:
         apply_rotary_emb(torch.randn(2, 5, 2, 8), *tables(), **WRONG[message])
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("first", [-1, POSITIONS - 4])
+def test_compiled_on_a_cpu_a_position_that_the_tables_lack_is_an_error(first):
+    torch._dynamo.reset()
+    x, offsets = torch.randn(2, 5, 2, 8), torch.tensor([0, first], dtype=torch.int32)
+    rotate = torch.compile(apply_rotary_emb, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="cos and sin, by position: got a number below 0, or one that is"):
+        rotate(x, *tables(), seqlen_offsets=offsets)
+    torch._dynamo.reset()
