@@ -18,6 +18,7 @@ from attnreg.integrations.mask_functions import Structure, documents_of, is_bidi
 from attnreg.integrations.packing import (
     Batch,
     Packing,
+    Window,
     is_readable,
     pack,
     starts_of,
@@ -104,7 +105,16 @@ class SharedMask:
     def _refuse(self, *_: Any) -> Any:
         raise UnsupportedInputError(_said("an operator"))
 
-    __getitem__ = __invert__ = __rsub__ = _refuse
+    __invert__ = __rsub__ = _refuse
+
+    def __getitem__(self, item: Any) -> SharedMask | Tensor:
+        """Return the mask of some queries, as Gemma 4 takes it for the last ones; no other part."""
+        everything = slice(None)
+        if not (isinstance(item, tuple) and len(item) == 4 and item[:2] == (everything,) * 2):
+            return self._refuse()  # type: ignore[no-any-return]
+        if item[3] != everything:
+            return self._refuse()  # type: ignore[no-any-return]
+        return self if item[2] in (everything, slice(0, None)) else self.dense()[item]
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
@@ -217,8 +227,7 @@ def shared_mask(
             keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     padding = None
     if keys is not None and structure is not None:
-        is_causal = structure.window[1] == 0
-        padding = _padding(keys, sizes, q_offset, kv_offset, is_causal, not is_causal and _is_of_text())
+        padding = _padding(keys, sizes, q_offset, kv_offset, structure.window)
     is_overlaid = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
     # Compiled code can't look into mask functions, but chunks are known by their size.
     is_unread = torch.compiler.is_compiling() and not is_chunked
@@ -243,31 +252,31 @@ def _aligned(
 
 
 def _padding(
-    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, is_causal: bool, is_text: bool
+    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, window: Window
 ) -> tuple[Tensor, Tensor | None]:
-    """Return which keys count, and which queries, from the mask of all tokens so far.
+    """Return which keys count, and which queries (None: all), from the mask of all tokens so far.
 
-    All queries count where it isn't known which of the tokens they are: those of a mask that isn't causal may
-    be anything else, such as the latents of a resampler.
+    Without causality the outputs of padded queries are as good as any, and models read them: by convolutions,
+    resamplers, or a pooler of the first or last token. Nor need queries be the keys' tokens. Only a window
+    has to know at which of the keys a query is.
     """
-    counted = keys[:, kv_offset : kv_offset + sizes[2]]
-    if sizes[1] == 1:
+    counted, is_causal = keys[:, kv_offset : kv_offset + sizes[2]], window[1] == 0
+    if sizes[1] == 1 or not (is_causal or (window[0] != -1 and _is_of_text())):
         return counted, None
     if sizes[1] == sizes[2] and q_offset == kv_offset:
-        return counted, counted if is_causal or is_text else None
+        return counted, counted
     return counted, keys[:, q_offset : q_offset + sizes[1]] if is_causal else None
 
 
 def _is_of_text() -> bool:
-    """Whether a mask that isn't causal is for a text that attends to itself: no model reads its padding.
+    """Whether a mask with a window to both sides is for a text that attends to itself.
 
-    Those of images and of audio do, by convolutions, say; and an encoder's padding says nothing about the
-    queries of a decoder. transformers tells its mask functions neither, but the function that makes the mask
-    has `encoder_hidden_states`, and the model's `forward` that calls it takes `input_ids`.
+    transformers doesn't tell its mask functions, but the function that makes the mask has
+    `encoder_hidden_states`, and the `forward` that calls it takes `input_ids`. Else the mask is a dense one.
     """
     if torch.compiler.is_compiling():
         return False
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)
     if frame is None or frame.f_locals.get("encoder_hidden_states", frame) is not None:
         return False
     while frame is not None and frame.f_code.co_name != "forward":

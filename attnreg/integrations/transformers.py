@@ -95,12 +95,11 @@ def attention(
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
         )
+    elif isinstance(attention_mask, SharedMask):
+        _check_sizes(attention_mask, (query.shape[0], query.shape[2], key.shape[2]))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
     window, options = (left, 0 if causal else left), Options(dropout, scaling, softcap or 0.0, s_aux)
-    of_model = getattr(getattr(module, "config", None), "_attn_implementation", NAME)
-    if isinstance(attention_mask, SharedMask):
-        window = _window(attention_mask, window, query.shape[2], key.shape[2], of_model != NAME)
     return _attend(query, key, value, attention_mask, window, options, others), None
 
 
@@ -120,6 +119,9 @@ def _attend(
     if isinstance(mask, Tensor):
         return masked(query, key, value, mask, options)
     positions = others.get("position_ids")
+    if mask is not None:
+        window = _window(mask, window, sizes[2])
+        sizes = mask.sizes
     if given is not None:
         if mask is not None and mask.is_only_dense:
             return masked(query, key, value, _dense_with_documents(mask, given), options)
@@ -128,7 +130,6 @@ def _attend(
         # Those of a layer that isn't causal may be a decoder's, and its keys an encoder's.
         packing = by_positions(positions, sizes) if window[1] == 0 else None
     else:
-        sizes = _sizes(mask, sizes)
         if mask.says_more_than_its_packing():
             # Before a graph's capture such calls were packed.
             return masked(query, key, value, mask.dense(), options, has_run=False)
@@ -214,21 +215,20 @@ def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
     return mask.dense()
 
 
-def _sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the sizes that a mask is for, checked against those of a layer's tensors."""
+def _check_sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> None:
+    """Raise an error unless a mask is for tensors of a layer's sizes."""
     if (*mask.sizes[:2], mask.length_k) != sizes:
         raise InvalidInputError(
             f"attention_mask: got one for (batch, queries, keys) {(*mask.sizes[:2], mask.length_k)}, "
-            f"expected one for {sizes}, the sizes of the layer's query and key; with 'eager' a layer may "
-            "extend its mask"
+            f"expected one for {sizes}, the sizes of the layer's query and key; 'eager' may serve a model "
+            "that extends its mask, or has it broadcast"
         )
-    return mask.sizes
 
 
-def _window(mask: SharedMask, of_layer: Window, length_q: int, length_k: int, by_layer: bool) -> Window:
+def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
     """Return the window of a mask, checked against a layer's own.
 
-    With `by_layer` the layer says whether it is causal, as with flash-attn: decoders are made encoders so.
+    Whether attention is causal the mask says alone: layers of some decoders say that they aren't.
     """
     if mask.structure is None:
         return of_layer
@@ -238,13 +238,6 @@ def _window(mask: SharedMask, of_layer: Window, length_q: int, length_k: int, by
             f"sliding_window: got {of_layer[0] + 1} from a layer whose mask has no window, expected the same "
             "of both (with 'eager' the mask decides, with 'flash_attention_2' the layer)"
         )
-    if by_layer and right == 0 and of_layer[1] != 0 and length_q != 1:
-        if left != -1:
-            raise UnsupportedInputError(
-                "is_causal: got False from a layer whose mask has a causal window, expected the same of "
-                "both; with config.is_causal = False transformers makes another mask"
-            )
-        return -1, -1
     return left, right
 
 

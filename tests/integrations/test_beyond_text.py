@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import attnreg
-from attnreg.errors import AttnregError, InvalidInputError, UnsupportedInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.integrations.transformers import attention, install
 
 TEXT = {
@@ -158,7 +158,43 @@ def paligemma():
     return lambda: one(**given).logits[mask.bool()], one
 
 
+def siglip_text():
+    """It pools the last token, which is padding."""
+    config = transformers.SiglipTextConfig(**BERT, max_position_embeddings=64)
+    one, mask = built(transformers.SiglipTextModel, config), padded("right")
+    return lambda: one(tokens(), attention_mask=mask).pooler_output, one
+
+
+def bert_padded_on_the_left():
+    """It pools the first token, which is padding."""
+    one, mask = built(transformers.BertModel, transformers.BertConfig(**BERT)), padded("left")
+    return lambda: one(tokens(), attention_mask=mask).pooler_output, one
+
+
+def gemma4():
+    """Its last layers share keys, and compute the last queries alone, with their part of the mask."""
+    config = transformers.Gemma4TextConfig(
+        **TEXT, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64, num_kv_shared_layers=1,
+        layer_types=["full_attention"] * 2, sliding_window=4,
+    )  # fmt: skip
+    one, mask = built(transformers.Gemma4ForCausalLM, config, torch.float32), padded("left")
+
+    def results():
+        given = {"attention_mask": mask, "use_cache": False}
+        return torch.cat(
+            [
+                one(tokens(), **given).logits[mask.bool()],
+                one(tokens(), **given, logits_to_keep=2).logits.flatten(0, 1),
+            ]
+        )
+
+    return results, one
+
+
 MODELS = (
+    siglip_text,
+    bert_padded_on_the_left,
+    gemma4,
     idefics2,
     idefics3,
     wav2vec2,
@@ -181,16 +217,17 @@ def test_what_counts_is_as_with_transformers_own(model):
             found[name] = results()
         assert name != "attnreg" or attnreg.stats().calls
     got, expected = found.values()
-    # transformers' eager attention, and T5Gemma's norms, round to float32.
-    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5 if model is t5gemma else 1e-9)
+    # transformers' eager attention, and the norms of Gemmas, round to float32.
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9 if got.dtype == torch.float64 else 2e-5)
 
 
-def test_a_layer_with_more_keys_than_its_mask_is_for_is_refused():
+@pytest.mark.parametrize("offsets", [None, torch.tensor([0, 12, 24], dtype=torch.int32)], ids=["", "offsets"])
+def test_a_layer_with_more_keys_than_its_mask_is_for_is_refused(offsets):
     """DeepSeek-V4 appends compressed keys, for which it extends a tensor."""
     install()
     one = built(transformers.LlamaModel, transformers.LlamaConfig(**TEXT))
     one.set_attn_implementation("attnreg")
-    layer, usual = one.layers[0].self_attn, attention
+    usual = attention
 
     def with_more_keys(module, query, key, value, *rest, **others):
         more = [torch.cat([x, x[:, :, :3]], 2) for x in (key, value)]
@@ -199,14 +236,14 @@ def test_a_layer_with_more_keys_than_its_mask_is_for_is_refused():
     transformers.modeling_utils.AttentionInterface.register("attnreg", with_more_keys)
     try:
         with pytest.raises(InvalidInputError) as error:
-            one(tokens())
+            one(tokens(), cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=12, max_length_k=12)
     finally:
         transformers.modeling_utils.AttentionInterface.register("attnreg", usual)
     assert str(error.value) == (
         "attention_mask: got one for (batch, queries, keys) (2, 12, 12), expected one for (2, 12, 15), the "
-        "sizes of the layer's query and key; with 'eager' a layer may extend its mask"
+        "sizes of the layer's query and key; 'eager' may serve a model that extends its mask, or has it "
+        "broadcast"
     )
-    assert layer.is_causal
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias"])
@@ -218,31 +255,17 @@ def test_what_a_layer_hands_on_that_changes_its_result_is_refused(name):
 
 @pytest.mark.parametrize("side", ["left", "right", "none"])
 @pytest.mark.parametrize("name", ["attnreg", "flash_attention_2"])
-def test_a_decoder_whose_layers_are_told_to_see_all_is_an_encoder_behind_flash_attention_alone(name, side):
-    """As text embeddings are made; sdpa's answer hangs on whether there is padding."""
+def test_the_mask_says_whether_attention_is_causal_whatever_its_layer_says(name, side):
+    """Those of PaliGemma and Pegasus-X say of themselves that they aren't; sdpa's answer hangs on padding."""
     install(behind="flash_attention_2")
     mask = torch.ones(2, 12, dtype=torch.long) if side == "none" else padded(side)
-    is_encoder, config = name != "attnreg", transformers.LlamaConfig(**TEXT)
-    one = built(transformers.LlamaModel, config, torch.float32)
-    one.set_attn_implementation(name)
-    for layer in one.layers:
-        layer.self_attn.is_causal = False
-    out = one(tokens(), attention_mask=mask).last_hidden_state
-    config = transformers.LlamaConfig(**TEXT, is_causal=not is_encoder)
-    eager = built(transformers.LlamaModel, config, torch.float32)
-    eager.set_attn_implementation("eager")
-    expected = eager(tokens(), attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(out[mask.bool()], expected[mask.bool()], rtol=0, atol=2e-5)
-
-
-def test_a_decoder_with_windows_whose_layers_are_told_to_see_all_is_refused():
-    install(behind="flash_attention_2")
-    config = transformers.MistralConfig(**TEXT, sliding_window=4)
-    one = built(transformers.MistralModel, config, torch.float32)
-    one.set_attn_implementation("flash_attention_2")
-    for layer in one.layers:
-        layer.self_attn.is_causal = False
-    with pytest.raises(
-        AttnregError, match="is_causal: got False from a layer whose mask has a causal window"
-    ):
-        one(tokens())
+    for is_causal in (True, False):
+        config = transformers.LlamaConfig(**TEXT, **({} if is_causal else {"is_causal": False}))
+        one = built(transformers.LlamaModel, config, torch.float32)
+        results = []
+        for implementation in ("eager", name):
+            one.set_attn_implementation(implementation)
+            for layer in one.layers:
+                layer.self_attn.is_causal = False
+            results.append(one(tokens(), attention_mask=mask).last_hidden_state[mask.bool()])
+        torch.testing.assert_close(*results, rtol=0, atol=2e-5)
