@@ -134,12 +134,13 @@ def dense(
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
-    found, given_as = None, (query, key, value)
+    found = None
+    if attn_mask is not None and query.dim() == key.dim() >= 2:
+        _check_mask(*autocast(query, key, attn_mask), enable_gqa)
     if query.dim() == key.dim() == value.dim() >= 2 and _is_left_to_broadcast(query, key, value, enable_gqa):
         # Of these the selector has to see the dims; all else is as with a batch of heads.
         query, key, value = autocast(query, key, value)
         found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        _raise_what_torch_does(query, key, value, attn_mask, enable_gqa)
         query, key, value = _batches(query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -156,7 +157,6 @@ def dense(
     if found is None:
         found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
-    _raise_what_torch_does(*autocast(*given_as), attn_mask, enable_gqa)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
     of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
@@ -171,22 +171,30 @@ def _is_left_to_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa:
 
 def _batches(*tensors: Tensor) -> list[Tensor]:
     """Return tensors of equal dims, broadcast to (B, H, S, D)."""
-    batch: torch.Size = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors))  # type: ignore[no-untyped-call]
+    batch = _broadcast("query, key and value", *(x.shape[:-2] for x in tensors))
     expanded = [x.expand(*batch, *x.shape[-2:]) for x in tensors]
     return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in expanded]
 
 
-def _raise_what_torch_does(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
-) -> None:
-    """Raise an `InvalidInputError` if torch's function takes no tensors like these on any of its kernels."""
-    query, key, value = (x.detach().to("meta") for x in (query, key, value))
-    mask = None if attn_mask is None else attn_mask.detach().to("meta")
+def _check_mask(query: Tensor, key: Tensor, mask: Tensor, enable_gqa: bool) -> None:
+    """Raise an `InvalidInputError` for a mask that torch's function refuses on any of its kernels."""
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise InvalidInputError(
+            f"attn_mask: got {mask.dtype}, expected torch.bool, torch.float32 or {query.dtype}, as of query"
+        )
+    batches = (query,) if enable_gqa else (query, key)
+    batch = _broadcast("query and key", *(x.shape[:-2] for x in batches))
+    scores = torch.Size((*batch, query.shape[-2], key.shape[-2]))
+    if _broadcast("attn_mask and scores", mask.shape, scores) != scores:
+        raise InvalidInputError(f"attn_mask: got {tuple(mask.shape)}, expected at most {tuple(scores)}")
+
+
+def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
     try:
-        # Not by its name in F, where attnreg looks at calls.
-        torch._C._nn.scaled_dot_product_attention(query, key, value, mask, enable_gqa=enable_gqa)
-    except RuntimeError as error:
-        raise InvalidInputError(f"{SDPA} refuses this call: {str(error).partition(chr(10))[0]}") from None
+        return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return,no-untyped-call]
+    except RuntimeError:
+        got = " and ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
+        raise InvalidInputError(f"{what}: got {got}, expected shapes that broadcast") from None
 
 
 def masked(call: SdpaCall) -> CallSpec:
