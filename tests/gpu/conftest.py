@@ -1,8 +1,10 @@
 """Fixtures of the GPU tests, most of them about repeated calls."""
 
+import faulthandler
 import sys
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from support import plan_counts
 
 from attnreg import aten
@@ -10,6 +12,13 @@ from attnreg.backends.fa4 import replay
 from attnreg.dispatch import call_cache
 from attnreg.dispatch.state import state
 from attnreg.torchlib import captured
+
+
+@pytest.fixture(autouse=True)
+def crashing_says_where(request):
+    """Install Python's handler of SIGSEGV anew: tvm_ffi, which FA4 imports, has one that pytest captures."""
+    faulthandler.disable()
+    faulthandler.enable(request.config.stash.get(fault_handler_stderr_fd_key, sys.__stderr__))
 
 
 @pytest.fixture(autouse=True)
