@@ -109,7 +109,7 @@ def add(backend: Backend, origin: str) -> Entry:
     Raises `RegistrationError` if another backend has that name.
     """
     global _entries
-    entries()
+    entries()  # discovers, which it mustn't do behind the lock
     with lock:
         known = dict(entries())
         present = known.get(backend.name.casefold())

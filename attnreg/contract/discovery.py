@@ -145,8 +145,9 @@ class Entry:
         if not against and backend.refuses is not None:
             found = backend.refuses(spec)
             # As a sequence, each letter of a text would be a reason.
-            against = tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else (None,)
-            if not all(isinstance(reason, str) for reason in against):
+            is_sequence = isinstance(found, Iterable) and not isinstance(found, str)
+            against = tuple(found) if is_sequence else ()
+            if not is_sequence or not all(isinstance(reason, str) for reason in against):
                 raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
         if not against and not missing:
             against = known_issues.against(self.name, backend.version, spec, direction)

@@ -161,10 +161,10 @@ def checked_call(
     of what is traced, or seen by modes or subclasses: what an op checks of it is raised by that.
     """
     check_tensors(alibi_slopes=options.alibi_slopes)
-    window(options.window_size, options.causal)
-    checked_softcap(options.bound_on_scores)
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
     if torch.compiler.is_compiling() or not is_plain(*tensors):
+        window(options.window_size, options.causal)
+        checked_softcap(options.bound_on_scores)
         return None
     # A plan depends on dtypes and shapes: no copy of a cache is made for it.
     if torch.is_autocast_enabled(q.device.type):

@@ -109,12 +109,10 @@ class SharedMask:
 
     def __getitem__(self, item: Any) -> SharedMask | Tensor:
         """Return the mask of some queries, as Gemma 4 takes it for the last ones; no other part."""
-        everything = slice(None)
-        if not (isinstance(item, tuple) and len(item) == 4 and item[:2] == (everything,) * 2):
+        is_of_queries = isinstance(item, tuple) and len(item) == 4
+        if not is_of_queries or (*item[:2], item[3]) != (slice(None),) * 3:
             return self._refuse()  # type: ignore[no-any-return]
-        if item[3] != everything:
-            return self._refuse()  # type: ignore[no-any-return]
-        return self if item[2] in (everything, slice(0, None)) else self.dense()[item]
+        return self if item[2] in (slice(None), slice(0, None)) else self.dense()[item]
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:

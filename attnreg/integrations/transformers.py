@@ -131,13 +131,13 @@ def _attend(
         packing = by_positions(positions, sizes) if window[1] == 0 else None
     else:
         if mask.says_more_than_its_packing():
-            # Before a graph's capture such calls were packed.
-            return masked(query, key, value, mask.dense(), options, has_run=False)
+            # Before a graph's capture calls with a structure were packed.
+            return masked(query, key, value, mask.dense(), options, has_run=mask.structure is None)
         packing = mask.packing(positions)
         # Padding inside of a sequence counts for a window, but isn't there any more once the rest is packed.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
         if may_have_holes:
-            return masked(query, key, value, mask.dense_apart(positions), options)
+            return masked(query, key, value, mask.dense_apart(positions), options, has_run=False)
         key, value = key[:, :, : sizes[2]], value[:, :, : sizes[2]]
     if packing is None:
         return _dense(query, key, value, window, options)

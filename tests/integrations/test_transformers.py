@@ -337,6 +337,41 @@ def test_only_a_capture_of_masked_calls_that_were_packed_before_leaves_cudnn_out
     assert of_calls == [True, not is_captured]
 
 
+# Of Llama 4 the layer with chunks has run with its mask before; documents in the other were packed.
+MAY_BE_CUDNN = {
+    "documents": {False},
+    "padding in a window": {False},
+    "a mask of the caller": {True},
+    "chunks, documents": {True, False},
+}
+
+
+@pytest.mark.parametrize(("form", "may_be_cudnn"), MAY_BE_CUDNN.items())
+def test_in_a_capture_cudnn_is_left_out_where_the_calls_before_it_were_packed(
+    monkeypatch, form, may_be_cudnn
+):
+    one, docs, of_calls = models.model("Llama", "attnreg"), models.documents(), []
+    sdpa, batch = F.scaled_dot_product_attention, models.packed(docs, False)
+    if form == "padding in a window":
+        one, batch = models.model("Qwen2", "attnreg"), models.padded(docs, "left")
+    elif form == "chunks, documents":
+        one, batch = llama4(), {"input_ids": torch.cat(docs, 1)}
+        one.set_attn_implementation("attnreg")
+    elif form == "a mask of the caller":
+        length = batch["input_ids"].shape[1]
+        batch["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+
+    def watched(*args, **options):
+        of_calls.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return sdpa(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    one(**batch, use_cache=False)
+    assert set(of_calls) == may_be_cudnn
+
+
 def test_layers_compiled_one_by_one_take_batches_of_other_lengths_without_a_graph_break():
     one, eager = compiled_one_by_one("Llama"), models.model("Llama", "eager")
     for rows, length in ((3, 12), (3, 7), (2, 9), (5, 4)):
