@@ -63,9 +63,22 @@ def test_each_image_of_a_vision_tower_is_computed_as_by_itself_on_the_backend_th
     on_device.check_images("cuda", torch.bfloat16, named)
 
 
-def test_a_captured_forward_reads_where_its_documents_begin_at_each_replay(on_device):
+# Packed in the calls before the capture; within it nothing can be read back, and most run with a mask.
+CAPTURED = [
+    ("Llama", "packed, positions that start anew"),
+    ("Llama", "padded on the left"),
+    ("Qwen2", "padded on the left"),
+    ("Qwen2", "padded on the right"),
+    ("Gemma2", "padded on the left"),
+    ("Bert", "padded on the right"),
+    ("ModernBert", "padded on the left"),
+]
+
+
+@pytest.mark.parametrize(("name", "form"), CAPTURED)
+def test_a_captured_forward_reads_documents_and_padding_at_each_replay(on_device, name, form):
     def record(forward):
         graph, results = gpu.capture(lambda: (forward(),))
         return lambda: gpu.replay(graph, results)[0]
 
-    on_device.check_captured("cuda", torch.bfloat16, record)
+    on_device.check_captured(name, form, "cuda", torch.bfloat16, record)

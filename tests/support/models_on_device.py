@@ -170,26 +170,27 @@ def _rms(x):
     return x.square().mean().sqrt().item()
 
 
-def check_captured(device, dtype, record):
-    """Hold a forward that a CUDA graph recorded, with its documents by position_ids, to each of them alone.
+def check_captured(name, form, device, dtype, record):
+    """Hold a forward that a CUDA graph recorded, of a batch in one of `FORMS`, to each document alone.
 
     `record` is given a function that returns a tensor, and returns one that computes it again into the
     same memory. The graph is replayed over other documents than those that were recorded.
     """
     install()
-    one = _model_on("Llama", device, dtype, dtype)
+    one = _model_on(name, device, dtype, dtype)
     one.set_attn_implementation("attnreg")
-    docs = models.documents_of("Llama", LENGTHS)
+    docs = models.documents_of(name, LENGTHS)
     in_reverse = docs[::-1]
-    given, others = (_on(device, models.packed(each, False)) for each in (docs, in_reverse))
+    given, others = (_on(device, FORMS[form](each)) for each in (docs, in_reverse))
+    of_decoders = {} if name in models.ENCODERS else {"use_cache": False}
     with torch.no_grad():
-        again = record(lambda: one(**given, use_cache=False).logits)
-        for name, x in others.items():
-            given[name].copy_(x)
+        again = record(lambda: models.results(one, given | of_decoders))
+        for key, x in others.items():
+            given[key].copy_(x)
         out = again()
     got = Results(models.by_document(out, given, in_reverse)[::-1], {}).named()
     plain, right = (
-        {name: x for name, x in alone("Llama", where, computed_in, dtype).items() if name in got}
+        {key: x for key, x in alone(name, where, computed_in, dtype).items() if key in got}
         for where, computed_in in ((device, dtype), ("cpu", torch.float64))
     )
     assert_within_the_rule(got, plain, right, dtype)
