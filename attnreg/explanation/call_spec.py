@@ -42,7 +42,7 @@ class CallSpec(NamedTuple):
     elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
     notes: tuple[str, ...] = ()
     for_backward: Preference | None = None  # what the backward alone asks for
-    front: str = SDPA  # the function that makes such a call
+    front: str = SDPA  # the function that makes such a call, "" if none does
     returns_lse: bool = False  # whether the program gets the LSE, so that no forward is given sinks
 
 
@@ -70,9 +70,11 @@ VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
 
 
 def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
-    """Return the function that makes a call without its tensors, and what has to be said of it."""
+    """Return the function that makes a call, "" if none does, and what has to be said of it."""
     if spec.varlen:
-        return VARLEN, [f"no function makes such a call: {VARLEN} takes no attn_bias"] if spec.bias else []
+        if spec.bias:
+            return "", [f"no function makes such a call: {VARLEN} takes no attn_bias"]
+        return VARLEN, []
     of_flash = {
         "window_size": spec.window not in (UNBOUNDED, (-1, 0)),
         "softcap": spec.softcap > 0.0,
@@ -89,7 +91,7 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
     if not named:
         return SDPA, []
     if spec.bias:
-        return SDPA, [f"no function makes such a call: {SDPA} has no {named}, the others take no attn_bias"]
+        return "", [f"no function makes such a call: {SDPA} has no {named}, the others take no attn_bias"]
     only_packed = any(of_packed.values())
     front = VARLEN if only_packed else FLASH
     how = f"an option of {VARLEN}, which takes packed calls (--varlen, or an AttentionSpec with varlen=True)"

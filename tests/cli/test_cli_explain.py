@@ -47,6 +47,13 @@ def test_a_causal_mask_that_is_not_that_of_is_causal_has_a_note(call):
         assert described not in call(*same).output
 
 
+@pytest.mark.parametrize("options", ["--bias --softcap 3", "--bias --sinks", "--varlen --bias"])
+def test_of_a_call_that_no_function_makes_no_function_is_said_to_run_torchs_kernel(call, options):
+    output = call("explain", *CALL, *options.split()).output
+    assert output.startswith("forward on cpu: ")
+    assert "note: no function makes such a call: " in output
+
+
 @pytest.mark.parametrize("scale", ["nan", "inf"])
 def test_a_scale_that_is_no_number_is_refused(call, scale):
     result = call("explain", *CALL, "--scale", scale)
