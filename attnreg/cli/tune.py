@@ -232,6 +232,7 @@ def _data(session: Session, specs: list[AttentionSpec], end: str) -> dict[str, A
         "measured": len(session.fresh),
         "points": [point.to_dict() for point in session.fresh],
         "fronts": [front.to_dict() for front in session.fronts],
+        "refused": session.refusals(specs),
         "skipped": [{"call": str(spec), "reason": reason} for spec, reason in session.skipped],
         "table_points": len(session.points),
     }
@@ -256,6 +257,8 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
             "Not measured", ((str(spec), reason) for spec, reason in session.skipped), ("call", "why")
         )
     data = _data(session, specs, end)
+    if data["refused"]:
+        output.table("Refused, which is a - above", data["refused"].items(), ("backend", "why"))
     left = f"{data['left']} of {data['calls']} calls are left"
     summary = {
         "end": end,

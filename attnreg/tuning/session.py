@@ -137,6 +137,16 @@ class Session:
         self.fronts = tuple({one.place: one for one in (*self.fronts, *found)}.values())
         self.save()
 
+    def refusals(self, specs: Iterable[AttentionSpec]) -> dict[str, str]:
+        """Return which backends refuse some of the calls that others run, each with its reasons."""
+        found: dict[str, dict[str, None]] = {}
+        without = {spec for spec, _ in self.skipped}
+        for spec in specs:
+            for direction in get_args(Direction) if spec.needs_backward else ("forward",):
+                for entry in () if spec in without else self.entries:
+                    found.setdefault(entry.name, {}).update(dict.fromkeys(reasons(entry, spec, direction)))
+        return {name: one_line(listed) for name, listed in found.items() if listed}
+
     def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
         place = kind_of(spec, direction), size_of(spec)
         known = self.points[place].backends if place in self.points else {}

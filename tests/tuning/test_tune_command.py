@@ -169,6 +169,15 @@ def test_tune_measures_with_the_real_backends_and_the_real_clock(tune, tmp_path)
     assert all(one["gpu_us"] > 0 for point in data["points"] for one in point["backends"].values())
 
 
+def test_tune_says_why_a_backend_has_no_times_of_a_call(tune):
+    call = ("--q", "1,16,2,32", "--head-dim-v", "16", "--dtype", "fp32", "--fresh")
+    expected = {"cpu": "head_dim of the value must be that of the query, 32, got 16"}
+    assert json.loads(tune(*call, "--json").stdout)["refused"] == expected
+    text = words(tune(*call))
+    assert f"Refused, which is a - above backend why cpu {expected['cpu']}" in text
+    assert "Refused" not in words(tune("--q", "1,16,2,32", "--dtype", "fp32", "--fresh"))
+
+
 def test_tune_goes_on_where_it_ended_and_begins_anew_with_fresh(tune, backends):
     def measured(*options):
         return json.loads(tune(*options, "--backend", "slow", "--json").stdout)
