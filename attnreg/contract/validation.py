@@ -179,8 +179,7 @@ def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
 
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
-    if isinstance(scale, Tensor) and scale.requires_grad:
-        raise _wrong("scale", "a tensor that needs a gradient", "a number, as it gets none")
+    _refuse_gradient("scale", scale)
     try:
         is_finite = math.isfinite(scale)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of a tensor, and of a large integer
@@ -191,6 +190,7 @@ def check_scale(scale: float) -> None:
 
 def checked_softcap(softcap: float) -> float:
     """Return a softcap as a float; it is 0 for none, or a finite number above 0."""
+    _refuse_gradient("softcap", softcap)
     try:
         found = float(softcap) if not isinstance(softcap, str) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -202,6 +202,7 @@ def checked_softcap(softcap: float) -> float:
 
 def checked_dropout(dropout_p: float) -> float:
     """Return a probability of dropping an attention weight as a float."""
+    _refuse_gradient("dropout_p", dropout_p)
     try:
         found = float(dropout_p) if not isinstance(dropout_p, str) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -209,6 +210,11 @@ def checked_dropout(dropout_p: float) -> float:
     if not 0.0 <= found <= 1.0:
         raise _wrong("dropout_p", repr(dropout_p), "0 to 1")
     return found
+
+
+def _refuse_gradient(what: str, number: object) -> None:
+    if isinstance(number, Tensor) and number.requires_grad:
+        raise _wrong(what, "a tensor that needs a gradient", "a number, as it gets none")
 
 
 def _wrong(what: str, got: str, expected: str) -> InvalidInputError:

@@ -68,6 +68,7 @@ _ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func":
 _lock = open_after_fork(threading.RLock())
 # The modules of that name that there were before; None while no stand-in is active.
 _replaced: dict[str, ModuleType] | None = None
+_standing_in: dict[str, ModuleType] = {}
 
 
 def activate(replace: bool = False) -> None:
@@ -93,7 +94,8 @@ def activate(replace: bool = False) -> None:
             with contextlib.suppress(Exception):  # one that doesn't load has no kernels to go on using
                 importlib.import_module(f"{NAME}.flash_attn_interface")
         _replaced = {name: sys.modules.pop(name) for name in _present()}
-        sys.modules.update(_modules())
+        _standing_in.update(_modules())
+        sys.modules.update(_standing_in)
         if not installed:
             sys.meta_path.append(_finder)
 
@@ -108,12 +110,17 @@ def deactivate() -> None:
             del sys.modules[name]
         sys.modules.update(_replaced)
         _replaced = None
+        _standing_in.clear()
         if _finder in sys.meta_path:
             sys.meta_path.remove(_finder)
 
 
 def _check_free(installed: str, replace: bool) -> None:
-    spec, fourth = find_spec(NAME), _installed("flash-attn-4")
+    try:
+        spec = find_spec(NAME)
+    except ValueError:  # a module of the program's own making is loaded, which says not where it is from
+        spec = ModuleSpec(NAME, None, origin="sys.modules, where the program has put it")
+    fourth = _installed("flash-attn-4")
     # A folder without __init__.py is a package, too. One without `cute` is anything but flash-attn.
     folders = [] if spec is None or spec.origin else [*(spec.submodule_search_locations or ())]
     cute = next((path for path in (Path(folder, "cute") for folder in folders) if path.is_dir()), None)
@@ -124,9 +131,10 @@ def _check_free(installed: str, replace: bool) -> None:
             "attnreg.flash_attn instead"
         )
     if spec is not None and spec.origin and not replace:
-        found = f"flash-attn {installed}" if installed else f"a module at {spec.origin}"
+        found = f"flash-attn {installed}" if installed else f"a module from {spec.origin}"
+        without = f"none (pip uninstall {DISTRIBUTION})" if installed else "none"
         raise RegistrationError(
-            f"flash_attn: got {found}, expected none, or attnreg.flash_attn.activate(replace=True)"
+            f"flash_attn: got {found}, expected {without}, or attnreg.flash_attn.activate(replace=True)"
         )
 
 
@@ -185,10 +193,19 @@ _EVERYTHING = importlib.metadata.DistributionFinder.Context()
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """Finds `_Metadata`, and no module."""
+    """Finds `_Metadata`, and the stand-ins where a program imports or reloads them anew."""
 
-    def find_spec(self, *_: object) -> None:
-        return None
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        module = _standing_in.get(name)
+        if module is None:
+            return None
+        return ModuleSpec(name, self, origin=__file__, is_package=hasattr(module, "__path__"))
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _standing_in[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave a stand-in as it is."""
 
     def find_distributions(
         self,

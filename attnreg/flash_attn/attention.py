@@ -22,7 +22,7 @@ from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import scope
 from attnreg.dispatch.calls import plan_for, wants_deterministic
 from attnreg.dispatch.state import Plan
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.torchlib.modes import autocast, is_plain
 from attnreg.varlen import autograd, spread
 from attnreg.varlen.front import AuxRequest, varlen_attn
@@ -134,7 +134,7 @@ def attend_packed(
             query=q, key=k, value=v, cu_seq_q=lengths[0], cu_seq_k=lengths[1], seqused_k=seqused_k,
             block_table=block_table, alibi_slopes=options.alibi_slopes,
         )  # fmt: skip
-        attend = _attend_uncompiled if torch.compiler.is_compiling() else _attend
+        attend = _attend_uncompiled if torch.compiler.is_compiling() else _attend_deterministic
         return attend(q, k, v, options, lengths, seqused_k, block_table, num_splits)
     found = varlen_attn(
         q, k, v, *lengths, options.causal, AuxRequest(lse=True), scale=options.softmax_scale,
@@ -180,6 +180,8 @@ def checked_call(
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that there is a batch of each, of one size, and no spread over ranks."""
     for name, tensor in {"q": q, "k": k, "v": v}.items():
+        if isinstance(tensor, Tensor):
+            check_strided(name, tensor)
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             shown = str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidInputError(
@@ -193,10 +195,19 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Check that a tensor is no nested or sparse one."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        got = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        raise InvalidInputError(f"{name}: got {got}, expected torch.strided")
+
+
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     """Return the output (B, S_q, H, D_v) and the LSE (B, H, S_q) of a dense batch."""
     check_dense(q, k, v)
     check_tensors(alibi_slopes=options.alibi_slopes)
+    if options.alibi_slopes is not None:
+        check_strided("alibi_slopes", options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
     if not torch.compiler.is_compiling() and is_plain(q, k, v, options.alibi_slopes):
         return _attend(q, k, v, options, (None, None, length_q, length_k))
@@ -211,6 +222,17 @@ def unpacked(out: Tensor, lse: Tensor, batch: int, length: int) -> Results:
     return out, lse.view(lse.shape[0], batch, length).transpose(0, 1).contiguous()
 
 
+def _attend_deterministic(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
+    """Return what `_attend` does; the op, which others than plain tensors need, has no such argument."""
+    lengths, *used_and_pages = arguments[:3]
+    if not is_plain(q, k, v, options.alibi_slopes, *lengths[:2], *used_and_pages):
+        raise UnsupportedInputError(
+            "deterministic must be False in dispatch modes, in function transforms and for tensor "
+            "subclasses, got True; torch.use_deterministic_algorithms(True) has the same effect there"
+        )
+    return _attend(q, k, v, options, *arguments)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
     """Return output and LSE of a call with the further arguments of `Options.call`."""
     return _attend_call(q, k, v, options.call(q, *arguments))
@@ -222,7 +244,7 @@ def _attend_call(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: Plan | None 
 
 
 # What a compiled program calls, between two of its graphs.
-_attend_uncompiled = _disable_dynamo(_attend)
+_attend_uncompiled = _disable_dynamo(_attend_deterministic)
 
 
 def returned(results: Results, with_weights: bool) -> Any:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.regular import regular_offsets
-from attnreg.errors import InvalidInputError
 from attnreg.flash_attn.attention import (
     OF_DENSE,
     Options,
@@ -18,8 +17,8 @@ from attnreg.flash_attn.attention import (
     unpacked,
 )
 from attnreg.flash_attn.functions import Window
+from attnreg.flash_attn.kvcache_checks import check, check_places, lengths_of
 from attnreg.flash_attn.rotary import check_compiled, positions, rotated
-from attnreg.torchlib.modes import is_plain
 from attnreg.varlen import spread
 from attnreg.varlen.plans import check_tensors, window
 
@@ -82,11 +81,11 @@ def flash_attn_with_kvcache(
     spread.check_is_off("a call without a cache: flash_attn_varlen_func with the offsets of the whole batch")
     given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **{x: y for x, y in given.items() if y is not None})
-    _check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
+    check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     (batch, length_q), new = q.shape[:2], 0 if k is None else k.shape[1]
-    used = _lengths(cache_seqlens, q, k_cache, block_table, new)
-    _check_places(q, k_cache, cache_batch_idx, cache_leftpad, block_table, used, new)
+    used = lengths_of(cache_seqlens, q, k_cache, block_table, new)
+    check_places(q, k_cache, cache_batch_idx, cache_leftpad, block_table, used, new)
     if rotary_cos is not None and rotary_sin is not None:
         tables = rotary_cos, rotary_sin, rotary_interleaved
         is_masked = causal or window(window_size, False) != (-1, -1)
@@ -119,145 +118,6 @@ def flash_attn_with_kvcache(
     if return_softmax_lse:
         return unpacked(out, lse, batch, length_q)
     return out.view(batch, length_q, *out.shape[1:])
-
-
-def _check(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    block_table: Tensor | None,
-) -> None:
-    for name, tensor in {"q": q, "k_cache": k_cache, "v_cache": v_cache}.items():
-        if tensor.dim() != 4:
-            layout = "(batch, length, heads, head_dim)"
-            raise InvalidInputError(f"{name}: got {tuple(tensor.shape)}, expected 4 dimensions {layout}")
-    if block_table is not None:
-        _check_integers("block_table", block_table, q, (len(q), "pages of a sequence"))
-        if not k_cache.shape[1]:
-            raise InvalidInputError(
-                f"k_cache: got {tuple(k_cache.shape)}, expected pages of at least one token"
-            )
-    if v_cache.shape[:3] != k_cache.shape[:3]:
-        raise InvalidInputError(
-            f"v_cache: got shape {tuple(v_cache.shape)}, expected that of k_cache up to the head dim, "
-            f"{tuple(k_cache.shape)}"
-        )
-    if (k is None) != (v is None):
-        raise InvalidInputError("k and v: got one of the two, expected both or none")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        # What has another shape, PyTorch would expand.
-        expected = len(q), *((k if k is not None else q).shape[1:2]), *cache.shape[2:]
-        if new is not None and tuple(new.shape) != expected:
-            raise InvalidInputError(
-                f"{name}: got shape {tuple(new.shape)}, expected {expected}, as of the cache"
-            )
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise InvalidInputError("rotary_cos and rotary_sin: got one of the two, expected both or none")
-    if rotary_cos is not None and rotary_sin is not None:
-        _check_rotary(rotary_cos, rotary_sin, q.shape[-1], _room(k_cache, block_table))
-    if cache_seqlens is None and (k is not None or rotary_cos is not None):
-        raise InvalidInputError("cache_seqlens: got None, expected the lengths before k and v are appended")
-    if cache_batch_idx is not None and block_table is not None:
-        raise InvalidInputError(
-            "cache_batch_idx: got a tensor, expected None, as block_table says where keys are"
-        )
-    if cache_batch_idx is None and block_table is None and len(k_cache) < len(q):
-        raise InvalidInputError(
-            f"k_cache: got {len(k_cache)} sequences for {len(q)} of q, expected at least as many"
-        )
-
-
-def _check_places(
-    q: Tensor,
-    k_cache: Tensor,
-    places: Tensor | None,
-    leftpad: Tensor | None,
-    block_table: Tensor | None,
-    used: Tensor,
-    new: int,
-) -> None:
-    """Check which keys a call is about; on a GPU all but the numbers, which it would have to wait for."""
-    if block_table is not None and _is_read(block_table, used):
-        counts = (-((used + new) // -k_cache.shape[1])).tolist()
-        for row, (pages, count) in enumerate(zip(block_table.tolist(), counts, strict=True)):
-            _check_each(f"block_table[{row}]", pages[:count], [len(k_cache) - 1] * count)
-    if places is not None:
-        _check_integers("cache_batch_idx", places, q, (len(q),))
-        if _is_read(places):
-            _check_each("cache_batch_idx", places.tolist(), [len(k_cache) - 1] * len(q))
-    if leftpad is not None:
-        _check_integers("cache_leftpad", leftpad, q, (len(q),))
-        if _is_read(leftpad, used):
-            _check_each("cache_leftpad", leftpad.tolist(), (used + new).tolist())
-
-
-def _check_integers(name: str, given: object, q: Tensor, shape: tuple[int | str, ...]) -> None:
-    """Check that an argument is a tensor of int32 or int64 on the device of q."""
-    expected = f"int32 of shape ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}) on {q.device}"
-    if not isinstance(given, Tensor):
-        raise InvalidInputError(f"{name}: got {given!r}, expected a tensor, {expected}")
-    fits = given.dim() == len(shape) and len(given) == shape[0] and given.device == q.device
-    if not fits or given.dtype not in (torch.int32, torch.int64):
-        got = f"{given.dtype} of shape {tuple(given.shape)} on {given.device}"
-        raise InvalidInputError(f"{name}: got {got}, expected {expected}")
-
-
-def _is_read(*given: Tensor) -> bool:
-    """Whether the host may look at the numbers of tensors."""
-    return not torch.compiler.is_compiling() and all(x.is_cpu for x in given) and is_plain(*given)
-
-
-def _check_each(name: str, numbers: list[int], highest: list[int]) -> None:
-    for at, (number, most) in enumerate(zip(numbers, highest, strict=True)):
-        if not 0 <= number <= most:
-            raise InvalidInputError(f"{name}: got {number} at index {at}, expected 0 to {most}")
-
-
-def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int, room: int) -> None:
-    shapes = tuple(cos.shape), tuple(sin.shape)
-    if shapes[0] != shapes[1] or cos.dim() != 2 or cos.shape[0] < room or 2 * cos.shape[1] > head_dim:
-        raise InvalidInputError(
-            f"rotary_cos and rotary_sin: got shapes {shapes[0]} and {shapes[1]}, expected equal ones: "
-            f"(positions, rotary dim / 2), at least {room} positions and at most {head_dim} rotary dims"
-        )
-
-
-def _room(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """Return how many tokens of one sequence a cache can hold."""
-    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-
-
-def _lengths(
-    given: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table: Tensor | None, new: int
-) -> Tensor:
-    """Return how many tokens each sequence has in the cache, int32 (B,), which has to have room for new ones.
-
-    Whether it has isn't known of lengths on a GPU: to read them would wait for it.
-    """
-    room = _room(k_cache, block_table)
-    if isinstance(given, Tensor):
-        _check_integers("cache_seqlens", given, q, (len(q),))
-        used = given.to(torch.int32)
-        numbers = given.tolist() if _is_read(given) else []
-    elif given is None or isinstance(given, int):
-        numbers = [room if given is None else given]
-        used = torch.full((len(q),), *numbers, dtype=torch.int32, device=k_cache.device)
-    else:
-        raise InvalidInputError(f"cache_seqlens: got {given!r}, expected a tensor or one number")
-    if (least := min(numbers, default=0)) < 0:
-        raise InvalidInputError(f"cache_seqlens: got {least}, expected 0 or more")
-    if (most := max(numbers, default=0)) + new > room:
-        of_what = "the cache" if block_table is None else f"a row of block_table, {tuple(block_table.shape)}"
-        raise InvalidInputError(
-            f"cache_seqlens: got {most} and {new} new tokens, expected at most {room}, the room of {of_what}"
-        )
-    return used
 
 
 def _pages(

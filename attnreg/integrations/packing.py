@@ -53,8 +53,10 @@ def read(numbers: Tensor) -> Tensor:
 
 
 def is_readable() -> bool:
-    """Whether numbers can be read back now: not in compiled code, nor into a CUDA graph."""
-    return not torch.compiler.is_compiling() and not is_captured()
+    """Whether numbers can be read back now: not in compiled code, a CUDA graph, or tensors without memory."""
+    if torch.compiler.is_compiling() or is_captured():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
 def is_captured() -> bool:
@@ -98,8 +100,8 @@ def starts_of_positions(
 ) -> Tensor | None:
     """Return where documents start by a layer's positions; None if these can't mean documents.
 
-    `keys`, (B, S), says which tokens count; None: all. With it steps aren't looked at: those over padding, or
-    of a program's own positions, mean nothing.
+    It is at 0, and where positions go back. Steps ahead mean nothing: a text that skips positions is one
+    document, also for transformers where a cache is given. `keys`, (B, S), says which tokens count, None all.
     """
     batch, length_q, length_k = sizes
     if positions is None or length_q != length_k or length_q == 1 or positions.shape[-1] != length_q:
@@ -108,7 +110,10 @@ def starts_of_positions(
         return None
     positions = positions.expand(batch, -1)
     if keys is None:
-        return starts_of(positions, 1)
+        starts = positions == 0
+        starts[:, 1:] |= positions.diff(dim=-1) < 0
+        starts[:, 0] = True
+        return starts
     before = _last_counted(keys)
     goes_back = positions < positions.gather(-1, before.clamp(min=0))
     return keys & ((before < 0) | (positions == 0) | goes_back)

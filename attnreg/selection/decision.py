@@ -97,7 +97,9 @@ class Policy:
         """Return this policy with one more preference, the strongest."""
         if preference is None:
             return self
-        return replace(self, preferences=(preference, *self.preferences))
+        # Who names a backend gets what it runs without a recording, too: cpu corrects torch's own kernel.
+        only_recording = self.only_recording and not preference.names
+        return replace(self, preferences=(preference, *self.preferences), only_recording=only_recording)
 
 
 @dataclass(frozen=True, slots=True)

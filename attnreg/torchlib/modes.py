@@ -20,7 +20,7 @@ _AUTOCASTS = frozenset(
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see.
 
-    One that is negated lazily isn't: in memory its numbers have the other sign.
+    One that is negated lazily isn't: in memory its numbers have the other sign. Nor are zeros without memory.
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
@@ -28,7 +28,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
         return False
     given = [x for x in tensors if x is not None]
     return all(
-        type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() for x in given
+        type(x) in (Tensor, torch.nn.Parameter)
+        and (x.is_cuda or x.is_cpu)
+        and not (x.is_neg() or x._is_zerotensor())
+        for x in given
     )
 
 

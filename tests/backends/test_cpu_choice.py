@@ -219,6 +219,8 @@ def test_causal_calls_that_torchs_kernel_computes_wrong_are_replaced(cpu_kernel,
     replaces = cpu.BACKEND.load().replaces_native
     wrong = {"positive_scale": False, "dtype": "float64"}
     for direction in BOTH:
+        assert replaces(direction, spec(40, bias=True, dtype="float64"))  # whose mask may be float32
+        assert not replaces(direction, spec(40, bias=True, dtype="float32")) or is_built
         for window in (CAUSAL, (-1, 30)):  # aligned top-left, with more queries than keys
             assert replaces(direction, spec(40, window=window, **wrong))
         assert replaces(direction, spec(40, window=CAUSAL, bias=True, **wrong))

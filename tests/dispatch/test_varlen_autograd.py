@@ -12,6 +12,7 @@ from support import truth
 from support.dense import WithoutGradient
 from support.varlen_calls import LENGTHS, assert_right, attend
 from torch._dynamo import compiled_autograd
+from torch.testing._internal.two_tensor import TwoTensor
 
 import attnreg
 
@@ -78,6 +79,22 @@ def test_a_gradient_that_is_no_plain_memory_is_read_as_its_values(inputs, how):
     grads = torch.autograd.grad(out, inputs[:3], given, retain_graph=True)
     values = torch.zeros_like(out) if how == "zeros without memory" else -torch.ones_like(out)
     torch.testing.assert_close(grads, torch.autograd.grad(out, inputs[:3], values), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["a subclass", "a batch"])
+def test_a_gradient_without_memory_of_its_own_is_refused(inputs, how):
+    out = attend(inputs)
+    given = TwoTensor(out.detach(), out.detach()) if how == "a subclass" else torch.stack([out.detach()] * 2)
+    with pytest.raises(RuntimeError, match="a gradient must be a plain tensor, got a tensor subclass or"):
+        torch.autograd.grad(out, inputs[:3], given, is_grads_batched=how == "a batch")
+
+
+def test_zeros_without_memory_are_read_as_zeros(inputs):
+    given = [*(x.detach() for x in inputs[:3]), *inputs[3:]]
+    for place in range(3):
+        zeros = torch._efficientzerotensor(given[place].shape)
+        one, other = (attend((*given[:place], x, *given[place + 1 :])) for x in (zeros, zeros.clone()))
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_a_gradient_of_nothing_is_nothing(inputs):

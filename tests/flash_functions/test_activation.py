@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+import types
+from unittest import mock
 
 import pytest
 import torch
@@ -148,12 +150,45 @@ def test_what_flash_attentions_own_tests_import_is_there():
     assert [part.shape for part in torch.zeros(2, 9000).split(one_block, dim=-1)] == [(2, 9000)]
 
 
+def test_a_program_may_reload_the_stand_in_and_import_it_anew():
+    activation.activate()
+    made = importlib.import_module("flash_attn")
+    assert importlib.reload(made) is made
+    importlib.reload(importlib.import_module("flash_attn.bert_padding"))
+    del sys.modules["flash_attn"]
+    assert importlib.import_module("flash_attn") is made
+    assert made.flash_attn_func is functions.flash_attn_func
+    assert importlib.util.find_spec("flash_attn").origin == activation.__file__
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn.ops")
+    activation.deactivate()
+    assert "flash_attn" not in sys.modules
+    assert activation._finder.find_spec("flash_attn") is None
+
+
+@pytest.mark.parametrize("stub", [types.ModuleType("flash_attn"), mock.MagicMock()], ids=["module", "mock"])
+def test_a_module_that_a_program_has_put_there_is_replaced_on_request_alone(monkeypatch, stub):
+    monkeypatch.setitem(sys.modules, "flash_attn", stub)
+    with pytest.raises(RegistrationError) as error:
+        activation.activate()
+    assert str(error.value) == (
+        "flash_attn: got a module from sys.modules, where the program has put it, expected none, or "
+        "attnreg.flash_attn.activate(replace=True)"
+    )
+    activation.activate(replace=True)
+    assert importlib.import_module("flash_attn").flash_attn_func is functions.flash_attn_func
+    activation.deactivate()
+    assert sys.modules["flash_attn"] is stub
+    del sys.modules["flash_attn"]
+
+
 def test_an_installed_flash_attn_stays_unless_it_is_to_be_replaced_and_then_comes_back(installed):
     installed("flash-attn", "2.8.3", REAL)
     with pytest.raises(RegistrationError) as error:
         activation.activate()
     assert str(error.value) == (
-        "flash_attn: got flash-attn 2.8.3, expected none, or attnreg.flash_attn.activate(replace=True)"
+        "flash_attn: got flash-attn 2.8.3, expected none (pip uninstall flash-attn), or "
+        "attnreg.flash_attn.activate(replace=True)"
     )
     activation.activate(replace=True)
     assert importlib.import_module("flash_attn").flash_attn_func is functions.flash_attn_func

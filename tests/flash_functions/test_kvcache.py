@@ -3,6 +3,7 @@
 import contextlib
 import math
 
+import numpy
 import pytest
 import torch
 from support import truth
@@ -219,6 +220,33 @@ def test_a_step_of_decoding_compiles_to_one_graph_and_writes_into_the_cache():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
+def test_compiled_decoding_is_one_graph_however_far_it_is_and_however_many_sequences(as_tensor):
+    def step(q, k_cache, v_cache, k, used):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=used, causal=True)
+
+    torch._dynamo.reset()
+    compiled_step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for batch in (1, 2, 3):
+        caches = cache(batch)
+        copies = [x.clone() for x in caches]
+        for used in range(4):
+            q, k = torch.randn(batch, 1, HEADS, DIM), torch.randn(batch, 1, KEY_HEADS, DIM)
+            given = torch.full((batch,), used, dtype=torch.int32) if as_tensor else used
+            expected = step(q, *caches, k, given).double()
+            truth.assert_near(compiled_step(q, *copies, k, given), expected, torch.float32)
+        assert all(torch.equal(one, other) for one, other in zip(caches, copies, strict=True))
+    torch._dynamo.reset()
+
+
+def test_how_far_a_cache_is_may_be_a_number_of_numpy():
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=numpy.int64(4))
+    torch.testing.assert_close(
+        out, flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=4), rtol=0, atol=0
+    )
+
+
 @pytest.mark.parametrize("given", [11, torch.tensor([3, 11, 0], dtype=torch.int32)])
 def test_new_keys_that_the_cache_has_no_room_for_are_refused_and_nothing_is_written(given):
     (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
@@ -302,6 +330,9 @@ REFUSED = {
     f"cache_batch_idx: got torch.float32 of shape (3,) on cpu, {OF_BATCH}": {
         "cache_batch_idx": torch.ones(3)
     },
+    "k: got torch.float64 on cpu, expected torch.float32, as of the cache, on cpu": {"k": TENSOR.double()},
+    "v: got torch.int64 on cpu, expected torch.float32, as of the cache, on cpu": {"v": TENSOR.long()},
+    "v: got torch.float32 on meta, expected torch.float32, as of the cache, on cpu": {"v": TENSOR.to("meta")},
     "cache_batch_idx: got -1 at index 1, expected 0 to 2": {"cache_batch_idx": ints(0, -1, 2)},
     "cache_batch_idx: got 7 at index 2, expected 0 to 2": {"cache_batch_idx": ints(0, 1, 7)},
     f"cache_leftpad: got 2, expected a tensor, {OF_BATCH.removeprefix('expected ')}": {"cache_leftpad": 2},

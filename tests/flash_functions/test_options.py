@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import known, truth
 from support.packed_calls import offsets
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import checkpoint
 
 import attnreg
@@ -260,6 +261,43 @@ def test_a_compiled_program_gets_the_same_results_in_one_graph_unless_an_option_
     for one, other in zip(*results, strict=True):
         truth.assert_near(one, other.double(), torch.float32)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("option", ["softmax_scale", "softcap", "dropout_p"])
+def test_a_number_that_needs_a_gradient_is_refused_as_it_gets_none(option):
+    given = {option: torch.nn.Parameter(torch.tensor(0.5))}
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn.flash_attn_func(*batch(), **given)
+    got = "got a tensor that needs a gradient, expected a number, as it gets none"
+    assert str(error.value) == f"{option}: {got}"
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_deterministic_is_refused_for_tensors_that_have_no_memory_themselves(packed):
+    q, k, v = (TwoTensor(x, x) for x in batch())
+    with pytest.raises(UnsupportedInputError, match=r"^deterministic must be False .* for tensor subclasses"):
+        if packed:
+            one = TwoTensor(*[torch.randn(5, HEADS, DIM)] * 2)
+            lengths = offsets(5), offsets(5), 5, 5
+            flash_attn.flash_attn_varlen_func(one, one, one, *lengths, deterministic=True)
+        else:
+            flash_attn.flash_attn_func(q, k, v, deterministic=True)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
+def test_layouts_that_no_kernel_reads_are_refused_also_after_a_call_of_the_same_shapes(name):
+    given = dict(zip(("q", "k", "v"), batch(), strict=True)) | {"alibi_slopes": SLOPES["of heads"]}
+    flash_attn.flash_attn_func(**given)
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn.flash_attn_func(**given | {name: given[name].detach().to_sparse()})
+    assert str(error.value) == f"{name}: got torch.sparse_coo, expected torch.strided"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused():
+    nested = torch.nested.nested_tensor([torch.randn(3, HEADS, DIM), torch.randn(5, HEADS, DIM)])
+    with pytest.raises(InvalidInputError, match="q: got a nested tensor"):
+        flash_attn.flash_attn_func(nested, nested, nested)
 
 
 def test_autocast_casts_as_for_pytorchs_own_attention():

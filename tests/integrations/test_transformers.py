@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support import transformers_models as models
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import attnreg
 from attnreg.errors import InvalidInputError
@@ -142,16 +143,30 @@ def test_padding_inside_of_one_of_several_documents_leaves_them_apart(name):
     assert_close([out[mask.bool()]], [expected[mask.bool()]])
 
 
+@pytest.mark.parametrize("real", [6, 8], ids=["padded", "without a mask"])
 @pytest.mark.parametrize(
     "positions",
     [[0, 1, 2, 3, 20, 21, 22, 23], [0, 1, 2, 2, 2, 2, 3, 4], [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]],
     ids=["a jump", "repeated", "halves"],
 )
-def test_positions_that_do_not_start_anew_are_of_one_document_where_something_is_padded(positions):
-    ids, mask = models.documents(lengths=(8,))[0], torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
-    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.tensor([positions])}
+def test_positions_that_do_not_start_anew_are_of_one_document(positions, real):
+    """Without a mask the model makes a cache, and transformers looks for documents where there is none."""
+    ids, mask = models.documents(lengths=(8,))[0], (torch.arange(8) < real)[None]
+    batch = {"input_ids": ids, "position_ids": torch.tensor([positions])}
+    batch |= {"attention_mask": mask.long()} if real < 8 else {}
     outs = [models.results(models.model("Llama", name), batch) for name in ("attnreg", "eager")]
-    assert_close([outs[0][mask.bool()]], [outs[1][mask.bool()]])
+    assert_close([outs[0][mask]], [outs[1][mask]])
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_model_of_fake_tensors_runs_as_for_counting_memory(padded):
+    with FakeTensorMode():
+        one = models.built("Llama")
+        one.set_attn_implementation("attnreg")
+        ids = torch.ones(2, 8, dtype=torch.long)
+        out = one(ids, attention_mask=torch.ones_like(ids) if padded else None).logits
+    assert isinstance(out, FakeTensor)
+    assert out.shape == (2, 8, one.config.vocab_size)
 
 
 def test_after_install_alone_a_batch_without_padding_runs_on_attnreg_and_after_uninstall_on_pytorchs():

@@ -184,6 +184,22 @@ def test_the_variable_records_until_the_settings_are_read_without_it(tmp_path, m
     assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
 
 
+def test_a_block_that_asks_for_cpu_gets_its_corrections_of_torchs_kernel_also_while_recording(tmp_path):
+    query, key = torch.randn(1, 8, 33, 64), torch.randn(1, 8, 33, 64)
+
+    def negative():
+        return F.scaled_dot_product_attention(query, key, key, is_causal=True, scale=-1.0)
+
+    with attnreg.record(tmp_path / "x.jsonl"):
+        assert state().policy.only_recording
+        assert negative().isnan().any()  # torch's own kernel, to which recording alone changes nothing
+        with attnreg.use_backend("cpu"):
+            expected = torch.softmax(
+                (-query @ key.mT).masked_fill(torch.ones(33, 33).triu(1) > 0, -torch.inf), -1
+            )
+            torch.testing.assert_close(negative(), expected @ key)
+
+
 SCRIPT = """
 import attnreg
 import torch

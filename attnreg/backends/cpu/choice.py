@@ -113,6 +113,8 @@ def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
     """Return whether torch's kernel computes a dense SDPA call wrong: see README.md."""
     if direction == "backward" and spec.dtype in ("float16", "bfloat16"):
         return True  # it adds up blocks of rows, and query heads, in the dtype of the query
+    if spec.bias and spec.dtype == "float64":
+        return True  # it reads a float32 mask, which SDPA lets pass, as if that were float64
     # A causal mask of one query hides all keys but the first: the spec is that of one key, without a mask.
     may_be_causal = spec.window != OPEN or spec.max_q == spec.max_k == 1
     return may_be_causal and not spec.positive_scale

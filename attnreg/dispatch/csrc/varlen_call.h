@@ -39,10 +39,16 @@ inline bool is_plain(const at::Tensor& tensor) {
 }
 
 // A gradient as memory that kernels can read: autograd may hand over zeros without any, or a lazy negative.
+// Those of vmap and of subclasses with `__torch_dispatch__` have none: an error, as of `_in_memory` in Python.
 inline at::Tensor as_memory(const at::Tensor& gradient) {
   if (is_plain(gradient)) {
     return gradient;  // nearly always: what follows goes through torch's dispatcher
   }
+  static const c10::DispatchKeySet wrappers(
+      {c10::DispatchKey::Python, c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+  TORCH_CHECK(!gradient.key_set().has_any(wrappers),
+              "a gradient must be a plain tensor, got a tensor subclass or, as by is_grads_batched and "
+              "jacobian(vectorize=True), a batch of gradients, which torch.func.jacrev computes as well");
   if (gradient._is_zerotensor()) {
     return at::zeros(gradient.sizes(), gradient.options());
   }
