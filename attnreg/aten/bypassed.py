@@ -231,8 +231,8 @@ def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | 
 
 def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:
     found = Bypassed(
-        "torch's fast path of encoder layers",
-        "it has kernels of its own on a CPU",
+        "torch's fast path of encoder layers and MultiheadAttention",
+        "it has kernels of its own on a CPU; torch.backends.mha.set_fastpath_enabled(False) switches it off",
         "nn.MultiheadAttention or nn.TransformerEncoderLayer",
     )
     return (source, found) if source.is_cpu else None  # on a GPU it calls an op that is routed
@@ -246,14 +246,21 @@ def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
 
 
 def strict_refusal(device: Device, found: Bypassed, scoped: Preference | None) -> str:
-    """Return why such a call is an error, if strict makes it one on a device; else an empty string."""
+    """Return why such a call is an error, by strict or by `backend=`; else an empty string.
+
+    One without queries or keys never is: nothing is computed.
+    """
     policy_now = state().policy
     given = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
-    if not (policy_now.strict and given):
+    is_exclusive = bool(given) and given[0].exclusive
+    if not given or not (policy_now.strict or is_exclusive) or NOTHING_TO_DO in found.reason:
         return ""
+    insists = (
+        "which allows no other" if is_exclusive else f"and strict ({policy_now.strict}) makes that an error"
+    )
     return (
         f"{found.function} sends this call to {found.kernel}, so that no backend of {given[0].source} sees "
-        f"it, and strict ({policy_now.strict}) makes that an error: {found.reason}"
+        f"it, {insists}: {found.reason}"
     )
 
 

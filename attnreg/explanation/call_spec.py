@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnreg.aten import efficient, flash
 from attnreg.aten.bypassed import SDPA, Bypassed, SdpaCall, selected, selected_for, selected_nested
+from attnreg.aten.nested import is_dense_inside
 from attnreg.aten.routing import call_of as dense_call_of
 from attnreg.aten.schemas import SdpaCpuForward
 from attnreg.contract.discovery import Entry
@@ -161,6 +162,12 @@ def dense(
     native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
+    if elsewhere is not None and attn_mask is not None:
+        if is_causal:
+            raise InvalidInputError(
+                f"attn_mask: got a tensor with is_causal=True, expected one of the two for {elsewhere.kernel}"
+            )
+        needs_backward = needs_backward or wants_gradient(query, key, attn_mask)
     of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
     for_backward = efficient.FOR_BIAS if of_mask else None
     return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, for_backward=for_backward)
@@ -236,7 +243,14 @@ def nested(call: SdpaCall, leading: Preference | None) -> CallSpec:
         needs_backward=wants_gradient(call.query, call.key, call.value),
     )  # fmt: skip
     if call.query.is_cpu:  # torch has no kernel of its own for the op that it is sent to
-        return CallSpec(spec, elsewhere=selected_nested(call, leading))
+        elsewhere = selected_nested(call, leading)
+        lacks = "is_causal" if call.is_causal else "enable_gqa" if spec.heads_q != spec.heads_k else ""
+        if elsewhere is not None and lacks and not is_dense_inside(call.query):
+            raise InvalidInputError(
+                f"{lacks}: got {getattr(call, lacks)}, expected a call without it, as it goes to "
+                f"{elsewhere.kernel}, which take none: {elsewhere.reason}"
+            )
+        return CallSpec(spec, elsewhere=elsewhere)
     return CallSpec(spec, flash.FA2)
 
 

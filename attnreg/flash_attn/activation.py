@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -189,6 +190,17 @@ class _Metadata(importlib.metadata.Distribution):
         return Path(__file__).parent / path
 
 
+class _Loader(Loader):
+    """Loads the stand-ins as they are."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _standing_in[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+_loader = _Loader()
 _EVERYTHING = importlib.metadata.DistributionFinder.Context()
 
 
@@ -199,13 +211,7 @@ class _Finder(importlib.metadata.DistributionFinder):
         module = _standing_in.get(name)
         if module is None:
             return None
-        return ModuleSpec(name, self, origin=__file__, is_package=hasattr(module, "__path__"))
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _standing_in[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Leave a stand-in as it is."""
+        return ModuleSpec(name, _loader, origin=__file__, is_package=hasattr(module, "__path__"))
 
     def find_distributions(
         self,

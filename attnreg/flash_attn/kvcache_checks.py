@@ -41,19 +41,7 @@ def check(
             f"v_cache: got shape {tuple(v_cache.shape)}, expected that of k_cache up to the head dim, "
             f"{tuple(k_cache.shape)}"
         )
-    if (k is None) != (v is None):
-        raise InvalidInputError("k and v: got one of the two, expected both or none")
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        # What has another shape, PyTorch would expand.
-        expected = len(q), *((k if k is not None else q).shape[1:2]), *cache.shape[2:]
-        if new is not None and tuple(new.shape) != expected:
-            raise InvalidInputError(
-                f"{name}: got shape {tuple(new.shape)}, expected {expected}, as of the cache"
-            )
-        is_cast = torch.is_autocast_enabled(q.device.type)
-        if new is not None and (new.device != q.device or not (is_cast or new.dtype == cache.dtype)):
-            expected_dtype = f"{cache.dtype}, as of the cache, on {q.device}"
-            raise InvalidInputError(f"{name}: got {new.dtype} on {new.device}, expected {expected_dtype}")
+    _check_new(q, (k, v), (k_cache, v_cache))
     if (rotary_cos is None) != (rotary_sin is None):
         raise InvalidInputError("rotary_cos and rotary_sin: got one of the two, expected both or none")
     if rotary_cos is not None and rotary_sin is not None:
@@ -68,6 +56,24 @@ def check(
         raise InvalidInputError(
             f"k_cache: got {len(k_cache)} sequences for {len(q)} of q, expected at least as many"
         )
+
+
+def _check_new(q: Tensor, new: tuple[Tensor | None, Tensor | None], caches: tuple[Tensor, Tensor]) -> None:
+    """Check the keys and values that are to be written."""
+    (k, v), (k_cache, v_cache) = new, caches
+    if (k is None) != (v is None):
+        raise InvalidInputError("k and v: got one of the two, expected both or none")
+    for name, one, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        # What has another shape, PyTorch would expand.
+        expected = len(q), *((k if k is not None else q).shape[1:2]), *cache.shape[2:]
+        if one is not None and tuple(one.shape) != expected:
+            raise InvalidInputError(
+                f"{name}: got shape {tuple(one.shape)}, expected {expected}, as of the cache"
+            )
+        is_cast = torch.is_autocast_enabled(q.device.type)
+        if one is not None and (one.device != q.device or not (is_cast or one.dtype == cache.dtype)):
+            expected_dtype = f"{cache.dtype}, as of the cache, on {q.device}"
+            raise InvalidInputError(f"{name}: got {one.dtype} on {one.device}, expected {expected_dtype}")
 
 
 def check_places(

@@ -117,7 +117,11 @@ CALLS = {
     ),
     "an encoder layer's fast path": (
         lambda: encoder_layer(False),
-        ("torch's fast path of encoder layers", "it has kernels of its own on a CPU"),
+        (
+            "torch's fast path of encoder layers and MultiheadAttention",
+            "it has kernels of its own on a CPU; torch.backends.mha.set_fastpath_enabled(False) switches it "
+            "off",
+        ),
     ),
 }  # fmt: skip
 SERVED = {
@@ -169,6 +173,9 @@ def test_a_recording_counts_each_with_torchs_kernel_and_the_reason(call, expecte
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("call", "expected"), CALLS.values(), ids=CALLS)
 def test_where_a_backend_is_asked_for_strictly_each_is_an_error(call, expected, strict):
+    if expected == CALLS["no queries"][1]:
+        assert call().numel() == 0  # nothing is computed
+        return
     with pytest.raises(UnsupportedInputError) as error:
         call()
     function = "F.scaled_dot_product_attention"
@@ -359,3 +366,32 @@ def test_flex_attention_is_neither_replaced_nor_counted(options, ran, tmp_path):
             SDPA(query, key, value, enable_gqa=True)
             assert ran() == {"math": (1, 0)}  # as the registration holds
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p must be 0 on a CPU, got 0.1"),
+        ({"attn_mask": torch.zeros(8, 8, requires_grad=True)}, "attn_mask must need no gradient"),
+    ],
+    ids=["dropout", "a mask that needs a gradient"],
+)
+def test_explain_with_one_backend_alone_refuses_a_call_that_none_sees(options, reason):
+    query = torch.randn(2, 4, 8, 16)
+    explained = attnreg.explain(query, query, query, **options, backend="math")
+    assert not explained.runs
+    assert explained.forward.refusal == (
+        "F.scaled_dot_product_attention sends this call to torch's math kernel, so that no backend of "
+        f"backend='math' sees it, which allows no other: {reason}"
+    )
+    free = attnreg.explain(query, query, query, **options)
+    assert (free.runs, free.backend, free.backward is not None) == (True, MATH, "attn_mask" in options)
+
+
+def test_explain_refuses_a_mask_beside_is_causal_as_torch_does_where_it_goes_to_the_math_kernel():
+    query, value = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 4)
+    given = {"attn_mask": torch.ones(8, 8, dtype=torch.bool), "is_causal": True}
+    with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
+        F.scaled_dot_product_attention(query, query, value, **given)
+    with pytest.raises(InvalidInputError, match="attn_mask: got a tensor with is_causal=True"):
+        attnreg.explain(query, query, value, **given)

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attnreg
 from attnreg import aten
 from attnreg.aten.nested import KERNELS
+from attnreg.errors import InvalidInputError
 
 pytestmark = [
     pytest.mark.usefixtures("routers"),
@@ -182,9 +183,17 @@ def test_what_the_op_cannot_say_is_left_to_torch_counted_and_explained_with_the_
 ):
     given = make(packed)
     attnreg.register_backend("math")
-    explained = attnreg.explain(*given, is_causal=is_causal).forward
-    assert explained.backend == KERNELS
-    assert explained.rejected["math"][0].endswith(f"sends it to {KERNELS}: {reason}")
+    if torch_runs_it or not is_causal:
+        explained = attnreg.explain(*given, is_causal=is_causal).forward
+        assert explained.backend == KERNELS
+        assert explained.rejected["math"][0].endswith(f"sends it to {KERNELS}: {reason}")
+    else:
+        with pytest.raises(InvalidInputError) as error:
+            attnreg.explain(*given, is_causal=is_causal)
+        assert str(error.value) == (
+            f"is_causal: got True, expected a call without it, as it goes to {KERNELS}, which take none: "
+            f"{reason}"
+        )
     with attnreg.record(tmp_path / "trace.jsonl"):
         if torch_runs_it:
             F.scaled_dot_product_attention(*given, is_causal=is_causal)
