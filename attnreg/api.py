@@ -176,7 +176,8 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
 
     Applies to this thread or task alone, for the backward of what ran inside it, and to forwards that
     activation checkpointing repeats in a backward called inside; where `backward()` is called after the
-    block, use `backend=` on the call, or `register_backend`. Names are tried in the order given.
+    block, use `backend=` on the call, or `register_backend`. The backward of torch's own `varlen_attn`
+    remembers nothing of its forward and runs on what is registered. Names are tried in the order given.
     On a GPU such a backward runs on a thread of autograd's, which goes by the thread that called it: of
     several tasks of asyncio on one thread, by the one that entered a block last.
 
