@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -54,12 +56,12 @@ def apply_rotary_emb(
             got = f"{seqlen_offsets.dtype} of shape {tuple(seqlen_offsets.shape)}"
             raise InvalidInputError(f"seqlen_offsets: got {got}, expected integers of shape ({count},)")
         first = seqlen_offsets
-    elif not isinstance(seqlen_offsets, int):
+    elif not isinstance(seqlen_offsets, Integral):
         raise InvalidInputError(
             f"seqlen_offsets: got {seqlen_offsets!r}, expected a whole number or a tensor"
         )
     else:
-        first = torch.full((count,), seqlen_offsets, dtype=torch.int32, device=x.device)
+        first = torch.full((count,), int(seqlen_offsets), dtype=torch.int32, device=x.device)
     if cu_seqlens is None:
         out = rotated(x, positions(first, x.shape[1]), cos, sin, interleaved)
     else:

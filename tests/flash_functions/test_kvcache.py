@@ -247,6 +247,14 @@ def test_how_far_a_cache_is_may_be_a_number_of_numpy():
     )
 
 
+def test_a_position_beyond_the_rotary_tables_is_refused_by_their_names():
+    (k_cache, v_cache), q, table = cache(), torch.randn(BATCH, 1, HEADS, DIM), torch.randn(ROOM, 4)
+    given = {"rotary_cos": table, "rotary_sin": table, "cache_seqlens": ROOM}
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn_with_kvcache(q, k_cache, v_cache, **given)
+    assert str(error.value) == "rotary_cos and rotary_sin: got position 12, expected 0 to 11"
+
+
 @pytest.mark.parametrize("given", [11, torch.tensor([3, 11, 0], dtype=torch.int32)])
 def test_new_keys_that_the_cache_has_no_room_for_are_refused_and_nothing_is_written(given):
     (k_cache, v_cache), q = cache(), torch.randn(BATCH, 2, HEADS, DIM)
