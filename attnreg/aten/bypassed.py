@@ -255,12 +255,12 @@ def strict_refusal(device: Device, found: Bypassed, scoped: Preference | None) -
     is_exclusive = bool(given) and given[0].exclusive
     if not given or not (policy_now.strict or is_exclusive) or NOTHING_TO_DO in found.reason:
         return ""
-    insists = (
-        "which allows no other" if is_exclusive else f"and strict ({policy_now.strict}) makes that an error"
-    )
+    sent = f"{found.function} sends this call to {found.kernel}"
+    if is_exclusive:
+        return f"{sent}, and {given[0].source} allows no other than that backend: {found.reason}"
     return (
-        f"{found.function} sends this call to {found.kernel}, so that no backend of {given[0].source} sees "
-        f"it, {insists}: {found.reason}"
+        f"{sent}, so that no backend of {given[0].source} sees it, and strict ({policy_now.strict}) makes "
+        f"that an error: {found.reason}"
     )
 
 

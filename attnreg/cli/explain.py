@@ -96,13 +96,6 @@ def explain(
         needs_backward=backward or grad_lse, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
     )  # fmt: skip
-    for option, tokens, longest in (
-        ("--tokens-q", tokens_q, spec.max_q),
-        ("--tokens-k", tokens_k, spec.max_k),
-    ):
-        if tokens is not None and tokens > spec.batch * longest:
-            most = f"batch x length, {spec.batch * longest}"
-            raise InvalidInputError(f"{option}: got {tokens}, expected at most {most}")
     found = _explained(spec, backend, options.names("--prefer", prefer))
     if as_json:
         print_json(found.to_dict())

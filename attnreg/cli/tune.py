@@ -258,7 +258,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
         )
     data = _data(session, specs, end)
     if data["refused"]:
-        output.table("Refused, which is a - above", data["refused"].items(), ("backend", "why"))
+        output.table("Refused, shown as -", data["refused"].items(), ("backend", "why"))
     left = f"{data['left']} of {data['calls']} calls are left"
     summary = {
         "end": end,

@@ -163,7 +163,7 @@ def dense(
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
     if elsewhere is not None and attn_mask is not None:
-        if is_causal:
+        if is_causal and query.numel():
             raise InvalidInputError(
                 f"attn_mask: got a tensor with is_causal=True, expected one of the two for {elsewhere.kernel}"
             )

@@ -23,7 +23,7 @@ from attnreg.dispatch import scope
 from attnreg.dispatch.calls import plan_for, wants_deterministic
 from attnreg.dispatch.state import Plan
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.torchlib.modes import autocast, is_plain
+from attnreg.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.varlen import autograd, spread
 from attnreg.varlen.front import AuxRequest, varlen_attn
 from attnreg.varlen.plans import call_of, check_tensors, window
@@ -223,14 +223,17 @@ def unpacked(out: Tensor, lse: Tensor, batch: int, length: int) -> Results:
 
 
 def _attend_deterministic(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
-    """Return what `_attend` does; the op, which others than plain tensors need, has no such argument."""
-    lengths, *used_and_pages = arguments[:3]
-    if not is_plain(q, k, v, options.alibi_slopes, *lengths[:2], *used_and_pages):
+    """Return what `_attend` does, of memory: that is otherwise made by the op, which has no such argument."""
+    given = [x for x in (q, k, v, options.alibi_slopes) if x is not None]
+    found = [x for x in map(in_memory, given) if x is not None]
+    if len(found) < len(given) or torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedInputError(
-            "deterministic must be False in dispatch modes, in function transforms and for tensor "
-            "subclasses, got True; torch.use_deterministic_algorithms(True) has the same effect there"
+            "deterministic must be False in function transforms and for tensor subclasses with "
+            "__torch_dispatch__, got True; torch.use_deterministic_algorithms(True) has the same effect there"
         )
-    return _attend(q, k, v, options, *arguments)
+    if options.alibi_slopes is not None:
+        options = options._replace(alibi_slopes=found[3])
+    return _attend(found[0], found[1], found[2], options, *arguments)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnreg.errors import InvalidInputError
 from attnreg.flash_attn.attention import check_strided
-from attnreg.torchlib.modes import is_plain
+from attnreg.torchlib.modes import autocasts, is_plain
 
 
 def check(
@@ -70,7 +70,7 @@ def _check_new(q: Tensor, new: tuple[Tensor | None, Tensor | None], caches: tupl
             raise InvalidInputError(
                 f"{name}: got shape {tuple(one.shape)}, expected {expected}, as of the cache"
             )
-        is_cast = torch.is_autocast_enabled(q.device.type)
+        is_cast = autocasts(q.device.type)
         if one is not None and (one.device != q.device or not (is_cast or one.dtype == cache.dtype)):
             expected_dtype = f"{cache.dtype}, as of the cache, on {q.device}"
             raise InvalidInputError(f"{name}: got {one.dtype} on {one.device}, expected {expected_dtype}")

@@ -48,10 +48,34 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a type of device."""
+    return device in _AUTOCASTS and torch.is_autocast_enabled(device)
+
+
+def in_memory(x: Tensor) -> Tensor | None:
+    """Return a tensor as memory that kernels can read, None if that isn't possible.
+
+    Zeros may have no memory, and a lazy negative has the other sign there. A subclass with
+    `__torch_dispatch__` and a tensor of vmap are wrappers, some of which unwrap when an op is called: so does
+    the result of a collective that nobody has waited for yet.
+    """
+    if _is_wrapper(x) and _is_wrapper(x := x.clone()):
+        return None
+    return x.clone() if x._is_zerotensor() else x.resolve_neg()
+
+
+def _is_wrapper(x: Tensor) -> bool:
+    functorch = torch._C._functorch
+    if functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x):
+        return True
+    return type(x) is not Tensor and torch._C._dispatch_keys(x).has(torch._C.DispatchKey.Python)
+
+
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own op has no such rule."""
     device = query.device.type
-    if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (x.to(dtype) if _is_cast(x) else x for x in (query, key, value))

@@ -22,7 +22,7 @@ from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan, retry_on_decline
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.torchlib.modes import differentiable_once
+from attnreg.torchlib.modes import differentiable_once, in_memory
 from attnreg.varlen import custom_op
 from attnreg.varlen.sinks import counted, with_sinks
 
@@ -206,25 +206,15 @@ def _launched(plan_and_run: Callable[[], T], call: Call) -> T:
 def _in_memory(grad: Tensor) -> Tensor:
     """Return a gradient as memory that kernels can read.
 
-    Autograd may hand over zeros without memory, or a lazy negative. The dispatcher would make them memory,
-    but it isn't asked here. The same is an error in C++: `as_memory`.
+    The dispatcher would make it that, but it isn't asked here. In C++ `as_memory` does the same.
 
     Raises:
-        UnsupportedInputError: it has no memory of its own, as a wrapper subclass, or is a batch of gradients.
+        UnsupportedInputError: it is a wrapper that doesn't unwrap.
     """
-    if _is_wrapper(grad):
+    found = in_memory(grad)
+    if found is None:
         raise UnsupportedInputError(
             "a gradient must be a plain tensor, got a tensor subclass or, as by is_grads_batched and "
             "jacobian(vectorize=True), a batch of gradients, which torch.func.jacrev computes as well"
         )
-    if grad._is_zerotensor():
-        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-    return grad.resolve_neg()
-
-
-def _is_wrapper(grad: Tensor) -> bool:
-    """Whether a tensor has no memory itself: one of vmap, or of a subclass with `__torch_dispatch__`."""
-    functorch = torch._C._functorch
-    if functorch.is_legacy_batchedtensor(grad) or functorch.is_batchedtensor(grad):
-        return True
-    return type(grad) is not Tensor and torch._C._dispatch_keys(grad).has(torch._C.DispatchKey.Python)
+    return found

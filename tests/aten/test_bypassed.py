@@ -381,8 +381,8 @@ def test_explain_with_one_backend_alone_refuses_a_call_that_none_sees(options, r
     explained = attnreg.explain(query, query, query, **options, backend="math")
     assert not explained.runs
     assert explained.forward.refusal == (
-        "F.scaled_dot_product_attention sends this call to torch's math kernel, so that no backend of "
-        f"backend='math' sees it, which allows no other: {reason}"
+        "F.scaled_dot_product_attention sends this call to torch's math kernel, and backend='math' allows no "
+        f"other than that backend: {reason}"
     )
     free = attnreg.explain(query, query, query, **options)
     assert (free.runs, free.backend, free.backward is not None) == (True, MATH, "attn_mask" in options)

@@ -54,14 +54,6 @@ def test_of_a_call_that_no_function_makes_no_function_is_said_to_run_torchs_kern
     assert "note: no function makes such a call: " in output
 
 
-@pytest.mark.parametrize(("option", "most"), [("--tokens-q", 128), ("--tokens-k", 96)])
-def test_more_tokens_than_sequences_of_the_longest_length_have_are_refused(call, option, most):
-    assert call("explain", *CALL, "--varlen", option, str(most)).exit_code == 0
-    result = call("explain", *CALL, "--varlen", option, str(most + 1))
-    assert result.exit_code == 2
-    assert f"{option}: got {most + 1}, expected at most batch x length, {most}" in result.stderr
-
-
 @pytest.mark.parametrize("scale", ["nan", "inf"])
 def test_a_scale_that_is_no_number_is_refused(call, scale):
     result = call("explain", *CALL, "--scale", scale)

@@ -12,11 +12,21 @@ from support import truth
 from support.dense import WithoutGradient
 from support.varlen_calls import LENGTHS, assert_right, attend
 from torch._dynamo import compiled_autograd
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import attnreg
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees", "front")
+
+
+class Logged(torch.Tensor):
+    """A tensor with memory whose ops are seen, and give plain tensors."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return op(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -87,6 +97,17 @@ def test_a_gradient_without_memory_of_its_own_is_refused(inputs, how):
     given = TwoTensor(out.detach(), out.detach()) if how == "a subclass" else torch.stack([out.detach()] * 2)
     with pytest.raises(RuntimeError, match="a gradient must be a plain tensor, got a tensor subclass or"):
         torch.autograd.grad(out, inputs[:3], given, is_grads_batched=how == "a batch")
+
+
+def test_the_gradient_of_a_collective_that_nobody_has_waited_for_is_waited_for(inputs):
+    out = attend(inputs)
+    plain = torch.randn_like(out)
+    for lazy in (AsyncCollectiveTensor(plain), torch.Tensor._make_subclass(Logged, plain)):
+        assert type(lazy) is not torch.Tensor
+        grads = torch.autograd.grad(out, inputs[:3], lazy, retain_graph=True)
+        torch.testing.assert_close(
+            grads, torch.autograd.grad(out, inputs[:3], plain, retain_graph=True), rtol=0, atol=0
+        )
 
 
 def test_zeros_without_memory_are_read_as_zeros(inputs):

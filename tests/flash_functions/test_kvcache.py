@@ -247,6 +247,13 @@ def test_how_far_a_cache_is_may_be_a_number_of_numpy():
     )
 
 
+def test_shapes_of_a_call_are_known_without_memory():
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    given = [x.to("meta") for x in (q, k_cache, v_cache, TENSOR, TENSOR)]
+    out = flash_attn_with_kvcache(*given, cache_seqlens=3)
+    assert (out.shape, out.device.type) == (q.shape, "meta")
+
+
 def test_a_position_beyond_the_rotary_tables_is_refused_by_their_names():
     (k_cache, v_cache), q, table = cache(), torch.randn(BATCH, 1, HEADS, DIM), torch.randn(ROOM, 4)
     given = {"rotary_cos": table, "rotary_sin": table, "cache_seqlens": ROOM}

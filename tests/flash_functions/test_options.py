@@ -1,11 +1,14 @@
 """ALiBi, dropout, softcap and deterministic gradients of flash-attn's functions, and how dense calls run."""
 
+import functools
+
 import pytest
 import torch
 from support import known, truth
 from support.packed_calls import offsets
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError, flash_attn
@@ -282,6 +285,30 @@ def test_deterministic_is_refused_for_tensors_that_have_no_memory_themselves(pac
             flash_attn.flash_attn_varlen_func(one, one, one, *lengths, deterministic=True)
         else:
             flash_attn.flash_attn_func(q, k, v, deterministic=True)
+
+
+@pytest.mark.parametrize("how", ["selective checkpoint", "a dispatch mode", "a plain subclass", "a negative"])
+def test_deterministic_gradients_are_right_in_modes_and_for_subclasses_that_have_memory(how):
+    inputs = batch()
+
+    def step(q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, deterministic=True)
+
+    wanted = torch.autograd.grad(step(*inputs).sum(), inputs)
+    if how == "selective checkpoint":
+        policy = functools.partial(
+            checkpoint.create_selective_checkpoint_contexts,
+            lambda *_, **__: checkpoint.CheckpointPolicy.PREFER_RECOMPUTE,
+        )
+        out = checkpoint.checkpoint(step, *inputs, use_reentrant=False, context_fn=policy)
+    elif how == "a dispatch mode":
+        with FlopCounterMode(display=False):
+            out = step(*inputs)
+    elif how == "a plain subclass":
+        out = step(*(x.as_subclass(type("Named", (torch.Tensor,), {})) for x in inputs))
+    else:
+        out = step(*(torch._neg_view(-x) for x in inputs))
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), inputs), wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])

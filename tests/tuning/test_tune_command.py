@@ -174,7 +174,7 @@ def test_tune_says_why_a_backend_has_no_times_of_a_call(tune):
     expected = {"cpu": "head_dim of the value must be that of the query, 32, got 16"}
     assert json.loads(tune(*call, "--json").stdout)["refused"] == expected
     text = words(tune(*call))
-    assert f"Refused, which is a - above backend why cpu {expected['cpu']}" in text
+    assert f"Refused, shown as - backend why cpu {expected['cpu']}" in text
     assert "Refused" not in words(tune("--q", "1,16,2,32", "--dtype", "fp32", "--fresh"))
 
 

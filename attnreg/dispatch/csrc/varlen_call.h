@@ -39,13 +39,14 @@ inline bool is_plain(const at::Tensor& tensor) {
 }
 
 // A gradient as memory that kernels can read: autograd may hand over zeros without any, or a lazy negative.
-// Those of vmap and of subclasses with `__torch_dispatch__` have none: an error, as of `_in_memory` in Python.
-inline at::Tensor as_memory(const at::Tensor& gradient) {
-  if (is_plain(gradient)) {
-    return gradient;  // nearly always: what follows goes through torch's dispatcher
+// Wrappers have none, of which some unwrap in an op: see `modes.in_memory`, which does the same in Python.
+inline at::Tensor as_memory(const at::Tensor& given) {
+  if (is_plain(given)) {
+    return given;  // nearly always: what follows goes through torch's dispatcher
   }
   static const c10::DispatchKeySet wrappers(
       {c10::DispatchKey::Python, c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+  const at::Tensor gradient = given.key_set().has_any(wrappers) ? given.clone() : given;
   TORCH_CHECK(!gradient.key_set().has_any(wrappers),
               "a gradient must be a plain tensor, got a tensor subclass or, as by is_grads_batched and "
               "jacobian(vectorize=True), a batch of gradients, which torch.func.jacrev computes as well");
