@@ -241,11 +241,11 @@ def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypa
 def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
     choice = scope.current()
     scoped = choice.preference if choice is not None else None
-    if refusal := strict_refusal(device_of(tensor.device), found, scoped):
+    if refusal := why_refused(device_of(tensor.device), found, scoped):
         raise UnsupportedInputError(refusal)
 
 
-def strict_refusal(device: Device, found: Bypassed, scoped: Preference | None) -> str:
+def why_refused(device: Device, found: Bypassed, scoped: Preference | None) -> str:
     """Return why such a call is an error, by strict or by `backend=`; else an empty string.
 
     One without queries or keys never is: nothing is computed.

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from attnreg import _registry
-from attnreg.aten.bypassed import SDPA, SdpaCall, strict_refusal
+from attnreg.aten.bypassed import SDPA, SdpaCall, why_refused
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -195,7 +195,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     spec = replace(shown, sinks=False) if described.returns_lse else shown
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
-        refusal = strict_refusal(spec.device, described.elsewhere, leading)
+        refusal = why_refused(spec.device, described.elsewhere, leading)
         decided = {one: never_seen(described.elsewhere, one, now.entries, refusal) for one in directions}
         notes = (*_front_notes("", leading), *described.notes)
         return Explanation(shown, decided["forward"], decided.get("backward"), notes)

@@ -163,7 +163,7 @@ def dense(
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
     if elsewhere is not None and attn_mask is not None:
-        if is_causal and query.numel():
+        if is_causal and query.numel():  # torch checks nothing of an empty batch
             raise InvalidInputError(
                 f"attn_mask: got a tensor with is_causal=True, expected one of the two for {elsewhere.kernel}"
             )
@@ -244,12 +244,11 @@ def nested(call: SdpaCall, leading: Preference | None) -> CallSpec:
     )  # fmt: skip
     if call.query.is_cpu:  # torch has no kernel of its own for the op that it is sent to
         elsewhere = selected_nested(call, leading)
-        lacks = "is_causal" if call.is_causal else "enable_gqa" if spec.heads_q != spec.heads_k else ""
-        if elsewhere is not None and lacks and not is_dense_inside(call.query):
-            raise InvalidInputError(
-                f"{lacks}: got {getattr(call, lacks)}, expected a call without it, as it goes to "
-                f"{elsewhere.kernel}, which take none: {elsewhere.reason}"
-            )
+        if elsewhere is not None and not is_dense_inside(call.query):
+            shared = "" if spec.heads_q == spec.heads_k else f"{spec.heads_q} and {spec.heads_k} heads"
+            if got := "is_causal=True" if call.is_causal else shared:
+                why = f"which {elsewhere.kernel} refuse, to which it goes: {elsewhere.reason}"
+                raise InvalidInputError(f"explain: got {got}, {why}")
         return CallSpec(spec, elsewhere=elsewhere)
     return CallSpec(spec, flash.FA2)
 

@@ -24,8 +24,13 @@ from attnreg.varlen.plans import check_tensors, window
 
 Pair = tuple[Tensor, Tensor]
 
-_NAMES = OF_DENSE | {"key": "k_cache", "value": "v_cache", "seqused_k": "cache_seqlens"}
-_NAMES |= {"cos": "rotary_cos", "sin": "rotary_sin"}
+_NAMES = OF_DENSE | {
+    "key": "k_cache",
+    "value": "v_cache",
+    "seqused_k": "cache_seqlens",
+    "cos": "rotary_cos",
+    "sin": "rotary_sin",
+}
 
 
 @naming(_NAMES)

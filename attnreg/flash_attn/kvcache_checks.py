@@ -70,8 +70,9 @@ def _check_new(q: Tensor, new: tuple[Tensor | None, Tensor | None], caches: tupl
             raise InvalidInputError(
                 f"{name}: got shape {tuple(one.shape)}, expected {expected}, as of the cache"
             )
-        is_cast = autocasts(q.device.type)
-        if one is not None and (one.device != q.device or not (is_cast or one.dtype == cache.dtype)):
+        if one is None or (one.device == q.device and one.dtype == cache.dtype):
+            continue
+        if one.device != q.device or not autocasts(q.device.type):
             expected_dtype = f"{cache.dtype}, as of the cache, on {q.device}"
             raise InvalidInputError(f"{name}: got {one.dtype} on {one.device}, expected {expected_dtype}")
 
@@ -149,8 +150,8 @@ def lengths_of(
     if isinstance(given, Tensor):
         _check_integers("cache_seqlens", given, q, (len(q),))
         used = given.to(torch.int32)
-        is_read = _is_read(given) and given.numel()
-        least, most = map(int, given.aminmax()) if is_read else (0, 0)
+        numbers = given.tolist() if _is_read(given) and len(given) else [0]
+        least, most = min(numbers), max(numbers)
     elif given is None or isinstance(given, Integral):
         least = most = room if given is None else int(given)
         used = torch.full((len(q),), most, dtype=torch.int32, device=k_cache.device)

@@ -190,10 +190,8 @@ def test_what_the_op_cannot_say_is_left_to_torch_counted_and_explained_with_the_
     else:
         with pytest.raises(InvalidInputError) as error:
             attnreg.explain(*given, is_causal=is_causal)
-        assert str(error.value) == (
-            f"is_causal: got True, expected a call without it, as it goes to {KERNELS}, which take none: "
-            f"{reason}"
-        )
+        got = f"explain: got is_causal=True, which {KERNELS} refuse, to which it goes: {reason}"
+        assert str(error.value) == got
     with attnreg.record(tmp_path / "trace.jsonl"):
         if torch_runs_it:
             F.scaled_dot_product_attention(*given, is_causal=is_causal)
@@ -203,6 +201,19 @@ def test_what_the_op_cannot_say_is_left_to_torch_counted_and_explained_with_the_
                 F.scaled_dot_product_attention(*given, is_causal=is_causal)
     counted = [(row.kernel, row.reason, row.count) for row in attnreg.stats().bypassed]
     assert counted == ([(KERNELS, reason, 1)] if torch_runs_it else [])
+
+
+@pytest.mark.parametrize("enable_gqa", [True, False])
+def test_explain_refuses_shared_heads_where_they_go_to_torchs_kernels_which_do(packed, enable_gqa):
+    query, key, value, offsets = *(torch.randn(8, heads, 8) for heads in (4, 2, 2)), torch.tensor([0, 3, 8])
+    given = nested(query, key, value, offsets=offsets)
+    with pytest.raises(RuntimeError, match="batch dimensions must have the same sizes"):
+        F.scaled_dot_product_attention(*given, enable_gqa=enable_gqa)
+    with pytest.raises(InvalidInputError) as error:
+        attnreg.explain(*given, enable_gqa=enable_gqa)
+    assert str(error.value) == (
+        f"explain: got 4 and 2 heads, which {KERNELS} refuse, to which it goes: nothing asks for a backend"
+    )
 
 
 def test_images_in_ragged_batches_are_dense_calls_which_the_backend_runs(tmp_path, ran):

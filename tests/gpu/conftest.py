@@ -23,7 +23,7 @@ def crashing_says_where(request):
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch, no_graph_trees):
-    """Forget what tests before have loaded, and have FA4 compare a recording however many kinds they ran."""
+    """Hide what tests before have loaded, and have FA4 compare a recording however many kinds they ran."""
     monkeypatch.setattr(replay, "FEW", sys.maxsize)
 
 
