@@ -55,6 +55,11 @@ def changed() -> None:
     """Start a new generation."""
     global generation
     generation = object()
+    forget_calls()
+
+
+def forget_calls() -> None:
+    """Have caches of single calls forget them; decisions stay."""
     for tell in _listeners:
         tell()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.lengths import Cut
 from attnreg.contract.offsets import empty_results
 from attnreg.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.errors import UnsupportedInputError
@@ -70,6 +71,14 @@ def _reasons(spec: AttentionSpec) -> Iterator[str]:
         yield f"batch must be at most {GRID} with dropout, got {spec.batch}"
     if spec.dropout > 0.0 and spec.capturing:
         yield "dropout_p must be 0 in a CUDA graph: the random state is read on the host"
+
+
+def _cuts_of_lengths(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield where what `_reasons` says of calls of the spec's kind changes with their lengths."""
+    yield from (Cut.beyond("max_q", "max_k", at=spec.window[1] + step) for step in (0, 1))
+    yield Cut.beyond("max_q", "max_k")
+    yield from (Cut.of("max_k", at=length) for length in (1, 2))
+    yield Cut.of("batch", at=GRID + 1)
 
 
 def _from_first_key(max_q: int, max_k: int) -> tuple[int, int]:
@@ -205,4 +214,5 @@ BACKEND = Backend(
     unavailable=lambda: None if torch.cuda.is_available() else "torch finds no CUDA GPU here",
     version=lambda: str(torch.__version__),
     refuses=_refuses,
+    cuts=_cuts_of_lengths,
 )

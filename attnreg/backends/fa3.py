@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.lengths import Cut
 from attnreg.contract.offsets import empty_results, find_unused
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import RegistrationError
@@ -179,6 +180,7 @@ BACKEND = Backend(
     unavailable=_unavailable,
     version=_version,
     refuses=_refuses,
+    cuts=lambda _spec: (Cut.of("batch", at=GRID + 1),),
     install="pip install ./hopper (in a clone of Dao-AILab/flash-attention)",
     # Below FA2, which is tested: this one has to be asked for by name.
     priority=5,

@@ -20,12 +20,13 @@ both to one backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from attnreg.contract.capabilities import Capabilities
+from attnreg.contract.lengths import Cut
 from attnreg.contract.spec import LEAST_SCALE
 from attnreg.errors import RegistrationError
 
@@ -114,21 +115,22 @@ class Call(NamedTuple):
         """Whether the same call has to give the same bits again: what depends on a race is no invariant."""
         return self.deterministic or self.batch_invariant
 
-    def key(self) -> tuple[object, ...]:
-        """Return everything that a decision about this call may depend on; see `KEYED_BY`."""
-        tensors = [None if x is None else (x.shape, x.dtype, x.device) for x in _tensors_of(self)]
+    def kind(self) -> tuple[object, ...]:
+        """Return what a decision about this call may depend on, but for lengths; see `KEYED_BY`."""
+        tensors = [None if x is None else (x.dim(), x.dtype, x.device) for x in _tensors_of(self)]
         return self.scale >= LEAST_SCALE, self.sinks is not None, *_values_of(self), *tensors
 
 
-# How each field of `Call` enters `Call.key`, under which a plan is kept: by value, by its sign, by the shape,
-# dtype and device of the tensor, by whether there is one (of sinks, which only times depend on), or not at
-# all (a random state is drawn after the decision). A field that is missing here is an error at import: calls
-# that differ in it would share a plan.
+# How each field of `Call` enters `Call.kind`, under which a plan is kept: by value, by its sign, by the rank,
+# dtype and device of the tensor, by whether there is one (of sinks, which only times depend on), as a length,
+# which counts by its class, or not at all (a random state is drawn after the decision). A field that is
+# missing here is an error at import: calls that differ in it would share a plan.
 KEYED_BY = {
     "scale": "sign",
     "sinks": "presence",
     "rng_state": "nothing",
-    **dict.fromkeys(("max_q", "max_k", "window", "dropout", "num_splits"), "value"),
+    **dict.fromkeys(("max_q", "max_k"), "length"),
+    **dict.fromkeys(("window", "dropout", "num_splits"), "value"),
     **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
     **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes", "grad_lse"), "tensor"),
@@ -152,9 +154,9 @@ class Kernels(_Kernels):
         backward: `backward(grad_out, q, k, v, out, lse, call)` returns `(grad_q, grad_k, grad_v)`, followed
             by the gradient of sinks if the call has some. None if the backend has none; another backend's
             then serves.
-        specialize: `specialize(direction, tensors, call)` returns a launcher for further calls like one that
-            the function above has just run with these tensors, or None: none yet, or none at all. See
-            `contract.launchers`.
+        specialize: `specialize(direction, tensors, call)` returns a launcher for all further calls of the
+            kind and class of lengths of the call that the function above has just run with these tensors, or
+            None: none yet, or none at all. See `contract.launchers`.
         replaces_native: `replaces_native(direction, spec)` says of dense calls that torch's own selector has
             sent to torch's kernel of this backend's name whether the backend's function is the faster one.
             Never, unless given.
@@ -201,6 +203,12 @@ class Backend:
             reason is torch's own ("torch finds no CUDA GPU here").
         priority: rank in the default order of the devices it serves, the highest first; or a function that
             gives it for a spec, where others are known to be faster at some calls.
+        cuts: `cuts(spec)` returns where the reasons of `refuses`, the rank of `priority`, and
+            `Kernels.replaces_native` change with lengths, for calls of the spec's kind. It reads no length
+            itself. Without it those calls are decided one by one of which the functions read a length: that
+            is right, but costs each new length a decision.
+        builds: whether it builds something for each new shape of such calls that takes tens of milliseconds.
+            Where times decide, that counts for programs that bring ever new shapes.
         experimental: whether it hasn't run on the hardware that it is written for.
         compiles: whether it compiles each kind of call for seconds and keeps the kernels on disk. `attnreg
             tune` has several processes do so before it measures.
@@ -218,6 +226,8 @@ class Backend:
     refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
     install: str = ""
     priority: int | Callable[[AttentionSpec], int] = 0
+    cuts: Callable[[AttentionSpec], Iterable[Cut]] | None = None
+    builds: Callable[[AttentionSpec], bool] | None = None
     experimental: bool = False
     compiles: bool = False
 
@@ -246,9 +256,9 @@ def _badly_typed(name: str, value: object) -> str:
     if name == "name":
         named = isinstance(value, str) and value and value == value.strip() and "," not in value
         return "" if named else "a name without commas and outer spaces"
-    if value is None and name in ("backward", "refuses"):
+    if value is None and name in ("backward", "refuses", "cuts", "builds"):
         return ""
-    if name in ("load", "unavailable", "version", "refuses"):
+    if name in ("load", "unavailable", "version", "refuses", "cuts", "builds"):
         return "" if callable(value) else "a function"
     if name == "priority" and callable(value):
         return ""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from attnreg.contract.lengths import Cut
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import RegistrationError
 
@@ -116,6 +117,13 @@ class Capabilities:
             return (f"device must be {one_of(self.devices)}, got {spec.device.type}",)
         return (*self._limits(spec), *self._switches(spec))
 
+    def cuts(self) -> tuple[Cut, ...]:
+        """Return where the limits of lengths lie; none of a range in steps, which no cut can say."""
+        low, high, step = self.batch
+        if step > 1 or self.batch == ANY_SIZE:
+            return ()
+        return Cut.of("batch", at=low), Cut.of("batch", at=high + 1)
+
     def has_dims(self, spec: AttentionSpec) -> bool:
         """Whether each head dim of `spec` is declared; that of the value maybe not beside the query's."""
         of_values = self.head_dim if self.head_dim_v is None else self.head_dim_v
@@ -145,7 +153,7 @@ class Capabilities:
             yield "block_table must be None: no paged key-value cache"
         if spec.page_size is not None and self.page_size is not None and spec.page_size not in self.page_size:
             yield f"page size must be {self.page_size}, got {spec.page_size}"
-        if spec.batch not in self.batch:
+        if self.batch != ANY_SIZE and spec.batch not in self.batch:
             yield f"batch must be {self.batch}, got {spec.batch}"
         if spec.heads_q not in self.heads:
             yield f"query heads must be {self.heads}, got {spec.heads_q}"

@@ -6,17 +6,20 @@ it becomes an `Entry` that keeps the exception, so that `info` and `explain` can
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from attnreg.contract import known_issues
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import Capabilities
+from attnreg.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.contract.lse_columns import COLUMNS, widened, with_columns
 from attnreg.contract.padded_dims import how_padded, padded, with_padding
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -52,6 +55,7 @@ class Entry:
     _kernels: Kernels | None = field(default=None, init=False)
     _is_loading: bool = field(default=False, init=False)  # seen by the thread that loads it alone
     _missing: str | None = field(default=None, init=False)
+    _version: str | None = field(default=None, init=False)
     _set_aside: dict[tuple[Direction, AttentionSpec], str] = field(default_factory=dict, init=False)
 
     def unavailable(self) -> str:
@@ -97,7 +101,7 @@ class Entry:
         It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
         reason that it gives.
         """
-        alike = _without_lengths(replace(spec, sinks=sinks), direction)
+        alike = _without_lengths(spec.but(sinks=sinks), direction)
         return self._set_aside.setdefault(alike, SET_ASIDE + problem)
 
     def priority(self, spec: AttentionSpec) -> int:
@@ -137,7 +141,7 @@ class Entry:
             return tuple(one if one in either_way else further + one for one in against)
         if self.adds_columns(spec, direction):
             # What is against the call either way isn't about the columns.
-            against = self._against(replace(spec, grad_lse=False), direction, missing)
+            against = self._against(spec.but(grad_lse=False), direction, missing)
             further = f"grad_lse takes {COLUMNS} more columns of the head dim: "
             return against or tuple(further + one for one in self._against(widened(spec), direction, missing))
         backend.priority_for(spec)  # what it raises is against the call
@@ -150,8 +154,81 @@ class Entry:
             if not is_sequence or not all(isinstance(reason, str) for reason in against):
                 raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
         if not against and not missing:
-            against = known_issues.against(self.name, backend.version, spec, direction)
+            against = known_issues.against(self.name, self.version, spec, direction)
         return against
+
+    def cuts(self, spec: AttentionSpec, direction: Direction) -> tuple[Cut, ...]:
+        """Return where the decision about calls of a spec's kind changes with their lengths."""
+        backend, limits = self.backend, self._limits(direction)
+        if backend is None or limits is None or spec.device.type not in limits.devices:
+            return ()
+        cuts = [*limits.cuts()]
+        for variant in self._variants(spec.of(direction), direction):
+            cuts += known_issues.cuts(self.name, variant)[0]
+            with contextlib.suppress(Exception):  # `unnamed_reads` says so, and the calls are decided exactly
+                cuts += self._declared(variant)
+        return tuple(cuts)
+
+    def unnamed_reads(
+        self, spec: AttentionSpec, direction: Direction, ranks_only: bool = False
+    ) -> frozenset[str]:
+        """Return the lengths that decide about a spec here in ways that no cut names.
+
+        Calls of the spec's class may be decided differently then. Which lengths are read may depend on the
+        class, but on nothing else of the lengths. `ranks_only` looks at the backend's rank alone.
+        """
+        backend, limits = self.backend, self._limits(direction)
+        if backend is None or limits is None or spec.device.type not in limits.devices:
+            return frozenset()
+        reads: set[str] = set()
+        for variant in self._variants(spec.of(direction), direction):
+            try:
+                declared = self._declared(variant)
+            except Exception:  # noqa: BLE001 - a fault in a backend's cuts must not end the program
+                return frozenset(LENGTHS)
+            if backend.cuts is not None and (of_cuts := reads_of(backend.cuts, variant)):
+                return of_cuts
+            named = {name for cut in declared for name in cut.names}
+            for look in self._looks(backend, limits, direction, ranks_only):
+                reads |= reads_of(look, variant) - named
+            reads |= frozenset() if ranks_only else known_issues.cuts(self.name, variant)[1]
+        if limits.batch.step > 1 and not ranks_only:
+            reads.add("batch")
+        return frozenset(reads)
+
+    def _declared(self, spec: AttentionSpec) -> tuple[Cut, ...]:
+        cuts = self.backend.cuts if self.backend is not None else None
+        return () if cuts is None else check_cuts(cuts(spec), self.name)
+
+    def _variants(self, spec: AttentionSpec, direction: Direction) -> list[AttentionSpec]:
+        """Return the specs that limits may be asked about for one of `spec`; see `_against`."""
+        wide = self.padded(spec, direction)
+        variants = [wide] if wide is spec else [spec, wide]
+        if self.adds_columns(spec, direction):
+            variants += [*(variant.but(grad_lse=False) for variant in variants), widened(wide)]
+        return variants
+
+    def _looks(
+        self, backend: Backend, limits: Capabilities, direction: Direction, ranks_only: bool
+    ) -> Iterator[Callable[[AttentionSpec], object]]:
+        """Yield the functions of a backend that may look at lengths."""
+        if callable(backend.priority):
+            yield backend.priority_for
+        if ranks_only:
+            return
+        if type(limits) is not Capabilities:  # whose own limits of lengths are cuts already
+            yield limits.unsupported
+        if backend.refuses is not None:
+            yield backend.refuses
+        if self._kernels is not None and self._kernels.replaces_native is not None:
+            yield functools.partial(self._kernels.replaces_native, direction)
+
+    def builds(self, spec: AttentionSpec) -> bool:
+        """Whether the backend builds something for each new shape of such calls."""
+        try:
+            return self.backend is not None and self.backend.builds is not None and self.backend.builds(spec)
+        except Exception:  # noqa: BLE001 - see `reasons`
+            return False
 
     def _limits(self, direction: Direction) -> Capabilities | None:
         if self.backend is None:
@@ -189,13 +266,18 @@ class Entry:
 
     def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether the kernel of one direction may be given sinks of such a call, which it counts itself."""
-        limits, given = self._limits(direction), replace(spec, sinks=True)
+        limits, given = self._limits(direction), spec.but(sinks=True)
         may = limits is not None and limits.sinks and given.gives_sinks and not spec.capturing
         return may and not self.reasons(given, direction)
 
     def version(self) -> str:
-        """Return the provider's version, or an empty string if it has none or the check raises."""
-        return known_issues.text_of(self.backend.version) if self.backend is not None else ""
+        """Return the provider's version, or an empty string if it has none or the check raises.
+
+        It is asked for once: a provider may have to read it from the disk.
+        """
+        if self._version is None:
+            self._version = known_issues.text_of(self.backend.version) if self.backend is not None else ""
+        return self._version
 
     def _probe(self, backend: Backend) -> str:
         try:
@@ -235,11 +317,9 @@ class Entry:
 def _without_lengths(spec: AttentionSpec, direction: Direction) -> tuple[Direction, AttentionSpec]:
     """Return what calls have in common but for lengths, how far a window reaches, and how much is dropped."""
     left, right = spec.window
-    alike = replace(spec.of(direction), batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1)
+    alike = spec.of(direction).but(batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1)
     dropout = float(spec.dropout > 0.0)
-    return direction, replace(
-        alike, window=(min(left, 1), min(right, 1)), dropout=dropout, needs_backward=False
-    )
+    return direction, alike.but(window=(min(left, 1), min(right, 1)), dropout=dropout, needs_backward=False)
 
 
 def discover() -> list[Entry]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import operator
 import re
 import tomllib
@@ -17,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attnreg.contract.lengths import LENGTHS, Cut
 from attnreg.contract.spec import AttentionSpec
 from attnreg.errors import did_you_mean
 
@@ -35,6 +37,38 @@ def against(
         here = text_of(version)
         found = [row for row in found if row.affects_version(here, spec.device.simulated)]
     return tuple(f"{row.reason}; see {row.link}" for row in found)
+
+
+def cuts(backend: str, spec: AttentionSpec) -> tuple[tuple[Cut, ...], frozenset[str]]:
+    """Return where known issues of a backend begin or end to affect calls of a spec's kind.
+
+    And the lengths that are tested in a way that no cut can say, such as by a remainder.
+    """
+    places: list[Cut] = []
+    beyond: set[str] = set()
+    for row in _rows():
+        tests = [test for test in row.where if test[0] in LENGTHS]
+        others = all(_holds(spec, *test) for test in row.where if test not in tests)
+        if row.backend.casefold() != backend.casefold() or not others:
+            continue
+        for field, test, operand in tests:
+            if test not in _STEPS:
+                beyond.add(field)
+                continue
+            if isinstance(operand, Sum) and operand.field in LENGTHS:
+                places += (Cut.beyond(field, operand.field, operand.added + step) for step in _STEPS[test])
+                continue
+            number = _value(spec, operand.field) + operand.added if isinstance(operand, Sum) else operand
+            places += (Cut.of(field, at=math.ceil(number) + step) for step in _STEPS[test])
+    return tuple(places), frozenset(beyond)
+
+
+# Which lengths from an operand on a test changes its outcome at.
+_STEPS = {
+    **dict.fromkeys(("equals", "differs_from"), (0, 1)),
+    **dict.fromkeys(("at_least", "less_than"), (0,)),
+    **dict.fromkeys(("at_most", "more_than"), (0, 1)),
+}
 
 
 @functools.cache

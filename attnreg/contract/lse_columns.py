@@ -9,7 +9,6 @@ constant. Query, key and value are 0 there: scores, weights and the gradients of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnreg.contract.padded_dims import STEP, with_zeros
@@ -33,7 +32,7 @@ UNITS = {"float16": (2.0**5, 2.0**-6)}
 def widened(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of the backward that the kernel runs in the place of one with a gradient of the LSE."""
     dims = spec.head_dim + COLUMNS, spec.head_dim_v + COLUMNS
-    return replace(spec, grad_lse=False, head_dim=dims[0], head_dim_v=dims[1])
+    return spec.but(grad_lse=False, head_dim=dims[0], head_dim_v=dims[1])
 
 
 def with_columns(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:

@@ -8,7 +8,6 @@ gradients of weights. The scale is the call's, which comes of the head dim befor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnreg.contract.spec import AttentionSpec, Direction
@@ -27,7 +26,7 @@ def padded(spec: AttentionSpec) -> AttentionSpec:
     """
     if not (spec.head_dim % STEP or spec.head_dim_v % STEP) or spec.page_size is not None:
         return spec
-    return replace(spec, head_dim=_padded(spec.head_dim), head_dim_v=_padded(spec.head_dim_v))
+    return spec.but(head_dim=_padded(spec.head_dim), head_dim_v=_padded(spec.head_dim_v))
 
 
 def how_padded(spec: AttentionSpec, wide: AttentionSpec) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from attnreg.errors import InvalidInputError
 
@@ -18,8 +18,14 @@ Direction = Literal["forward", "backward"]
 
 UNBOUNDED = (-1, -1)
 
+# The lengths of a call. All else of a spec is its kind.
+LENGTHS = ("batch", "max_q", "max_k", "tokens_q", "tokens_k")
+
 # A length that every backend can run if it can run any.
 USUAL = 1024
+
+# Query rows of a key head, of all its query heads, below which a call with a cache decodes.
+FEW_ROWS = 1024
 
 # The smallest normal float32. Kernels round a scale to float32, where one below this may be flushed to 0: it
 # counts as 0 in `positive_scale`.
@@ -160,10 +166,15 @@ class AttentionSpec:
         if self.softcap and not LEAST_SCALE <= self.softcap <= 1.0 / LEAST_SCALE:
             raise InvalidInputError(f"softcap: got {self.softcap}, expected 0, or a number above 0")
 
+    def but(self, **changes: Any) -> AttentionSpec:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
     @property
     def decodes(self) -> bool:
-        """Whether few queries, below 1,024 for each key head, see a cache of which not all keys count."""
-        return self.seqused_k and self.page_size is None and self.max_q * self.heads_q < 1024 * self.heads_k
+        """Whether few queries see a cache of which not all keys count: below `FEW_ROWS` for each key head."""
+        counts = self.seqused_k and self.page_size is None
+        return counts and self.max_q * self.heads_q < FEW_ROWS * self.heads_k
 
     @property
     def gives_sinks(self) -> bool:
@@ -177,7 +188,7 @@ class AttentionSpec:
     @property
     def without_sinks(self) -> AttentionSpec:
         """The spec of the same call without sinks: any backend that runs it runs the one with sinks."""
-        return replace(self, sinks=False) if self.sinks else self
+        return self.but(sinks=False) if self.sinks else self
 
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's.
@@ -188,8 +199,8 @@ class AttentionSpec:
         if self.sinks and (self.capturing or self.grad_lse):
             return self.without_sinks.of(direction)
         if direction == "forward":
-            return replace(self, grad_lse=False) if self.grad_lse else self
-        return self if self.num_splits is None else replace(self, num_splits=None)
+            return self.but(grad_lse=False) if self.grad_lse else self
+        return self if self.num_splits is None else self.but(num_splits=None)
 
     def of_any_batch(self) -> AttentionSpec:
         """Return a usual call with the same dtype, head dims, mask and options.

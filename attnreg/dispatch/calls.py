@@ -1,7 +1,8 @@
 """The look-up of a plan, from the arguments of a call to its kernel, for both fronts and both directions.
 
-`plan_for` makes the key of a call and looks up its plan; only a call without one is checked, described as a
-spec and decided about. No host sync, no query of a device, no environment variable, no log line on that path.
+`plan_for` makes the key of a call's kind and looks up the plan for its class of lengths; only a call without
+one is described as a spec and decided about. No host sync, no query of a device, no environment variable, no
+log line on that path.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
+from attnreg.contract.lengths import Lengths
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.contract.validation import check, check_scale, check_values
-from attnreg.dispatch.planning import Native, decide, make_plan, spec_of
+from attnreg.dispatch.planning import Native, decide, kind_of, make_plan, spec_of
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan, state
 from attnreg.errors import UnsupportedInputError
 from attnreg.selection.decision import Decision
 
 LONGEST = 2**62
+LONGEST_OF_KERNELS = 2**31  # which count lengths in 32 bits: see `check`
 
 
 def plan_for(
@@ -52,27 +55,70 @@ def plan_for(
     now = state()
     if direction == "backward" and choice is not None and choice.no_gradient:
         raise UnsupportedInputError(choice.no_gradient)
-    plan_key = (
+    key_of_kind = (
         direction, needs_backward, native, choice, bhsd,
         torch.is_deterministic_algorithms_warn_only_enabled(),  # a plan that is made then warns
         query.is_cuda and torch.cuda.is_current_stream_capturing(),
-        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype,
-        query.device, key.device, value.device,
-        *call.key(),
+        _heads_of(query, bhsd), _heads_of(key, bhsd), _heads_of(value, bhsd),
+        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+        None if call.block_table is None else key.shape[1],
+        *call.kind(),
     )  # fmt: skip
-    plan = now.plans.get(plan_key)
+    kind = now.kinds.get(key_of_kind)
+    if kind is None or not lengths_fit(query, key, value, call, bhsd):
+        check(*(to_bshd(query, key, value, call) if bhsd else (query, key, value)), call)
+    lengths = lengths_of(query, key, call)
+    plan_key = () if kind is None else kind.key(lengths)
+    plan = None if kind is None else kind.plans.get(plan_key)
     if plan is None:
         if bhsd:
             query, key, value = to_bshd(query, key, value, call)
-        check(query, key, value, call)
         spec = spec_of(query, key, value, call, needs_backward)
         leading = choice.preference if choice is not None else None
-        plan = make_plan(now, plan_key, spec, direction, native, leading)
+        if kind is None:
+            kind = now.keep_kind(key_of_kind, kind_of(now, spec, direction, native))
+        plan = make_plan(now, kind, kind.key(lengths), spec, direction, native, leading)
     if direction == "forward":
         check_scale(call.scale)
         if call.cu_seqlens_q is not None and query.is_cpu:
             check_values(query, key, call)
     return plan
+
+
+def _heads_of(x: Tensor, bhsd: bool) -> tuple[int, ...]:
+    """Return the rank of a tensor, its heads and its head dim; all sizes of one without heads."""
+    shape = x.shape
+    return (len(shape), shape[1 if bhsd else -2], shape[-1]) if len(shape) > 2 else (len(shape), *shape)
+
+
+def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: bool) -> bool:
+    """Whether the lengths of a call's tensors fit each other, as far as `check` looks at lengths.
+
+    A plan is made once for all lengths of a class, so that this is looked at in each call.
+    """
+    if call.cu_seqlens_q is None:
+        rows = 2 if bhsd else 1
+        return query.shape[0] == key.shape[0] == value.shape[0] and key.shape[rows] == value.shape[rows]
+    batch = call.cu_seqlens_q.shape[0] - 1
+    if batch < 0 or not (0 <= call.max_q < LONGEST_OF_KERNELS and 0 <= call.max_k < LONGEST_OF_KERNELS):
+        return False
+    for tensor, length in (
+        (call.cu_seqlens_k, batch + 1), (call.seqused_k, batch), (call.block_table, batch),
+        (None if call.alibi_slopes is None or call.alibi_slopes.dim() == 1 else call.alibi_slopes, batch),
+    ):  # fmt: skip
+        if tensor is not None and tensor.shape[0] != length:
+            return False
+    return key.shape[0] == value.shape[0]
+
+
+def lengths_of(query: Tensor, key: Tensor, call: Call) -> Lengths:
+    """Return the lengths of a checked call."""
+    if call.cu_seqlens_q is None:
+        batch = query.shape[0]
+        return Lengths(batch, call.max_q, call.max_k, batch * call.max_q, batch * call.max_k)
+    batch = call.cu_seqlens_q.shape[0] - 1
+    tokens_k = key.shape[0] if call.block_table is None else batch * call.max_k
+    return Lengths(batch, call.max_q, call.max_k, query.shape[0], tokens_k)
 
 
 def to_bshd(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:

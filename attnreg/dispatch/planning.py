@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,16 +13,19 @@ from torch import Tensor
 
 from attnreg.contract.backend import Call
 from attnreg.contract.discovery import SET_ASIDE, Entry
+from attnreg.contract.lengths import OF_ALL, Lengths
 from attnreg.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
-from attnreg.dispatch.state import JudgedEntry, Plan, State, declined_by, with_reasons
+from attnreg.dispatch.state import CallKind, JudgedEntry, Plan, State, declined, with_reasons
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import ranks
+from attnreg.selection.adaptive import Adaptive
 from attnreg.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
 from attnreg.selection.render import fallback_line, refuse
 from attnreg.selection.turns import Turn
 from attnreg.torchlib import building, captured
+from attnreg.tuning.tables import Tables
 
 log = logging.getLogger("attnreg")
 
@@ -43,8 +46,51 @@ class Native(NamedTuple):
     positive_scale: bool = False
 
 
+def kind_of(now: State, spec: AttentionSpec, direction: Direction, native: Native | None) -> CallKind:
+    """Return the kind of calls that a spec is one of, with the places where its decisions change."""
+    directions = _directions(spec, direction)
+    cuts = [*OF_ALL]
+    for entry in now.entries.values():
+        for one in directions:
+            cuts += entry.cuts(spec, one)
+    return CallKind(cuts, _by_times(now, spec, native))
+
+
+def _directions(spec: AttentionSpec, direction: Direction) -> tuple[Direction, ...]:
+    return ("forward", "backward") if direction == "forward" and spec.needs_backward else (direction,)
+
+
+def _by_times(now: State, spec: AttentionSpec, native: Native | None) -> bool:
+    """Whether measured times have a say in decisions about a kind of calls."""
+    times = _times(now.policy, native.name if native else "")
+    if isinstance(times, Tables):
+        return times.report(spec.device).in_force is not None
+    return times is not None
+
+
+def _is_exact(
+    now: State, kind: CallKind, spec: AttentionSpec, direction: Direction, decisions: Iterable[Decision]
+) -> bool:
+    """Whether calls of a spec's class have to be decided one by one, by their exact lengths.
+
+    So are those that are recorded or locked, and those of which a backend that was asked, or whose rank was
+    compared, looks at a length that no cut names.
+    """
+    if now.policy.lock is not None or trace.is_recording():
+        return True
+    # Times order backends that can run a call: all were asked.
+    names = (name for one in decisions for name in (one.order if kind.by_times else one.considered))
+    asked = {name.casefold() for name in names}
+    return any(
+        entry.unnamed_reads(spec, one, ranks_only=name not in asked)
+        for name, entry in now.entries.items()
+        for one in _directions(spec, direction)
+    )
+
+
 def make_plan(
     now: State,
+    kind: CallKind,
     key: tuple[object, ...],
     spec: AttentionSpec,
     direction: Direction,
@@ -62,19 +108,27 @@ def make_plan(
     if spec.batch_invariant:
         native = None  # torch's selector looks at the batch, too, and its kernels aren't told of the policy
     ranks.agree(now.policy, entries, spec.device)
+    decisions = []
+    building_names = _builders(entries, spec) if kind.brings_new_shapes else frozenset()
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
-        _settle(spec, "backward", entries, policy, native)
-    if declined := declined_by(key):
-        now.keep_declined(direction, spec, declined)
-        name, reason = next(iter(declined.items()))
+        decisions.append(_settle(spec, "backward", entries, policy, native, building_names)[0])
+    if refused := declined():
+        now.keep_declined(direction, spec, refused)
+        name, reason = next(iter(refused.items()))
         if spec.batch_invariant:
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
-        entries = with_reasons(entries, declined)
-    decision, kernel, turn = _in_turn(spec, direction, entries, policy, native)
+        entries = with_reasons(entries, refused)
+    decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
+    if len(key) == 1:
+        builds = kind.by_times and decision.predicted is not None and _builds(decision, entries, spec)
+        if builds or _is_exact(now, kind, spec, direction, (*decisions, decision)):
+            key = *kind.decide_exactly(key), Lengths.of(spec)
+    elif kind.by_times and _builds(decision, entries, spec):
+        kind.count_shape()
     counted, log_fallbacks = _counters(decision)
     counted += trace.counters(spec, direction)
-    made = Plan(decision.backend or "", kernel, kernel is None, counted, key=key, turn=turn)
+    made = Plan(decision.backend or "", kernel, kernel is None, counted, kind=kind, key=key, turn=turn)
     if made.is_native:
         log_fallbacks()
         if spec.capturing or turn is not None:  # maybe another backend only lacks its first run: see below
@@ -102,10 +156,34 @@ def make_plan(
     return made._replace(kernel=checked, is_checked=False)
 
 
+def _builders(entries: Mapping[str, Entry], spec: AttentionSpec) -> frozenset[str]:
+    """Return the names, in lower case, of the backends that build something for each shape of such calls."""
+    return frozenset(name for name, entry in entries.items() if entry.builds(spec))
+
+
+def _builds(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:
+    entry = entries.get((decision.backend or "").casefold())
+    return entry is not None and entry.builds(spec)
+
+
+def _times(policy: Policy, native: str) -> Adaptive | Tables | None:
+    """Return the measured times that decide where nothing asks for a backend; None if none do."""
+    leaves_native = native and (policy.only_recording or not policy.by_measurement)
+    return None if leaves_native or policy.lock is not None else policy.adaptive or policy.tables
+
+
 def decide(
-    spec: AttentionSpec, direction: Direction, entries: Mapping[str, Entry], policy: Policy, native: str = ""
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: str = "",
+    complete: bool = True,
+    builders: frozenset[str] = frozenset(),
 ) -> Decision:
     """Select a backend, after checking that those asked for by name can load here.
+
+    `complete` is as for `select`; of `builders` the times count what they build for each new shape.
 
     A `BackendUnavailableError` says who asked for one that can't load here, why, and what to install. Raises
     `UnsupportedInputError` if a lock says otherwise, or nothing, of this call.
@@ -117,10 +195,9 @@ def decide(
                 _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
     if policy.lock is not None:
         return replayed(policy.lock, spec, direction, entries, policy, native)
-    leaves_native = native and (policy.only_recording or not policy.by_measurement)
-    times = None if leaves_native else policy.adaptive or policy.tables
-    prediction = times.predict(spec, direction) if times is not None else None
-    return select(spec, direction, entries, policy, native, prediction)
+    times = _times(policy, native)
+    prediction = times.predict(spec, direction, builders) if times is not None else None
+    return select(spec, direction, entries, policy, native, prediction, complete)
 
 
 def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
@@ -193,13 +270,15 @@ def _settle(
     entries: Mapping[str, Entry],
     policy: Policy,
     native: Native | None,
+    builders: frozenset[str] = frozenset(),
 ) -> tuple[Decision, Callable[..., Any] | None]:
     """Decide until the chosen backend's package really loads; no kernel means torch's own."""
     offered = entries_with_native(native, entries)
+    name, complete = native.name if native else "", policy.adaptive is not None
     while True:
-        decision = decide(spec, direction, offered, policy, native.name if native else "")
+        decision = decide(spec, direction, offered, policy, name, complete, builders)
         if decision.backend is None:
-            refuse(spec, decision)
+            refuse(spec, decide(spec, direction, offered, policy, name, True, builders))
         entry = offered[decision.backend.casefold()]
         # Torch's own kernel gets the op's arguments as they came, without padding.
         if native is not None and entry.name == native.name and entry.padded(spec, direction) is spec:
@@ -218,12 +297,13 @@ def _in_turn(
     entries: Mapping[str, Entry],
     policy: Policy,
     native: Native | None,
+    builders: frozenset[str],
 ) -> tuple[Decision, Callable[..., Any] | None, Turn | None]:
     """Settle about a call; by `policy = "adaptive"` it may be the turn of another backend than the best."""
     if policy.adaptive is None:
-        return *_settle(spec, direction, entries, policy, native), None
+        return *_settle(spec, direction, entries, policy, native, builders), None
     policy.adaptive.begin(spec, direction)
-    decision, kernel = _settle(spec, direction, entries, policy, native)
+    decision, kernel = _settle(spec, direction, entries, policy, native, builders)
     if decision.backend in decision.asked_for:
         return decision, kernel, None
     able = [name for name in decision.order if name not in decision.rejected]

@@ -12,7 +12,7 @@ was launched: it is counted, and passes through.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from copy import copy
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from attnreg.contract.backend import Backend, Call
 from attnreg.contract.capabilities import one_line
 from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import Launcher
+from attnreg.contract.lengths import Cut, Lengths, step_of
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.dispatch import counters, trace
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
@@ -35,8 +36,10 @@ T = TypeVar("T")
 
 log = logging.getLogger("attnreg")
 
-# Training on ragged batches has new lengths at every step; past this many plans all are dropped.
+# Past this many plans all are dropped: where lengths count exactly, each new one has a plan.
 MOST_PLANS = 4096
+# So many shapes of a kind may be built for before the times of further shapes count what building takes.
+FEW_SHAPES = 8
 
 
 class Plan(NamedTuple):
@@ -51,7 +54,8 @@ class Plan(NamedTuple):
         counts_sinks: says whether `kernel` can be given sinks; None if it can't, so that its results are
             rescaled (`varlen.sinks`).
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
-        key: what the plan is kept under.
+        kind: the kind of calls that the plan belongs to.
+        key: what the plan is kept under: its class of lengths, followed by the lengths where they are exact.
         set_aside: the backend's `Entry.set_aside` for this call.
         turn: what times the call, where backends take turns (`policy = "adaptive"`).
     """
@@ -63,6 +67,7 @@ class Plan(NamedTuple):
     is_checked: bool = True
     counts_sinks: Callable[[], bool] | None = None
     specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
+    kind: CallKind | None = None
     key: tuple[object, ...] = ()
     set_aside: Callable[..., str] | None = None
     turn: Turn | None = None
@@ -78,8 +83,9 @@ class Plan(NamedTuple):
             reason = self.decline_reason(error)
             if reason is None:
                 raise
-            state().plans.pop(self.key, None)
-            raise DeclinedError(self.key, self.backend, reason) from error
+            if self.kind is not None:
+                self.kind.decide_exactly(self.key)
+            raise DeclinedError(self.backend, reason) from error
         counters.count(self.counters)
         return results
 
@@ -118,34 +124,92 @@ class Plan(NamedTuple):
         return str(error)
 
 
+class CallKind:
+    """One kind of calls: its classes of lengths, and the plans made so far.
+
+    Attributes:
+        cuts: where decisions about this kind change with lengths.
+        by_times: whether measured times have a say, which change smoothly with lengths.
+        plans: by class of lengths; and by class and lengths where the class is in `exact`.
+        exact: the classes whose calls are decided by their exact lengths.
+        shapes: how many shapes were decided exactly for a backend that builds something for each of them.
+    """
+
+    __slots__ = ("by_times", "cuts", "exact", "plans", "shapes")
+
+    def __init__(self, cuts: Iterable[Cut], by_times: bool) -> None:
+        self.cuts = tuple(dict.fromkeys(cuts))
+        self.by_times = by_times
+        self.plans: dict[tuple[object, ...], Plan] = {}
+        self.exact: set[tuple[object, ...]] = set()
+        self.shapes = 0
+
+    def key(self, lengths: Lengths) -> tuple[object, ...]:
+        """Return what the plan of a call of this kind is kept under."""
+        place: tuple[object, ...] = tuple([cut.is_reached(lengths) for cut in self.cuts])
+        if self.by_times:
+            place += tuple(map(step_of, lengths))
+        return (place, lengths) if self.exact and (place,) in self.exact else (place,)
+
+    def decide_exactly(self, key: tuple[object, ...]) -> tuple[object, ...]:
+        """Decide calls of a key's class by their exact lengths from now on; return the class as a key."""
+        place = key[:1]
+        self.exact.add(place)
+        self.plans.pop(place, None)
+        self.plans.pop(key, None)
+        return place
+
+    def count_shape(self) -> None:
+        """Count a shape that a backend builds something for; after a few all plans are made anew, once."""
+        self.shapes += 1
+        if self.shapes == FEW_SHAPES:
+            self.plans, self.exact = {}, set()
+            _registry.forget_calls()
+
+    @property
+    def brings_new_shapes(self) -> bool:
+        """Whether what a backend builds for each shape counts in full."""
+        return self.shapes >= FEW_SHAPES
+
+
 class DeclinedError(UnsupportedInputError):
     """A kernel has declined a call.
 
     Attributes:
-        declined: what the call's plan is kept under, whose kernel it was, and why it can't run the call.
+        declined: whose kernel it was, and why it can't run the call.
     """
 
-    def __init__(self, key: tuple[object, ...], backend: str, reason: str) -> None:
+    def __init__(self, backend: str, reason: str) -> None:
         super().__init__(reason)
-        self.declined = key, backend, reason
+        self.declined = backend, reason
 
 
-_declined: ContextVar[tuple[tuple[tuple[object, ...], str, str], ...]] = ContextVar(
-    "attnreg_declined", default=()
-)
+_declined: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("attnreg_declined", default=())
 
 
-def declined_by(key: tuple[object, ...]) -> dict[str, str]:
+def declined() -> dict[str, str]:
     """Return which backends have declined the call that is being decided, and why."""
-    return {backend: reason for of, backend, reason in _declined.get() if of == key}
+    return dict(_declined.get())
 
 
 def retry_on_decline(run: Callable[[], T]) -> T:
     """Return what `run` returns, which decides about a call and runs it; once more after each decline."""
+    if not _declined.get():
+        return _retried(run)
+    token = _declined.set(())  # a call that is made inside of another's retry
+    try:
+        return _retried(run)
+    finally:
+        _declined.reset(token)
+
+
+def _retried(run: Callable[[], T]) -> T:
     try:
         return run()
     except DeclinedError as error:
-        declined = (*_declined.get(), error.declined)  # not the error: its frames refer to tensors
+        declined: tuple[tuple[str, str], ...] = (
+            error.declined,
+        )  # not the error: its frames refer to tensors
     while True:
         token = _declined.set(declined)
         try:
@@ -189,20 +253,22 @@ class State:
     Attributes:
         generation: the registry's when this was made.
         entries: every known backend by its name in lower case.
-        plans: the plans made so far; they go with the state, so none outlives a change.
+        kinds: the kinds of calls so far, with their plans; they go with the state, so none outlives a change.
         declined: by direction and spec which backends have declined such calls, and why.
         active: whether anything was asked for; if not, torch's own kernels run.
         batch_invariant: whether the policy of that name is in force.
     """
 
     __slots__ = (
-        "_error", "_policy", "active", "batch_invariant", "declined", "entries", "generation", "plans"
+        "_error", "_plans", "_policy", "active", "batch_invariant", "declined", "entries", "generation",
+        "kinds",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.generation = _registry.generation
         self.entries: Mapping[str, Entry] = _registry.entries()
-        self.plans: dict[tuple[object, ...], Plan] = {}
+        self.kinds: dict[tuple[object, ...], CallKind] = {}
+        self._plans = 0
         self.declined: dict[tuple[Direction, AttentionSpec], dict[str, str]] = {}
         self.active = policy.is_active()
         self._policy = Policy()
@@ -214,17 +280,32 @@ class State:
             self._error = copy(error)
         self.batch_invariant = self._policy.batch_invariant
 
+    def plans(self) -> list[Plan]:
+        """Return all plans."""
+        return [plan for kind in list(self.kinds.values()) for plan in list(kind.plans.values())]
+
     def keep(self, plan: Plan) -> None:
         """Keep a plan under its key."""
-        if len(self.plans) >= MOST_PLANS:
-            self.plans.clear()
-        self.plans[plan.key] = plan
+        if plan.kind is None:
+            return
+        self._plans += 1
+        if self._plans > MOST_PLANS:
+            self._plans = 0
+            for kind in list(self.kinds.values()):
+                kind.plans = {}
+        plan.kind.plans[plan.key] = plan
+
+    def keep_kind(self, key: tuple[object, ...], kind: CallKind) -> CallKind:
+        """Keep a kind of calls, unless another thread has; return the kept one."""
+        if len(self.kinds) >= MOST_PLANS:
+            self.kinds.clear()
+        return self.kinds.setdefault(key, kind)
 
     def keep_without_sinks(self, plan: Plan) -> None:
         """Have the kernel of a plan not given sinks any more, if the plan is still kept."""
-        kept = self.plans.get(plan.key)
-        if kept is not None and kept.kernel is plan.kernel:
-            self.plans[plan.key] = kept._replace(counts_sinks=None)
+        kept = None if plan.kind is None else plan.kind.plans.get(plan.key)
+        if plan.kind is not None and kept is not None and kept.kernel is plan.kernel:
+            plan.kind.plans[plan.key] = kept._replace(counts_sinks=None)
 
     def keep_declined(self, direction: Direction, spec: AttentionSpec, declined: dict[str, str]) -> None:
         """Keep which backends have declined a call, for `explain`."""

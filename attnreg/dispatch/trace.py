@@ -101,6 +101,11 @@ def count_bypassed(kernel: str, reason: str) -> None:
         recording.bypassed[kernel, reason] += 1
 
 
+def is_recording() -> bool:
+    """Whether calls are counted by their specs."""
+    return bool(_recordings)
+
+
 def counters(spec: AttentionSpec, direction: Direction) -> tuple[Counter, ...]:
     """Return what a new plan of that spec has to count for the recordings; none if there are none."""
     if not _recordings:

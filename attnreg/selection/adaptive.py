@@ -178,9 +178,11 @@ class Adaptive:
         self._tables, self._entries, self._disabled = tables, entries, sorted(disabled)
         self._environments: dict[Device, tuple[str, Environment]] = {}
 
-    def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
+    def predict(
+        self, spec: AttentionSpec, direction: Direction, builders: frozenset[str] = frozenset()
+    ) -> Prediction | None:
         """Return the times that were seen of such calls; before all turns are over, what a table predicts."""
-        by_table = self._tables.predict(spec.of(direction), direction)
+        by_table = self._tables.predict(spec.of(direction), direction, builders)
         spec = spec.without_sinks.of(direction)  # see `turn`
         if not _may_have_turns(spec):
             return by_table
@@ -194,9 +196,9 @@ class Adaptive:
         if table is not None:
             kinds.fronts = table.kinds.fronts
         if spec.needs_backward and None not in points.values():
-            seen = predict_both(kinds, spec, NAME, self._tables.compiled)[direction]
+            seen = predict_both(kinds, spec, NAME, self._tables.compiled, builders)[direction]
         else:
-            seen = predict(kinds, spec, direction, NAME, self._tables.compiled)
+            seen = predict(kinds, spec, direction, NAME, self._tables.compiled, builders)
         return seen and replace(seen, notes=(), leads=True, rest=by_table)
 
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:

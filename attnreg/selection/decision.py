@@ -6,7 +6,7 @@ that it can't run goes to the next one that can, and the decision keeps every re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -110,7 +110,8 @@ class Decision:
         direction: `"forward"` or `"backward"`.
         backend: its name; None if none can run the call, or none may (see `refusal`).
         source: the source of the preference, or "measured table ...", or "default order for ...".
-        rejected: every backend that can't run the call, with all its reasons.
+        rejected: the backends that can't run the call, with all their reasons: every one if the decision is
+            complete, else those that were considered before `backend`.
         passed_over: the rejected ones before `backend` in the order: all preferred ones, and of the others
             those that serve this type of device.
         order: all backends in the order in which they were considered.
@@ -129,6 +130,11 @@ class Decision:
     refusal: str = ""
     predicted: Prediction | None = None
 
+    @property
+    def considered(self) -> tuple[str, ...]:
+        """The backends up to the one that runs the call, in order; all if none can."""
+        return self.order if self.backend is None else self.order[: self.order.index(self.backend) + 1]
+
 
 def select(
     spec: AttentionSpec,
@@ -137,6 +143,7 @@ def select(
     policy: Policy,
     native: str = "",
     prediction: Prediction | None = None,
+    complete: bool = True,
 ) -> Decision:
     """Choose the backend for one direction of a call.
 
@@ -146,14 +153,15 @@ def select(
         policy: preferences, disabled backends and strictness.
         native: the backend whose kernel torch itself has selected; first in the default order.
         prediction: a measured table's prediction, which may change the default order.
+        complete: whether to ask every backend for its reasons, or to stop at the first that can run the call.
 
     By `policy = "batch_invariant"` no other backend runs a call than runs such calls of any batch: it would
     give a sequence other bits.
     """
-    here = _selected(spec, direction, entries, policy, native, prediction)
+    here = _selected(spec, direction, entries, policy, native, prediction, complete)
     if here.backend is None or spec.empty or not spec.batch_invariant:
         return here
-    usual = _selected(spec.of_any_batch(), direction, entries, policy)
+    usual = _selected(spec.of_any_batch(), direction, entries, policy, complete=False)
     # A backend that was set aside may have run such calls before.
     aside = next((name for name in here.order[: here.order.index(here.backend)] if _is_aside(here, name)), "")
     expected = aside or usual.backend
@@ -169,6 +177,23 @@ def _is_aside(decision: Decision, name: str) -> bool:
     return any(reason.startswith(SET_ASIDE) for reason in decision.rejected.get(name, ()))
 
 
+class _Reasons:
+    """The reasons against each backend, computed when they are first asked for."""
+
+    def __init__(self, of: Callable[[str], tuple[str, ...]]) -> None:
+        self._of = of
+        self.known: dict[str, tuple[str, ...]] = {}
+
+    def __getitem__(self, name: str) -> tuple[str, ...]:
+        if name not in self.known:
+            self.known[name] = self._of(name)
+        return self.known[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a backend can run the call."""
+        return isinstance(name, str) and not self[name]
+
+
 def _selected(
     spec: AttentionSpec,
     direction: Direction,
@@ -176,16 +201,18 @@ def _selected(
     policy: Policy,
     native: str = "",
     prediction: Prediction | None = None,
+    complete: bool = True,
 ) -> Decision:
     spec = spec.without_sinks
     wanted = [one for one in policy.preferences if one.names and one.applies_to(spec.device)]
     alone = next((one.alone for one in policy.preferences if one.alone), None)
     only = next((preference for preference in wanted if preference.exclusive), None)
-    found = {name: _reasons(entry, spec, direction, policy, only) for name, entry in entries.items()}
-    if alone is not None:
-        for name in found.keys() - {alone[0].casefold()}:
-            found[name] += (alone[1],)
-    able = {name for name, reasons in found.items() if not reasons}
+
+    def reasons_of(name: str) -> tuple[str, ...]:
+        reasons = _reasons(entries[name], spec, direction, policy, only)
+        return reasons if alone is None or name == alone[0].casefold() else (*reasons, alone[1])
+
+    reasons = _Reasons(reasons_of)
     # Every backend, the first choice first, with the source of its position.
     ranked: dict[str, str] = {}
     for preference in wanted:
@@ -195,26 +222,28 @@ def _selected(
     preferred = set(ranked)
     priority = {name: entry.priority(spec) for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
-    for name, source in with_sources(order, able, prediction, default_source(spec)).items():
+    for name, source in with_sources(order, reasons, prediction, default_source(spec)).items():
         ranked.setdefault(name, source)
-    may = (name for name in ranked if name in able and (only is None or ranked[name] == only.source))
+    may = (name for name in ranked if (only is None or ranked[name] == only.source) and name in reasons)
     chosen = next(may, None)
     source = ranked[chosen] if chosen else ""
-    refusal = _refusal(wanted, only, policy.strict, source)
     shown = {name: entries[name].name for name in ranked}
+    before = tuple(takewhile(lambda name: name != chosen, ranked))
+    for name in ranked if complete else before:
+        reasons[name]
     return Decision(
         direction=direction,
-        backend=shown[chosen] if chosen and not refusal else None,
+        backend=shown[chosen] if chosen and not _refusal(wanted, only, policy.strict, source) else None,
         source=source,
-        rejected={shown[name]: found[name] for name in ranked if found[name]},
+        rejected={shown[name]: reasons.known[name] for name in ranked if reasons.known.get(name)},
         passed_over=tuple(
             shown[name]
-            for name in takewhile(lambda name: name != chosen, ranked)
-            if found[name] and (name in preferred or _serves(entries[name], spec))
+            for name in before
+            if reasons[name] and (name in preferred or _serves(entries[name], spec))
         ),
         order=tuple(shown.values()),
         asked_for=tuple(shown[name] for name in ranked if name in preferred),
-        refusal=refusal,
+        refusal=_refusal(wanted, only, policy.strict, source),
         predicted=prediction,
     )
 

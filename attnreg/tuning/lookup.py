@@ -13,7 +13,7 @@ time counts. A host time depends on how many kernels a call launches: it is that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import dist, exp, log
@@ -120,11 +120,18 @@ class Prediction:
 
 
 def predict(
-    kinds: Kinds, spec: AttentionSpec, direction: Direction, table: str, compiled: bool = False
+    kinds: Kinds,
+    spec: AttentionSpec,
+    direction: Direction,
+    table: str,
+    compiled: bool = False,
+    builders: frozenset[str] = frozenset(),
 ) -> Prediction | None:
     """Return the prediction for one direction of a call; None if no family of the table covers its kind.
 
-    `compiled` says whether the compiled call cache is in use: the host takes less time with it.
+    `compiled` says whether the compiled call cache is in use: the host takes less time with it. `builders`
+    are names in lower case of backends that build something for each new shape, in a program that brings ever
+    new shapes: the time of a shape's first call counts in full then.
     """
     kind, size = kind_of(spec, direction), size_of(spec)
     index = kinds.index_for(kind, size.max_q)
@@ -145,7 +152,16 @@ def predict(
             if name in place.point.backends
         ]
         found.append(
-            _candidate(name, index, kind.ratio, near_it, amounts[growth], hosts[name], spec.capturing)
+            _candidate(
+                name,
+                index,
+                kind.ratio,
+                near_it,
+                amounts[growth],
+                hosts[name],
+                spec.capturing,
+                1 if name.casefold() in builders else CALLS_PER_SHAPE,
+            )
         )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
@@ -164,11 +180,15 @@ def predict(
 
 
 def predict_both(
-    kinds: Kinds, spec: AttentionSpec, table: str, compiled: bool = False
+    kinds: Kinds,
+    spec: AttentionSpec,
+    table: str,
+    compiled: bool = False,
+    builders: frozenset[str] = frozenset(),
 ) -> dict[Direction, Prediction | None]:
     """Return the predictions for a call whose gradient is wanted: each ranks by what both directions take."""
     forward, backward = (
-        predict(kinds, spec.of(direction), direction, table, compiled)
+        predict(kinds, spec.of(direction), direction, table, compiled, builders)
         for direction in ("forward", "backward")
     )
     return {"forward": _with(forward, backward), "backward": _with(backward, forward)}
@@ -229,6 +249,7 @@ def _candidate(
     amount: float,
     host: float | None,
     capturing: bool,
+    calls_per_shape: int,
 ) -> Candidate:
     # Whether it fails depends on the size, as it may run out of memory: the nearest point that has it
     # decides.
@@ -246,7 +267,7 @@ def _candidate(
     if host is None:
         host = closest.host_us if known[0][0] < EXACT else index.hosts[name]
     first = index.first_calls[name]
-    cost = gpu if capturing else max(gpu, host) + first * 1e6 / CALLS_PER_SHAPE
+    cost = gpu if capturing else max(gpu, host) + first * 1e6 / calls_per_shape
     return Candidate(name, cost, gpu, host, first, by_host=gpu < host <= cost)
 
 
@@ -259,7 +280,7 @@ def _mean(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 def with_sources(
-    order: Sequence[str], able: Collection[str], prediction: Prediction | None, default: str
+    order: Sequence[str], able: Container[str], prediction: Prediction | None, default: str
 ) -> dict[str, str]:
     """Return the order of backends where none is preferred, each with the source of its position."""
     if prediction is None:
@@ -272,7 +293,7 @@ def with_sources(
     }
 
 
-def reordered(default: Sequence[str], able: Collection[str], prediction: Prediction) -> list[str]:
+def reordered(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
     """Return names in lower case, the first choice first.
 
     The measured backends are ordered by cost among the positions that they have by default; one that wasn't

@@ -96,10 +96,14 @@ class Tables:
         self._entries = entries
         self._reports: dict[Device, Report] = {}
         # A plan needs the predictions of both directions of a call, one right after the other.
-        self._last: tuple[AttentionSpec, dict[Direction, Prediction | None]] | None = None
+        self._last: tuple[object, dict[Direction, Prediction | None]] | None = None
 
-    def predict(self, spec: AttentionSpec, direction: Direction) -> Prediction | None:
+    def predict(
+        self, spec: AttentionSpec, direction: Direction, builders: frozenset[str] = frozenset()
+    ) -> Prediction | None:
         """Return what the table in force predicts for one direction of a call; None if nothing.
+
+        Of `builders`, names in lower case, the time of a new shape's first call counts in full.
 
         Where no backwards with a gradient of the LSE were measured, those of larger head dims decide: a
         kernel that takes that gradient itself needs less.
@@ -111,10 +115,10 @@ class Tables:
         if of_lse and table.kinds.index_for(kind_of(spec, direction), spec.max_q) is None:
             spec = widened(spec)
         if not spec.needs_backward:
-            return predict(table.kinds, spec, direction, str(table), self.compiled)
-        last = self._last
-        if last is None or last[0] != spec:
-            last = self._last = spec, predict_both(table.kinds, spec, str(table), self.compiled)
+            return predict(table.kinds, spec, direction, str(table), self.compiled, builders)
+        last, call = self._last, (spec, builders)
+        if last is None or last[0] != call:
+            last = self._last = call, predict_both(table.kinds, spec, str(table), self.compiled, builders)
         return last[1][direction]
 
     def report(self, device: Device) -> Report:

@@ -52,6 +52,8 @@ BAD = [
     *(("unavailable", value, "a function") for value in (None, "not here")),
     ("version", "1.0", "a function"),
     ("refuses", "never", "a function"),
+    ("cuts", (), "a function"),
+    ("builds", True, "a function"),
     *(("install", value, "a string") for value in (None, ["pip", "install", "mine"])),
     *(("priority", value, "a whole number or a function") for value in ("high", None, 1.5)),
     ("experimental", "no", "True or False"),

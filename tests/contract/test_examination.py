@@ -68,7 +68,7 @@ def test_a_right_backend_is_looked_at_once_and_then_called_directly(packed, fake
     with attnreg.register_backend(recorder.backend):
         for _ in range(3):
             attnreg.varlen_attn(*inputs)
-        kernels = {plan.kernel for plan in state().plans.values()}
+        kernels = {plan.kernel for plan in state().plans()}
     assert len(recorder.forwards) == 3
     assert kernels == {recorder.forward}
 

@@ -17,9 +17,10 @@ import attnreg
 from attnreg import aten
 from attnreg.backends import math as math_backend
 from attnreg.contract.discovery import Entry
+from attnreg.contract.lengths import Lengths
 from attnreg.contract.spec import AttentionSpec, Device
 from attnreg.dispatch.planning import Native, make_plan
-from attnreg.dispatch.state import retry_on_decline, state
+from attnreg.dispatch.state import CallKind, retry_on_decline, state
 from attnreg.measure import Case
 from attnreg.testing import Conformance
 from attnreg.tuning.checks import Checks
@@ -273,11 +274,14 @@ def test_a_call_declined_in_a_capture_is_tried_again_in_the_next(native):
     limits = dataclasses.replace(LIMITS, capture=True)
     inputs = [torch.randn(1, 3, 2, 8) for _ in "qkv"]
 
+    kind, lengths = CallKind((), by_times=False), Lengths.of(spec)
+
     def capture():
         """Return the backend that runs a call of this spec."""
 
         def run():
-            plan = state().plans.get(("a call",)) or make_plan(state(), ("a call",), spec, "forward", native)
+            key = kind.key(lengths)
+            plan = kind.plans.get(key) or make_plan(state(), kind, key, spec, "forward", native)
             if not plan.is_native:
                 plan.run(*inputs, attnreg.Call(1.0, 3, 3))
             return plan.backend

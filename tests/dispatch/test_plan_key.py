@@ -9,7 +9,7 @@ from attnreg.contract.backend import KEYED_BY, Call
 from attnreg.dispatch import calls, scope
 from attnreg.dispatch.calls import plan_for
 from attnreg.dispatch.planning import Native
-from attnreg.dispatch.state import state
+from attnreg.dispatch.state import CallKind, state
 from attnreg.selection.decision import Preference
 
 PACKED = [torch.randn(6, 2, 16) for _ in "qkv"]
@@ -44,17 +44,20 @@ def test_every_field_of_a_call_is_tested_and_listed_in_keyed_by():
 
 
 @pytest.mark.parametrize("field", Call._fields)
-def test_each_field_of_a_call_changes_the_key_as_keyed_by_declares(field):
+def test_each_field_of_a_call_changes_the_kind_as_keyed_by_declares(field):
     differs, same = OTHER[field]
-    assert (CALL._replace(**{field: differs}).key() != CALL.key()) == (KEYED_BY[field] != "nothing")
-    assert CALL._replace(**{field: same}).key() == CALL.key()
+    enters = KEYED_BY[field] not in ("nothing", "length", "tensor")
+    if KEYED_BY[field] == "tensor":
+        enters = getattr(CALL, field) is None  # the other test changes rank, dtype and device of offsets
+    assert (CALL._replace(**{field: differs}).kind() != CALL.kind()) == enters
+    assert CALL._replace(**{field: same}).kind() == CALL.kind()
 
 
 @pytest.mark.parametrize("field", [field for field in Call._fields if KEYED_BY[field] == "tensor"])
 @pytest.mark.parametrize("change", [lambda x: x[None], lambda x: x.double(), lambda x: x.to("meta")])
-def test_shape_dtype_and_device_of_each_tensor_change_the_key(field, change):
+def test_rank_dtype_and_device_of_each_tensor_change_the_kind(field, change):
     tensor = OTHER[field][0]
-    keys = {CALL._replace(**{field: one}).key() for one in (tensor, change(tensor))}
+    keys = {CALL._replace(**{field: one}).kind() for one in (tensor, change(tensor))}
     assert len(keys) == 2
 
 
@@ -66,14 +69,14 @@ def plans(fake):
 
         def plans(*given, direction="forward", **options):
             query, key, value, call = given
-            before = len(state().plans)
+            before = len(state().plans())
             plan = plan_for(direction, query, key, value, call, options.pop("choice", None), **options)
             if direction == "forward":
                 plan.run(query, key, value, call)
             else:
                 lse = torch.zeros(query.shape[1], query.shape[0])
                 plan.run(query, query, key, value, query, lse, call)
-            return len(state().plans) - before
+            return len(state().plans()) - before
 
         yield plans
 
@@ -124,7 +127,8 @@ def test_capturing_a_graph_makes_another_plan(plans, monkeypatch):
             return getattr(self.tensor, name)
 
     keys = []
-    monkeypatch.setattr(calls, "make_plan", lambda now, key, *_: keys.append(key))
+    monkeypatch.setattr(calls, "kind_of", lambda *_: CallKind((), by_times=False))
+    monkeypatch.setattr(calls, "make_plan", lambda now, *_: keys.append(tuple(now.kinds)))
     for name in ("check", "spec_of", "check_values"):
         monkeypatch.setattr(calls, name, lambda *_: None)
     query, key, value = PACKED
@@ -146,7 +150,7 @@ def test_one_key_serves_calls_of_different_scale_each_with_its_own(plans):
         call = CALL._replace(scale=scale)
         out, _ = plan_for("forward", *PACKED, call, None).run(*PACKED, call)
         truth.assert_near(out, truth.varlen(*PACKED, OFFSETS, OFFSETS, scale=scale)[0])
-    assert len(state().plans) == 1
+    assert len(state().plans()) == 1
 
 
 def test_plans_of_ever_new_lengths_are_dropped_before_there_are_too_many(plans, monkeypatch, ran):
@@ -157,6 +161,6 @@ def test_plans_of_ever_new_lengths_are_dropped_before_there_are_too_many(plans, 
         offsets = torch.tensor([0, length], dtype=torch.int32)
         call = Call(0.25, length, length, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
         made += plans(*tensors, call) > 0
-        assert len(state().plans) <= 8
+        assert len(state().plans()) <= 8
     assert made >= 35  # the others found the plans full
     assert ran() == {"mine": (40, 0)}

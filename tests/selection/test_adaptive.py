@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(taking, runs,
 def by_table(monkeypatch, *candidates):
     """Have a table in force that predicts these for every call."""
     predicted = Prediction("a table", candidates)
-    monkeypatch.setattr(Tables, "predict", lambda self, spec, direction: predicted)
+    monkeypatch.setattr(Tables, "predict", lambda self, spec, direction, builders=frozenset(): predicted)
 
 
 @pytest.mark.parametrize("first", [Candidate("first", 100.0), Candidate("first", trouble="wrong: gives NaN")])

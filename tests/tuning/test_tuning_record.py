@@ -75,12 +75,12 @@ def test_counts_are_added_to_those_of_the_file_and_recordings_may_nest(tmp_path)
 def test_recording_adds_one_addition_to_a_repeated_call(tmp_path):
     attnreg.register_backend("math")
     attend()
-    plans = {len(plan.counters) for plan in state().plans.values()}
+    plans = {len(plan.counters) for plan in state().plans()}
     with attnreg.record(tmp_path / "trace.jsonl"):
         attend()
-        assert {len(plan.counters) for plan in state().plans.values()} == {n + 1 for n in plans}
+        assert {len(plan.counters) for plan in state().plans()} == {n + 1 for n in plans}
     attend()
-    assert {len(plan.counters) for plan in state().plans.values()} == plans
+    assert {len(plan.counters) for plan in state().plans()} == plans
 
 
 def test_what_was_recorded_is_written_also_if_the_block_raises(tmp_path, monkeypatch, caplog):

@@ -17,6 +17,7 @@ from attnreg.backends.fa2.flash_attn_package import Package, installed, missing,
 from attnreg.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
 from attnreg.contract.backend import Backend, Call, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.lengths import Cut, cut_of_decoding
 from attnreg.contract.offsets import empty_results
 from attnreg.contract.regular import fills
 from attnreg.contract.spec import AttentionSpec
@@ -107,7 +108,7 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
         # in 32 bits. If these overflow, the kernel writes anywhere, and the CUDA context is lost. Torch's
         # kernels don't (https://github.com/Dao-AILab/flash-attention/pull/2260).
         step = 32 if spec.head_dim <= 128 else 64
-        sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * (-(-spec.head_dim // step) * step)
+        sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * _rounded_dim(spec)
         if spec.varlen and sums >= 2**31:
             yield (
                 f"(tokens + 128 * sequences) * heads * head dim rounded up to {step} must be below 2**31 for "
@@ -123,6 +124,22 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.varlen and largest >= 2**31:
         reasons.append(f"packed tensors must have fewer than 2**31 elements, got {largest}")
     return tuple(reasons)
+
+
+def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield where what this module says of calls of the spec's kind changes with their lengths."""
+    yield Cut.of("batch", at=GRID // max(spec.heads_q, 1) + 1)
+    for tokens, heads in (("tokens_q", spec.heads_q), ("tokens_k", spec.heads_k)):
+        yield Cut.of(tokens, at=-(-(2**31) // max(heads * spec.head_dim, 1)))
+    width = spec.heads_q * _rounded_dim(spec)
+    yield Cut(((1, ("tokens_q",)), (128, ("batch",))), at=-(-(2**31) // max(width, 1)))
+    yield from (Cut.of("max_q", at=length) for length in (1, 2))
+    yield Cut.of("max_q", at=cut_of_decoding(spec))
+
+
+def _rounded_dim(spec: AttentionSpec) -> int:
+    step = 32 if spec.head_dim <= 128 else 64
+    return -(-spec.head_dim // step) * step
 
 
 def _unavailable() -> str | None:
@@ -209,4 +226,5 @@ BACKEND = Backend(
     version=_version,
     refuses=_refuses,
     priority=_priority,
+    cuts=_cuts,
 )
