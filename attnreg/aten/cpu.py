@@ -25,7 +25,7 @@ def _forward(given: SdpaCpuForward, routed: RoutedCall) -> RouterResult:
     call = routing.call_of(given, given.attn_mask)
     plan = routing.dense_plan("forward", given, routed, call, routed.choice)
     if plan.is_native:
-        (out, lse), kept = routed.run_native(plan)
+        (out, lse), kept = routed.run_native(plan, call)
         lse = lse if routed.choice is None else scope.with_token(lse, routed.choice)
     else:
         tensors = to_bshd(given.query, given.key, given.value, call)
@@ -49,7 +49,7 @@ def _backward(given: SdpaCpuBackward, routed: RoutedCall) -> RouterResult:
     call = routing.call_of(given, given.attn_mask)
     plan = routing.dense_plan("backward", given, routed, call, routed.choice)
     if plan.is_native:
-        return routed.run_native(plan)
+        return routed.run_native(plan, call)
     grads, kept = routing.run_backward(plan, given, call, given.logsumexp)
     # Torch lays these out by (B, S, H, D), whatever the layout of the inputs; torch.compile asserts it.
     return tuple(grad.contiguous().transpose(1, 2) for grad in grads), kept

@@ -16,6 +16,7 @@ from attnreg.aten import routing
 from attnreg.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.contract.backend import Call
+from attnreg.contract.launchers import MAX_K, MAX_Q
 from attnreg.dispatch.calls import (
     packed_bounds,
     plan_for,
@@ -50,7 +51,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
     plan = plan_for("forward", query, key, value, call, routed.choice, routed.native, needs_backward)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
-        result, kept = routed.run_native(plan, keeps=choice is routed.choice)
+        result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(result, TOKEN, choice), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
         out, lse, seed = run_with_dropout(plan, query, key, value, call)
@@ -70,7 +71,7 @@ def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> RouterRe
     call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
     plan = plan_for("forward", *inputs, call, routed.choice, routed.native, needs_backward=False)
     if plan.is_native:
-        return routed.run_native(plan, keeps=False)
+        return routed.run_native(plan, call, keeps=False)
     out, lse = plan.run(*inputs, call)
     given.out.copy_(out)
     return lse.contiguous(), None
@@ -86,7 +87,7 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
     plan = routing.dense_plan("forward", given, routed, call, routed.choice)
     choice = forward_choice(routed.choice, plan, dropout)
     if plan.is_native:
-        result, kept = routed.run_native(plan, keeps=choice is routed.choice)
+        result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(result, TOKEN, choice), kept
     tensors, kept = to_bshd(query, key, given.value, call), None
     if dropout > 0.0:
@@ -96,17 +97,17 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
         out, lse = plan.run(*tensors, call)
         seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
         if given.value.shape[-1] == query.shape[-1]:  # else only Python knows the output's strides
-            kept = routing.kept_dense(plan, call, key.shape[2], tensors, _auxiliary(query, key))
+            kept = routing.kept_dense(plan, call, key.shape[2], tensors, _auxiliary())
     lengths = query.shape[2], key.shape[2]
     lse = lse.contiguous().unsqueeze(-1)
     result = _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, seed, offset, None
     return routing.with_choice(result, TOKEN, choice), kept
 
 
-def _auxiliary(query: Tensor, key: Tensor) -> tuple[Any, ...]:
+def _auxiliary() -> tuple[Any, ...]:
     """Return models of the results behind output and LSE: offsets, lengths, seed and offset, debug mask."""
     word = torch.empty((), dtype=torch.int64, device="meta")
-    return None, None, query.shape[2], key.shape[2], word, word, None
+    return None, None, MAX_Q, MAX_K, word, word, None
 
 
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> RouterResult:
     inputs = given.query, given.key, given.value
     plan = plan_for("backward", *inputs, call, routing.backward_choice(routed, dropout), routed.native)
     if plan.is_native:
-        return _native_backward(given, routed, plan)
+        return _native_backward(given, routed, plan, call)
     lse = given.logsumexp.squeeze(-1).t() if given.logsumexp.dim() == 3 else given.logsumexp
     return plan.run(given.grad_out, *inputs, given.out, lse, call), None
 
@@ -141,19 +142,19 @@ def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> RouterResult:
     call = routing.call_of(given, given.attn_bias, rng_state)
     plan = routing.dense_plan("backward", given, routed, call, routing.backward_choice(routed, dropout))
     if plan.is_native:
-        return _native_backward(given, routed, plan)
+        return _native_backward(given, routed, plan, call)
     grads, kept = routing.run_backward(plan, given, call, given.logsumexp.squeeze(-1))
     models = given.query, given.key, given.value
     pairs = zip(grads, models, strict=True)
     return tuple(routing.with_strides_of(grad.transpose(1, 2), x) for grad, x in pairs), kept
 
 
-def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan) -> RouterResult:
+def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan, call: Call) -> RouterResult:
     # Torch 2.11 keeps its graphs by the strides of query, key and value, without the gradient's: one laid out
     # otherwise than that of an earlier call would be read wrongly.
     grad_out = with_strides(given.grad_out, given.out.stride())
     keeps = given.dropout_p == 0.0 and grad_out is given.grad_out
-    return routed._replace(args=(grad_out, *routed.args[1:])).run_native(plan, keeps)
+    return routed._replace(args=(grad_out, *routed.args[1:])).run_native(plan, call, keeps)
 
 
 def _packed_call(

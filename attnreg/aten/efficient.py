@@ -54,7 +54,7 @@ def _forward(given: EfficientForward, routed: RoutedCall) -> RouterResult:
     plan = calls.plan_for("forward", *tensors, call, choice, routed.native, given.compute_log_sumexp)
     choice = forward_choice(choice, plan, dropout)
     if plan.is_native:
-        results, kept = routed.run_native(plan, keeps=choice is routed.choice)
+        results, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(results, TOKEN, choice), kept
     query = given.query
     if dropout > 0.0:
@@ -85,7 +85,7 @@ def _backward(given: EfficientBackward, routed: RoutedCall) -> RouterResult:
         choice = _with_bias(choice, dropout)
     plan = calls.plan_for("backward", *tensors, call, choice, routed.native)
     if plan.is_native:
-        return routed.run_native(plan, keeps=dropout == 0.0)
+        return routed.run_native(plan, call, keeps=dropout == 0.0)
     if given.bias_requires_grad:  # a larger batch is cut, by the contract
         batch = given.query.shape[0]
         raise UnsupportedInputError(

@@ -16,6 +16,7 @@ from attnreg.aten import routing
 from attnreg.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.contract.backend import Call
+from attnreg.contract.lengths import Cut, cuts_of_window
 from attnreg.contract.offsets import facts
 from attnreg.dispatch import calls, scope
 from attnreg.dispatch.calls import plan_for, wants_gradient
@@ -43,7 +44,9 @@ def _forward(given: FlashForward, routed: RoutedCall) -> RouterResult:
     plan = plan_for("forward", query, key, value, call, routed.choice, native, needs_backward)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
-        (*results, unused, debug_mask), kept = routed.run_native(plan, keeps=choice is routed.choice)
+        (*results, unused, debug_mask), kept = routed.run_native(
+            plan, call, keeps=choice is routed.choice, cuts=_cuts_of_window(given)
+        )
         token = unused if choice is None else scope.with_token(unused, choice)
         return (*results, token, debug_mask), kept
     if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
@@ -53,7 +56,8 @@ def _forward(given: FlashForward, routed: RoutedCall) -> RouterResult:
         rng_state = query.new_empty(2, dtype=torch.uint64)
     kept = None
     if call.cu_seqlens_q is None and choice is routed.choice:
-        kept = routing.kept_dense(plan, call, call.max_k, (query, key, value), _auxiliary(query))
+        tensors, cuts = (query, key, value), _cuts_of_window(given)
+        kept = routing.kept_dense(plan, call, call.max_k, tensors, _auxiliary(query), cuts)
     if routed.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
@@ -91,13 +95,15 @@ def _backward(given: FlashBackward, routed: RoutedCall) -> RouterResult:
     choice = routing.backward_choice(routed, dropout)
     plan = plan_for("backward", query, key, value, call, choice, _native(routed, call))
     if plan.is_native:
-        return routed.run_native(plan, keeps=dropout == 0.0)
+        return routed.run_native(plan, call, keeps=dropout == 0.0, cuts=_cuts_of_window(given))
     lse = given.logsumexp
     if routed.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
     tensors = given.grad_out, query, key, value, given.out, lse
     grads = plan.run(*tensors, call)
-    kept = routing.kept_dense(plan, call, call.max_k, tensors) if call.cu_seqlens_q is None else None
+    kept = None
+    if call.cu_seqlens_q is None:
+        kept = routing.kept_dense(plan, call, call.max_k, tensors, cuts=_cuts_of_window(given))
     return (_laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)), kept
 
 
@@ -133,6 +139,12 @@ def _call(
         calls.wants_batch_invariant(),
     )  # fmt: skip
     return routing.with_lasting_offsets(call)
+
+
+def _cuts_of_window(given: FlashForward | FlashBackward) -> tuple[Cut, ...]:
+    """Return where a bound of the op's window begins to hide something."""
+    bounds = given.window_size_left, 0 if given.is_causal else given.window_size_right
+    return cuts_of_window(*(-1 if bound is None else bound for bound in bounds))
 
 
 def _no_gradient(given: FlashForward) -> str:

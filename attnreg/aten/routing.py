@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.contract.backend import Call
+from attnreg.contract.lengths import Cut
 from attnreg.contract.spec import Direction
 from attnreg.dispatch import call_cache, calls, counters, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
@@ -102,7 +103,9 @@ class RoutedCall(NamedTuple):
     choice: ScopedChoice | None
     loaded: tuple[int, ...] = ()
 
-    def run_native(self, plan: Plan, keeps: bool = True) -> tuple[Any, Kept | None]:
+    def run_native(
+        self, plan: Plan, call: Call, keeps: bool = True, cuts: tuple[Cut, ...] = ()
+    ) -> tuple[Any, Kept | None]:
         """Run torch's own kernel, because the plan says so; counts it.
 
         It gets the arguments as they came but for `loaded` tensors that it would read wrongly, as torch's
@@ -110,7 +113,7 @@ class RoutedCall(NamedTuple):
         gives NaN, and the flash op's ends the CUDA context (torch 2.11 on an H200).
 
         Unless the kernel draws a dropout mask, its backward would be wrong, or arguments were copied, further
-        calls may be kept.
+        calls may be kept. They aren't if a mask that is aligned top-left reaches further right in each.
         """
         args = self.args
         if self.loaded:
@@ -130,7 +133,8 @@ class RoutedCall(NamedTuple):
             raise
         counters.count(plan.counters)
         keeps = keeps and plan.is_checked and call_cache.load() is not None
-        return result, Kept(None, plan) if keeps else None
+        keeps = keeps and (call.varlen or bool(cuts) or call.window[1] <= 0)
+        return result, Kept(None, plan, cuts=cuts) if keeps else None
 
     def untouched(self, why: str) -> RouterResult:
         """Run torch's own kernel on a call that only it understands; refuse where it has none."""
@@ -171,7 +175,12 @@ def router(
 
 
 def kept_dense(
-    plan: Plan, call: Call, length_k: int, tensors: tuple[Tensor, ...], auxiliary: tuple[Any, ...] = ()
+    plan: Plan,
+    call: Call,
+    length_k: int,
+    tensors: tuple[Tensor, ...],
+    auxiliary: tuple[Any, ...] = (),
+    cuts: tuple[Cut, ...] = (),
 ) -> Kept | None:
     """Return how the call cache is to run further calls like this dense one; see `kept_for`.
 
@@ -181,7 +190,7 @@ def kept_dense(
     is_float64 = tensors[0].dtype == torch.float64
     if call.max_k != length_k or not calls.every_dense_row_sees_a_key(call) or is_float64:
         return None
-    return kept_for(plan, tensors, call, auxiliary)
+    return kept_for(plan, tensors, call, auxiliary, cuts)
 
 
 def with_lasting_offsets(call: Call) -> Call:

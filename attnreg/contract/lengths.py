@@ -137,6 +137,7 @@ def step_of(length: int) -> int:
 OF_ALL = (
     *(Cut.of(name, at=1) for name in LENGTHS),
     Cut.of("max_q", at=2),
+    Cut.of("max_k", at=2),
     Cut.beyond("max_q", "max_k", at=0),
     Cut.beyond("max_q", "max_k", at=1),
 )

@@ -1,32 +1,42 @@
 """The compiled call cache (`csrc/`): the fast path of both fronts, where it was built.
 
 Its routers lie over torch's ops in the place of those in Python, and its `varlen` in front of `varlen_attn`.
-Each describes a call by everything but the values of its tensors, and runs the launcher that is kept for that
-description. A call that isn't kept goes to Python, which looks up its plan, runs it, and returns the results
-together with what is to be kept (`Kept`), or with nothing. Whatever changes in the registry or the settings
-drops everything.
+Each describes a call by its kind and the class of its lengths, and runs the launcher that is kept for both. A
+call that isn't kept goes to Python, which looks up its plan, runs it, and returns the results together with
+what is to be kept (`Kept`), or with nothing. Whatever changes in the registry or the settings drops everything.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnreg import _registry
-from attnreg.contract import offsets
+from attnreg.contract import offsets, rows
 from attnreg.contract.backend import Call
-from attnreg.contract.launchers import AddressLauncher, Launcher, OpLauncher
+from attnreg.contract.launchers import (
+    AddressLauncher,
+    Launcher,
+    NativeLauncher,
+    OpLauncher,
+    places_of,
+    with_lengths,
+)
+from attnreg.contract.lengths import LENGTHS, Cut
 from attnreg.contract.validation import check_values, every_row_sees_a_key
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.state import Plan
 from attnreg.errors import AttnregError, BuildError
 from attnreg.settings import environment
-from attnreg.torchlib import building, captured
+from attnreg.torchlib import building, captured, device_code
+from attnreg.torchlib.layout import stream_of
 
 log = logging.getLogger("attnreg")
 
@@ -39,6 +49,7 @@ is_loaded = False  # whether `load` has looked for it
 _module: Any = None  # what was loaded stays loaded: torch may have its code in use
 _plans: tuple[Callable[..., Any], ...] | None = None
 _pauses = 0
+_with_clearing: set[torch.device] = set()  # the GPUs of which it has the kernels that clear rows
 _has_routers = False  # whether the routers over torch's ops are the module's
 
 
@@ -49,19 +60,19 @@ class Kept(NamedTuple):
         launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
         plan: what ran it: it has what to add to at each call, and says whether an error declines one.
         is_final: whether Python need not be asked for a better launcher from time to time.
-        auxiliary: what an aten op returns behind the kernel's results: None, numbers, and models of the
-            tensors, on the device "meta". The values of these are never read.
-        offsets: of a packed call on a GPU both offsets and how many tokens they are of, as it is known that
-            every row sees a key. The launcher is used only where that is known.
+        auxiliary: what an aten op returns behind the kernel's results: None, numbers, with `MAX_Q` and
+            `MAX_K` for lengths, and models of the tensors, on the device "meta", whose values are never read.
         counts_sinks: whether the launcher is given sinks, in front of the offsets, and counts them.
+        cuts: where what the front makes of its arguments changes with lengths; those of the plan's kind
+            count besides.
     """
 
     launcher: Launcher | None
     plan: Plan
     is_final: bool = True
     auxiliary: tuple[Any, ...] = ()
-    offsets: tuple[Tensor, Tensor, int, int] | None = None
     counts_sinks: bool = False
+    cuts: tuple[Cut, ...] = ()
 
 
 def kept_for(
@@ -69,15 +80,15 @@ def kept_for(
     tensors: tuple[Tensor, ...],
     call: Call,
     auxiliary: tuple[Any, ...] = (),
-    offsets: tuple[Tensor, Tensor, int, int] | None = None,
+    cuts: tuple[Cut, ...] = (),
 ) -> Kept | None:
-    """Return how to run further calls like one that `plan` has just run, of which every row sees a key.
+    """Return how to run further calls of the kind and class of one that `plan` has just run.
 
     Args:
         plan: what ran it.
         tensors: what its kernel was given.
         call: its other arguments, with both offsets of a packed call.
-        auxiliary, offsets: see `Kept`.
+        auxiliary, cuts: see `Kept`.
 
     Returns:
         None for what the cache key or a launcher's arguments leave out: a bias, dropout, pages,
@@ -95,7 +106,9 @@ def kept_for(
     is_final = launcher is not None or plan.specialize is None
     if launcher is None:
         launcher = _unspecialized(plan.kernel, call)
-    return Kept(launcher, plan, is_final, auxiliary, offsets, call.sinks is not None)
+    if call.varlen and tensors[0].is_cuda:
+        _provide_clearing(tensors[0].device)
+    return Kept(launcher, plan, is_final, auxiliary, call.sinks is not None, cuts)
 
 
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
@@ -110,27 +123,49 @@ def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launche
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
     """Return a backend's function as a launcher."""
     if call.cu_seqlens_q is None:
-        return lambda *tensors: kernel(*tensors, call)
+
+        def run_dense(*tensors: Tensor) -> Any:
+            query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
+            return kernel(*tensors, call._replace(max_q=query.shape[1], max_k=key.shape[1]))
+
+        return run_dense
 
     rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None, sinks=None)  # those would be kept alive
+    counts_sinks = call.sinks is not None
 
-    # Whatever shares the memory of offsets on a CPU may have written to them without a trace.
-    def run_packed(*given: Tensor) -> Any:
-        *tensors, cu_seqlens_q, cu_seqlens_k = given
-        call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        if len(tensors) == FORWARD_TENSORS and tensors[0].is_cpu:
-            check_values(tensors[0], tensors[1], call)
-        return kernel(*tensors, call)
-
-    def run_with_sinks(*given: Tensor) -> Any:
-        *tensors, sinks, cu_seqlens_q, cu_seqlens_k = given
-        call = rest._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks)
+    def run_packed(*arguments: Any) -> Any:
+        *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, _ = arguments
+        sinks = tensors.pop() if counts_sinks else None
+        call = rest._replace(
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, sinks=sinks
+        )
         query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
-        if query.is_cpu and not every_row_sees_a_key(query, key, call):
-            return None
+        if query.is_cpu:
+            # Whatever shares the memory of offsets on a CPU may have written to them without a trace.
+            if len(tensors) == FORWARD_TENSORS:
+                check_values(query, key, call)
+            if counts_sinks and not every_row_sees_a_key(query, key, call):
+                return None
         return kernel(*tensors, call)
 
-    return run_packed if call.sinks is None else run_with_sinks
+    return run_packed
+
+
+def _provide_clearing(device: torch.device) -> None:
+    """Give the module the kernels that clear rows of packed results on a GPU, once."""
+    if device in _with_clearing or active is None:
+        return
+    functions = rows.CLEAR_FORWARD.address(device), rows.CLEAR_BACKWARD.address(device)
+    if None in functions:
+        return  # Python runs packed calls with rows of which nothing is known
+    _with_clearing.add(device)
+    active.set_clearing(device.index, device_code.launch_function(), *functions)
+
+
+def rows_are_known(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int) -> bool:
+    """Whether every row of packed sequences is known to see a key; has the device find out unless it is."""
+    stream = stream_of(cu_seqlens_q)
+    return offsets.facts_of(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k, stream).every_row_sees_a_key
 
 
 def load() -> Any:
@@ -162,7 +197,7 @@ def set_plans(
 ) -> None:
     """Say which functions of Python run the calls of `varlen_attn` that aren't kept, and count sinks."""
     global _plans
-    _plans = forward, backward, with_sinks, grad_of_sinks
+    _plans = forward, backward, with_sinks, grad_of_sinks, rows_are_known
     if _module is not None:
         _module.set_plans(*_plans)
 
@@ -172,12 +207,35 @@ def described(kept: Kept | bool | None) -> Any:
     if not isinstance(kept, Kept):
         return kept
     launcher: Any = kept.launcher
-    if isinstance(launcher, (OpLauncher, AddressLauncher)):
-        kind = "op" if isinstance(launcher, OpLauncher) else "addresses"
-        launcher = kind, launcher, *launcher.described()
+    name = _FORMS.get(type(launcher))
+    if name is not None:
+        launcher = name, launcher, *launcher.described()
     plan = kept.plan
+    if plan.kind is None:
+        return None
     decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
-    return launcher, plan.counters, decline_reason, *kept[2:]
+    auxiliary = tuple(with_lengths(kept.auxiliary, 0, 0)), places_of(kept.auxiliary)
+    cuts = _described_cuts((*plan.kind.cuts, *kept.cuts))
+    classes = cuts, plan.kind.by_times, len(plan.key) > 1
+    return launcher, plan.counters, decline_reason, kept.is_final, *auxiliary, kept.counts_sinks, classes
+
+
+_FORMS = {OpLauncher: "op", NativeLauncher: "native", AddressLauncher: "addresses"}
+
+
+@functools.lru_cache(maxsize=256)
+def _described_cuts(cuts: tuple[Cut, ...]) -> tuple[tuple[object, ...], ...]:
+    """Return cuts as plain tuples: the lengths of a product as bits, numbers as the module computes them."""
+    return tuple(
+        (
+            tuple(
+                (float(coefficient), sum(1 << LENGTHS.index(name) for name in product))
+                for coefficient, product in cut.terms
+            ),
+            float(cut.at),
+        )
+        for cut in dict.fromkeys(cuts)
+    )
 
 
 def module_for_routers() -> Any:
@@ -241,6 +299,7 @@ def _load() -> Any:
         module.set_plans(*_plans)
     module.trust_offsets(offsets.TRUSTED)
     offsets.on_changed.append(module.drop)
+    offsets.on_known.append(module.know_offsets)
     module.enable(not _pauses)
     # Torch's dispatcher outlives Python: routers that call Python have to be gone before.
     atexit.register(remove_routers)

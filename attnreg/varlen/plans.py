@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.offsets import facts_of
+from attnreg.contract.lengths import Cut, cuts_of_window
 from attnreg.contract.sinks import grad_of_sinks
 from attnreg.contract.spec import UNBOUNDED, Direction
 from attnreg.contract.validation import check, check_layouts, check_scale, checked_softcap
@@ -26,9 +26,9 @@ from attnreg.dispatch.calls import (
     wants_deterministic,
 )
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.dispatch.state import retry_on_decline
+from attnreg.dispatch.state import Plan, retry_on_decline
 from attnreg.errors import InvalidInputError
-from attnreg.torchlib.layout import needs_graph_memory, stream_of
+from attnreg.torchlib.layout import needs_graph_memory
 from attnreg.varlen.sinks import counted, may_be_counted, with_sinks
 from attnreg.varlen.spread import check_is_whole
 
@@ -133,12 +133,13 @@ def run(
     choice: ScopedChoice | None,
     needs_backward: bool = True,
     sinks: Tensor | None = None,
+    cuts: tuple[Cut, ...] = (),
 ) -> tuple[tuple[Tensor, ...], Kept | None]:
     """Look up the plan of a call and run it; returns the results, and how the call cache is to repeat it.
 
     `tensors` are what the kernels of that direction take: query, key and value, for a backward those between
     the gradient and the output with its LSE. With `sinks`, which the kernel may be given, they are counted,
-    and a backward's results have their gradient.
+    and a backward's results have their gradient. `cuts` are as in `Kept`.
     """
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
 
@@ -148,13 +149,13 @@ def run(
         plan = plan_for(direction, query, key, value, given, choice, needs_backward=needs_backward)
         results = None if sinks is None else counted(plan, tensors, call, sinks)
         if results is not None:
-            return results, _kept(plan, tensors, query, key, given)
+            return results, _kept(plan, tensors, given, cuts)
         results = plan.run(*tensors, call)
         if sinks is None:
-            return results, _kept(plan, tensors, query, key, call)
+            return results, _kept(plan, tensors, call, cuts)
         # Rescaled only because the offsets aren't known yet: nothing is kept, so that later ones are counted.
         is_early = query.is_cuda and may_be_counted(plan, sinks)
-        kept = None if is_early else _kept(plan, tensors, query, key, call)
+        kept = None if is_early else _kept(plan, tensors, call, cuts)
         if direction == "forward":
             return with_sinks(results[0], results[1], sinks), kept
         of_sinks = grad_of_sinks(tensors[0], tensors[4:], sinks, call.grad_lse)
@@ -163,21 +164,14 @@ def run(
     return retry_on_decline(plan_and_run)
 
 
-def _kept(plan: Any, tensors: tuple[Tensor, ...], query: Tensor, key: Tensor, call: Call) -> Kept | None:
-    """Return what `kept_for` does, if it is known that every row sees a key (on a CPU the kernels look)."""
+def _kept(plan: Plan, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ...]) -> Kept | None:
+    """Return what `kept_for` does for a packed call with both offsets."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if call_cache.load() is None or cu_seqlens_q is None or cu_seqlens_k is None:
         return None
-    if not query.is_cuda:
-        # A launcher is promised that every row sees a key, which takes a look at the offsets each time.
-        return kept_for(plan._replace(specialize=None), tensors, call)
     if needs_graph_memory(cu_seqlens_q):
         return None  # what is kept would lie in the graph's memory
-    tokens = query.shape[0], key.shape[0]
-    facts = facts_of(cu_seqlens_q, cu_seqlens_k, *tokens, stream_of(query))
-    if not facts.every_row_sees_a_key:
-        return None
-    return kept_for(plan, tensors, call, offsets=(cu_seqlens_q, cu_seqlens_k, *tokens))
+    return kept_for(plan, tensors, call, cuts=cuts)
 
 
 # The call cache calls these two for what it doesn't keep, below its autograd node. `described` says what it
@@ -187,17 +181,20 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, .
     check_is_whole(lengths[0], query)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
-    call = call_of(query, lengths, scale, window(window_size, is_causal))
+    bound = window(window_size, is_causal)
+    call = call_of(query, lengths, scale, bound)
     inputs, chosen = (query, key, value), scope.by_number(choice)
-    results, kept = run("forward", inputs, call, chosen, needs_backward, sinks)
+    results, kept = run("forward", inputs, call, chosen, needs_backward, sinks, cuts_of_window(*bound))
     return *results, call_cache.described(kept)
 
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, lengths = arguments[:6], arguments[6:10]
     is_causal, window_size, scale, choice, grad_lse, sinks = arguments[10:]
-    call = call_of(tensors[1], lengths, scale, window(window_size, is_causal), grad_lse=grad_lse)
-    grads, kept = run("backward", tensors, call, scope.by_number(choice), sinks=sinks)
+    bound = window(window_size, is_causal)
+    call = call_of(tensors[1], lengths, scale, bound, grad_lse=grad_lse)
+    chosen, cuts = scope.by_number(choice), cuts_of_window(*bound)
+    grads, kept = run("backward", tensors, call, chosen, sinks=sinks, cuts=cuts)
     return grads, call_cache.described(kept)
 
 

@@ -20,6 +20,7 @@ from attnreg.contract.capabilities import GRID, Capabilities, Range
 from attnreg.contract.lengths import Cut, cut_of_decoding
 from attnreg.contract.offsets import empty_results
 from attnreg.contract.regular import fills
+from attnreg.contract.rows import clear_backward, clear_forward
 from attnreg.contract.spec import AttentionSpec
 
 
@@ -176,8 +177,12 @@ def _load() -> Kernels:
         provider: Native | Package = package() if by_package else native
         if keeps_contract(query, key, call):
             return provider.backward((grad_out, query, key, value, out, lse), call)
-        lse = torch.where(lse == -torch.inf, torch.inf, lse)  # as the kernels mark a row without a key
+        if call.cu_seqlens_q is not call.cu_seqlens_k or call.cu_seqlens_q is None:
+            lse = torch.nan_to_num(lse, torch.nan, torch.inf, torch.inf)  # so the kernels mark such a row
         grad_q, grad_k, grad_v = provider.backward((grad_out, query, key, value, out, lse), call)
+        if _has_offsets(call):
+            clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)  # type: ignore[arg-type]
+            return grad_q, grad_k, grad_v
         return (
             _zero_unused_rows(grad_q, call.cu_seqlens_q),
             _zero_unused_rows(grad_k, call.cu_seqlens_k),
@@ -189,11 +194,19 @@ def _load() -> Kernels:
 
 def _to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Return results in which rows without a key and unused rows are by the contract."""
+    if _has_offsets(call):
+        clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)  # type: ignore[arg-type]
+        return out, lse
     lse = lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
     if call.cu_seqlens_q is None or fills(call.cu_seqlens_q, len(out)):
         return out, lse
     lse.masked_fill_(_unused(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
     return _zero_unused_rows(out, call.cu_seqlens_q), lse
+
+
+def _has_offsets(call: Call) -> bool:
+    """Whether the lengths of both sides follow from their offsets."""
+    return call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and call.seqused_k is None
 
 
 def _zero_unused_rows(packed: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.launchers import Launcher, OpLauncher
+from attnreg.contract.launchers import MAX_K, MAX_Q, Launcher, OpLauncher
 from attnreg.contract.offsets import facts
 from attnreg.contract.regular import fills
 from attnreg.contract.spec import Direction
@@ -46,15 +46,27 @@ def kernel_lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | Non
     # Where the longest sequence has one query and key heads are fewer, the kernel folds query heads into rows
     # and splits the keys: on an H100 80 us in place of 390, for 16 sequences of up to 8,192 keys and 4 query
     # heads for each key head. Each sequence has to have a query then; a longest length of 2 keeps it from it.
-    folds = max_q == 1 and query.shape[-2] != key.shape[-2]
+    folds = _may_fold(query, key, max_q)
     if folds and not (len(query) == len(call.cu_seqlens_q) - 1 and _every_row_counts(query, key, call)):
         max_q = 2
     return call.cu_seqlens_q, cu_seqlens_k, max_q, call.max_k
 
 
+def _may_fold(query: Tensor, key: Tensor, max_q: int) -> bool:
+    """Whether the kernel folds query heads into rows, if it is told so."""
+    return max_q == 1 and query.shape[-2] != key.shape[-2]
+
+
+def _marks_rows(direction: Direction, call: Call) -> bool:
+    """Whether the kernel has to be told of rows without a key: a row of a sequence always sees itself."""
+    return direction == "backward" and call.cu_seqlens_q is not call.cu_seqlens_k
+
+
 def _every_row_counts(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether it is known that each row of a packed query belongs to a sequence."""
-    return fills(call.cu_seqlens_q, len(query)) or keeps_contract(query, key, call)
+    if fills(call.cu_seqlens_q, len(query)):
+        return True
+    return query.is_cuda and facts(call, len(query), len(key), stream_of(query)).every_row_sees_a_key
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
@@ -64,10 +76,14 @@ def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
 
 
 def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether it is known that each query sees a key and no row is unused: nothing needs converting then."""
+    """Whether the host knows that each query sees a key and no row is unused: nothing needs converting then.
+
+    The device isn't asked about offsets: clearing rows takes the host less than asking.
+    """
     if call.cu_seqlens_q is None:
         return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
-    return query.is_cuda and facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
+    is_one = call.cu_seqlens_k is call.cu_seqlens_q and len(query) == len(key) and call.seqused_k is None
+    return is_one and fills(call.cu_seqlens_q, len(query))
 
 
 class Native:
@@ -108,24 +124,23 @@ class Native:
             return None
         if is_empty(query, key, call):
             return None
-        # Of packed calls the call cache knows that they keep the contract; of dense ones the lengths say it.
         if not (call.varlen or keeps_contract(query, key, call)):
+            return None
+        # What these need beside the kernel depends on what is known of the offsets.
+        if call.varlen and (_may_fold(query, key, call.max_q) or _marks_rows(direction, call)):
             return None
         if not all(map(aligned, tensors[:5])) or not (direction == "forward" or tensors[5].is_contiguous()):
             return None
         no_cu_seqlens = () if call.varlen else (None, None)
-        rest, options = (*no_cu_seqlens, *_lengths(query, key, call)[2:]), _options(query, call)
+        rest = *no_cu_seqlens, MAX_Q, MAX_K, call.dropout, kernel_mask(call)[0]
+        options = _options(query, call)
         if direction == "forward":
-            return OpLauncher(OP.format("forward"), "CUDA", (*rest, False), options, 2)
-        if query.device in _rng_states or not needs_graph_memory(query):
-            return OpLauncher(OP.format("backward"), "CUDA", (*rest, *_no_rng_state(query)), options, 3)
-
-        def backward(*given: Tensor) -> tuple[Tensor, ...]:
-            # An OpLauncher would keep tensors that lie in the memory of a CUDA graph.
-            grads = self._backward(*given, *rest, *_no_rng_state(given[1]), **options)
-            return grads[0], grads[1], grads[2]
-
-        return backward
+            return OpLauncher(OP.format("forward"), "CUDA", (*rest, False), options, 2, call.window)
+        if query.device not in _rng_states and needs_graph_memory(query):
+            return None  # an OpLauncher would keep tensors that lie in the memory of a CUDA graph
+        return OpLauncher(
+            OP.format("backward"), "CUDA", (*rest, *_no_rng_state(query)), options, 3, call.window
+        )
 
 
 _rng_states: dict[torch.device, tuple[Tensor, Tensor]] = {}

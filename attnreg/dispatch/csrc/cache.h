@@ -1,4 +1,4 @@
-// The call cache: by the key of a call, the launcher that runs it.
+// The call cache: by the kind of a call and the class of its lengths, the launcher that runs it.
 
 #pragma once
 
@@ -7,12 +7,15 @@
 #include <new>
 #include <shared_mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "clearing.h"
 #include "launchers.h"
+#include "lengths.h"
 
 namespace attnreg {
 
@@ -46,20 +49,22 @@ inline Tallies tallies_of(PyObject* counters) {
 
 // ---- What is kept
 
-struct Entry {  // how a call is run: by one of the three, or by torch's own kernel of the op
+struct Entry {  // how a call is run: by one of the four, or by torch's own kernel of the op
   Object python;
   std::shared_ptr<const OpLauncher> op;
+  std::shared_ptr<const NativeLauncher> native;
   std::shared_ptr<const AddressLauncher> addresses;
+  Window window{};  // of a packed call on a GPU: by it rows are cleared that aren't known to see a key
   Tallies tallies;
   Object decline_reason;  // counts an error, and returns None unless the backend declines the call with it
   bool is_final = true;
   bool counts_sinks = false;             // whether the launcher is given sinks; if not, results are rescaled
-  bool needs_offsets = false;            // only with offsets of which it is known that every row sees a key
   std::vector<c10::IValue> auxiliary{};  // what an aten op returns behind the kernel's results: numbers and models
+  std::vector<std::pair<size_t, bool>> lengths{};  // places in it of the longest query, and (true) of the longest key
   mutable std::atomic<uint32_t> uses{0};
 
   bool is_native() const {
-    return !python && !op && !addresses;
+    return !python && !op && !native && !addresses;
   }
 
   // Whether Python is to be asked for a better launcher: after the first, second, fourth use and so on.
@@ -106,14 +111,37 @@ bool run_unless_declined(const Entry& entry, const Run& run) {
   }
 }
 
-struct Offsets {  // a pair of which it is known that every row sees a key
+struct Offsets {  // a pair, and whether it is known that every row sees a key
   SeenOffsets seen;
   int64_t tokens_q, tokens_k;
+  bool is_known = false;
+  uint32_t sightings = 1;
+};
+
+struct PlaceHash {
+  size_t operator()(const Place& place) const {
+    return hash_of(place.data(), place.size());
+  }
+};
+
+struct KindOfCall {
+  Classes classes;
+  std::unordered_map<Place, std::shared_ptr<const Entry>, PlaceHash> entries;
+  std::unordered_set<Place, PlaceHash> exact;  // the classes of which lengths count exactly
+
+  Place place_of(const Lengths& lengths) const {
+    Place place = classes.place_of(lengths);
+    if (!exact.empty() && exact.count(place)) {
+      append_exactly(lengths, place);
+    }
+    return place;
+  }
 };
 
 struct Cache {
   uint64_t generation = 0;
-  std::unordered_map<Key, std::shared_ptr<const Entry>, KeyHash> entries;
+  std::unordered_map<Key, KindOfCall, KeyHash> kinds;
+  size_t entries = 0;
   std::vector<Offsets> offsets;
   size_t oldest_offsets = 0;
 };
@@ -139,67 +167,67 @@ struct LookedUp {
   std::shared_ptr<const Entry> entry{};
 };
 
-// Whether it is known of a pair of offsets that every row sees a key, and they are as they were; under the lock.
-inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
-  if (!counts_versions(queries) || !counts_versions(keys)) {
-    return false;
-  }
-  const c10::Stream stream = stream_of(queries);
-  for (const Offsets& one : cache.offsets) {
-    if (one.seen.are(queries, keys, stream) && one.tokens_q == tokens_q && one.tokens_k == tokens_k) {
-      return true;
-    }
-  }
-  return false;
-}
-
-inline LookedUp look_up(const Key& key) {
+inline LookedUp look_up(const Key& key, const Lengths& lengths) {
   const std::shared_lock lock(guard);
-  const auto found = key.empty() ? cache.entries.end() : cache.entries.find(key);
-  return {cache.generation, found == cache.entries.end() ? nullptr : found->second};
+  if (key.empty()) {
+    return {cache.generation};
+  }
+  const auto kind = cache.kinds.find(key);
+  if (kind == cache.kinds.end()) {
+    return {cache.generation};
+  }
+  const auto entry = kind->second.entries.find(kind->second.place_of(lengths));
+  return {cache.generation, entry == kind->second.entries.end() ? nullptr : entry->second};
 }
 
-inline void erase(const Key& key) {
+inline void erase(const Key& key, const Lengths& lengths) {
   std::shared_ptr<const Entry> dropped;  // destroyed after the lock is released: what it owns may then do anything
   const std::unique_lock lock(guard);
-  if (const auto found = cache.entries.find(key); found != cache.entries.end()) {
-    dropped = std::move(found->second);
-    cache.entries.erase(found);
+  if (const auto kind = cache.kinds.find(key); kind != cache.kinds.end()) {
+    const auto entry = kind->second.entries.find(kind->second.place_of(lengths));
+    if (entry != kind->second.entries.end()) {
+      dropped = std::move(entry->second);
+      kind->second.entries.erase(entry);
+    }
   }
 }
 
-inline void keep(const Key& key, uint64_t generation, std::shared_ptr<const Entry> entry) {
-  decltype(cache.entries) dropped;
+// Keep an entry for the class of a call's lengths; for these lengths alone if they count exactly.
+inline void keep(
+    const Key& key, const Lengths& lengths, uint64_t generation, const Classes& classes, bool is_exact, std::shared_ptr<const Entry> entry) {
+  decltype(cache.kinds) dropped;
+  decltype(KindOfCall::entries) dropped_entries;
   const std::unique_lock lock(guard);
-  if (generation == cache.generation && !key.empty()) {
-    if (cache.entries.size() >= kMostEntries) {
-      std::swap(cache.entries, dropped);
-    }
-    auto& place = cache.entries[key];
-    if (place) {  // Python was called once more, and is called ever more rarely from then on
-      entry->uses = place->uses.load(std::memory_order_relaxed);
-    }
-    std::swap(place, entry);
-  }
-}
-
-inline void keep_offsets(uint64_t generation, const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
-  const std::unique_lock lock(guard);
-  if (generation != cache.generation || !counts_versions(queries) || !counts_versions(keys)) {
+  if (generation != cache.generation || key.empty()) {
     return;
   }
-  Offsets found{{Seen(queries), Seen(keys), stream_of(queries)}, tokens_q, tokens_k};
-  for (Offsets& one : cache.offsets) {
-    if (one.seen.look_like(queries, keys, found.seen.stream) && one.tokens_q == tokens_q && one.tokens_k == tokens_k) {
-      one.seen.until = found.seen.until;
-      return;
+  if (cache.entries >= kMostEntries) {
+    std::swap(cache.kinds, dropped);
+    cache.entries = 0;
+  }
+  KindOfCall& kind = cache.kinds[key];
+  if (kind.classes.add(classes)) {  // other classes than before
+    std::swap(kind.entries, dropped_entries);
+    kind.exact.clear();
+  }
+  Place place = kind.classes.place_of(lengths);
+  if (is_exact) {
+    if (kind.exact.insert(place).second) {
+      if (const auto whole = kind.entries.find(place); whole != kind.entries.end()) {
+        dropped_entries.insert(kind.entries.extract(whole));
+      }
     }
-  }
-  if (cache.offsets.size() < kMostOffsets) {
-    cache.offsets.push_back(std::move(found));
+    append_exactly(lengths, place);
   } else {
-    cache.offsets[cache.oldest_offsets++ % kMostOffsets] = std::move(found);
+    kind.exact.erase(place);
   }
+  auto& kept = kind.entries[std::move(place)];
+  if (kept) {  // Python was called once more, and is called ever more rarely from then on
+    entry->uses = kept->uses.load(std::memory_order_relaxed);
+  } else {
+    cache.entries++;
+  }
+  std::swap(kept, entry);
 }
 
 inline void drop_all() {
@@ -269,18 +297,33 @@ inline int64_t scoped_choice() {
   return last.choice;
 }
 
-// Run a kept call; false if its launcher can't any more, or wasn't given. `keys` are those of the op's dispatch.
-inline bool run(const Entry& entry, const Tensors& given, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
-  const auto device = given[0].device();
+// Run a kept call; false if its launcher can't. `keys` are those of the op's dispatch.
+inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
+  const auto device = call.tensors[0].device();
   c10::OptionalDeviceGuard there;
   if (device.is_cuda()) {
     there.reset_device(device);
   }
-  if (entry.op) {
-    launch(*entry.op, given, keys, results, spare);
-    return true;
+  if (entry.python) {
+    return launch(entry.python.get(), call, results);
   }
-  return entry.addresses ? launch(*entry.addresses, given, results) : launch(entry.python.get(), given, results);
+  if (entry.native) {
+    return launch(*entry.native, call, results);
+  }
+  const bool clears = call.is_packed && !call.knows_rows && device.is_cuda();
+  const Clearing* clearing = clears ? clearing_of(device) : nullptr;
+  if (clears && !clearing) {
+    return false;
+  }
+  if (entry.op) {
+    launch(*entry.op, call, keys, results, spare);
+  } else if (!launch(*entry.addresses, call, results)) {
+    return false;
+  }
+  if (clears) {
+    clear(*clearing, call, entry.window, results);
+  }
+  return true;
 }
 
 // Check what a launcher has returned against what the contract says of it.

@@ -31,6 +31,20 @@ inline const std::pair<c10::OperatorHandle, c10::SafeKernelFunction>* capture(co
   return &native_kernels.emplace(key + op, std::make_pair(*handle, kernel)).first->second;
 }
 
+// Places with 0 for the longest query or 1 for the longest key, as `launchers.places_of` returns them.
+inline std::vector<std::pair<size_t, bool>> places_of(PyObject* places) {
+  std::vector<std::pair<size_t, bool>> read;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
+    Py_ssize_t place = 0;
+    int of_keys = 0;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "np", &place, &of_keys)) {
+      throw_error_of_python();
+    }
+    read.emplace_back(static_cast<size_t>(place), of_keys != 0);
+  }
+  return read;
+}
+
 // An op's arguments behind some tensors: some by place, some by name, the others as they are by default.
 inline std::vector<c10::IValue> arguments_behind(
     const c10::FunctionSchema& schema, size_t tensors, PyObject* rest, PyObject* options) {
@@ -53,10 +67,11 @@ inline std::vector<c10::IValue> arguments_behind(
 // `tensors` is how many a launcher is given.
 inline void read_op_launcher(PyObject* described, size_t tensors, Entry& entry) {
   const char *op = nullptr, *key = nullptr, *kind = nullptr;
-  PyObject *launcher = nullptr, *rest = nullptr, *options = nullptr;
+  PyObject *launcher = nullptr, *rest = nullptr, *options = nullptr, *places = nullptr;
   Py_ssize_t results = 0;
-  if (!PyArg_ParseTuple(described, "sOssO!O!n", &kind, &launcher, &op, &key, &PyTuple_Type, &rest, &PyDict_Type,
-                        &options, &results)) {
+  long long left = -1, right = -1;
+  if (!PyArg_ParseTuple(described, "sOssO!O!nO!(LL)", &kind, &launcher, &op, &key, &PyTuple_Type, &rest, &PyDict_Type,
+                        &options, &results, &PyTuple_Type, &places, &left, &right)) {
     throw_error_of_python();
   }
   const auto* captured = capture(op, key);
@@ -64,46 +79,61 @@ inline void read_op_launcher(PyObject* described, size_t tensors, Entry& entry) 
     entry.python = held(launcher);  // which has a kernel of its own
     return;
   }
+  entry.window = {left, right};
   entry.op = std::make_shared<const OpLauncher>(
       captured->first, captured->second, arguments_behind(captured->first.schema(), tensors, rest, options),
-      static_cast<size_t>(results));
+      static_cast<size_t>(results), places_of(places));
+}
+
+inline void read_native_launcher(PyObject* described, Entry& entry) {
+  const char* kind = nullptr;
+  PyObject *launcher = nullptr, *function = nullptr, *context = nullptr;
+  if (!PyArg_ParseTuple(described, "sOO!O!", &kind, &launcher, &PyLong_Type, &function, &PyLong_Type, &context)) {
+    throw_error_of_python();
+  }
+  entry.native = std::make_shared<const NativeLauncher>(
+      reinterpret_cast<NativeFunction>(PyLong_AsVoidPtr(function)), PyLong_AsVoidPtr(context), held(launcher));
 }
 
 inline void read_address_launcher(PyObject* described, Entry& entry) {
   const char* kind = nullptr;
-  PyObject *launcher = nullptr, *launch = nullptr, *operands = nullptr, *results = nullptr, *lse_strides = nullptr,
-           *derive = nullptr;
-  Py_ssize_t workspace = 0;
-  if (!PyArg_ParseTuple(described, "sOOO!O!nOO", &kind, &launcher, &launch, &PyTuple_Type, &operands, &PyTuple_Type,
-                        &results, &workspace, &lse_strides, &derive)) {
+  PyObject *launcher = nullptr, *prepare = nullptr;
+  long long left = -1, right = -1;
+  if (!PyArg_ParseTuple(described, "sOO(LL)", &kind, &launcher, &prepare, &left, &right)) {
     throw_error_of_python();
   }
-  auto found = std::make_shared<AddressLauncher>();
-  found->launch = held(launch);
-  for (const int64_t number : numbers_of(operands)) {
-    found->operands.push_back(static_cast<size_t>(number));
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); i++) {
-    PyObject *sizes = nullptr, *strides = nullptr, *dtype = nullptr;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(results, i), "O!O!O!", &PyTuple_Type, &sizes, &PyTuple_Type, &strides,
-                          &THPDtypeType, &dtype)) {
+  auto addresses = std::make_shared<AddressLauncher>();
+  addresses->prepare = held(prepare);
+  entry.window = {left, right};
+  entry.addresses = std::move(addresses);
+}
+
+// Read the cuts of a kind of calls: pairs of terms, each a coefficient and lengths as bits, and of a number.
+inline Classes read_classes(PyObject* cuts, bool by_times) {
+  Classes classes;
+  classes.by_times = by_times;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(cuts); i++) {
+    PyObject* terms = nullptr;
+    Cut cut;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(cuts, i), "O!d", &PyTuple_Type, &terms, &cut.at)) {
       throw_error_of_python();
     }
-    found->results.push_back({numbers_of(sizes), numbers_of(strides), reinterpret_cast<THPDtype*>(dtype)->scalar_type});
+    for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(terms); j++) {
+      double coefficient = 0;
+      unsigned names = 0;
+      if (!PyArg_ParseTuple(PyTuple_GET_ITEM(terms, j), "dI", &coefficient, &names)) {
+        throw_error_of_python();
+      }
+      cut.terms.emplace_back(coefficient, names);
+    }
+    classes.cuts.push_back(std::move(cut));
   }
-  found->workspace = workspace;
-  if (lse_strides != Py_None) {
-    found->lse_strides = numbers_of(lse_strides);
-  }
-  if (derive != Py_None) {
-    found->derive = held(derive);
-  }
-  entry.addresses = std::move(found);
+  return classes;
 }
 
 // Keep what Python has returned for a call with this key and so many tensors, sinks aside; `schema` is the op's, null for `varlen_attn`.
 inline void keep_described(
-    const Key& key, uint64_t generation, PyObject* described, size_t tensors, const c10::FunctionSchema* schema) {
+    const Key& key, const Lengths& lengths, uint64_t generation, PyObject* described, size_t tensors, const c10::FunctionSchema* schema) {
   if (!PyTuple_Check(described)) {
     if (described == Py_True) {
       const std::unique_lock lock(guard);
@@ -112,10 +142,11 @@ inline void keep_described(
     return;
   }
   PyObject *launcher = nullptr, *counters = nullptr, *decline_reason = nullptr;
-  PyObject *auxiliary = nullptr, *offsets = nullptr;
-  int is_final = 0, counts_sinks = 0;
-  if (!PyArg_ParseTuple(described, "OO!OpO!Op", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
-                        &PyTuple_Type, &auxiliary, &offsets, &counts_sinks)) {
+  PyObject *auxiliary = nullptr, *places = nullptr, *cuts = nullptr;
+  int is_final = 0, counts_sinks = 0, by_times = 0, is_exact = 0;
+  if (!PyArg_ParseTuple(described, "OO!OpO!O!p(O!pp)", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
+                        &PyTuple_Type, &auxiliary, &PyTuple_Type, &places, &counts_sinks, &PyTuple_Type, &cuts, &by_times,
+                        &is_exact)) {
     throw_error_of_python();
   }
   auto entry = std::make_shared<Entry>();
@@ -124,8 +155,11 @@ inline void keep_described(
   entry->is_final = is_final != 0;
   entry->counts_sinks = counts_sinks != 0;
   if (PyTuple_Check(launcher)) {
-    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(launcher, 0), "op") == 0) {
+    const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(launcher, 0));
+    if (kind == std::string("op")) {
       read_op_launcher(launcher, tensors + counts_sinks, *entry);
+    } else if (kind == std::string("native")) {
+      read_native_launcher(launcher, *entry);
     } else {
       read_address_launcher(launcher, *entry);
     }
@@ -136,19 +170,11 @@ inline void keep_described(
   const size_t returned = schema ? schema->returns().size() : 0;
   TORCH_CHECK(count <= returned, "attnreg: got ", count, " auxiliary outputs, expected at most ", returned);
   for (size_t i = 0; i < count; i++) {
-    PyObject* one = PyTuple_GET_ITEM(auxiliary, static_cast<Py_ssize_t>(i));
-    entry->auxiliary.push_back(from_python(one, schema->returns()[returned - count + i].type()));
+    PyObject* output = PyTuple_GET_ITEM(auxiliary, static_cast<Py_ssize_t>(i));
+    entry->auxiliary.push_back(from_python(output, schema->returns()[returned - count + i].type()));
   }
-  if (offsets != Py_None) {
-    entry->needs_offsets = true;
-    PyObject *queries = nullptr, *keys = nullptr;
-    Py_ssize_t tokens_q = 0, tokens_k = 0;
-    if (!PyArg_ParseTuple(offsets, "OOnn", &queries, &keys, &tokens_q, &tokens_k)) {
-      throw_error_of_python();
-    }
-    keep_offsets(generation, THPVariable_Unpack(queries), THPVariable_Unpack(keys), tokens_q, tokens_k);
-  }
-  keep(key, generation, std::move(entry));
+  entry->lengths = places_of(places);
+  keep(key, lengths, generation, read_classes(cuts, by_times != 0), is_exact != 0, std::move(entry));
 }
 
 }  // namespace attnreg

@@ -1,4 +1,4 @@
-// The cache key of a call: everything about it but the values of its tensors.
+// The cache key of a call's kind, which is all of it but lengths and values, and its lengths.
 
 #pragma once
 
@@ -19,18 +19,22 @@
 
 namespace attnreg {
 
-using Key = c10::SmallVector<int64_t, 160>;  // empty for a call that has no key
+using Key = c10::SmallVector<int64_t, 80>;  // empty for a call that has no key
 using Arguments = at::ArrayRef<c10::IValue>;
 using Tensors = c10::SmallVector<at::Tensor, 12>;
 
+inline size_t hash_of(const int64_t* words, size_t count) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (size_t i = 0; i < count; i++) {
+    hash = (hash ^ static_cast<uint64_t>(words[i])) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    uint64_t hash = 0xcbf29ce484222325;
-    for (const int64_t word : key) {
-      hash = (hash ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15;
-      hash ^= hash >> 29;
-    }
-    return hash;
+    return hash_of(key.data(), key.size());
   }
 };
 
@@ -65,64 +69,88 @@ inline int64_t bits_of(double number) {
   return bits;
 }
 
-enum Kind : int64_t { kAbsent, kTensor, kInt, kFalse, kTrue, kDouble };
+enum Word : int64_t { kAbsent, kTensor, kInt, kFalse, kTrue, kDouble };
 
-// A tensor. One that no launcher is given (a mask, the offsets of an aten op) counts with its shape; one that is
-// `described` with all but its values, and whether sixteen bytes can be read at a time. The words are written in
-// place, as a hit takes most of its time here: whether `append` is inlined depends on the rest of the module.
-inline void append(const at::Tensor& tensor, bool described, Key& key) {
-  const at::IntArrayRef sizes = tensor.sizes(), strides = described ? tensor.strides() : at::IntArrayRef();
-  const bool is_aligned = described && tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-  const c10::Device device = tensor.device();
-  const size_t start = key.size();
-  key.resize_for_overwrite(start + 1 + sizes.size() + strides.size());
-  int64_t* word = key.data() + start;
-  *word++ = kTensor | is_aligned << 8 | static_cast<int64_t>(static_cast<uint8_t>(tensor.scalar_type())) << 16 |
-      static_cast<int64_t>(static_cast<uint8_t>(device.type())) << 24 |
-      static_cast<int64_t>(static_cast<uint8_t>(device.index())) << 32 | tensor.dim() << 40;
-  for (const at::IntArrayRef numbers : {sizes, strides}) {
-    for (const int64_t number : numbers) {
-      *word++ = number;
-    }
+// The lengths of a call, as `contract.lengths.Lengths`.
+struct Lengths {
+  enum Name { kBatch, kMaxQ, kMaxK, kTokensQ, kTokensK, kCount };
+  int64_t numbers[kCount] = {};
+
+  bool operator==(const Lengths& other) const {
+    return std::memcmp(numbers, other.numbers, sizeof numbers) == 0;
   }
+};
+
+// Which dimensions of a tensor are lengths, as bits.
+constexpr uint32_t kNone = 0, kFirst = 0b1, kBatchRows = 0b11, kBatchHeadsRows = 0b101, kRowsOfLse = 0b10, kAll = ~0u;
+
+// A stride as launchers may tell strides apart: 0, 1, whole steps of sixteen bytes, others.
+inline int64_t stride_class(int64_t stride, int64_t item_size) {
+  return stride == 0 ? 0 : stride == 1 ? 1 : stride * item_size % 16 == 0 ? 2 : 3;
 }
 
-// Return the key of a call. The first `described` arguments are tensors that launchers are given; `query` says where
-// query, key and value begin. `choice` is the number of the scoped choice, `site` that of the op.
-inline Key key_of(int64_t site, int64_t choice, Arguments arguments, size_t described, size_t query) {
-  Key key{site, choice};  // the one thing that is returned, so that it isn't moved
-  bool needs_gradient = false, has_key = true;
-  for (size_t i = 0; i < arguments.size(); i++) {
-    const c10::IValue& argument = arguments[i];
-    const bool operand = i >= query && i < query + 3;
-    if (argument.isTensor() && argument.toTensor().defined()) {
-      append(argument.toTensor(), i < described, key);
-      needs_gradient |= operand && argument.toTensor().requires_grad();
-    } else if (argument.isTensor() || argument.isNone()) {
-      key.push_back(kAbsent);
-      has_key &= !operand;
-    } else if (argument.isInt()) {
-      key.push_back(kInt);
-      key.push_back(argument.toInt());
-    } else if (argument.isBool()) {
-      key.push_back(argument.toBool() ? kTrue : kFalse);
-    } else if (argument.isDouble()) {
-      key.push_back(kDouble);
-      key.push_back(bits_of(argument.toDouble()));
+// Whether the memory of a tensor has been taken from it: torch's own kernels and all others would read what isn't there.
+inline bool is_freed(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().nbytes() == 0 && tensor.numel() != 0;
+}
+
+// A tensor: what isn't a length as it is, of a length whether it is 0, 1 or more. A tensor that a launcher is given is
+// `described` with the classes of its strides, and whether sixteen bytes can be read at a time. The words are written
+// in place, as a hit takes much of its time here.
+inline void append(const at::Tensor& tensor, bool described, uint32_t lengths, Key& key) {
+  const at::IntArrayRef sizes = tensor.sizes();
+  const bool is_aligned = described && tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  const bool is_contiguous = described && tensor.is_contiguous();
+  const c10::Device device = tensor.device();
+  const size_t start = key.size();
+  key.resize_for_overwrite(start + 2 + sizes.size());
+  int64_t* word = key.data() + start;
+  *word++ = kTensor | is_aligned << 8 | is_contiguous << 9 |
+      static_cast<int64_t>(static_cast<uint8_t>(tensor.scalar_type())) << 16 |
+      static_cast<int64_t>(static_cast<uint8_t>(device.type())) << 24 |
+      static_cast<int64_t>(static_cast<uint8_t>(device.index())) << 32 | tensor.dim() << 40;
+  int64_t& classes = *word++;
+  classes = 0;
+  const auto item_size = static_cast<int64_t>(tensor.element_size());
+  for (size_t i = 0; i < sizes.size(); i++) {
+    const bool is_length = lengths >> i & 1;
+    classes = classes << 2 | (described ? stride_class(tensor.strides()[i], item_size) : 0);
+    if (is_length) {
+      classes = classes << 2 | (sizes[i] > 1 ? 2 : sizes[i]);
     } else {
-      has_key = false;
+      *word++ = sizes[i];
     }
   }
-  const auto captured = has_key ? capturing(arguments[query].toTensor()) : std::nullopt;
+  key.resize(word - key.data());
+}
+
+// The modes that torch is in, which a kind of calls depends on; nothing where that can't be asked.
+inline std::optional<int64_t> modes_of(const at::Tensor& query, bool needs_gradient) {
+  const auto captured = capturing(query);
   if (!captured) {
-    key.clear();
-    return key;
+    return std::nullopt;
   }
   const auto& context = at::globalContext();
-  key.push_back(
-      context.deterministicAlgorithms() | context.deterministicAlgorithmsWarnOnly() << 1 | *captured << 2 |
-      c10::GradMode::is_enabled() << 3 | needs_gradient << 4);
-  return key;
+  return context.deterministicAlgorithms() | context.deterministicAlgorithmsWarnOnly() << 1 | *captured << 2 |
+      c10::GradMode::is_enabled() << 3 | needs_gradient << 4;
+}
+
+// Append an argument that is no tensor; false for one that has no place in a key.
+inline bool append_value(const c10::IValue& argument, Key& key) {
+  if (argument.isNone()) {
+    key.push_back(kAbsent);
+  } else if (argument.isInt()) {
+    key.push_back(kInt);
+    key.push_back(argument.toInt());
+  } else if (argument.isBool()) {
+    key.push_back(argument.toBool() ? kTrue : kFalse);
+  } else if (argument.isDouble()) {
+    key.push_back(kDouble);
+    key.push_back(bits_of(argument.toDouble()));
+  } else {
+    return false;
+  }
+  return true;
 }
 
 }  // namespace attnreg

@@ -11,12 +11,14 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "key.h"
+#include "native.h"
 #include "python.h"
 
 namespace attnreg {
@@ -32,11 +34,7 @@ struct OpLauncher {  // one of torch's own kernels, and the op's arguments behin
   c10::SafeKernelFunction kernel;
   std::vector<c10::IValue> rest;
   size_t results;  // how many of its results are returned
-};
-
-struct Allocation {
-  std::vector<int64_t> sizes, strides;
-  at::ScalarType dtype;
+  std::vector<std::pair<size_t, bool>> lengths;  // places in `rest` of the longest query, and (true) of the longest key
 };
 
 inline bool counts_versions(const at::Tensor& tensor) {
@@ -85,14 +83,46 @@ struct Derived {  // what was derived of a pair of offsets; Python owns the tens
   std::vector<Weak> tensors;
 };
 
-struct AddressLauncher {  // a kernel that is given the addresses of its tensors
+struct Prepared {  // how a kernel on addresses runs a call of some lengths and strides
+  Lengths lengths;
+  std::vector<int64_t> strides;  // of all tensors, one after the other
   Object launch;
   std::vector<size_t> operands;
-  std::vector<Allocation> results;
   int64_t workspace;
+  bool lse_token_first;
   std::optional<std::vector<int64_t>> lse_strides;
   Object derive;                           // none of dense calls
   mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
+};
+
+struct AddressLauncher {  // a kernel that is given the addresses of its tensors
+  Object prepare;
+  mutable std::shared_ptr<const Prepared> last;  // under the interpreter's lock
+};
+
+struct NativeLauncher {  // a C function
+  NativeFunction function;
+  const void* context;
+  Object owner;  // keeps the memory of the context alive
+};
+
+// A call as a launcher is given it.
+struct Launch {
+  const Tensors& tensors;  // those of the kernel, sinks behind them, then both offsets of a packed call
+  const Lengths& lengths;
+  bool is_packed;
+  bool knows_rows;  // whether every row of a packed call is known to see a key
+  bool is_forward;
+
+  size_t operands() const {
+    return tensors.size() - (is_packed ? 2 : 0);
+  }
+  const at::Tensor& query() const {
+    return tensors[is_forward ? 0 : 1];
+  }
+  const at::Tensor& offsets(size_t of_keys) const {
+    return tensors[tensors.size() - 2 + of_keys];
+  }
 };
 
 // A tensor with these strides; a copy unless it has them.
@@ -101,13 +131,16 @@ inline at::Tensor with_strides(const at::Tensor& x, at::IntArrayRef strides) {
 }
 
 // Run one of torch's kernels.
-inline void launch(const OpLauncher& launcher, const Tensors& given, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
+inline void launch(const OpLauncher& launcher, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   torch::jit::Stack stack;
-  stack.reserve(given.size() + launcher.rest.size());
-  for (const at::Tensor& one : given) {
-    stack.emplace_back(one);
+  stack.reserve(call.tensors.size() + launcher.rest.size());
+  for (const at::Tensor& tensor : call.tensors) {
+    stack.emplace_back(tensor);
   }
   stack.insert(stack.end(), launcher.rest.begin(), launcher.rest.end());
+  for (const auto& [place, of_keys] : launcher.lengths) {
+    stack[call.tensors.size() + place] = call.lengths.numbers[of_keys ? Lengths::kMaxK : Lengths::kMaxQ];
+  }
   launcher.kernel.callBoxed(launcher.op, keys, &stack);
   for (size_t i = 0; i < stack.size(); i++) {
     if (i < launcher.results) {
@@ -118,9 +151,63 @@ inline void launch(const OpLauncher& launcher, const Tensors& given, c10::Dispat
   }
 }
 
+// Allocate a forward's output and LSE, or a backward's gradients, contiguous but for an LSE with the token first.
+inline void allocate(const Launch& call, bool lse_token_first, Tensors& results) {
+  const size_t first = call.is_forward ? 0 : 1;
+  if (!call.is_forward) {
+    for (size_t i = 1; i < 4; i++) {
+      results.push_back(at::empty(call.tensors[i].sizes(), call.tensors[i].options(), at::MemoryFormat::Contiguous));
+    }
+    return;
+  }
+  const at::Tensor &query = call.tensors[first], &value = call.tensors[first + 2];
+  c10::SmallVector<int64_t, 4> sizes(query.sizes().begin(), query.sizes().end());
+  sizes.back() = value.sizes().back();
+  results.push_back(at::empty(sizes, query.options()));
+  const auto lse = query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const int64_t rows = query.size(-3), heads = query.size(-2);
+  if (lse_token_first) {
+    results.push_back(at::empty_strided({heads, rows}, {1, heads}, lse));
+  } else if (call.is_packed) {
+    results.push_back(at::empty({heads, rows}, lse));
+  } else {
+    results.push_back(at::empty({query.size(0), heads, rows}, lse));
+  }
+}
+
+inline NativeOperand native_operand(const at::Tensor& tensor) {
+  NativeOperand operand{const_cast<void*>(tensor.const_data_ptr()), {}, {}};
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), operand.sizes);
+  std::copy(tensor.strides().begin(), tensor.strides().end(), operand.strides);
+  return operand;
+}
+
+// Run a C function; false if it can't run the call.
+inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& results) {
+  const int32_t* offsets[2] = {};
+  for (size_t i = 0; i < 2 && call.is_packed; i++) {
+    if (call.offsets(i).scalar_type() != at::kInt || !call.offsets(i).is_contiguous()) {
+      return false;
+    }
+    offsets[i] = call.offsets(i).const_data_ptr<int32_t>();
+  }
+  allocate(call, false, results);
+  c10::SmallVector<NativeOperand, 9> operands;
+  for (size_t i = 0; i < call.operands(); i++) {
+    operands.push_back(native_operand(call.tensors[i]));
+  }
+  for (const at::Tensor& result : results) {
+    operands.push_back(native_operand(result));
+  }
+  const auto& numbers = call.lengths.numbers;
+  const NativeCall native{static_cast<int64_t>(operands.size()), operands.data(), offsets[0], offsets[1],
+                          numbers[Lengths::kBatch], numbers[Lengths::kMaxQ], numbers[Lengths::kMaxK]};
+  return launcher.function(launcher.context, &native) == 0;
+}
+
 // What was derived of the offsets the last time, if neither has changed and its tensors are still alive.
 inline std::optional<Tensors> kept_derived(
-    const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+    const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const auto& last = launcher.derived;
   if (!last || !last->offsets.are(queries, keys, stream)) {
     return std::nullopt;
@@ -138,7 +225,7 @@ inline std::optional<Tensors> kept_derived(
 
 // What the kernel reads of the offsets; nothing if it can't run any more. With the interpreter's lock.
 inline std::optional<Tensors> derive(
-    const AddressLauncher& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+    const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   std::optional<SeenOffsets> seen;
   if (counts_versions(queries) && counts_versions(keys)) {
     if (auto kept = kept_derived(launcher, queries, keys, stream)) {
@@ -152,13 +239,13 @@ inline std::optional<Tensors> derive(
   if (found.get() == Py_None) {
     return std::nullopt;
   }
-  TORCH_CHECK_TYPE(PyList_Check(found.get()), "attnreg: AddressLauncher.derive returned a ",
+  TORCH_CHECK_TYPE(PyList_Check(found.get()), "attnreg: Prepared.derive returned a ",
                    Py_TYPE(found.get())->tp_name, ", expected a list of tensors or None");
   Tensors tensors;
   std::vector<Weak> weak;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.get()); i++) {
     PyObject* one = PyList_GET_ITEM(found.get(), i);
-    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: AddressLauncher.derive returned a list with a ",
+    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: Prepared.derive returned a list with a ",
                      Py_TYPE(one)->tp_name, ", expected tensors");
     tensors.push_back(THPVariable_Unpack(one));
     weak.emplace_back(tensors.back().getIntrusivePtr());
@@ -171,59 +258,123 @@ inline std::optional<Tensors> derive(
 
 constexpr size_t kLse = 5;  // its place among the tensors of a backward
 
-// Run a kernel on addresses; false if it can't run any more. Offsets come last, if it reads any.
-inline bool launch(const AddressLauncher& launcher, Tensors given, Tensors& results) {
-  const size_t count = given.size() - (launcher.derive ? 2 : 0);
-  const auto device = given[0].device();
-  const c10::Stream stream = stream_of(given[0]);
-  if (launcher.lse_strides) {
-    given[kLse] = with_strides(given[kLse], *launcher.lse_strides);
+inline std::vector<int64_t> strides_of(const Launch& call) {
+  std::vector<int64_t> strides;
+  for (size_t i = 0; i < call.operands(); i++) {
+    strides.insert(strides.end(), call.tensors[i].strides().begin(), call.tensors[i].strides().end());
   }
-  for (const Allocation& one : launcher.results) {
-    results.push_back(at::empty_strided(one.sizes, one.strides, at::TensorOptions().dtype(one.dtype).device(device)));
+  return strides;
+}
+
+// How a kernel on addresses runs a call, by Python; null where it doesn't. With the interpreter's lock.
+inline std::shared_ptr<const Prepared> prepare(const AddressLauncher& launcher, const Launch& call, std::vector<int64_t> strides) {
+  std::vector<Object> arguments;
+  for (const int64_t number : call.lengths.numbers) {
+    arguments.push_back(owned(PyLong_FromLongLong(number)));
   }
-  at::Tensor workspace;
-  if (launcher.workspace > 0) {
-    workspace = at::empty({launcher.workspace}, at::TensorOptions().dtype(at::kByte).device(device));
+  const Object of_tensors = owned(PyTuple_New(static_cast<Py_ssize_t>(call.operands())));
+  for (size_t i = 0; i < call.operands(); i++) {
+    PyTuple_SET_ITEM(of_tensors.get(), static_cast<Py_ssize_t>(i), tuple_of(call.tensors[i].strides()));
   }
+  arguments.push_back(of_tensors);
+  const Object returned = call_python(launcher.prepare.get(), arguments);
+  if (returned.get() == Py_None) {
+    return nullptr;
+  }
+  PyObject *launch = nullptr, *operands = nullptr, *lse_strides = nullptr, *derive = nullptr;
+  Py_ssize_t workspace = 0;
+  int lse_token_first = 0;
+  if (!PyTuple_Check(returned.get()) ||
+      !PyArg_ParseTuple(returned.get(), "OO!npOO", &launch, &PyTuple_Type, &operands, &workspace, &lse_token_first,
+                        &lse_strides, &derive)) {
+    PyErr_Clear();
+    TORCH_CHECK_TYPE(false, "attnreg: AddressLauncher.prepare returned a ", Py_TYPE(returned.get())->tp_name,
+                     ", expected a Prepared or None");
+  }
+  auto how = std::make_shared<Prepared>();
+  how->lengths = call.lengths;
+  how->strides = std::move(strides);
+  how->launch = held(launch);
+  for (const int64_t number : numbers_of(operands)) {
+    how->operands.push_back(static_cast<size_t>(number));
+  }
+  how->workspace = workspace;
+  how->lse_token_first = lse_token_first != 0;
+  if (lse_strides != Py_None) {
+    how->lse_strides = numbers_of(lse_strides);
+  }
+  if (derive != Py_None) {
+    how->derive = held(derive);
+  }
+  launcher.last = how;
+  return how;
+}
+
+// Run a kernel on addresses; false if it can't run the call.
+inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors& results) {
+  const size_t count = call.operands();
+  const auto device = call.tensors[0].device();
+  const c10::Stream stream = stream_of(call.tensors[0]);
+  std::vector<int64_t> strides = strides_of(call);
   const WithGil gil;
-  Tensors derived;
-  if (launcher.derive) {
-    auto found = derive(launcher, given[count], given[count + 1], stream);
-    if (!found) {
+  std::shared_ptr<const Prepared> how = launcher.last;
+  if (!how || !(how->lengths == call.lengths) || how->strides != strides) {
+    how = prepare(launcher, call, std::move(strides));
+    if (!how) {
       return false;
     }
-    derived = std::move(*found);
+  }
+  Tensors operands(call.tensors.begin(), call.tensors.begin() + count);
+  if (how->lse_strides) {
+    operands[kLse] = with_strides(operands[kLse], *how->lse_strides);
+  }
+  allocate(call, how->lse_token_first, results);
+  at::Tensor workspace;
+  if (how->workspace > 0) {
+    workspace = at::empty({how->workspace}, at::TensorOptions().dtype(at::kByte).device(device));
+  }
+  Tensors derived;
+  if (how->derive) {
+    auto of_offsets = derive(*how, call.offsets(0), call.offsets(1), stream);
+    if (!of_offsets) {
+      return false;
+    }
+    derived = std::move(*of_offsets);
   }
   c10::SmallVector<const void*, 32> addresses;
-  for (const size_t number : launcher.operands) {
-    const size_t result = number - count, further = result - launcher.results.size();
+  for (const size_t number : how->operands) {
+    const size_t result = number - count, further = result - results.size();
     if (number < count) {
-      addresses.push_back(given[number].const_data_ptr());
-    } else if (result < launcher.results.size()) {
+      addresses.push_back(operands[number].const_data_ptr());
+    } else if (result < results.size()) {
       addresses.push_back(results[result].mutable_data_ptr());
     } else {
-      TORCH_CHECK_INDEX(further < derived.size(), "attnreg: AddressLauncher.operands has ", number,
+      TORCH_CHECK_INDEX(further < derived.size(), "attnreg: Prepared.operands has ", number,
                         ", expected less than ", count + results.size() + derived.size());
       addresses.push_back(derived[further].const_data_ptr());
     }
   }
   const Object launched = call_python(
-      launcher.launch.get(),
+      how->launch.get(),
       {owned(PyLong_FromVoidPtr(addresses.data())),
        owned(PyLong_FromVoidPtr(workspace.defined() ? workspace.mutable_data_ptr() : nullptr)),
        owned(PyLong_FromVoidPtr(device.is_cuda() ? stream.native_handle() : nullptr))});
-  TORCH_CHECK_TYPE(PyBool_Check(launched.get()), "attnreg: AddressLauncher.launch returned a ",
+  TORCH_CHECK_TYPE(PyBool_Check(launched.get()), "attnreg: Prepared.launch returned a ",
                    Py_TYPE(launched.get())->tp_name, ", expected True or False");
   return launched.get() == Py_True;
 }
 
 // Run a function of Python's; false if it can't run the call any more.
-inline bool launch(PyObject* function, const Tensors& given, Tensors& results) {
+inline bool launch(PyObject* function, const Launch& call, Tensors& results) {
   const WithGil gil;
   std::vector<Object> arguments;
-  for (const at::Tensor& one : given) {
-    arguments.push_back(owned(THPVariable_Wrap(one)));
+  for (const at::Tensor& tensor : call.tensors) {
+    arguments.push_back(owned(THPVariable_Wrap(tensor)));
+  }
+  if (call.is_packed) {
+    arguments.push_back(owned(PyLong_FromLongLong(call.lengths.numbers[Lengths::kMaxQ])));
+    arguments.push_back(owned(PyLong_FromLongLong(call.lengths.numbers[Lengths::kMaxK])));
+    arguments.push_back(owned(PyBool_FromLong(call.knows_rows)));
   }
   const Object returned = call_python(function, arguments);
   if (returned.get() == Py_None) {
@@ -232,10 +383,10 @@ inline bool launch(PyObject* function, const Tensors& given, Tensors& results) {
   TORCH_CHECK_TYPE(PyTuple_Check(returned.get()), "attnreg: a launcher returned a ", Py_TYPE(returned.get())->tp_name,
                    ", expected a tuple of tensors or None");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(returned.get()); i++) {
-    PyObject* one = PyTuple_GET_ITEM(returned.get(), i);
-    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: a launcher returned a tuple with a ", Py_TYPE(one)->tp_name,
+    PyObject* result = PyTuple_GET_ITEM(returned.get(), i);
+    TORCH_CHECK_TYPE(THPVariable_Check(result), "attnreg: a launcher returned a tuple with a ", Py_TYPE(result)->tp_name,
                      ", expected tensors");
-    results.push_back(THPVariable_Unpack(one));
+    results.push_back(THPVariable_Unpack(result));
   }
   return true;
 }

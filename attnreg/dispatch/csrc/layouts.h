@@ -20,6 +20,10 @@ struct Layout {  // as `aten.routing.Layout` has it
   bool is_backward() const {
     return token_argument >= 0;
   }
+  // Which dimensions of a tensor of the op are lengths, as bits; `lse` says whether it is the LSE.
+  uint32_t lengths_of(bool lse) const {
+    return lse || bhsd ? kBatchHeadsRows : kBatchRows;
+  }
   // How many of the op's arguments, all of them tensors, a launcher is given: query, key and value; in a backward
   // the gradient before them, output and LSE behind.
   size_t tensors() const {
@@ -27,11 +31,11 @@ struct Layout {  // as `aten.routing.Layout` has it
   }
 };
 
-using Lengths = c10::SmallVector<int64_t, 4>;
+using Sizes = c10::SmallVector<int64_t, 4>;
 
 // Another view of a tensor's memory. Below autograd, which is where routers are, that is all that an op for views
 // makes of it; the ops themselves take the host half a microsecond each.
-inline at::Tensor view_of(const at::Tensor& x, const Lengths& sizes, const Lengths& strides) {
+inline at::Tensor view_of(const at::Tensor& x, const Sizes& sizes, const Sizes& strides) {
   auto view =
       c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(x.storage()), x.key_set(), x.dtype());
   view->set_sizes_and_strides(sizes, strides, x.storage_offset());
@@ -41,7 +45,7 @@ inline at::Tensor view_of(const at::Tensor& x, const Lengths& sizes, const Lengt
 // A tensor with its second and third dimension swapped.
 inline at::Tensor transposed(const at::Tensor& x) {
   TORCH_CHECK(x.dim() == 4, "attnreg: got a tensor of ", x.dim(), " dimensions, expected 4");
-  Lengths sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end());
+  Sizes sizes(x.sizes().begin(), x.sizes().end()), strides(x.strides().begin(), x.strides().end());
   std::swap(sizes[1], sizes[2]);
   std::swap(strides[1], strides[2]);
   return view_of(x, sizes, strides);
@@ -51,12 +55,12 @@ inline at::Tensor without_last(const at::Tensor& lse) {
   if (lse.dim() != 4 || lse.size(3) != 1) {
     return lse;
   }
-  const Lengths sizes(lse.sizes().begin(), lse.sizes().end() - 1);
-  return view_of(lse, sizes, Lengths(lse.strides().begin(), lse.strides().end() - 1));
+  const Sizes sizes(lse.sizes().begin(), lse.sizes().end() - 1);
+  return view_of(lse, sizes, Sizes(lse.strides().begin(), lse.strides().end() - 1));
 }
 
 inline at::Tensor with_last(const at::Tensor& lse) {
-  Lengths sizes(lse.sizes().begin(), lse.sizes().end()), strides(lse.strides().begin(), lse.strides().end());
+  Sizes sizes(lse.sizes().begin(), lse.sizes().end()), strides(lse.strides().begin(), lse.strides().end());
   sizes.push_back(1);
   strides.push_back(1);
   return view_of(lse, sizes, strides);
@@ -65,7 +69,7 @@ inline at::Tensor with_last(const at::Tensor& lse) {
 // A (B, H, S) tensor with the strides of (B, S, H).
 inline at::Tensor lse_as_bsh(const at::Tensor& lse) {
   const int64_t heads = lse.size(1), rows = lse.size(2);
-  const Lengths strides{heads * rows, 1, heads};
+  const Sizes strides{heads * rows, 1, heads};
   return with_strides(lse, strides);
 }
 
@@ -96,7 +100,7 @@ inline void to_op(const Layout& layout, Arguments arguments, const Tensors& give
               " results, expected ", expected);
   for (size_t i = 0; i < (layout.is_backward() ? 3 : 1); i++) {
     const at::Tensor& model = given[first + i];
-    Lengths sizes(model.sizes().begin(), model.sizes().end());
+    Sizes sizes(model.sizes().begin(), model.sizes().end());
     sizes.back() = layout.is_backward() ? sizes.back() : given[2].sizes().back();
     check_result(results[i], sizes, model.scalar_type(), layout.is_backward() ? "a gradient" : "the output");
     if (layout.gradients_bshd) {
@@ -110,7 +114,7 @@ inline void to_op(const Layout& layout, Arguments arguments, const Tensors& give
   }
   if (!layout.is_backward()) {
     const at::Tensor& query = given[0];
-    check_result(results[1], Lengths{query.size(0), query.size(2), query.size(1)}, at::kFloat, "the LSE");
+    check_result(results[1], Sizes{query.size(0), query.size(2), query.size(1)}, at::kFloat, "the LSE");
     const at::Tensor lse = layout.lse_bsh ? lse_as_bsh(results[1]) : results[1].contiguous();
     results[1] = layout.lse_ends_in_one ? with_last(lse) : lse;
   }

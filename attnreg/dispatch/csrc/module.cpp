@@ -1,10 +1,10 @@
 // The compiled call cache: the fast path of attnreg.
 //
 // A router written in Python takes the interpreter's lock and turns every argument into an object, which costs the
-// host more than the decision. Here a call is described by everything but the values of its tensors (`key.h`). If it
-// is kept (`cache.h`), its launcher runs it (`launchers.h`): one of torch's own kernels, a kernel on addresses, or a
-// function of Python's. If not, Python runs it by its plan, and returns with the results what is to be kept
-// (`described.h`), or nothing. Whatever changes in settings, registrations or tables drops all of it.
+// host more than the decision. Here a call is described by its kind (`key.h`) and the class of its lengths
+// (`lengths.h`). If these are kept (`cache.h`), their launcher runs it (`launchers.h`): one of torch's own kernels, a C
+// function, a kernel on addresses, or a function of Python's. If not, Python runs it by its plan, and returns with the
+// results what is to be kept (`described.h`), or nothing. Whatever changes in settings, registrations or tables drops all of it.
 //
 // There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
 // node of its own (`varlen.h`). Below are the functions that Python calls, always with the interpreter's lock.
@@ -34,8 +34,9 @@ PyObject* add_router(PyObject*, PyObject* args) {
   const auto* native = capture(op, key);
   const Layout layout{static_cast<size_t>(query), token_argument, token_result, bhsd != 0,
                       lse_ends_in_one != 0, lse_bsh != 0, gradients_bshd != 0};
+  const auto& schema = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + op).c_str(), "").schema();
   auto router = std::make_unique<Router>(
-      static_cast<int64_t>(libraries.size()), layout, native ? std::optional(native->second) : std::nullopt, held(plan));
+      static_cast<int64_t>(libraries.size()), layout, schema, native ? std::optional(native->second) : std::nullopt, held(plan));
   auto library = std::make_unique<torch::Library>(
       torch::Library::IMPL, "aten", c10::parseDispatchKey(key), __FILE__, __LINE__);
   library->impl(op, torch::CppFunction::makeFromBoxedFunctor(std::move(router)));
@@ -83,17 +84,43 @@ PyObject* trust_offsets(PyObject*, PyObject* seconds) {
 }
 
 PyObject* set_plans(PyObject*, PyObject* args) {
-  PyObject *forward = nullptr, *backward = nullptr, *rescale = nullptr, *of_sinks = nullptr;
-  if (!PyArg_ParseTuple(args, "OOOO", &forward, &backward, &rescale, &of_sinks)) {
+  PyObject *forward = nullptr, *backward = nullptr, *rescale = nullptr, *of_sinks = nullptr, *known = nullptr;
+  if (!PyArg_ParseTuple(args, "OOOOO", &forward, &backward, &rescale, &of_sinks, &known)) {
     return nullptr;
   }
-  for (PyObject* one : {forward, backward, rescale, of_sinks}) {
-    Py_INCREF(one);
+  for (PyObject* function : {forward, backward, rescale, of_sinks, known}) {
+    Py_INCREF(function);
   }
+  rows_are_known = known;
   with_sinks = rescale;
   grad_of_sinks = of_sinks;
   plan_backward = backward;
   plan_forward = forward;
+  Py_RETURN_NONE;
+}
+
+PyObject* know_offsets(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *queries = nullptr, *keys = nullptr;
+  Py_ssize_t tokens_q = 0, tokens_k = 0;
+  if (!PyArg_ParseTuple(args, "OOnn", &queries, &keys, &tokens_q, &tokens_k)) {
+    return nullptr;
+  }
+  keep_offsets(THPVariable_Unpack(queries), THPVariable_Unpack(keys), tokens_q, tokens_k, true);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* set_clearing(PyObject*, PyObject* args) {
+  Py_ssize_t index = 0;
+  PyObject *launch = nullptr, *forward = nullptr, *backward = nullptr;
+  if (!PyArg_ParseTuple(args, "nO!O!O!", &index, &PyLong_Type, &launch, &PyLong_Type, &forward, &PyLong_Type, &backward)) {
+    return nullptr;
+  }
+  if (index >= 0 && index < kMostDevices && !is_there[index]) {
+    clearings[index] = {reinterpret_cast<Clearing::LaunchKernel>(PyLong_AsVoidPtr(launch)), PyLong_AsVoidPtr(forward), PyLong_AsVoidPtr(backward)};
+    is_there[index].store(true, std::memory_order_release);
+  }
   Py_RETURN_NONE;
 }
 
@@ -132,7 +159,9 @@ PyMethodDef functions[] = {
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may contain a choice."},
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
-    {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, and those that count sinks in their results."},
+    {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, count sinks in their results, and say what is known of offsets."},
+    {"know_offsets", know_offsets, METH_VARARGS, "Every row of these offsets, and so many queries and keys, is known to see a key."},
+    {"set_clearing", set_clearing, METH_VARARGS, "The kernels that clear rows of packed results on a GPU: its index, cuLaunchKernel, those of a forward and a backward."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},

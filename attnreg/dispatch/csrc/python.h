@@ -73,6 +73,15 @@ inline std::vector<int64_t> numbers_of(PyObject* tuple) {
   return found;
 }
 
+// A new reference to a tuple of numbers.
+inline PyObject* tuple_of(c10::ArrayRef<int64_t> numbers) {
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(numbers.size()));
+  for (size_t i = 0; i < numbers.size(); i++) {
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(numbers[i]));
+  }
+  return tuple;
+}
+
 inline PyObject* to_python(const c10::IValue& value) {
   if (value.isTensor()) {
     return THPVariable_Wrap(value.toTensor());

@@ -12,8 +12,16 @@ namespace attnreg {
 class Router final : public c10::OperatorKernel {
  public:
   // `native` is torch's own kernel, if it has one; `plan` the router in Python.
-  Router(int64_t site, Layout layout, std::optional<c10::SafeKernelFunction> native, Object plan)
-      : site_(site), layout_(layout), native_(std::move(native)), plan_(std::move(plan)) {}
+  Router(int64_t site, Layout layout, const c10::FunctionSchema& schema, std::optional<c10::SafeKernelFunction> native, Object plan)
+      : site_(site), layout_(layout), native_(std::move(native)), plan_(std::move(plan)) {
+    for (size_t i = 0; i < schema.arguments().size(); i++) {
+      const std::string& name = schema.arguments()[i].name();
+      is_length_.push_back(name == "max_q" || name == "max_k");
+      if (name.rfind("cum_seq", 0) == 0 || name.rfind("cu_seqlens", 0) == 0) {
+        offsets_.push_back(i);
+      }
+    }
+  }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
@@ -23,22 +31,96 @@ class Router final : public c10::OperatorKernel {
       native_->callBoxed(op, keys, stack);
       return;
     }
-    const Key key = choice < 0 ? Key{} : key_of(site_, choice, arguments, layout_.tensors(), layout_.query);
-    const LookedUp found = is_enabled ? look_up(key) : LookedUp{};
+    Lengths lengths;
+    const Key key = choice < 0 ? Key{} : key_of(choice, arguments, lengths);
+    const LookedUp found = is_enabled ? look_up(key, lengths) : LookedUp{};
     if (found.entry && !found.entry->is_due()) {
-      const auto run = [&] { return run_kept(*found.entry, choice, arguments, op, keys, stack); };
+      const auto run = [&] { return run_kept(*found.entry, lengths, choice, arguments, op, keys, stack); };
       if (run_unless_declined(*found.entry, run)) {
         found.entry->count();
         return;
       }
-      erase(key);
+      erase(key, lengths);
     }
-    ask_plan(key, found.generation, arguments, op, stack);
+    ask_plan(key, lengths, found.generation, arguments, op, stack);
   }
 
  private:
+  // The lengths of a dense call; false where they don't fit each other, or the call is packed.
+  bool read_lengths(Arguments arguments, Lengths& lengths) const {
+    const auto tensor = [&](size_t place) -> const at::Tensor& { return arguments[place].toTensor(); };
+    const size_t rows = layout_.bhsd ? 2 : 1, q = layout_.query, k = q + 1, v = q + 2;
+    for (const size_t place : {q, k, v}) {
+      if (!arguments[place].isTensor() || !tensor(place).defined() || tensor(place).dim() != 4) {
+        return false;
+      }
+    }
+    const int64_t batch = tensor(q).size(0), max_q = tensor(q).size(rows), max_k = tensor(k).size(rows);
+    if (tensor(k).size(0) != batch || tensor(v).size(0) != batch || tensor(v).size(rows) != max_k) {
+      return false;
+    }
+    if (layout_.is_backward()) {  // a gradient and results that the caller has put together
+      const at::Tensor &grad = tensor(0), &out = tensor(v + 1), &lse = tensor(v + 2);
+      if (!grad.defined() || !out.defined() || !lse.defined() || grad.sizes() != out.sizes() || out.dim() != 4 ||
+          out.size(0) != batch || out.size(rows) != max_q || lse.dim() < 3 || lse.size(0) != batch || lse.size(2) != max_q) {
+        return false;
+      }
+    }
+    lengths = {{batch, max_q, max_k, batch * max_q, batch * max_k}};
+    return true;
+  }
+
+  // The key of a call's kind; empty for a call that has none. Of a packed call all lengths are in it, as they are.
+  Key key_of(int64_t choice, Arguments arguments, Lengths& lengths) const {
+    Key key;
+    const size_t described = layout_.tensors(), query = layout_.query;
+    bool needs_gradient = false;
+    for (size_t i = query; i < query + 3; i++) {
+      if (!arguments[i].isTensor() || !arguments[i].toTensor().defined()) {
+        return key;
+      }
+      needs_gradient |= arguments[i].toTensor().requires_grad();
+    }
+    const auto modes = modes_of(arguments[query].toTensor(), needs_gradient);
+    if (!modes) {
+      return key;
+    }
+    const bool is_packed = has_offsets(arguments);
+    if (!is_packed && !read_lengths(arguments, lengths)) {
+      return key;
+    }
+    key.append({site_, choice, *modes});
+    for (size_t i = 0; i < arguments.size(); i++) {
+      const c10::IValue& argument = arguments[i];
+      if (argument.isTensor() && argument.toTensor().defined()) {
+        if (is_freed(argument.toTensor())) {
+          key.clear();
+          return key;
+        }
+        const bool is_lse = layout_.is_backward() && i + 1 == described;
+        const uint32_t of_tensor = i < described ? layout_.lengths_of(is_lse) : kAll;
+        append(argument.toTensor(), i < described, is_packed ? kNone : of_tensor, key);
+      } else if (!is_packed && argument.isInt() && is_length_[i]) {
+        key.push_back(kInt);  // the lengths of the tensors say it
+      } else if (!append_value(argument.isTensor() ? c10::IValue() : argument, key)) {
+        key.clear();
+        return key;
+      }
+    }
+    if (layout_.is_backward()) {  // torch 2.11 keeps its cuDNN graphs by the strides of all but the gradient
+      key.push_back(arguments[0].toTensor().strides() == arguments[query + 3].toTensor().strides());
+    }
+    return key;
+  }
+
+  bool has_offsets(Arguments arguments) const {
+    return std::any_of(offsets_.begin(), offsets_.end(), [&](size_t place) {
+      return arguments[place].isTensor() && arguments[place].toTensor().defined();
+    });
+  }
+
   bool run_kept(
-      const Entry& entry, int64_t choice, Arguments arguments, const c10::OperatorHandle& op,
+      const Entry& entry, const Lengths& lengths, int64_t choice, Arguments arguments, const c10::OperatorHandle& op,
       c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     const auto device = arguments[layout_.query].toTensor().device();
     // Also where no gradient is recorded: what AOTAutograd has compiled calls the backward's op itself.
@@ -55,7 +137,7 @@ class Router final : public c10::OperatorKernel {
     }
     Tensors given = to_contract(layout_, arguments), results;
     Spare spare;
-    if (!run(entry, given, keys, results, spare)) {
+    if (!run(entry, Launch{given, lengths, false, true, !layout_.is_backward()}, keys, results, spare)) {
       return false;
     }
     to_op(layout_, arguments, given, results);
@@ -68,6 +150,9 @@ class Router final : public c10::OperatorKernel {
           is_token ? c10::IValue(with_choice(model.toTensor(), device, choice, false))
                    : is_tensor ? c10::IValue(auxiliary_like(model.toTensor(), device, spare)) : model);
     }
+    for (const auto& [place, of_keys] : entry.lengths) {
+      returned[results.size() + place] = lengths.numbers[of_keys ? Lengths::kMaxK : Lengths::kMaxQ];
+    }
     if (token == 1) {
       returned[1] = with_choice(returned[1].toTensor(), device, choice, true);
     }
@@ -77,7 +162,7 @@ class Router final : public c10::OperatorKernel {
   }
 
   void ask_plan(
-      const Key& key, uint64_t generation, Arguments arguments, const c10::OperatorHandle& op,
+      const Key& key, const Lengths& lengths, uint64_t generation, Arguments arguments, const c10::OperatorHandle& op,
       torch::jit::Stack* stack) const {
     const auto& schema = op.schema();
     const WithGil gil;
@@ -112,7 +197,7 @@ class Router final : public c10::OperatorKernel {
       throw_error_of_python();
     }
     const auto values = read_results(results, schema);
-    keep_described(key, generation, described, layout_.tensors(), &schema);
+    keep_described(key, lengths, generation, described, layout_.tensors(), &schema);
     torch::jit::drop(*stack, arguments.size());
     stack->insert(stack->end(), values.begin(), values.end());
   }
@@ -145,6 +230,8 @@ class Router final : public c10::OperatorKernel {
   Layout layout_;
   std::optional<c10::SafeKernelFunction> native_;
   Object plan_;
+  std::vector<bool> is_length_;  // of each of the op's arguments, whether it is a longest length
+  std::vector<size_t> offsets_;  // the places of the op's offsets
 };
 
 }  // namespace attnreg

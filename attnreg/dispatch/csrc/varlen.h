@@ -44,7 +44,7 @@ inline void record(
 
 // Have Python run a forward by its plan, and count sinks unless they are None; the caller owns the interpreter's lock.
 inline Tensors planned_forward(
-    PyObject* const* arguments, bool needs_gradient, PyObject* sinks, const Key& key, uint64_t generation, bool& known) {
+    PyObject* const* arguments, bool needs_gradient, PyObject* sinks, const Key& key, const Lengths& lengths, uint64_t generation) {
   std::vector<PyObject*> given(arguments, arguments + 12);
   given.push_back(needs_gradient ? Py_True : Py_False);
   given.push_back(sinks);
@@ -53,8 +53,7 @@ inline Tensors planned_forward(
   if (!returned || !PyArg_ParseTuple(returned.get(), "OOO", &out, &lse, &described)) {
     throw_error_of_python();
   }
-  keep_described(key, generation, described, 5, nullptr);
-  known = PyTuple_Check(described) && PyTuple_GET_ITEM(described, 5) != Py_None;
+  keep_described(key, lengths, generation, described, 5, nullptr);
   return {THPVariable_Unpack(out), THPVariable_Unpack(lse)};
 }
 
@@ -97,18 +96,18 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   {
     RECORD_FUNCTION("attnreg::varlen_attn", std::vector<c10::IValue>({tensors[0], tensors[1], tensors[2]}));
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Key key = varlen_key(kVarlenForward, call, tensors, to_count);
-    const LookedUp found = look_up(key);
+    Lengths lengths;
+    const Key key = varlen_key(kVarlenForward, call, tensors, 0, to_count, lengths);
+    const LookedUp found = look_up(key, lengths);
     bool done = false, counted = false;
     if (found.entry) {
       const WithoutGil without;
-      done = run_varlen(key, found, tensors, 0, false, to_count, results);
-      known = done && found.entry->needs_offsets;
+      done = run_varlen(key, lengths, found, tensors, 0, known, to_count, results);
       counted = done && found.entry->counts_sinks;
     }
     if (!done) {
       PyObject* given = to_count.defined() ? arguments[13] : Py_None;
-      results = planned_forward(arguments, needs_gradient, given, key, found.generation, known);
+      results = planned_forward(arguments, needs_gradient, given, key, lengths, found.generation);
       counted = to_count.defined();
     }
     if (sinks.defined() && !counted) {

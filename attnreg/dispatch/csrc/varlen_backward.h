@@ -179,17 +179,20 @@ struct VarlenBackward final : public torch::autograd::Node {
   // Three gradients; that of `sinks` comes fourth unless the caller is to compute it.
   Tensors gradients(const Tensors& tensors, const at::Tensor& grad_lse, const at::Tensor& sinks) const {
     const bool use_cache = !grad_lse.defined() && enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
-    const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors, sinks) : Key{};
-    const LookedUp found = look_up(key);
+    Lengths lengths;
+    const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors, 1, sinks, lengths) : Key{};
+    const LookedUp found = look_up(key, lengths);
     Tensors results;
-    if (!run_varlen(key, found, tensors, 1, known, sinks, results)) {
-      results = planned(key, found.generation, tensors, grad_lse, sinks);
+    bool knows_rows = known;
+    if (!run_varlen(key, lengths, found, tensors, 1, knows_rows, sinks, results)) {
+      results = planned(key, lengths, found.generation, tensors, grad_lse, sinks);
     }
     return results;
   }
 
   Tensors planned(
-      const Key& key, uint64_t generation, const Tensors& tensors, const at::Tensor& grad_lse, const at::Tensor& sinks) const {
+      const Key& key, const Lengths& lengths, uint64_t generation, const Tensors& tensors, const at::Tensor& grad_lse,
+      const at::Tensor& sinks) const {
     const WithGil gil;
     std::vector<Object> given;
     for (const at::Tensor& one : tensors) {
@@ -213,7 +216,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     const Py_ssize_t expected = sinks.defined() ? 4 : 3;
     TORCH_CHECK(PyTuple_GET_SIZE(gradients) == expected, "attnreg: a kernel breaks the contract: got ",
                 PyTuple_GET_SIZE(gradients), " gradients, expected ", expected);
-    keep_described(key, generation, described, tensors.size(), nullptr);
+    keep_described(key, lengths, generation, described, tensors.size(), nullptr);
     Tensors found;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(gradients); i++) {
       found.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(gradients, i)));

@@ -20,13 +20,6 @@ struct VarlenCall {  // the arguments of `varlen_attn`, tensors aside
   std::optional<double> scale;
   bool gqa;
   int64_t choice;
-
-  void append_to(std::vector<c10::IValue>& arguments) const {
-    arguments.insert(arguments.end(), {max_q, max_k, causal, left, right, c10::IValue(), gqa});
-    if (scale) {
-      arguments[arguments.size() - 2] = *scale;
-    }
-  }
 };
 
 // Whether a tensor is nothing but memory on a device: no wrapper, no view that is conjugate or negative.

@@ -2,11 +2,10 @@
 
 #pragma once
 
-#include <mutex>
-#include <shared_mutex>
+#include <algorithm>
 #include <vector>
 
-#include "cache.h"
+#include "offsets.h"
 #include "varlen_call.h"
 
 namespace attnreg {
@@ -14,25 +13,44 @@ namespace attnreg {
 // Numbers of the sites that aren't ops of aten's.
 constexpr int64_t kVarlenForward = -1, kVarlenBackward = -2;
 
-// `sinks` are those that a kernel may count; undefined if there are none.
-inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors, const at::Tensor& sinks) {
-  const size_t count = tensors.size();
-  std::vector<c10::IValue> arguments;
-  arguments.reserve(count + 8);  // those of `append_to` and the one below: allocated once
-  arguments.assign(tensors.begin(), tensors.end());
-  call.append_to(arguments);
-  arguments.emplace_back(tensors[count - 2].is_same(tensors[count - 1]));
-  Key key = key_of(site, call.choice, arguments, count, site == kVarlenForward ? 0 : 1);
-  if (sinks.defined() && !key.empty()) {
-    append(sinks, true, key);
+// The lengths of a call, whose tensors are those of a forward or, behind a gradient, a backward; offsets come last.
+// False where they don't fit each other, which Python says.
+inline bool read_lengths(const VarlenCall& call, const Tensors& tensors, size_t query, Lengths& lengths) {
+  const at::Tensor &q = tensors[query], &k = tensors[query + 1], &v = tensors[query + 2];
+  const at::Tensor &queries = tensors[tensors.size() - 2], &keys = tensors.back();
+  constexpr int64_t most = int64_t{1} << 31;  // kernels count in 32 bits
+  if (q.dim() != 3 || k.dim() != 3 || v.dim() != 3 || queries.dim() != 1 || keys.dim() != 1 || queries.size(0) < 1 ||
+      keys.size(0) != queries.size(0) || k.size(0) != v.size(0) || call.max_q < 0 || call.max_q >= most || call.max_k < 0 ||
+      call.max_k >= most) {
+    return false;
   }
-  return key;
+  lengths = {{queries.size(0) - 1, call.max_q, call.max_k, q.size(0), k.size(0)}};
+  return true;
 }
 
-inline bool offsets_are_known(const Tensors& tensors, size_t query) {
-  const std::shared_lock lock(guard);
+// The key of a call's kind; empty for a call that has none. `sinks` are those that a kernel may count; undefined if
+// there are none.
+inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors, size_t query, const at::Tensor& sinks, Lengths& lengths) {
+  Key key;
+  if (!read_lengths(call, tensors, query, lengths)) {
+    return key;
+  }
+  const auto modes = modes_of(
+      tensors[query], tensors[query].requires_grad() || tensors[query + 1].requires_grad() || tensors[query + 2].requires_grad());
+  if (!modes || std::any_of(tensors.begin(), tensors.end(), is_freed)) {
+    return key;
+  }
   const size_t count = tensors.size();
-  return every_row_sees_a_key(tensors[count - 2], tensors[count - 1], tensors[query].size(0), tensors[query + 1].size(0));
+  key.append({site, call.choice, *modes, call.causal | call.gqa << 1 | tensors[count - 2].is_same(tensors[count - 1]) << 2,
+              call.left, call.right, call.scale ? bits_of(*call.scale) : 0, call.scale.has_value()});
+  for (size_t i = 0; i < count; i++) {
+    const bool is_lse = query == 1 && i == kLse;
+    append(tensors[i], true, is_lse ? kRowsOfLse : kFirst, key);
+  }
+  if (sinks.defined()) {
+    append(sinks, true, kNone, key);
+  }
+  return key;
 }
 
 // Check what the launcher of a forward or a backward has returned; `sinks` are those that it was given.
@@ -64,26 +82,35 @@ inline Tensors with_sinks_given(const Tensors& tensors, const at::Tensor& sinks)
 }
 
 // Run a kept call; false where there is none, or it can't be run so. The caller counts `sinks` that the entry doesn't.
+// `known` is whether every row is known to see a key, which is found out unless it is.
 inline bool run_varlen(
-    const Key& key, const LookedUp& found, const Tensors& tensors, size_t query, bool known, const at::Tensor& sinks,
-    Tensors& results) {
+    const Key& key, const Lengths& lengths, const LookedUp& found, const Tensors& tensors, size_t query, bool& known,
+    const at::Tensor& sinks, Tensors& results) {
   const Entry* entry = found.entry.get();
-  if (!entry || entry->is_due() || entry->is_native() ||
-      (entry->needs_offsets && !known && !offsets_are_known(tensors, query))) {
+  if (!entry || entry->is_due() || entry->is_native()) {
     return false;
+  }
+  const size_t count = tensors.size();
+  if (!known && tensors[query].is_cuda()) {
+    known = every_row_sees_a_key(tensors[count - 2], tensors[count - 1], lengths.numbers[Lengths::kTokensQ], lengths.numbers[Lengths::kTokensK]);
+  }
+  if (entry->counts_sinks && !known && tensors[query].is_cuda()) {
+    return false;  // a kernel's LSE of a row without a key may be the sink
   }
   const auto run_and_check = [&] {
     Spare spare;
     const auto keys = tensors[query].key_set();
-    const bool done = entry->counts_sinks ? run(*entry, with_sinks_given(tensors, sinks), keys, results, spare)
-                                          : run(*entry, tensors, keys, results, spare);
+    const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
+    const Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known, query == 0};
+    const bool done = run(*entry, call, keys, results, spare);
     if (done) {
       check_results(tensors, query, entry->counts_sinks ? sinks : at::Tensor(), results);
     }
     return done;
   };
   if (!run_unless_declined(*entry, run_and_check)) {
-    erase(key);
+    erase(key, lengths);
+    results.clear();
     return false;
   }
   entry->count();

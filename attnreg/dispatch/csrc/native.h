@@ -1,0 +1,23 @@
+// What a C function of a `NativeLauncher` is given: see `contract/launchers.py`.
+
+#pragma once
+
+#include <cstdint>
+
+namespace attnreg {
+
+struct NativeOperand {  // (B, S, H, D) or (T, H, D), an LSE (B, H, S) or (H, T); what a tensor doesn't have is 0
+  void* data;
+  int64_t sizes[4], strides[4];
+};
+
+struct NativeCall {
+  int64_t operand_count;          // forward: q, k, v, out, lse; backward: grad_out, q, k, v, out, lse, grad_q, grad_k, grad_v
+  const NativeOperand* operands;  // results are contiguous and uninitialized
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;  // contiguous; null of dense calls
+  int64_t batch, max_q, max_k;
+};
+
+using NativeFunction = int64_t (*)(const void* context, const NativeCall* call);
+
+}  // namespace attnreg
