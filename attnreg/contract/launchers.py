@@ -15,12 +15,11 @@ looks at itself, and returns None where that has changed: Python then looks up t
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher is called with the tensors that the backend's function takes. Those of a packed call are followed
-by the sinks of a call that has some, by both offsets (the same tensor twice if the first call's were), `max_q`
-and `max_k`, and whether the device has reported that every row belongs to a sequence and sees a key. Unless it
-has, the launcher itself keeps the contract for rows of no sequence and without a key (`contract.rows`). It
-returns what the function does, save that a forward's LSE may have any strides, and it calls no op of aten's
-that attnreg routes. Any function will do; the classes below spare the call cache every Python object of a
-tensor.
+by the sinks of a call that has some, by both offsets (the same tensor twice if the first call's were), by
+`max_q` and `max_k`, and by whether every row is known to belong to a sequence and to see a key. Unless it is,
+the launcher itself keeps the contract for rows of no sequence and without a key (`contract.rows`). It returns
+what the function does, save that a forward's LSE may have any strides, and it calls no op of aten's that
+attnreg routes. Any function will do; the classes below spare the call cache every Python object of a tensor.
 """
 
 from __future__ import annotations
@@ -241,7 +240,7 @@ class AddressLauncher:
             shape = (heads, *rows) if call is not None else (rows[0], heads, rows[1])
             strides = (1, heads) if how.lse_token_first else contiguous_strides(shape)
             out = (*query.shape[:-1], value.shape[-1])
-            results = (
+            results: tuple[Tensor, ...] = (
                 uninitialized(out, contiguous_strides(out), query.dtype, device),
                 uninitialized(shape, strides, torch.float32, device),
             )
@@ -249,11 +248,12 @@ class AddressLauncher:
             results = tuple(
                 uninitialized(x.shape, contiguous_strides(x.shape), x.dtype, device) for x in tensors[1:4]
             )
-        derived: list[Tensor] | None = []
+        derived: list[Tensor] = []
         if how.derive is not None and call is not None:
-            derived = how.derive(*call.offsets)
-            if derived is None:
+            of_offsets = how.derive(*call.offsets)
+            if of_offsets is None:
                 return None
+            derived = of_offsets
         operands = *tensors, *results, *derived
         addresses = (ctypes.c_void_p * len(how.operands))(*(operands[n].data_ptr() for n in how.operands))
         workspace = uninitialized((how.workspace,), (1,), torch.uint8, device)

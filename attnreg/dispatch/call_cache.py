@@ -3,7 +3,7 @@
 Its routers lie over torch's ops in the place of those in Python, and its `varlen` in front of `varlen_attn`.
 Each describes a call by its kind and the class of its lengths, and runs the launcher that is kept for both. A
 call that isn't kept goes to Python, which looks up its plan, runs it, and returns the results together with
-what is to be kept (`Kept`), or with nothing. Whatever changes in the registry or the settings drops everything.
+what is to be kept (`Kept`), or with nothing. A change of the registry or the settings drops everything.
 """
 
 from __future__ import annotations
