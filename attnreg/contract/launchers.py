@@ -24,14 +24,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnreg.errors import RegistrationError
+from attnreg.contract import rows as rows_module
 from attnreg.torchlib import captured
-from attnreg.torchlib.layout import stream_of, uninitialized, with_strides
+from attnreg.torchlib.layout import contiguous_strides, stream_of, with_strides
 
 Launcher = Callable[..., "tuple[Tensor, ...] | None"]
 
@@ -67,76 +67,94 @@ class OpLauncher:
         return tuple(self._run(*tensors, *self.rest, **self.options)[: self.results])
 
 
-@dataclass(frozen=True, slots=True)
-class AddressLauncher:
-    """A kernel that is given the addresses of its tensors.
+class Prepared(NamedTuple):
+    """How one call's kernel is launched; equal lengths and strides share it.
 
-    The call cache allocates the results and the workspace. Tensors are numbered: first those that the call is
-    given, offsets aside; then the results; then what is derived from the offsets.
+    Tensors are numbered: first those that the call is given, offsets aside; then the results; then what is
+    derived from the offsets.
 
     Attributes:
-        run: the launcher as a function of tensors, for callers that have them.
         launch: `launch(addresses, workspace, stream)` runs the kernel. `addresses` points to an array of
             pointers, `workspace` to the workspace (0 if there is none), and `stream` is a CUDA stream of the
             tensors' device, which is the current one. Returns False, having done nothing, if it can't any
             more.
         operands: the numbers of the tensors whose addresses the kernel is given, in order.
-        results: size, strides and dtype of each result.
         workspace: how many more bytes the kernel needs.
-        lse_strides: the strides that a backward's LSE, its sixth tensor, has to have, which is copied
-            otherwise; None if any will do.
-        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
-            packed calls, or None if it can't run any more. While the offsets exist unchanged and the tensors
-            are alive (`offsets.derived_from` keeps them) it is called again only after `offsets.TRUSTED`
-            seconds. None for dense calls.
+        lse_token_first: whether the LSE of a packed forward, (H, T), is written with strides (1, H).
+        lse_strides: the strides that a backward's given LSE has to have, which is copied otherwise; None if
+            any will do.
+        derive: `derive(cu_q, cu_k)` returns the further tensors that the kernel reads of packed calls, or
+            None if it can't run any more. None for dense calls.
     """
 
-    run: Callable[..., tuple[Tensor, ...] | None]
     launch: Callable[[int, int, int], bool]
     operands: tuple[int, ...]
-    results: tuple[Allocation, ...]
     workspace: int = 0
+    lse_token_first: bool = False
     lse_strides: tuple[int, ...] | None = None
     derive: Callable[[Tensor, Tensor], list[Tensor] | None] | None = None
 
-    def __post_init__(self) -> None:
-        strides = () if self.lse_strides is None else self.lse_strides
-        given = {"operands": self.operands, "results": self.results, "lse_strides": strides}
-        for name, value in given.items():
-            if not isinstance(value, tuple):
-                raise RegistrationError(f"AddressLauncher.{name}: got {value!r}, expected a tuple")
-        for number in (*self.operands, *strides, self.workspace):
-            if not isinstance(number, int) or number < 0:
-                raise RegistrationError(f"AddressLauncher: got {number!r}, expected whole numbers from 0")
 
-    def described(self) -> tuple[Any, ...]:
-        """Return all of it, as the compiled call cache takes it."""
-        return self.launch, self.operands, self.results, self.workspace, self.lse_strides, self.derive
+@dataclass(frozen=True, slots=True)
+class AddressLauncher:
+    """A kernel that is given the addresses of its tensors.
 
-    def on_addresses(self, *given: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the results as the compiled call cache has them, by `launch`; None if it can't."""
+    Attributes:
+        run: the launcher as a function of tensors, for callers that have them.
+        prepare: `prepare(batch, max_q, max_k, tokens_q, tokens_k, strides)` returns how a call of these
+            lengths is launched, or None if Python has to run it. `strides` are those of each given tensor.
+    """
+
+    run: Callable[..., tuple[Tensor, ...] | None]
+    prepare: Callable[..., Prepared | None]
+
+    def __call__(self, *given: Any) -> tuple[Tensor, ...] | None:
+        """Return the results for these tensors."""
+        return self.run(*given)
+
+    def on_addresses(self, *given: Any) -> tuple[Tensor, ...] | None:
+        """Return the results as the compiled call cache has them, by `prepare`; None if it can't."""
         if given[0].is_cuda:
             with torch.cuda.device(given[0].device):
                 return self._launched(*given)
         return self._launched(*given)
 
-    def _launched(self, *given: Tensor) -> tuple[Tensor, ...] | None:
-        tensors, ends = (given[:-2], given[-2:]) if self.derive is not None else (given, ())
-        if self.lse_strides is not None:
-            lse = with_strides(tensors[LSE], self.lse_strides)
-            tensors = *tensors[:LSE], lse, *tensors[LSE + 1 :]
-        device = given[0].device
-        results = tuple(uninitialized(*one, device) for one in self.results)
-        derived = self.derive(*ends) if self.derive is not None else []
+    def _launched(self, *given: Any) -> tuple[Tensor, ...] | None:
+        packed = isinstance(given[-1], bool)
+        tensors, (cu_q, cu_k, max_q, max_k, seen) = (
+            (list(given[:-5]), given[-5:]) if packed else (list(given), (None, None, 0, 0, True))
+        )
+        backward = len(tensors) > LSE
+        query, key, value = tensors[1:4] if backward else tensors[:3]
+        tokens = query.shape[:-2].numel(), key.shape[:-2].numel()
+        batch = len(cu_q) - 1 if packed else query.shape[0]
+        longest = (max_q, max_k) if packed else (query.shape[1], key.shape[1])
+        prepared = self.prepare(batch, *longest, *tokens, tuple(x.stride() for x in tensors))
+        if prepared is None:
+            return None
+        if prepared.lse_strides is not None:
+            tensors[LSE] = with_strides(tensors[LSE], prepared.lse_strides)
+        if backward:
+            results = [x.new_empty(x.shape) for x in (query, key, value)]
+        else:
+            *rows, heads = query.shape[:-1]
+            size = *rows[:-1], heads, rows[-1]
+            strides = (1, heads) if prepared.lse_token_first else contiguous_strides(size)
+            out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+            results = [out, query.new_empty_strided(size, strides, dtype=torch.float32)]
+        derived = prepared.derive(cu_q, cu_k) if prepared.derive is not None else []
         if derived is None:
             return None
         operands = *tensors, *results, *derived
-        addresses = (ctypes.c_void_p * len(self.operands))(*(operands[n].data_ptr() for n in self.operands))
-        workspace = uninitialized((self.workspace,), (1,), torch.uint8, device)
-        stream = stream_of(given[0]) if device.type == "cuda" else 0
-        launched = self.launch(ctypes.addressof(addresses), workspace.data_ptr(), stream)
-        return results if launched else None
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the results for these tensors."""
-        return self.run(*tensors)
+        addresses = (ctypes.c_void_p * len(prepared.operands))(
+            *(operands[n].data_ptr() for n in prepared.operands)
+        )
+        workspace = torch.empty(prepared.workspace, dtype=torch.uint8, device=query.device)
+        stream = stream_of(query) if query.is_cuda else 0
+        if not prepared.launch(ctypes.addressof(addresses), workspace.data_ptr(), stream):
+            return None
+        if not seen and backward:
+            rows_module.clear_backward(*results, cu_q, cu_k)
+        elif not seen:
+            rows_module.clear_forward(*results, cu_q, cu_k, (-1, -1))
+        return tuple(results)
