@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
+from attnreg.contract.rows import facts as compute_facts
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import needs_graph_memory, stream_of
 from attnreg.torchlib.locks import open_after_fork
-from attnreg.torchlib.readback import AsyncReadback
+from attnreg.torchlib.readback import AsyncReadback, Result
 
-# Entries for the offsets in use: those of a model's self and cross attention, in a few micro-batches, times
-# the number of purposes.
+# Entries for the offsets in use: of self and cross attention, in a few micro-batches, for each purpose.
 _MOST_CACHED = 64
 
 # For how many seconds what was derived is used before the device compares it. That call is planned anew and
@@ -92,6 +92,9 @@ _cache: dict[tuple[object, ...], _Kept] = {}
 
 # Called before the error is raised, to forget what else is known of offsets.
 on_changed: list[Callable[[], object]] = []
+
+# Called with a pair, tokens_q and tokens_k once the host has read that every row of the pair sees a key.
+on_known: list[Callable[[Tensor, Tensor, int, int], object]] = []
 
 
 def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]:
@@ -168,11 +171,15 @@ def _say_at_exit() -> None:
 
 
 class Facts:
-    """Properties of a packed batch, computed on the device; False until their read-back has arrived."""
+    """Properties of a packed batch, computed on the device; False until their read-back has arrived.
 
-    def __init__(self, properties: Tensor | None = None) -> None:
-        self._properties: Any = properties
-        self._readback = None if properties is None else AsyncReadback(properties)
+    `announce` is called once, when the host has read that every row sees a key.
+    """
+
+    def __init__(self, result: Result | None = None, announce: Callable[[], object] | None = None) -> None:
+        self._readback = None if result is None else AsyncReadback(result)
+        self._properties: Any = None if self._readback is None else self._readback.result
+        self._announce = announce
         self._no_unused_rows = self._every_row_sees_a_key = False
 
     def differs(self, newer: Facts) -> Tensor:
@@ -195,7 +202,10 @@ class Facts:
         readback = self._readback  # read once: another thread may reset it
         if readback is not None and (numbers := readback.read()) is not None:
             self._no_unused_rows, self._every_row_sees_a_key = map(bool, numbers)
-            self._readback = None
+            with _lock:
+                first, self._readback = self._readback is not None, None
+            if first and self._every_row_sees_a_key and self._announce is not None:
+                self._announce()
 
 
 _UNKNOWN = Facts()
@@ -212,32 +222,23 @@ def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
 
 def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
     """Return the known properties of the sequences of two offsets, without `seqused_k`."""
-    if (
-        cu_seqlens_q.is_cpu
-        or needs_graph_memory(cu_seqlens_q)
-        or cu_seqlens_q.is_inference()
-        or cu_seqlens_k.is_inference()
-    ):
+    pair, tokens = (cu_seqlens_q, cu_seqlens_k), (tokens_q, tokens_k)
+    if cu_seqlens_q.is_cpu or needs_graph_memory(cu_seqlens_q) or any(x.is_inference() for x in pair):
         return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
-    tokens = tokens_q, tokens_k
-    return derived_from(
-        (cu_seqlens_q, cu_seqlens_k),
-        stream,
-        ("facts", *tokens),
-        lambda *given: Facts(_properties(*tokens, *given)),
-    )
+    return derived_from(pair, stream, ("facts", *tokens), partial(_find_facts, *tokens))
 
 
-def _properties(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Return both properties as a tensor on the device; one number if they are equal."""
-    queries = cu_seqlens_q.diff()
-    filled = (cu_seqlens_q[0] == 0) & (cu_seqlens_q[-1] == tokens_q) & (queries >= 0).all()
-    if cu_seqlens_k is cu_seqlens_q:
-        return filled & (tokens_q == tokens_k)
-    keys = cu_seqlens_k.diff()
-    filled &= (cu_seqlens_k[0] == 0) & (cu_seqlens_k[-1] == tokens_k) & (keys >= 0).all()
-    no_unused = filled & ((queries > 0) == (keys > 0)).all()
-    return torch.stack((no_unused, no_unused & (keys >= queries).all()))
+def _find_facts(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Facts:
+    pair = cu_seqlens_q, cu_seqlens_k
+    alive, seen = [weakref.ref(x) for x in pair], _seen(pair)
+
+    def announce() -> None:
+        queries, keys = (ref() for ref in alive)
+        if queries is not None and keys is not None and _seen((queries, keys)) == seen:
+            for listener in on_known:
+                listener(queries, keys, tokens_q, tokens_k)
+
+    return Facts(partial(compute_facts, *pair, tokens_q, tokens_k), announce)
 
 
 class Unused(NamedTuple):

@@ -1,15 +1,18 @@
 """Reading small results of a device on the host without waiting for the device.
 
-A result on a GPU is copied to pinned memory that torch never gets back. Torch's host allocator guards what it
-gets back by an event in the stream of each copy. Where that stream is captured by then, as in a CUDA graph
-whose warm-up read something back, the event is one of the capture's, and the next call that pins memory or
-begins a capture gets `CUDA error: invalid argument` from it (torch 2.11 on an H200).
+A result on a GPU is copied to pinned memory, or a kernel writes it there. Torch never gets that memory back:
+its host allocator guards what it gets back by an event in the stream of each copy. Where that stream is
+captured by then, as in a CUDA graph whose warm-up read something back, the event is one of the capture's, and
+the next call that pins memory or begins a capture gets `CUDA error: invalid argument` from it (torch 2.11 on
+an H200).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,19 +27,34 @@ NUMBERS, MANY = 2, 256
 _free: deque[Tensor] = deque()
 
 
+# A tensor on a device, or what writes one to the host as well: the argument of an `AsyncReadback`.
+Result: TypeAlias = Tensor | Callable[[Tensor], Tensor]
+
+
 class AsyncReadback:
-    """Two small numbers that are being copied from a device to the host."""
+    """Two small numbers that are being copied from a device to the host.
+
+    `result` is the tensor on the device.
+    """
 
     _pinned: Tensor | None = None
 
-    def __init__(self, result: Tensor) -> None:
-        """Begin to copy a tensor of one or two numbers, each 0, 1 or 3 to 255; one alone is read twice."""
-        if result.is_cpu:
-            self._numbers = result.expand(NUMBERS)
+    def __init__(self, result: Result) -> None:
+        """Begin to copy a tensor of one or two numbers, each 0, 1 or 3 to 255; one alone is read twice.
+
+        A function is called in place of that. It has a kernel write two such numbers, in uint8, to the pinned
+        memory that it is given, and returns them as a tensor on the device.
+        """
+        if isinstance(result, Tensor) and result.is_cpu:
+            self.result, self._numbers = result, result.expand(NUMBERS)
             return
         place = _free_place()
         try:
-            place.copy_(result, non_blocking=True)
+            if isinstance(result, Tensor):
+                self.result = result
+                place.copy_(result, non_blocking=True)
+            else:
+                self.result = result(place)
         except BaseException:
             _free.append(place.zero_())  # no copy to it is under way
             raise

@@ -19,7 +19,7 @@ from support.truth import assert_accurate
 from attnreg import Device
 from attnreg.backends import cudnn
 from attnreg.backends.cudnn import adapter, execution_plans, rounding
-from attnreg.contract import offsets
+from attnreg.contract import offsets, rows
 from attnreg.contract.backend import Call
 from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import AddressLauncher
@@ -207,7 +207,7 @@ def test_results_start_as_zeros_until_it_is_known_that_every_row_is_written(kern
 )
 def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, facts):
     call = ragged(lens_q, lens_k)[3]
-    assert AsyncReadback(offsets._properties(*tokens, call.cu_seqlens_q, call.cu_seqlens_k)).read() == facts
+    assert AsyncReadback(rows.facts(call.cu_seqlens_q, call.cu_seqlens_k, *tokens)).read() == facts
 
 
 # What it refuses

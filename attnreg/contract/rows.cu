@@ -1,0 +1,142 @@
+// The kernels of rows.py. Tensors are addressed in bytes (`step` is a stride), as zeros and copies of all dtypes
+// of the same size are alike; offsets in their elements. Each parameter has eight bytes.
+
+typedef long long i64;
+
+// The sequence of a row: -1 before the first, `batch` past the last.
+__device__ i64 sequence_of(i64 row, const int* offsets, i64 step, i64 batch) {
+  i64 low = -1, high = batch;  // the last offset that isn't greater than the row
+  while (low < high) {
+    const i64 middle = low + (high - low + 1) / 2;
+    if (offsets[middle * step] <= row) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+__device__ i64 length_of(i64 sequence, const int* offsets, i64 step) {
+  return (i64)offsets[(sequence + 1) * step] - offsets[sequence * step];
+}
+
+template <class T>
+__device__ void zero_as(char* row, i64 heads, i64 head_bytes, i64 head_step) {
+  const unsigned pieces = head_bytes / sizeof(T), all = heads * pieces;
+  for (unsigned piece = threadIdx.x % 32; piece < all; piece += 32) {
+    const unsigned head = piece / pieces;
+    *(T*)(row + head * head_step + (piece - head * pieces) * sizeof(T)) = T();
+  }
+}
+
+// A row of all heads, by one warp, in as large pieces as its place allows.
+__device__ __noinline__ void zero_row(char* row, i64 heads, i64 head_bytes, i64 head_step) {
+  if (head_step == head_bytes) { head_bytes *= heads; heads = 1; }
+  const i64 places = (i64)row | head_bytes | (heads > 1 ? head_step : 0);
+  if (places % 16 == 0) zero_as<uint4>(row, heads, head_bytes, head_step);
+  else if (places % 4 == 0) zero_as<unsigned>(row, heads, head_bytes, head_step);
+  else zero_as<unsigned short>(row, heads, head_bytes, head_step);
+}
+
+// The rows of a block that are to be cleared, as bits that all its threads see.
+__device__ bool mark(bool clear, unsigned* marked) {
+  const unsigned bits = __ballot_sync(0xffffffffu, clear);
+  if (threadIdx.x % 32 == 0) marked[threadIdx.x / 32] = bits;
+  return __syncthreads_or(clear);
+}
+
+extern "C" __global__ void attnreg_clear_forward(
+    char* out, float* lse, const int* offsets_q, const int* offsets_k, i64 batch, i64 tokens, i64 heads, i64 head_bytes,
+    i64 row_step, i64 head_step, i64 lse_head_step, i64 lse_row_step, i64 left, i64 right, i64 step_q, i64 step_k) {
+  __shared__ unsigned marked[4];
+  const i64 first = (i64)blockIdx.x * blockDim.x, row = first + threadIdx.x;
+  bool clear = false;
+  if (row < tokens) {
+    const i64 sequence = sequence_of(row, offsets_q, step_q, batch);
+    clear = sequence < 0 || sequence == batch;
+    if (!clear) {
+      const i64 keys = length_of(sequence, offsets_k, step_k);
+      const i64 place = row - offsets_q[sequence * step_q] + keys - length_of(sequence, offsets_q, step_q);
+      const i64 begin = left < 0 ? 0 : max(place - left, 0ll), last = right < 0 ? keys - 1 : min(place + right, keys - 1);
+      clear = begin > last;
+    }
+  }
+  if (!mark(clear, marked)) return;
+  for (unsigned n = threadIdx.x / 32; n < blockDim.x; n += blockDim.x / 32) {
+    if (!(marked[n / 32] >> n % 32 & 1)) continue;
+    zero_row(out + (first + n) * row_step, heads, head_bytes, head_step);
+    for (i64 head = threadIdx.x % 32; head < heads; head += 32)
+      lse[head * lse_head_step + (first + n) * lse_row_step] = __int_as_float(0xff800000);
+  }
+}
+
+extern "C" __global__ void attnreg_clear_backward(
+    char* dq, char* dk, char* dv, const int* offsets_q, const int* offsets_k, i64 batch, i64 tokens_q, i64 tokens_k,
+    i64 heads_q, i64 heads_k, i64 q_bytes, i64 k_bytes, i64 v_bytes, i64 q_row_step, i64 q_head_step,
+    i64 k_row_step, i64 k_head_step, i64 v_row_step, i64 v_head_step, i64 step_q, i64 step_k) {
+  __shared__ unsigned marked[4];
+  // The first blocks are for the rows of queries, the others for those of keys.
+  const i64 blocks_q = (tokens_q + blockDim.x - 1) / blockDim.x;
+  const bool queries = blockIdx.x < blocks_q;
+  const i64 first = (blockIdx.x - (queries ? 0 : blocks_q)) * blockDim.x, row = first + threadIdx.x;
+  bool clear = false;
+  if (row < (queries ? tokens_q : tokens_k)) {
+    const i64 sequence = queries ? sequence_of(row, offsets_q, step_q, batch) : sequence_of(row, offsets_k, step_k, batch);
+    clear = sequence < 0 || sequence == batch ||
+            (queries ? length_of(sequence, offsets_k, step_k) : length_of(sequence, offsets_q, step_q)) <= 0;
+  }
+  if (!mark(clear, marked)) return;
+  for (unsigned n = threadIdx.x / 32; n < blockDim.x; n += blockDim.x / 32) {
+    if (!(marked[n / 32] >> n % 32 & 1)) continue;
+    if (queries) {
+      zero_row(dq + (first + n) * q_row_step, heads_q, q_bytes, q_head_step);
+    } else {
+      zero_row(dk + (first + n) * k_row_step, heads_k, k_bytes, k_head_step);
+      zero_row(dv + (first + n) * v_row_step, heads_k, v_bytes, v_head_step);
+    }
+  }
+}
+
+template <class T>
+__device__ void copy_as(char* to, const char* from, bool used, i64 heads, i64 head_bytes, i64 to_step, i64 from_step) {
+  const unsigned pieces = head_bytes / sizeof(T), all = heads * pieces;
+  for (unsigned piece = threadIdx.x % 32; piece < all; piece += 32) {
+    const unsigned head = piece / pieces, place = (piece - head * pieces) * sizeof(T);
+    *(T*)(to + head * to_step + place) = used ? *(const T*)(from + head * from_step + place) : T();
+  }
+}
+
+extern "C" __global__ void attnreg_blank(
+    char* to, const char* from, const int* offsets, i64 batch, i64 tokens, i64 heads, i64 head_bytes, i64 to_row_step,
+    i64 to_head_step, i64 from_row_step, i64 from_head_step, i64 step) {
+  const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;  // a warp for each
+  if (row >= tokens) return;
+  const bool used = row < offsets[batch * step];
+  to += row * to_row_step;
+  from += row * from_row_step;
+  if (to_head_step == head_bytes && from_head_step == head_bytes) { head_bytes *= heads; heads = 1; }
+  const i64 places = (i64)to | (i64)from | head_bytes | (heads > 1 ? to_head_step | from_head_step : 0);
+  if (places % 16 == 0) copy_as<uint4>(to, from, used, heads, head_bytes, to_head_step, from_head_step);
+  else if (places % 4 == 0) copy_as<unsigned>(to, from, used, heads, head_bytes, to_head_step, from_head_step);
+  else copy_as<unsigned short>(to, from, used, heads, head_bytes, to_head_step, from_head_step);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) attnreg_facts(
+    unsigned short* result, unsigned short* place, const int* offsets_q, const int* offsets_k, i64 batch, i64 tokens_q, i64 tokens_k,
+    i64 step_q, i64 step_k) {
+  bool filled = offsets_q[0] == 0 && offsets_k[0] == 0 && offsets_q[batch * step_q] == tokens_q &&
+                offsets_k[batch * step_k] == tokens_k;
+  bool covered = true;
+  for (i64 n = threadIdx.x; n < batch; n += blockDim.x) {
+    const i64 queries = length_of(n, offsets_q, step_q), keys = length_of(n, offsets_k, step_k);
+    filled = filled && queries >= 0 && keys >= 0 && (queries > 0) == (keys > 0);
+    covered = covered && keys >= queries;
+  }
+  filled = __syncthreads_and(filled);
+  covered = __syncthreads_and(covered) && filled;
+  if (threadIdx.x == 0) {
+    const unsigned short both = filled | covered << 8;
+    *result = both;
+    if (place) {  // memory of the host, which reads it meanwhile
+      *(volatile unsigned short*)place = both;
+      __threadfence_system();
+    }
+  }
+}
