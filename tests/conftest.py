@@ -144,7 +144,7 @@ def plans_of_either_kind(request, gpu_is_there, monkeypatch):
     """Have cuDNN's packed calls run by exact plans, or by shared ones, whatever batch came first."""
     plans = _registry.find("cuDNN").kernels().forward.args[0]
     monkeypatch.setattr(
-        plans, "select", lambda problem: request.param(problem) if problem.packed else problem
+        plans, "select", lambda problem: request.param(problem) if problem.kind.packed else problem
     )
 
 

@@ -82,8 +82,14 @@ def _unavailable() -> str | None:
 
 
 def _version() -> str | None:
+    return _version_by(version)
+
+
+# That takes a millisecond, and each decision may ask.
+@functools.cache
+def _version_by(ask: Callable[[str], str]) -> str | None:
     try:
-        return version(PACKAGE)
+        return ask(PACKAGE)
     except PackageNotFoundError:
         return None
 

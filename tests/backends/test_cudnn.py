@@ -61,7 +61,7 @@ def shared_plans(kernels, monkeypatch):
     monkeypatch.setattr(
         kernels.forward.args[0],
         "select",
-        lambda problem: rounding.shared(rounding.exact(problem)) if problem.packed else problem,
+        lambda problem: rounding.shared(rounding.exact(problem)) if problem.kind.packed else problem,
     )
 
 
@@ -298,7 +298,7 @@ def repeated(kernels):
     """Run a packed call; return its arguments, its results and the forward's launcher."""
     *inputs, call = ragged([3, 9, 30])
     expected = kernels.forward(*inputs, call)
-    given = *inputs, *launchers.cu_seqlens_of(call)
+    given = *inputs, *launchers.packed_arguments(call)
     return given, expected, kernels.specialize("forward", tuple(inputs), call)
 
 
@@ -314,7 +314,7 @@ def test_a_repeated_packed_call_is_the_same_on_other_offsets(request, kernels, m
     assert len(backwards) == 2
     built = len(module.graphs)
     query, key, value, _ = tensors(given, 3)
-    _, lse = forward(query, key, value, *launchers.cu_seqlens_of(call))
+    _, lse = forward(query, key, value, *launchers.packed_arguments(call))
     assert (lse.t() if shared else lse).is_contiguous(), "it stays as cuDNN has written it"
     assert len(module.graphs) == built
 

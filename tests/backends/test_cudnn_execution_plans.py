@@ -15,7 +15,8 @@ from support.truth import assert_accurate
 from attnreg import BackendUnavailableError, UnsupportedInputError
 from attnreg.backends import cudnn
 from attnreg.backends.cudnn import adapter, execution_plans, rounding
-from attnreg.backends.cudnn.problem import Problem, Slot
+from attnreg.backends.cudnn.graph import ExecutionPlan
+from attnreg.backends.cudnn.problem import Kind, Slot
 from attnreg.backends.cudnn.rounding import exact, round_lengths, shared
 from attnreg.measure import Case
 
@@ -106,7 +107,7 @@ def test_a_forward_and_a_backward_may_have_plans_of_either_kind(kernels, monkeyp
     monkeypatch.setattr(
         kernels.forward.args[0],
         "select",
-        lambda problem: exact(problem) if problem.direction == exact_one else shared(exact(problem)),
+        lambda problem: exact(problem) if problem.kind.direction == exact_one else shared(exact(problem)),
     )
     lens = (100, 0, 155, 1)
     case = Case(name="mixed", lens_q=lens, lens_k=(120, 3, 155, 1), varlen=True, heads=(4, 2), window=window)
@@ -129,7 +130,7 @@ def test_the_lse_of_an_exact_plan_is_contiguous_and_never_copied(
     strides = [tokens, 1, 1] if is_exact else [1, heads, 1]
     assert [graph.described(Slot.STATS).stride[1:] for graph in (forward, backward)] == [strides] * 2
     launcher = kernels.specialize("forward", tuple(inputs), call)
-    got, as_written = launcher(*inputs, *launchers.cu_seqlens_of(call))
+    got, as_written = launcher(*inputs, *launchers.packed_arguments(call))
     assert torch.equal(got, out)
     assert torch.equal(as_written, lse)
     assert as_written.is_contiguous() is is_exact
@@ -140,12 +141,11 @@ def test_the_lse_of_an_exact_plan_is_contiguous_and_never_copied(
 
 
 def packed_problem(direction, lens, width=1024):
-    """Return the problem of a batch as `describe` gives it, of heads of 64."""
-    tokens, heads, strides = sum(lens), width // 64, (0, 64, width)
-    return Problem(
-        direction, -1, torch.bfloat16, len(lens), max(lens), max(lens), heads, heads, 64, 64, 0.125, (-1, -1),
-        True, tokens, tokens if direction == "backward" else 0, strides, strides, strides,
-    )  # fmt: skip
+    """Return the problem of a batch before it is rounded, of heads of 64."""
+    heads, tokens = width // 64, sum(lens)
+    kind = Kind(direction, -1, torch.bfloat16, heads, heads, 64, 64, 0.125, (-1, -1), True, False)
+    strides = ((width, 64, 1),) * (3 if direction == "forward" else 5)
+    return kind.problem(len(lens), max(lens), max(lens), tokens, tokens, strides)
 
 
 def test_a_kind_is_all_but_the_lengths():
@@ -163,7 +163,8 @@ def test_a_kind_is_all_but_the_lengths():
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize("width", [16 * 64, 32 * 128, 64 * 128])
 def test_a_thousand_ragged_batches_need_few_plans(module, monkeypatch, width, spread, seed):
-    monkeypatch.setattr(execution_plans, "build", lambda cudnn, problem, handle: object())
+    made = ExecutionPlan(None, 0, (), (), 0, (), None)
+    monkeypatch.setattr(execution_plans, "build", lambda cudnn, problem, handle: made)
     draw, plans = random.Random(seed), execution_plans.ExecutionPlans(module)
 
     def up_to(number):
@@ -254,7 +255,7 @@ def test_the_oldest_plan_goes_when_there_are_too_many(kernels, monkeypatch):
     query, key, value, call = ragged([3, 9])
     for scale in (0.1, 0.2, 0.3):
         kernels.forward(query, key, value, call._replace(scale=scale))
-    assert [problem.scale for problem in kernels.forward.args[0]._plans] == [0.2, 0.3]
+    assert [problem.kind.scale for problem in kernels.forward.args[0]._plans] == [0.2, 0.3]
 
 
 def test_a_call_that_cudnn_has_no_kernel_for_is_declined_with_its_reason_and_planned_once(

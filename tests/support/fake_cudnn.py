@@ -13,7 +13,7 @@ from math import nan
 import torch
 from support import one_sequence
 
-from attnreg.backends.cudnn import adapter
+from attnreg.backends.cudnn import adapter, execution_plans
 from attnreg.contract import offsets
 from attnreg.measure import Case, inputs
 
@@ -286,7 +286,8 @@ def install(monkeypatch):
     made = Module()
     monkeypatch.setitem(sys.modules, "cudnn", made)
     monkeypatch.setattr(offsets, "_cache", {})
-    monkeypatch.setattr(adapter, "stream_of", lambda tensor: 7)
+    for module in (adapter, execution_plans):
+        monkeypatch.setattr(module, "stream_of", lambda tensor: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -5,9 +5,11 @@ import torch
 from attnreg.contract.launchers import AddressLauncher
 
 
-def cu_seqlens_of(call):
-    """Return the offsets that a launcher is called with after the tensors."""
-    return () if call.cu_seqlens_q is None else (call.cu_seqlens_q, call.cu_seqlens_k)
+def packed_arguments(call, all_rows_see_keys=False):
+    """Return what a launcher is called with after the tensors."""
+    if call.cu_seqlens_q is None:
+        return ()
+    return call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, all_rows_see_keys
 
 
 def assert_same(kernels, first, second, call, second_call=None):
@@ -23,7 +25,7 @@ def assert_same(kernels, first, second, call, second_call=None):
     forward = kernels.specialize("forward", (q, k, v), call)
     q, k, v, grad = second
     expected = kernels.forward(q, k, v, second_call)
-    got = _compare(forward, (q, k, v, *cu_seqlens_of(second_call)), expected)
+    got = _compare(forward, (q, k, v, *packed_arguments(second_call)), expected)
     wanted = kernels.backward(grad, q, k, v, *expected, second_call)
     backwards = []
     for out, lse in (expected, got):
@@ -31,7 +33,7 @@ def assert_same(kernels, first, second, call, second_call=None):
         backward = kernels.specialize("backward", (grad, q, k, v, out, lse), second_call)
         if backward is not None:
             backwards.append(backward)
-            _compare(backward, (grad, q, k, v, out, lse, *cu_seqlens_of(second_call)), wanted)
+            _compare(backward, (grad, q, k, v, out, lse, *packed_arguments(second_call)), wanted)
     assert backwards
     return forward, backwards
 

@@ -2,12 +2,13 @@
 
 What it can run is declared here; read adapter.py next. A call goes `problem` (what an execution plan depends
 on) -> `rounding` (so that ragged batches share execution plans) -> `execution_plans` (those built so far) ->
-`graph` (building one). README.md has the reasons.
+`graph` (building one) -> `lengths` (what one reads of offsets). README.md has the reasons.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -19,6 +20,7 @@ from attnreg.backends.cudnn.adapter import backward, forward, specialize
 from attnreg.backends.cudnn.execution_plans import ExecutionPlans
 from attnreg.contract.backend import Backend, Kernels
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.lengths import Cut
 from attnreg.contract.spec import AttentionSpec
 
 PACKAGE = "nvidia-cudnn-frontend"
@@ -44,9 +46,7 @@ BACKWARD = replace(FORWARD, deterministic=False, delta_from_out=True)
 
 
 def _unavailable() -> str | None:
-    try:
-        installed(PACKAGE)
-    except PackageNotFoundError:
+    if _frontend_by(installed) is None:
         return f"{PACKAGE} isn't installed"
     if find_spec("cudnn") is None:
         return f"{PACKAGE} is installed, but its module cudnn is missing"
@@ -55,11 +55,20 @@ def _unavailable() -> str | None:
 
 def _version() -> str | None:
     """Return cuDNN's version, then the frontend's: it is cuDNN whose kernels are right or wrong."""
-    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    if number is None:
+    number, frontend = torch.backends.cudnn.version(), _frontend_by(installed)  # type: ignore[no-untyped-call]
+    if number is None or frontend is None:
         return None
     major, rest = divmod(number, 10000)
-    return f"{major}.{rest // 100}.{rest % 100} (frontend {installed(PACKAGE)})"
+    return f"{major}.{rest // 100}.{rest % 100} (frontend {frontend})"
+
+
+# Reading it from the package's metadata takes a millisecond, and each decision may ask.
+@functools.cache
+def _frontend_by(ask: Callable[[str], str]) -> str | None:
+    try:
+        return ask(PACKAGE)
+    except PackageNotFoundError:
+        return None
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -84,6 +93,19 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     return tuple(reasons)
 
 
+def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield where what `_refuses` says of calls of the spec's kind changes with their lengths."""
+    if not spec.varlen:
+        yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
+        if spec.window != (-1, -1):
+            yield Cut(((1, ("max_q",)), (-1, ("max_k",))), at=1)
+
+
+def _builds(spec: AttentionSpec) -> bool:
+    """Whether each new shape gets an execution plan of its own."""
+    return not spec.varlen
+
+
 def _load() -> Kernels:
     import cudnn
 
@@ -106,4 +128,6 @@ BACKEND = Backend(
     refuses=_refuses,
     install="pip install 'attnreg[cudnn]'",
     priority=20,
+    cuts=_cuts,
+    builds=_builds,
 )

@@ -1,28 +1,22 @@
-"""The two directions of a call, in the contract's layout, and launchers for repeated calls."""
+"""The two directions of a call, in the contract's layout, and launchers for further calls of a kind."""
 
 from __future__ import annotations
 
-import weakref
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnreg.backends.cudnn.execution_plans import ExecutionPlans, lengths_of
-from attnreg.backends.cudnn.graph import ExecutionPlan
-from attnreg.backends.cudnn.problem import Problem, describe, is_empty, lse_layout
+from attnreg.backends.cudnn.execution_plans import ExecutionPlans
+from attnreg.backends.cudnn.lengths import lengths_of
+from attnreg.backends.cudnn.problem import Kind, Problem, Slot, Strides, is_empty, kind_of, problem_of
+from attnreg.contract import rows
 from attnreg.contract.backend import Call
-from attnreg.contract.launchers import AddressLauncher, Allocation, Launcher
-from attnreg.contract.offsets import empty_results, facts
+from attnreg.contract.launchers import LSE, AddressLauncher, Launcher, Prepared
+from attnreg.contract.offsets import empty_results
 from attnreg.contract.spec import Direction
-from attnreg.torchlib.layout import (
-    aligned,
-    contiguous_strides,
-    readable,
-    stream_of,
-    uninitialized,
-    with_strides,
-)
+from attnreg.torchlib.layout import aligned, readable, stream_of, with_strides
 
 
 def forward(
@@ -31,15 +25,8 @@ def forward(
     """Return the output and the LSE."""
     if is_empty(query, key, call):
         return empty_results(query, value, call)
-    shape = (*query.shape[:-1], value.shape[-1])
-    query, key, value = (readable(x, repeats=False) for x in (query, key, value))
-    problem, stream = plans.select(describe("forward", (query, key, value), call)), stream_of(query)
-    all_written = _writes_all(query, key, call, stream)
-    out = query.new_empty(shape) if all_written else query.new_zeros(shape)
-    lse = query.new_empty_strided(*lse_layout(problem, query), dtype=torch.float32)
-    if not all_written:
-        lse.fill_(-torch.inf)
-    _run(plans, problem, (query, key, value, out, lse), call, stream)
+    tensors = query, key, value
+    out, lse = _run_forward(plans, kind_of("forward", tensors, call), tensors, call)
     # A hook on saved tensors may hand the LSE to any backend, and torch's own ignores its strides.
     return out, lse.contiguous()
 
@@ -55,132 +42,138 @@ def backward(
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    inputs = (query, key, value)
     if is_empty(query, key, call):
-        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in inputs)
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
         return grad_q, grad_k, grad_v
+    tensors = grad_out, query, key, value, out, lse
+    return _run_backward(plans, kind_of("backward", tensors, call), tensors, call)
+
+
+def _run_forward(
+    plans: ExecutionPlans, kind: Kind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE as cuDNN writes it, maybe with the token first.
+
+    Args:
+        all_written: whether cuDNN is known to write every row of the results.
+    """
+    problem, (query, key, value) = _select(plans, kind, tensors, call)
+    *batch, count, heads, _ = query.shape
+    out, size = query.new_empty((*query.shape[:-1], value.shape[-1])), (*batch, heads, count)
+    lse = query.new_empty_strided(size, problem.lse_strides(size), dtype=torch.float32)
+    if call.seqused_k is not None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    _run(plans, problem, (query, key, value, out, lse), call)
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not all_written:
+        rows.clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)
+    return out, lse
+
+
+def _run_backward(
+    plans: ExecutionPlans, kind: Kind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients; see `_run_forward`."""
+    grad_out, query, key, value, out, lse = tensors
+    inputs = query, key, value
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
-    query = query.contiguous() if call.varlen else query
-    given = (grad_out, query, key, value, out)
-    grad_out, query, key, value, out = (readable(x, repeats=False) for x in given)
-    problem = plans.select(describe("backward", (grad_out, query, key, value, out), call))
-    stream = stream_of(query)
-    all_written = _writes_all(query, key, call, stream)
-    grad_q, grad_k, grad_v = (x.new_empty(x.shape) if all_written else x.new_zeros(x.shape) for x in inputs)
-    lse = with_strides(lse, lse_layout(problem, query)[1])
-    tensors = (query, key, value, out, lse, grad_out, grad_q, grad_k, grad_v)
-    _run(plans, problem, tensors, call, stream)
+    query = query.contiguous() if kind.packed else query
+    problem, given = _select(plans, kind, (grad_out, query, key, value, out), call)
+    lse = with_strides(lse, problem.lse_strides(tuple(lse.shape)))
+    shortened = call.seqused_k is not None
+    grad_q, grad_k, grad_v = (x.new_zeros(x.shape) if shortened else x.new_empty(x.shape) for x in inputs)
+    _run(plans, problem, (*given[1:], lse, given[0], grad_q, grad_k, grad_v), call)
+    if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not (all_written or shortened):
+        rows.clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)
     return grad_q, grad_k, grad_v
 
 
-def _writes_all(query: Tensor, key: Tensor, call: Call, stream: int) -> bool:
-    """Whether cuDNN is known to write every row of its results, so that they can start uninitialized."""
-    return not call.varlen or facts(call, query.shape[0], key.shape[0], stream).no_unused_rows
+def _select(
+    plans: ExecutionPlans, kind: Kind, tensors: Sequence[Tensor], call: Call
+) -> tuple[Problem, list[Tensor]]:
+    """Return the problem whose execution plan runs a call, and the tensors as it reads them."""
+    read = [readable(x, repeats=False) for x in tensors]
+    problem = plans.select(problem_of(kind, read, call))
+    return problem, [_laid_out(x, strides) for x, strides in zip(read, problem.strides, strict=True)]
 
 
-def _run(
-    plans: ExecutionPlans, problem: Problem, tensors: tuple[Tensor, ...], call: Call, stream: int
-) -> None:
-    lengths = None
+def _laid_out(x: Tensor, strides: Strides) -> Tensor:
+    """Return a tensor with these strides; they are its own or contiguous."""
+    if x.stride() == strides or not x.is_contiguous():
+        return with_strides(x, strides)
+    return x.as_strided(x.shape, strides)  # only the stride of a dimension of size one differs
+
+
+def _run(plans: ExecutionPlans, problem: Problem, tensors: tuple[Tensor, ...], call: Call) -> None:
+    """Run the execution plan of a problem on its tensors, by `Slot`, ascending."""
+    if torch.cuda.current_device() != problem.kind.device:
+        with torch.cuda.device(problem.kind.device):
+            return _run(plans, problem, tensors, call)
+    plan, stream, lengths = plans.get(problem), stream_of(tensors[0]), None
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
-        lengths = lengths_of(problem.batch, stream, call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)
-    if torch.cuda.current_device() == problem.device:
-        plans.run(problem, tensors, lengths, stream)
-    else:
-        with torch.cuda.device(problem.device):
-            plans.run(problem, tensors, lengths, stream)
+        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+        lengths = lengths_of(plans.read, problem.batch, stream, *offsets)
+    plans.execute(plan, problem.kind.device, tensors, lengths, stream)
+    return None
 
 
 def specialize(
     plans: ExecutionPlans, direction: Direction, tensors: tuple[Tensor, ...], call: Call
 ) -> Launcher | None:
-    """Return a launcher for calls like this one, which has just run; see `Kernels.specialize`."""
-    query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
-    if is_empty(query, key, call) or call.seqused_k is not None:
+    """Return a launcher for all calls of a call's kind; see `Kernels.specialize`."""
+    kind = kind_of(direction, tensors, call)
+    if call.seqused_k is not None or not (kind.heads_q and kind.heads_k):
         return None
+    # Those of the call would be kept alive.
+    calls = _CallsOfAKind(plans, kind, call._replace(cu_seqlens_q=None, cu_seqlens_k=None))
     # What the functions above copy first needs them.
-    if not all(aligned(x, repeats=False) for x in tensors[:5]):
-        return None
-    if direction == "backward" and call.varlen and not query.is_contiguous():
-        return None
-    problem = plans.select(describe(direction, tensors, call))
-    plan = plans.find(problem)
-    if plan is None:
-        return None
-    lse_size, lse_strides = lse_layout(problem, query)
-    lse: Allocation = lse_size, lse_strides, torch.float32
-    if direction == "forward":
-        results = _contiguous((*query.shape[:-1], value.shape[-1]), query), lse
-        repeated = _RepeatedCall(plans, weakref.ref(plan), problem, (0, 1, 2, 3, 4), results)
-    else:
-        order, grads = (1, 2, 3, 4, 5, 0, 6, 7, 8), tuple(_contiguous(x.shape, x) for x in tensors[1:4])
-        repeated = _RepeatedCall(plans, weakref.ref(plan), problem, order, grads, lse_strides)
-    if plan.run_on_addresses is None:
-        return repeated.run
-    # The execution plan's lengths and ragged offsets come after all tensors.
-    numbers = *repeated.order, *range(len(repeated.order), len(plan.uids))
-    return AddressLauncher(
-        repeated.run,
-        repeated.launch,
-        tuple(numbers[plan.uids.index(uid)] for uid in sorted(plan.uids)),
-        repeated.results,
-        plan.workspace,
-        repeated.lse_strides,
-        repeated.derive if call.varlen else None,
-    )
+    if not all(aligned(x, repeats=False) for x in tensors[:LSE]):
+        return calls.run
+    empty = is_empty(*_rows(kind, tensors), call)
+    if not empty and not plans.run_on_addresses(problem_of(kind, tensors, call)):
+        return calls.run
+    return AddressLauncher(calls.run, calls.prepare)
 
 
-def _contiguous(size: tuple[int, ...], like: Tensor) -> Allocation:
-    return tuple(size), contiguous_strides(size), like.dtype
+def _rows(kind: Kind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return query and key of the tensors that a function is given."""
+    return (tensors[0], tensors[1]) if kind.direction == "forward" else (tensors[1], tensors[2])
 
 
-class _RepeatedCall(NamedTuple):
-    """An execution plan, sizes and strides of the results, and the order in which it takes all tensors.
+class _CallsOfAKind(NamedTuple):
+    """All calls of a kind.
 
-    Describing a call and looking up its execution plan costs the host as much as the kernel takes on short
-    sequences. The LSE stays as cuDNN writes it, maybe with the token first.
-
-    It doesn't keep the execution plan alive: one that `ExecutionPlans` has dropped has to go, most of all
-    when the process ends. All methods do nothing then and say so.
+    Attributes:
+        constants: the arguments that they have in common.
     """
 
     plans: ExecutionPlans
-    plan: weakref.ref[ExecutionPlan]
-    problem: Problem
-    order: tuple[int, ...]
-    results: tuple[Allocation, ...]
-    lse_strides: tuple[int, ...] | None = None
+    kind: Kind
+    constants: Call
 
-    def run(self, *given: Tensor) -> tuple[Tensor, ...] | None:
-        """Run the execution plan on tensors; see `contract.launchers`."""
-        plan = self.plan()
-        if plan is None:
+    def run(self, *given: Any) -> tuple[Tensor, ...] | None:
+        """Run a call; see `contract.launchers`."""
+        plans, kind, call = self
+        tensors: Sequence[Any] = given
+        all_written = True
+        if kind.packed:
+            *tensors, cu_q, cu_k, max_q, max_k, all_written = given
+            call = call._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_q=max_q, max_k=max_k)
+        query, key = _rows(kind, tensors)
+        if not kind.packed:
+            call = call._replace(max_q=query.shape[1], max_k=key.shape[1])
+        if is_empty(query, key, call):
             return None
-        count = len(self.order) - len(self.results)
-        tensors, cu_seqlens = list(given[:count]), given[count:]
-        if self.lse_strides is not None:
-            tensors[-1] = with_strides(tensors[-1], self.lse_strides)
-        results = tuple(uninitialized(*one, given[0].device) for one in self.results)
-        tensors += results
-        stream = stream_of(given[0])
-        lengths = lengths_of(self.problem.batch, stream, *cu_seqlens) if cu_seqlens else None
-        ordered = [tensors[number] for number in self.order]
-        self.plans.execute(plan, self.problem.device, ordered, lengths, stream)
-        return results
+        run = _run_forward if kind.direction == "forward" else _run_backward
+        return run(plans, kind, tensors, call, all_written)
 
-    def launch(self, addresses: int, workspace: int, stream: int) -> bool:
-        """Run the execution plan on addresses; see `AddressLauncher`."""
-        plan = self.plan()
-        if plan is None or plan.run_on_addresses is None:
-            return False
-        handle = self.plans.handle(self.problem.device, stream)
-        plan.run_on_addresses(addresses, workspace, handle.backend_handle)
-        return True
-
-    def derive(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Tensor] | None:
-        """Return what the execution plan reads of these offsets; see `AddressLauncher`."""
-        plan = self.plan()
-        if plan is None:
+    def prepare(
+        self, batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, strides: tuple[Strides, ...]
+    ) -> Prepared | None:
+        """Return how a call is launched; see `AddressLauncher`."""
+        plans, kind, _ = self
+        if not (batch and max_q and max_k and tokens_q and tokens_k):
             return None
-        stream = stream_of(cu_seqlens_q)
-        return lengths_of(self.problem.batch, stream, cu_seqlens_q, cu_seqlens_k).inputs_of(plan)
+        if kind.packed and kind.direction == "backward" and strides[1] != kind.contiguous(Slot.Q):
+            return None  # these are copied
+        return plans.prepare(kind.problem(batch, max_q, max_k, tokens_q, tokens_k, strides))

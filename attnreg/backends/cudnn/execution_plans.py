@@ -1,4 +1,4 @@
-"""The execution plans of this process, the cuDNN handles of its threads, and what is read of `cu_seqlens`.
+"""The execution plans of this process, the cuDNN handles of its threads, and how a plan is launched.
 
 An execution plan is immutable and may run in several threads; a handle belongs to one thread and one device.
 """
@@ -6,10 +6,11 @@ An execution plan is immutable and may run in several threads; a handle belongs 
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,16 +19,22 @@ from torch import Tensor
 
 from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.graph import ExecutionPlan, build
-from attnreg.backends.cudnn.problem import Problem, RaggedOffset, Slot
-from attnreg.contract.offsets import derived_from
+from attnreg.backends.cudnn.lengths import Lengths, OffsetsRead, lengths_of
+from attnreg.backends.cudnn.problem import GIVEN, RESULTS, Problem
+from attnreg.contract.launchers import Prepared
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.isolation import run_in_thread
-from attnreg.torchlib.layout import uninitialized
+from attnreg.torchlib.layout import stream_of, uninitialized
 from attnreg.torchlib.locks import open_after_fork
 
 # More than a training run needs, as packed problems are rounded, and few enough to stay small: an execution
 # plan takes some hundred kilobytes of host memory.
 _KEPT = 512
+
+# A plan that took as many seconds to build is worth a line in the log.
+_LONG = 1.0
+
+log = logging.getLogger("attnreg")
 
 
 class _Handles(dict[int, list[Any]]):
@@ -51,43 +58,60 @@ class ExecutionPlans:
 
     Attributes:
         built: how many execution plans were built for each direction.
+        read: the ragged offsets that they read.
     """
 
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
         self._cudnn: Callable[[], Any] = weakref.ref(cudnn)  # what is kept here may outlive it
         self._building = open_after_fork(threading.Lock())
+        self.read = OffsetsRead()
         self._plans: dict[Problem, ExecutionPlan] = {}
+        self._prepared: dict[Problem, Prepared] = {}
         self._declined: dict[Problem, str] = {}
         self._first_tokens = rounding.FirstTokens()
         self._thread = threading.local()
         atexit.register(self._release)
 
     def select(self, problem: Problem) -> Problem:
-        """Return the problem whose execution plan runs this one: for exactly its tokens, or shared."""
-        if not problem.packed:
+        """Return the problem whose execution plan runs this one: for exactly its tokens, or shared.
+
+        One that is built is preferred. A shared one may need tensors with other strides.
+        """
+        if not problem.kind.packed:
             return problem
         problem = rounding.exact(problem)
         if problem in self._plans:
             return problem
-        # A capture can't build an execution plan, but it may find a shared one that has run before.
+        shared = rounding.shared(problem)
+        if shared in self._plans:
+            return shared
+        # A capture can't build an execution plan, which isn't the first of its kind then.
         if self._first_tokens.allow_exact(problem) and not torch.cuda.is_current_stream_capturing():
             return problem
-        return rounding.shared(problem)
+        return shared
 
-    def find(self, problem: Problem) -> ExecutionPlan | None:
-        """Return the execution plan of a problem that `select` has returned, if it is built."""
-        return self._plans.get(problem)
+    def prepare(self, problem: Problem) -> Prepared | None:
+        """Return how the execution plan is launched that runs a problem.
 
-    def run(self, problem: Problem, tensors: Sequence[Tensor], lengths: Lengths | None, stream: int) -> None:
-        """Run the execution plan of a problem that `select` has returned; builds it if need be.
+        None if it isn't built, or if tensors would have to be copied to have its strides.
+        """
+        found = self.select(problem)
+        return self._prepared.get(found) if found.strides == problem.strides else None
+
+    def run_on_addresses(self, problem: Problem) -> bool:
+        """Whether the execution plan that runs a problem can be run on addresses, or isn't built yet."""
+        found = self.select(problem)
+        return found in self._prepared or found not in self._plans
+
+    def get(self, problem: Problem) -> ExecutionPlan:
+        """Return the execution plan of a problem that `select` has returned; builds it if need be.
 
         Raises:
             UnsupportedInputError: cuDNN has no kernel for it, or an execution plan would have to be built
                 while a CUDA graph is captured.
         """
-        plan = self._plans.get(problem) or self._build_once(problem)
-        self.execute(plan, problem.device, tensors, lengths, stream)
+        return self._plans.get(problem) or self._build_once(problem)
 
     def execute(
         self,
@@ -116,13 +140,14 @@ class ExecutionPlans:
         This object does: the routers in torch's dispatcher refer to it.
         """
         self._plans.clear()
+        self._prepared.clear()
         self._thread = threading.local()
 
     def _build_once(self, problem: Problem) -> ExecutionPlan:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedInputError(
-                f"cuDNN has no execution plan yet for this {problem.direction}, and can't build one while "
-                "a CUDA graph is captured; run the call once before the capture"
+                f"cuDNN has no execution plan yet for this {problem.kind.direction}, and can't build one "
+                "while a CUDA graph is captured; run the call once before the capture"
             )
         with self._building:
             if problem in self._declined:
@@ -131,18 +156,63 @@ class ExecutionPlans:
                 if problem.exact:
                     self._first_tokens.remember(problem)
                 while len(self._plans) >= _KEPT:
-                    del self._plans[next(iter(self._plans))]
-                self._plans[problem] = self._build(problem)
-                self.built[problem.direction] += 1
+                    oldest = next(iter(self._plans))
+                    del self._plans[oldest]
+                    self._prepared.pop(oldest, None)
+                self._add(problem, self._build(problem))
             return self._plans[problem]
 
+    def _add(self, problem: Problem, plan: ExecutionPlan) -> None:
+        self.built[problem.kind.direction] += 1
+        self.read.add(plan)
+        self._plans[problem] = plan
+        if plan.run_on_addresses is not None:
+            self._prepared[problem] = self._prepared_for(problem, plan)
+
+    def _prepared_for(self, problem: Problem, plan: ExecutionPlan) -> Prepared:
+        """Return how an execution plan is launched, whatever call it is for.
+
+        This doesn't keep the execution plan alive: one that has been dropped has to go, most of all when the
+        process ends. What is returned does nothing then and says so.
+        """
+        kind, device, reference = problem.kind, problem.kind.device, weakref.ref(plan)
+
+        def launch(addresses: int, workspace: int, stream: int) -> bool:
+            plan = reference()
+            if plan is None or plan.run_on_addresses is None:
+                return False
+            plan.run_on_addresses(addresses, workspace, self.handle(device, stream).backend_handle)
+            return True
+
+        def derive(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Tensor] | None:
+            plan = reference()
+            if plan is None:
+                return None
+            stream = stream_of(cu_seqlens_q)
+            return lengths_of(self.read, problem.batch, stream, cu_seqlens_q, cu_seqlens_k).inputs_of(plan)
+
+        # The execution plan's lengths and ragged offsets come after all tensors.
+        order = *GIVEN[kind.direction], *RESULTS[kind.direction]
+        numbers = {int(slot): number for number, slot in enumerate(order)}
+        numbers |= {uid: number for number, uid in enumerate(plan.uids[len(order) :], len(order))}
+        lse_strides = None
+        if kind.direction == "backward":
+            rows = problem.tokens_q if kind.packed else problem.max_q
+            size = (kind.heads_q, rows) if kind.packed else (problem.batch, kind.heads_q, rows)
+            lse_strides = problem.lse_strides(size)
+        return Prepared(
+            launch, tuple(numbers[uid] for uid in sorted(plan.uids)), plan.workspace,
+            problem.token_first and kind.direction == "forward", lse_strides, derive if kind.packed else None,
+        )  # fmt: skip
+
     def _build(self, problem: Problem) -> ExecutionPlan:
-        handle = self.handle(problem.device, torch.cuda.current_stream().cuda_stream)
+        handle = self.handle(problem.kind.device, torch.cuda.current_stream().cuda_stream)
 
         def there() -> ExecutionPlan:
-            with torch.cuda.device(problem.device):
+            with torch.cuda.device(problem.kind.device):
                 return build(self._cudnn(), problem, handle)
 
+        began = time.monotonic()
         try:
             # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
             # above it, and these keep the caller's tensors alive. The handle is this thread's, which waits.
@@ -152,6 +222,10 @@ class ExecutionPlans:
                 self._declined.clear()
             self._declined[problem] = str(error)  # batches of other lengths come to the same problem
             raise
+        finally:
+            took = time.monotonic() - began
+            if took > _LONG:
+                log.info("cuDNN took %.1f s to build the execution plan of a %s", took, problem)
 
     def handle(self, device: int, stream: int) -> Any:
         """Return this thread's handle of a device, set to a stream."""
@@ -165,56 +239,3 @@ class ExecutionPlans:
             self._cudnn().set_stream(found[0], stream)
             found[1] = stream
         return found[0]
-
-
-def lengths_of(
-    batch: int, stream: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None = None
-) -> Lengths:
-    """Return the lengths of a packed batch, derived once for as long as the offsets exist unchanged."""
-    given = cu_seqlens_q, cu_seqlens_k, seqused_k
-    return derived_from(given, stream, ("cuDNN", batch), partial(Lengths, batch))
-
-
-class Lengths:
-    """The lengths and ragged offsets of one batch, padded with empty sequences to an execution plan's size.
-
-    Args:
-        batch: how many sequences the execution plan is for.
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
-        seqused_k: how many keys of each sequence count, int32 (B,); None for all.
-    """
-
-    def __init__(
-        self, batch: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None
-    ) -> None:
-        starts_q = _padded(cu_seqlens_q, batch)
-        starts_k = starts_q if cu_seqlens_k is cu_seqlens_q else _padded(cu_seqlens_k, batch)
-        queries = starts_q.diff()
-        keys = queries if starts_k is starts_q else starts_k.diff()
-        if seqused_k is not None:
-            keys = torch.nn.functional.pad(seqused_k, (0, batch - len(seqused_k)))
-        # cuDNN 9.19 writes NaN for a sequence without keys; one without queries it leaves alone.
-        queries = queries if keys is queries else queries * (keys > 0)
-        self._inputs: dict[Slot | RaggedOffset, Tensor] = {Slot.SEQ_LEN_Q: queries, Slot.SEQ_LEN_K: keys}
-        self._starts = starts_q.long(), starts_k.long()
-        self._of_plans: dict[int, list[Tensor]] = {}
-
-    def differs(self, newer: Lengths) -> Tensor:
-        """Return on the device whether a sequence begins elsewhere or has another length."""
-        ours, theirs = (torch.cat((*x._starts, x._inputs[Slot.SEQ_LEN_K])) for x in (self, newer))
-        return (ours != theirs).any()
-
-    def inputs_of(self, plan: ExecutionPlan) -> list[Tensor]:
-        """Return an execution plan's inputs: lengths, int32 (batch,), ragged offsets, int64 (batch + 1,)."""
-        found = self._of_plans.get(plan.lengths_key)
-        if found is None:
-            for wanted in plan.lengths:
-                if isinstance(wanted, RaggedOffset) and wanted not in self._inputs:
-                    self._inputs[wanted] = self._starts[wanted.of_keys] * wanted.token_stride
-            found = self._of_plans[plan.lengths_key] = [self._inputs[wanted] for wanted in plan.lengths]
-        return found
-
-
-def _padded(cu_seqlens: Tensor, batch: int) -> Tensor:
-    missing = batch + 1 - len(cu_seqlens)
-    return torch.cat((cu_seqlens, cu_seqlens[-1:].expand(missing))) if missing else cu_seqlens

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from attnreg.backends.cudnn.problem import Problem, RaggedOffset, Slot, Strides
+from attnreg.backends.cudnn.problem import GIVEN, OF_KEYS, OF_VALUES, Problem, RaggedOffset, Slot
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
-_OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
-_OF_VALUES = frozenset({Slot.V, Slot.OUT, Slot.GRAD_OUT, Slot.GRAD_V})  # with the head dim of the value
 # One thread builds at a time, so nothing guards this.
 _lengths_keys: dict[tuple[Slot | RaggedOffset, ...], int] = {}
 # The uid of a tensor's ragged offset is the tensor's and this.
@@ -64,9 +62,9 @@ def build(cudnn: ModuleType, problem: Problem, handle: Any) -> ExecutionPlan:
         if is_of_device(error):
             raise  # there may be memory the next time, so nothing is to remember this as a lack of cuDNN's
         if isinstance(error, cudnn.cudnnGraphNotSupportedError):
-            reason = f"cuDNN has no {problem.direction} execution plan for this call: {error}"
+            reason = f"cuDNN has no {problem.kind.direction} execution plan for this call: {error}"
             raise UnsupportedInputError(reason) from error
-        reason = f"building a {problem.direction} execution plan failed: {type(error).__name__}: {error}"
+        reason = f"building a {problem.kind.direction} execution plan failed: {type(error).__name__}: {error}"
         raise BackendUnavailableError(reason) from error
 
 
@@ -78,7 +76,7 @@ class _Description:
         self._cudnn = cudnn
         self._problem = problem
         self._handle = handle
-        self._dtype = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}[problem.dtype]
+        self._dtype = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}[problem.kind.dtype]
         # Without a handle a graph would run on stream 0 for ever.
         self._graph = cudnn.pygraph(
             handle=handle,
@@ -91,7 +89,7 @@ class _Description:
 
     def build(self) -> ExecutionPlan:
         """Return the execution plan."""
-        if self._problem.direction == "forward":
+        if self._problem.kind.direction == "forward":
             self._forward()
         else:
             self._backward()
@@ -120,15 +118,15 @@ class _Description:
         # Without these totals the workspace would be that of a batch in which each sequence is the longest.
         totals = {"max_total_seq_len_q": problem.tokens_q, "max_total_seq_len_kv": problem.tokens_k}
         grads = self._graph.sdpa_backward(
-            **inputs, **self._options(), **(totals if problem.packed else {}), name="backward"
+            **inputs, **self._options(), **(totals if problem.kind.packed else {}), name="backward"
         )
         for grad, slot in zip(grads, (Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), strict=True):
             self._result(grad, slot)
 
     def _options(self) -> dict[str, Any]:
-        left, right = self._problem.window
-        options: dict[str, Any] = {"attn_scale": self._problem.scale}
-        if self._problem.packed:
+        left, right = self._problem.kind.window
+        options: dict[str, Any] = {"attn_scale": self._problem.kind.scale}
+        if self._problem.kind.packed:
             options["use_padding_mask"] = True
             for option, slot in (("seq_len_q", Slot.SEQ_LEN_Q), ("seq_len_kv", Slot.SEQ_LEN_K)):
                 dtype = self._cudnn.data_type.INT32
@@ -163,9 +161,9 @@ class _Description:
     def _layout(self, slot: Slot) -> tuple[list[int], list[int], Any]:
         """Return dims and strides of a tensor, as (batch, head, token, head dim), and its dtype."""
         problem, float32 = self._problem, self._cudnn.data_type.FLOAT
-        of_keys = slot in _OF_KEYS
-        heads, length = (problem.heads_k, problem.max_k) if of_keys else (problem.heads_q, problem.max_q)
-        size = 1 if slot is Slot.STATS else problem.head_dim_v if slot in _OF_VALUES else problem.head_dim
+        kind, of_keys = problem.kind, slot in OF_KEYS
+        heads, length = (kind.heads_k, problem.max_k) if of_keys else (kind.heads_q, problem.max_q)
+        size = 1 if slot is Slot.STATS else kind.head_dim_v if slot in OF_VALUES else kind.head_dim
         batch, head, token = _strides(problem, slot, heads, length, size)
         dims = [problem.batch, heads, length, size]
         # cuDNN wants a stride of the batch even where it reads ragged offsets.
@@ -175,8 +173,8 @@ class _Description:
     def _add(self, tensor: Any, slot: Slot, strides: list[int]) -> None:
         """Take a tensor into the execution plan, with a ragged offset if it is packed."""
         self._tensors[int(slot)] = slot
-        if self._problem.packed:
-            offset, dtype = RaggedOffset(slot in _OF_KEYS, strides[2]), self._cudnn.data_type.INT64
+        if self._problem.kind.packed:
+            offset, dtype = RaggedOffset(slot in OF_KEYS, strides[2]), self._cudnn.data_type.INT64
             vector = self._vector(offset, _RAGGED + int(slot), self._problem.batch + 1, dtype)
             tensor.set_ragged_offset(vector)
 
@@ -186,16 +184,18 @@ class _Description:
         return self._graph.tensor(name=f"vector {uid}", uid=uid, data_type=dtype, **shape)
 
 
-def _strides(problem: Problem, slot: Slot, heads: int, length: int, size: int) -> Strides:
+def _strides(problem: Problem, slot: Slot, heads: int, length: int, size: int) -> tuple[int, int, int]:
     """Return the strides of (batch, head, token): those of the call's tensors, and contiguous results."""
-    if slot is Slot.STATS:  # the LSE; see `Problem.exact`
-        if problem.packed:
-            return (0, problem.tokens_q, 1) if problem.exact else (0, 1, heads)
+    packed = problem.kind.packed
+    if slot is Slot.STATS:  # the LSE
+        if packed:
+            return (0, 1, heads) if problem.token_first else (0, problem.tokens_q, 1)
         return heads * length, length, 1
-    given = {Slot.Q: problem.strides_q, Slot.K: problem.strides_k, Slot.V: problem.strides_v}
-    if problem.direction == "backward":
-        given |= {Slot.OUT: problem.strides_out, Slot.GRAD_OUT: problem.strides_grad_out}
-    return given.get(slot, (0 if problem.packed else length * heads * size, size, heads * size))
+    given = dict(zip(GIVEN[problem.kind.direction], problem.strides, strict=False))
+    if slot not in given:
+        return 0 if packed else length * heads * size, size, heads * size
+    *batch, token, head, _ = given[slot]
+    return batch[0] if batch else 0, head, token
 
 
 def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int, int, int], None] | None:

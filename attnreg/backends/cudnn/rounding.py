@@ -7,9 +7,10 @@ large workspaces are.
 
 from __future__ import annotations
 
+import functools
 import math
 
-from attnreg.backends.cudnn.problem import Problem
+from attnreg.backends.cudnn.problem import GIVEN, Kind, Problem, Strides
 from attnreg.contract.capabilities import GRID
 
 # The backward's workspace is a float32 gradient of the query. A shared plan has room for PER_SEQUENCE tokens
@@ -24,18 +25,28 @@ BUDGET = 2048
 # How many kinds of problems are remembered.
 MOST_KINDS = 512
 
+LEAST_LENGTH = 4096  # never 1: with a longest sequence of 1 and an empty one, cuDNN 9.19 writes a wrong LSE
+
 
 def round_lengths(batch: int, max_q: int, max_k: int, tokens: int) -> tuple[int, int, int]:
     """Return the number of sequences and the longest lengths to build for, given the query tokens."""
-    # Never 1: with a longest sequence of 1 and an empty one, cuDNN 9.19 writes a wrong LSE.
-    return _round_batch(batch, tokens / batch), _round_up(max_q, 4096, 16), _round_up(max_k, 4096, 16)
+    # An empty sequence costs nothing next to long ones, and a third of a sequence of 64 tokens, of which
+    # a few are soon done.
+    mean = tokens / batch
+    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 or batch <= 64 else 2**0.5
+    # Written out, as most lengths are short and each new batch is rounded.
+    return (
+        _round_batch(batch, step),
+        LEAST_LENGTH if max_q <= LEAST_LENGTH else _round_up(max_q, LEAST_LENGTH, 16),
+        LEAST_LENGTH if max_k <= LEAST_LENGTH else _round_up(max_k, LEAST_LENGTH, 16),
+    )
 
 
 def exact(problem: Problem) -> Problem:
     """Return a packed problem with rounded lengths, still for exactly its tokens."""
-    sizes = round_lengths(problem.batch, problem.max_q, problem.max_k, problem.tokens_q)
-    batch, max_q, max_k = sizes
-    return problem._replace(batch=batch, max_q=max_q, max_k=max_k, exact=True)
+    kind, batch, max_q, max_k, tokens_q, tokens_k, strides, square, _ = problem
+    sizes = round_lengths(batch, max_q, max_k, tokens_q)
+    return Problem(kind, *sizes, tokens_q, tokens_k, strides, square, True)
 
 
 def shared(problem: Problem) -> Problem:
@@ -43,18 +54,32 @@ def shared(problem: Problem) -> Problem:
 
     A number of query tokens that is a budget keeps its exact execution plan.
     """
-    budget = problem.tokens_q >= BUDGET and problem.tokens_q & (problem.tokens_q - 1) == 0
-    if budget and problem.tokens_k in (problem.tokens_q, 0):
+    kind, batch, max_q, max_k, tokens_q, tokens_k, strides, square, _ = problem
+    budget = tokens_q >= BUDGET and tokens_q & (tokens_q - 1) == 0
+    if budget and tokens_k in (tokens_q, 0):
         return problem
-    if problem.direction == "forward":
-        return problem._replace(tokens_q=0, tokens_k=0, exact=False)
-    width = problem.heads_q * problem.head_dim  # numbers of a token in the workspace
-    least = min(PER_SEQUENCE * problem.batch, max(TOKENS, NUMBERS // width))
-    tokens_k = _round_tokens(problem.tokens_k, least, width)
+    if kind.direction == "forward":
+        return Problem(kind, batch, max_q, max_k, 0, 0, any_tokens(kind, strides), square)
+    width = kind.heads_q * kind.head_dim  # numbers of a token in the workspace
+    least = min(PER_SEQUENCE * batch, max(TOKENS, NUMBERS // width))
+    room_k = _round_tokens(tokens_k, least, width)
     if budget:
-        return problem._replace(tokens_k=tokens_k)
-    tokens_q = _round_tokens(problem.tokens_q, least, width)
-    return problem._replace(tokens_q=tokens_q, tokens_k=tokens_k, exact=False)
+        return Problem(kind, batch, max_q, max_k, tokens_q, room_k, strides, square, True)
+    room_q = _round_tokens(tokens_q, least, width)
+    return Problem(kind, batch, max_q, max_k, room_q, room_k, any_tokens(kind, strides), square)
+
+
+def any_tokens(kind: Kind, strides: tuple[Strides, ...]) -> tuple[Strides, ...]:
+    """Return the strides that tensors need to have for any number of tokens.
+
+    Where the heads of a tensor lie outside of its tokens, their stride follows from how many tokens there
+    are. Such a tensor has to be copied: an execution plan for each number of tokens would take far longer.
+    """
+    for token, head, _ in strides:
+        if head > token:
+            slots = zip(GIVEN[kind.direction], strides, strict=False)
+            return tuple([kind.contiguous(slot) if one[1] > one[0] else one for slot, one in slots])
+    return strides
 
 
 class FirstTokens:
@@ -65,7 +90,7 @@ class FirstTokens:
     """
 
     def __init__(self) -> None:
-        self._tokens: dict[Problem, tuple[int, int]] = {}
+        self._tokens: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def allow_exact(self, problem: Problem) -> bool:
         """Whether a problem has the first tokens of its kind, or is the first."""
@@ -83,18 +108,15 @@ class FirstTokens:
         self._tokens.setdefault(kind, (problem.tokens_q, problem.tokens_k))
 
 
-def _kind(problem: Problem) -> Problem:
-    return problem._replace(batch=0, max_q=0, max_k=0, tokens_q=0, tokens_k=0, exact=False)
+def _kind(problem: Problem) -> tuple[object, ...]:
+    return problem.kind, any_tokens(problem.kind, problem.strides), problem.square
 
 
-def _round_batch(batch: int, mean: float) -> int:
-    """Round up a number of sequences, which have `mean` tokens on average."""
-    # An empty sequence costs nothing next to long ones, and a third of a sequence of 64 tokens, of which
-    # a few are soon done.
-    if batch <= 64:
-        return min(_round_up(batch, 8, 4.0 if mean >= 512 else 2.0), 64)
-    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 else 2**0.5
-    return min(_round_up(batch, 8, step), max(batch, GRID))
+@functools.lru_cache(maxsize=1024)
+def _round_batch(batch: int, step: float) -> int:
+    """Round up a number of sequences."""
+    rounded = _round_up(batch, 8, step)
+    return min(rounded, 64 if batch <= 64 else max(batch, GRID))
 
 
 def _round_tokens(tokens: int, least: int, width: int) -> int:

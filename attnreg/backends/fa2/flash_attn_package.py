@@ -7,6 +7,7 @@ without them. The package registers them as torch ops, which are called by keywo
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -47,9 +48,15 @@ PASSED = {
 
 def installed() -> str | None:
     """Return the version of the package; None where it isn't installed. Imports nothing."""
+    return _version_by(version, find_spec)
+
+
+# That takes a millisecond, and each decision may ask.
+@functools.cache
+def _version_by(ask: Callable[[str], str], find: Callable[[str], object]) -> str | None:
     try:
         # flash-attn-4 lives in the same namespace; the extension is this package's alone.
-        return version(NAME) if find_spec("flash_attn_2_cuda") else None
+        return ask(NAME) if find("flash_attn_2_cuda") else None
     except (PackageNotFoundError, ValueError):
         return None
 

@@ -1,0 +1,184 @@
+"""What execution plans read of the offsets of a packed batch: lengths and ragged offsets.
+
+One small kernel writes all of it for a new batch, for both directions and all layers of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnreg.backends.cudnn.graph import ExecutionPlan
+from attnreg.backends.cudnn.problem import RaggedOffset, Slot
+from attnreg.contract.offsets import derived_from
+from attnreg.torchlib.device_code import DeviceKernel
+from attnreg.torchlib.layout import uninitialized
+
+# How many ragged offsets the kernel writes at most, besides those of a token stride of 1. A model whose
+# queries are views of one projection needs up to six.
+MOST = 12
+
+# Its threads in a block.
+_BLOCK = 256
+
+# Row 0 has the lengths, two vectors of 32 bits; rows 1 and 2 where the sequences of queries and of keys
+# begin, in tokens; the others the same times a token stride. What lies behind the last sequence is empty.
+_write = DeviceKernel(
+    "attnreg_cudnn_lengths",
+    """
+typedef long long i64;
+
+extern "C" __global__ void attnreg_cudnn_lengths(
+    i64* rows, const int* offsets_q, const int* offsets_k, const int* used, i64 step_q, i64 step_k,
+    i64 step_used, i64 batch, i64 width, i64 count, i64 of_keys, i64 s0, i64 s1, i64 s2, i64 s3, i64 s4,
+    i64 s5, i64 s6, i64 s7, i64 s8, i64 s9, i64 s10, i64 s11) {
+  const i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (column >= width) return;
+  const bool there = column < batch;
+  const i64 sequence = there ? column : batch;
+  const i64 begin_q = offsets_q[sequence * step_q], begin_k = offsets_k[sequence * step_k];
+  int queries = 0, keys = 0;
+  if (there) {
+    keys = used ? used[sequence * step_used] : offsets_k[(sequence + 1) * step_k] - (int)begin_k;
+    // cuDNN 9.19 writes NaN for a sequence without keys; one without queries it leaves alone.
+    queries = keys > 0 ? offsets_q[(sequence + 1) * step_q] - (int)begin_q : 0;
+  }
+  ((int*)rows)[column] = queries;
+  ((int*)rows)[width + column] = keys;
+  rows[width + column] = begin_q;
+  rows[2 * width + column] = begin_k;
+  const i64 strides[] = {s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11};
+  for (i64 n = 0; n < count; n++)
+    rows[(3 + n) * width + column] = (of_keys >> n & 1 ? begin_k : begin_q) * strides[n];
+}
+""",
+)
+
+
+class OffsetsRead:
+    """The ragged offsets that execution plans read, the newest `MOST` of them.
+
+    A new batch gets all of these at once: which plans will run on it isn't known when the first does.
+
+    Attributes:
+        now: the ragged offsets, and what the kernel takes of them: how many there are, for which of them a
+            bit says that they are of the keys, and the token strides.
+    """
+
+    def __init__(self) -> None:
+        self.now: tuple[tuple[RaggedOffset, ...], tuple[int, ...]] = (), (0, 0, *[0] * MOST)
+
+    def add(self, plan: ExecutionPlan) -> None:
+        """Take those of an execution plan that has just been built."""
+        read = [one for one in plan.lengths if isinstance(one, RaggedOffset) and one.token_stride != 1]
+        known = tuple(dict.fromkeys((*self.now[0], *read)))[-MOST:]
+        of_keys = sum(1 << number for number, one in enumerate(known) if one.of_keys)
+        strides = [one.token_stride for one in known]
+        self.now = known, (len(known), of_keys, *strides, *[0] * (MOST - len(known)))
+
+
+def lengths_of(
+    read: OffsetsRead,
+    batch: int,
+    stream: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None = None,
+) -> Lengths:
+    """Return the lengths of a packed batch, derived once for as long as the offsets exist unchanged.
+
+    The offsets' device has to be the current one, and `stream` its stream.
+    """
+    given = cu_seqlens_q, cu_seqlens_k, seqused_k
+    return derived_from(given, stream, ("cuDNN", batch), partial(Lengths, read, batch, stream))
+
+
+class Lengths:
+    """The lengths and ragged offsets of one batch, padded with empty sequences to an execution plan's size.
+
+    Args:
+        read: which ragged offsets to write at once.
+        batch: how many sequences the execution plan is for.
+        stream: that of the offsets' device.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
+        seqused_k: how many keys of each sequence count, int32 (B,); None for all.
+    """
+
+    def __init__(
+        self,
+        read: OffsetsRead,
+        batch: int,
+        stream: int,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqused_k: Tensor | None,
+    ) -> None:
+        known, numbers = read.now
+        device = cu_seqlens_q.device
+        width = (batch + 4) // 4 * 4  # so that each vector begins at a multiple of sixteen bytes
+        rows = uninitialized((3 + len(known), width), (width, 1), torch.int64, device)
+        if device.type == "cuda" and _write.available(device):
+            used, step = (0, 0) if seqused_k is None else (seqused_k, seqused_k.stride(0))
+            steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0), step
+            sizes = cu_seqlens_q.shape[0] - 1, width
+            given = rows, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *numbers
+            _write(-(-width // _BLOCK), _BLOCK, *given, stream=stream)
+        else:
+            _write_by_ops(rows, known, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        lengths, starts_q, starts_k, *others = rows.unbind()
+        queries, keys = lengths.view(torch.int32).chunk(2)
+        self._rows = rows
+        self._inputs: dict[Slot | RaggedOffset, Tensor] = {
+            Slot.SEQ_LEN_Q: queries,
+            Slot.SEQ_LEN_K: keys,
+            RaggedOffset(False, 1): starts_q,
+            RaggedOffset(True, 1): starts_k,
+            **dict(zip(known, others, strict=True)),
+        }
+        self._of_plans: dict[int, list[Tensor]] = {}
+
+    def differs(self, newer: Lengths) -> Tensor:
+        """Return on the device whether a sequence begins elsewhere or has another length."""
+        return (self._rows[:3] != newer._rows[:3]).any()
+
+    def inputs_of(self, plan: ExecutionPlan) -> list[Tensor]:
+        """Return an execution plan's inputs; each is at least as long as the plan reads.
+
+        Lengths are int32 (batch,), ragged offsets int64 (batch + 1,).
+        """
+        found = self._of_plans.get(plan.lengths_key)
+        if found is None:
+            inputs = self._inputs
+            for wanted in plan.lengths:
+                if isinstance(wanted, RaggedOffset) and wanted not in inputs:
+                    # The plan was built after this batch was first seen.
+                    inputs[wanted] = inputs[RaggedOffset(wanted.of_keys, 1)] * wanted.token_stride
+            found = self._of_plans[plan.lengths_key] = [inputs[wanted] for wanted in plan.lengths]
+        return found
+
+
+def _write_by_ops(
+    rows: Tensor,
+    known: Sequence[RaggedOffset],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+) -> None:
+    """Write what the kernel does."""
+    width = rows.shape[1]
+    rows[1], rows[2] = (_padded(x, width) for x in (cu_seqlens_q, cu_seqlens_k))
+    lengths = rows[0].view(torch.int32).view(2, width)
+    lengths[:, -1] = 0
+    lengths[:, :-1] = rows[1:3].diff()
+    if seqused_k is not None:
+        lengths[1] = torch.nn.functional.pad(seqused_k, (0, width - len(seqused_k)))
+    lengths[0] *= lengths[1] > 0
+    for row, one in zip(rows[3:], known, strict=True):
+        torch.mul(rows[1 + one.of_keys], one.token_stride, out=row)
+
+
+def _padded(cu_seqlens: Tensor, width: int) -> Tensor:
+    return torch.cat((cu_seqlens, cu_seqlens[-1:].expand(width - len(cu_seqlens))))
