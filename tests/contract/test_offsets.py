@@ -68,7 +68,7 @@ def test_properties_that_come_to_hold_are_no_error_and_those_that_no_longer_do_a
 
 @pytest.fixture
 def announced(monkeypatch):
-    """Return what listeners hear, each pair as addresses; without a GPU torch pins no memory."""
+    """Return what listeners hear; of a pair its addresses. Without a GPU torch pins no memory."""
     heard = []
     monkeypatch.setattr(offsets, "on_known", [lambda q, k, *tokens: heard.append((id(q), id(k), *tokens))])
     monkeypatch.setattr(readback, "_pin", lambda: torch.zeros(8, 2, dtype=torch.uint8))

@@ -22,55 +22,59 @@ def same(one, other):
 
 @SEEDS
 def test_exactly_the_rows_that_see_no_key_get_0_and_minus_infinity(seed):
-    given = slow.drawn(seed)
-    out, lse = numbers(given.tokens_q, 2, 3), numbers(2, given.tokens_q)
+    packed = slow.drawn(seed)
+    out, lse = numbers(packed.tokens_q, 2, 3), numbers(2, packed.tokens_q)
     lse[:, ::3] = torch.inf  # as FA2 marks rows without a key
     wanted, wanted_lse = out.clone(), lse.clone()
-    for row in range(given.tokens_q):
-        if not slow.sees_a_key(row, given):
+    for row in range(packed.tokens_q):
+        if not slow.sees_a_key(row, packed):
             wanted[row], wanted_lse[:, row] = 0.0, -torch.inf
-    rows.clear_forward(out, lse, given.cu_seqlens_q, given.cu_seqlens_k, given.window)
+    rows.clear_forward(out, lse, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.window)
     assert same(out, wanted)
     assert same(lse, wanted_lse)
 
 
 @SEEDS
 def test_exactly_the_gradients_of_rows_without_partners_get_0(seed):
-    given = slow.drawn(seed)
-    dq, dk, dv = numbers(given.tokens_q, 4, 3), numbers(given.tokens_k, 2, 3), numbers(given.tokens_k, 2, 5)
+    packed = slow.drawn(seed)
+    dq, dk, dv = (
+        numbers(packed.tokens_q, 4, 3),
+        numbers(packed.tokens_k, 2, 3),
+        numbers(packed.tokens_k, 2, 5),
+    )
     wanted = [x.clone() for x in (dq, dk, dv)]
-    for row in range(given.tokens_q):
-        if not slow.has_partners(row, given.cu_seqlens_q, given.cu_seqlens_k):
+    for row in range(packed.tokens_q):
+        if not slow.has_partners(row, packed.cu_seqlens_q, packed.cu_seqlens_k):
             wanted[0][row] = 0.0
-    for row in range(given.tokens_k):
-        if not slow.has_partners(row, given.cu_seqlens_k, given.cu_seqlens_q):
+    for row in range(packed.tokens_k):
+        if not slow.has_partners(row, packed.cu_seqlens_k, packed.cu_seqlens_q):
             wanted[1][row], wanted[2][row] = 0.0, 0.0
-    rows.clear_backward(dq, dk, dv, given.cu_seqlens_q, given.cu_seqlens_k)
+    rows.clear_backward(dq, dk, dv, packed.cu_seqlens_q, packed.cu_seqlens_k)
     assert all(map(same, (dq, dk, dv), wanted))
 
 
 def test_the_drawn_batches_have_rows_of_every_kind():
     batches = [slow.drawn(seed) for seed in range(40)]
-    seen = [[slow.sees_a_key(row, given) for row in range(given.tokens_q)] for given in batches]
+    seen = [[slow.sees_a_key(row, packed) for row in range(packed.tokens_q)] for packed in batches]
     assert {any(one) and not all(one) for one in seen} == {True, False}
-    assert any(given.cu_seqlens_q.shape[0] == 1 for given in batches)
-    assert any(given.tokens_q == 0 for given in batches)
-    assert any(not given.cu_seqlens_k.is_contiguous() for given in batches)
+    assert any(packed.cu_seqlens_q.shape[0] == 1 for packed in batches)
+    assert any(packed.tokens_q == 0 for packed in batches)
+    assert any(not packed.cu_seqlens_k.is_contiguous() for packed in batches)
     inside = [
-        (slow.has_partners(row, given.cu_seqlens_q, given.cu_seqlens_k), slow.sees_a_key(row, given))
-        for given in batches
-        for row in range(given.tokens_q)
+        (slow.has_partners(row, packed.cu_seqlens_q, packed.cu_seqlens_k), slow.sees_a_key(row, packed))
+        for packed in batches
+        for row in range(packed.tokens_q)
     ]
     assert (True, False) in inside  # a window leaves it none
 
 
 @SEEDS
 def test_a_blanked_copy_has_zeros_past_the_last_offset_and_leaves_the_original(seed):
-    given = slow.drawn(seed)
-    x = numbers(2, given.tokens_q, 3).transpose(0, 1)
+    packed = slow.drawn(seed)
+    x = numbers(2, packed.tokens_q, 3).transpose(0, 1)
     before = x.clone()
-    copy = rows.blanked(x, given.cu_seqlens_q)
-    end = int(given.cu_seqlens_q[-1])
+    copy = rows.blanked(x, packed.cu_seqlens_q)
+    end = int(packed.cu_seqlens_q[-1])
     assert same(copy[:end], before[:end])
     assert copy[end:].count_nonzero() == 0
     assert same(x, before)
@@ -78,9 +82,9 @@ def test_a_blanked_copy_has_zeros_past_the_last_offset_and_leaves_the_original(s
     assert copy.data_ptr() != x.data_ptr() or not x.numel()
 
 
-def slow_facts(given):
-    queries, keys = (x.tolist() for x in (given.cu_seqlens_q, given.cu_seqlens_k))
-    covers = [x[0] == 0 and x[-1] == tokens for x, tokens in ((queries, given[2]), (keys, given[3]))]
+def slow_facts(packed):
+    queries, keys = (x.tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
+    covers = [x[0] == 0 and x[-1] == tokens for x, tokens in ((queries, packed[2]), (keys, packed[3]))]
     lengths = [[b - a for a, b in itertools.pairwise(x)] for x in (queries, keys)]
     pairs = list(zip(*lengths, strict=True))
     no_unused = all(covers) and all((q > 0) == (k > 0) and min(q, k) >= 0 for q, k in pairs)
@@ -90,11 +94,11 @@ def slow_facts(given):
 def test_facts_are_those_of_a_loop_over_the_sequences():
     seen = set()
     for seed in range(400):
-        given = slow.drawn(seed, batch=seed % 4, longest=2)
-        found = rows.facts(*given[:4])
-        assert found.dtype == torch.uint8
-        assert found.tolist() == slow_facts(given)
-        seen.add(tuple(found.tolist()))
+        packed = slow.drawn(seed, batch=seed % 4, longest=2)
+        result = rows.facts(*packed[:4])
+        assert result.dtype == torch.uint8
+        assert result.tolist() == slow_facts(packed)
+        seen.add(tuple(result.tolist()))
     assert seen == {(0, 0), (1, 0), (1, 1)}
 
 

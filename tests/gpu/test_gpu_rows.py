@@ -70,8 +70,8 @@ def assert_same(function, by_ops, tensors, *rest):
     wanted = [clone(x) for x in tensors]
     by_ops(function, *wanted, *rest)
     function(*tensors, *rest)
-    for one, other in zip(tensors, wanted, strict=True):
-        assert torch.equal(memory(one), memory(other))
+    for result, right in zip(tensors, wanted, strict=True):
+        assert torch.equal(memory(result), memory(right))
 
 
 def drawn(seed, **options):
@@ -81,28 +81,32 @@ def drawn(seed, **options):
 @SEEDS
 @SHAPES
 def test_the_forwards_kernel_clears_the_rows_that_torchs_ops_do(seed, dtype, dim, by_ops):
-    given = drawn(seed)
-    out = tensor(seed, given.tokens_q, 3, dim, dtype, pitch=seed)
-    lse = torch.rand(given.tokens_q, 3, device="cuda").T if seed % 4 else torch.rand(3, given.tokens_q).cuda()
-    assert_same(rows.clear_forward, by_ops, (out, lse), given.cu_seqlens_q, given.cu_seqlens_k, given.window)
+    packed = drawn(seed)
+    out = tensor(seed, packed.tokens_q, 3, dim, dtype, pitch=seed)
+    lse = (
+        torch.rand(packed.tokens_q, 3, device="cuda").T if seed % 4 else torch.rand(3, packed.tokens_q).cuda()
+    )
+    assert_same(
+        rows.clear_forward, by_ops, (out, lse), packed.cu_seqlens_q, packed.cu_seqlens_k, packed.window
+    )
 
 
 @SEEDS
 @SHAPES
 def test_the_backwards_kernel_clears_the_rows_that_torchs_ops_do(seed, dtype, dim, by_ops):
-    given = drawn(seed)
-    dq = tensor(seed, given.tokens_q, 4, dim, dtype)
-    dk, dv = (tensor(seed + 1, given.tokens_k, 2, width, dtype, pitch=seed) for width in (dim, 8))
-    assert_same(rows.clear_backward, by_ops, (dq, dk, dv), given.cu_seqlens_q, given.cu_seqlens_k)
+    packed = drawn(seed)
+    dq = tensor(seed, packed.tokens_q, 4, dim, dtype)
+    dk, dv = (tensor(seed + 1, packed.tokens_k, 2, width, dtype, pitch=seed) for width in (dim, 8))
+    assert_same(rows.clear_backward, by_ops, (dq, dk, dv), packed.cu_seqlens_q, packed.cu_seqlens_k)
 
 
 @SEEDS
 @SHAPES
 def test_a_blanked_copy_is_that_of_torchs_ops(seed, dtype, dim, by_ops):
-    given = drawn(seed)
-    x = tensor(seed, given.tokens_q, 3, dim, dtype, pitch=seed)
-    x[int(given.cu_seqlens_q[-1]) :] = torch.nan
-    copy, wanted = rows.blanked(x, given.cu_seqlens_q), by_ops(rows.blanked, x, given.cu_seqlens_q)
+    packed = drawn(seed)
+    x = tensor(seed, packed.tokens_q, 3, dim, dtype, pitch=seed)
+    x[int(packed.cu_seqlens_q[-1]) :] = torch.nan
+    copy, wanted = rows.blanked(x, packed.cu_seqlens_q), by_ops(rows.blanked, x, packed.cu_seqlens_q)
     assert torch.equal(copy, wanted)
     assert copy.stride() == wanted.stride() == torch.empty_like(x).stride()
 
@@ -112,7 +116,7 @@ def test_a_blanked_copy_is_that_of_torchs_ops(seed, dtype, dim, by_ops):
 def test_facts_are_those_of_torchs_ops_on_the_device_and_on_the_host(batch, longest, by_ops):
     seen = set()
     for seed in range(20):
-        given = drawn(seed, batch=batch)
+        packed = drawn(seed, batch=batch)
         if batch and seed % 3:  # lengths that are facts, of which one row at most is off
             queries = torch.randint(1, longest + 1, (batch,))
             keys = queries + (seed % 2)
@@ -120,9 +124,9 @@ def test_facts_are_those_of_torchs_ops_on_the_device_and_on_the_host(batch, long
             ends = [
                 torch.tensor([0, *x.clamp(min=0).tolist()]).cumsum(0).int().cuda() for x in (queries, keys)
             ]
-            given = slow.Batch(*ends, *(int(x[-1]) for x in ends), (-1, -1))
-        pending = AsyncReadback(lambda place, given=given: rows.facts(*given[:4], place))
-        wanted = by_ops(rows.facts, *given[:4]).tolist()
+            packed = slow.Batch(*ends, *(int(x[-1]) for x in ends), (-1, -1))
+        pending = AsyncReadback(lambda place, packed=packed: rows.facts(*packed[:4], place))
+        wanted = by_ops(rows.facts, *packed[:4]).tolist()
         assert pending.result.tolist() == wanted  # waits for the device
         assert pending.read() == wanted
         seen.add(tuple(wanted))
@@ -180,8 +184,8 @@ def test_a_graphs_replay_clears_by_the_offsets_of_then(by_ops):
         graph.replay()
         got = [x.clone() for x in (out, lse, *grads, copy)]
         wanted_copy = by_ops(step)
-        for one, other in zip(got, (out, lse, *grads, wanted_copy), strict=True):
-            assert torch.equal(one, other)
+        for result, right in zip(got, (out, lse, *grads, wanted_copy), strict=True):
+            assert torch.equal(result, right)
 
 
 def test_a_kernel_that_is_first_needed_in_a_capture_is_compiled_after_it():
@@ -229,16 +233,16 @@ def test_new_offsets_cost_one_kernel_and_no_copy(monkeypatch):
     heard = []
     monkeypatch.setattr(offsets, "on_known", [lambda *pair: heard.append(pair)])
     all_ends = iter([gpu.offsets_of((3, 2, n)) for n in range(4)])
-    found = []
+    made = []
 
     def step():
         ends = next(all_ends)
-        tokens = 5 + len(found)
-        found.append((ends, offsets.facts_of(ends, ends, tokens, tokens, stream_of(ends))))
+        tokens = 5 + len(made)
+        made.append((ends, offsets.facts_of(ends, ends, tokens, tokens, stream_of(ends))))
 
     names = gpu.kernels_of(step)
     assert names == ["attnreg_facts"]
-    ends, known = found[-1]
+    ends, known = made[-1]
     assert (known.no_unused_rows, known.every_row_sees_a_key) == (True, True)
     assert [(pair[0] is ends, pair[1] is ends, *pair[2:]) for pair in heard] == [(True, True, 6, 6)]
 

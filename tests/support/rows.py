@@ -1,4 +1,4 @@
-"""Random packed batches with rows of no sequence, and which rows see a key, found one row at a time."""
+"""Random packed batches with rows of no sequence, and which rows see a key, ends one row at a time."""
 
 import itertools
 import random
@@ -26,8 +26,8 @@ def drawn(seed, device="cpu", batch=None, longest=6):
 
     def offsets(lengths):
         begin, apart = draw.choice((0, 0, 0, 2)), draw.choice((1, 1, 3))
-        found = torch.tensor([begin, *lengths]).cumsum(0).int()
-        return torch.stack([found] * apart, dim=1).to(device)[:, 0]
+        ends = torch.tensor([begin, *lengths]).cumsum(0).int()
+        return torch.stack([ends] * apart, dim=1).to(device)[:, 0]
 
     def lengths():
         return [draw.choice((0, draw.randint(1, longest), draw.randint(1, longest))) for _ in range(count)]
@@ -44,14 +44,14 @@ def sequence_of(row, offsets):
     return next((number for number, (begin, end) in enumerate(ends) if begin <= row < end), None)
 
 
-def sees_a_key(row, given):
+def sees_a_key(row, packed):
     """Return whether a query row sees a key."""
-    queries, keys = given.cu_seqlens_q.tolist(), given.cu_seqlens_k.tolist()
+    queries, keys = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
     number = sequence_of(row, queries)
     if number is None:
         return False
     length_q, length_k = (x[number + 1] - x[number] for x in (queries, keys))
-    place, (left, right) = row - queries[number] + length_k - length_q, given.window
+    place, (left, right) = row - queries[number] + length_k - length_q, packed.window
     return any(
         (left < 0 or place - left <= key) and (right < 0 or key <= place + right) for key in range(length_k)
     )

@@ -122,16 +122,16 @@ class Nvrtc:
 
 @pytest.fixture
 def nvrtc(monkeypatch):
-    found = Nvrtc()
-    monkeypatch.setattr(device_code, "_nvrtc", lambda: found)
-    return found
+    library = Nvrtc()
+    monkeypatch.setattr(device_code, "_nvrtc", lambda: library)
+    return library
 
 
 @pytest.fixture
 def driver(monkeypatch, nvrtc):
     """Return the driver of a machine with GPUs, of which the first is the current one."""
-    found = Driver()
-    monkeypatch.setattr(device_code, "_driver", lambda: found)
+    library = Driver()
+    monkeypatch.setattr(device_code, "_driver", lambda: library)
     monkeypatch.setattr(device_code, "_modules", {})
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -140,7 +140,7 @@ def driver(monkeypatch, nvrtc):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     for kept in (device_code._context, device_code._launch):
         kept.cache_clear()
-    yield found
+    yield library
     for kept in (device_code._context, device_code._launch):
         kept.cache_clear()
 
