@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnreg import _registry
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.dispatch import planning, scope
 from attnreg.dispatch.state import state, with_reasons
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.selection.decision import Policy, Preference
+from attnreg.selection.decision import Policy
 from attnreg.selection.render import refuse
 from attnreg.torchlib import building
 from attnreg.tuning import representatives
@@ -103,25 +104,26 @@ def warmup(
     if not kinds:
         raise InvalidInputError("warmup: got no kind, expected at least one AttentionSpec or dict")
     wanted = [_kind(kind, device) for kind in kinds]
-    choice = scope.current() if backend is None else scope.exclusive(backend)
-    leading = None if choice is None else choice.preference
+    entry = None if backend is None else _registry.find(backend)
+    if entry is not None:
+        entry.kernels()  # raises if it can't load
     building.ensure_built()
     found = []
     for kind in wanted:
         for direction in kind.directions:
-            for result in run_decided(kind, direction, leading):
+            for result in run_decided(kind, direction) if entry is None else [_run(kind, direction, entry)]:
                 log.log(logging.INFO if result.error is None else logging.WARNING, "warmup: %s", result)
                 found.append(result)
     return found
 
 
-def run_decided(kind: Kind, direction: Direction, leading: Preference | None = None) -> list[FirstCall]:
+def run_decided(kind: Kind, direction: Direction) -> list[FirstCall]:
     """Run one direction of a kind on each backend that would run one of its calls now.
 
     A backend that doesn't run it after all makes way for the next, as it does in calls.
     """
-    now = state()
-    policy = now.policy.with_first(leading)
+    now, choice = state(), scope.current()
+    policy = now.policy.with_first(None if choice is None else choice.preference)
     results: dict[str | None, FirstCall] = {}
     against: dict[str, str] = {}
     for call in kind.calls:
@@ -137,6 +139,14 @@ def run_decided(kind: Kind, direction: Direction, leading: Preference | None = N
                 break
             against[name] = error
     return list(results.values())
+
+
+def _run(kind: Kind, direction: Direction, entry: Entry) -> FirstCall:
+    """Run one direction of a kind on the backend that the program names."""
+    policy = state().policy
+    disabled_by = policy.disabled.get(entry.name.casefold(), "")
+    against = f"disabled by {disabled_by}" if disabled_by else ""
+    return run_once(policy.applied_to(kind.spec), direction, entry, against)
 
 
 def _decided(

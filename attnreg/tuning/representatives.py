@@ -134,6 +134,7 @@ def tensors_of(spec: AttentionSpec, device: torch.device) -> Inputs:
         scale=(spec.head_dim or 1) ** -0.5 if spec.positive_scale else 0.0,
         seqused_k=case.lens_k if spec.seqused_k else None,
         page_size=spec.page_size,
+        one_cu_seqlens=case.one_cu_seqlens and spec.page_size is None,  # pages have no offsets of keys
         bias="additive" if spec.bias else "none",
         alibi=spec.alibi,
         dropout=spec.dropout,
