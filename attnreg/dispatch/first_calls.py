@@ -31,7 +31,7 @@ __all__ = ["FirstCall", "warmup"]
 log = logging.getLogger("attnreg")
 
 # A GPU takes less for a call of a few hundred tokens, unless something is compiled, built or loaded for it.
-PREPARING_S = 0.05
+PREPARING_S = 0.03
 
 
 class FirstCall(NamedTuple):

@@ -78,6 +78,8 @@ def without_lengths(given: Mapping[str, Any], device: Device) -> Kind:
         spec = AttentionSpec(device=device, **filled)
     except TypeError as error:
         raise InvalidInputError(f"kind: {error}") from None
+    if spec.max_q == 1 and spec.causal and not spec.batch_invariant:
+        spec = replace(spec, window=(spec.window[0], -1))  # as of calls: one query sees all keys either way
     if "max_k" in given:
         return one_call(spec)
     has_queries = "max_q" in given

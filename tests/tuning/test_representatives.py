@@ -8,6 +8,7 @@ import torch
 from support.tuned import spec_with
 
 from attnreg import Device
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.tuning.representatives import Kind, recorded_kinds, small, tensors_of, without_lengths
 from attnreg.tuning.traces import Recorded
 
@@ -62,6 +63,16 @@ def test_a_small_call_keeps_whether_queries_are_fewer_than_keys_and_its_window_r
     assert small(spec_with(300, window=(-1, -1))).window == (-1, -1)
 
 
+@pytest.mark.parametrize("changes", [{}, {"window": (-1, 0)}, {"window": (4096, 0)}, {"heads_k": 1}])
+def test_what_fa4_compiles_for_a_small_call_is_what_it_compiles_for_the_call(changes):
+    for max_q, max_k in itertools.product((1, 300, 513, 5000), (300, 513, 5000)):
+        for batch, varlen in ((1, False), (9, True), (5000, True)):
+            spec = spec_with(max_q=max_q, max_k=max_k, batch=batch, varlen=varlen, **changes)
+            for direction in ("forward", "backward"):
+                compiled = compiled_kinds.kind_of_spec(direction, spec)
+                assert compiled_kinds.kind_of_spec(direction, small(spec)) == compiled, spec
+
+
 def test_packed_batches_of_many_sequences_are_a_kind_of_short_ones():
     few, many = (spec_with(4096, batch=batch, varlen=True) for batch in (200, 5000))
     assert [lengths_of(kind.spec) for kind in kinds(few, many)] == [
@@ -98,7 +109,7 @@ def test_a_kind_without_lengths_is_decided_at_usual_ones():
         (n, n, (1024, 0)) for n in (512, 2048, 16384)
     ]
     decoding = without_lengths({**fields, "max_q": 1}, CPU)
-    assert (decoding.spec.max_q, decoding.spec.max_k) == (1, 512)
+    assert (decoding.spec.max_q, decoding.spec.max_k, decoding.spec.window) == (1, 512, (128, -1))
     assert [(call.max_q, call.max_k) for call in decoding.calls] == [(1, 512), (1, 2048), (1, 16384)]
     exact = without_lengths({**fields, "max_k": 4000}, CPU)
     assert (exact.spec.max_q, exact.spec.max_k, exact.spec.window) == (512, 4000, (1024, 0))
