@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from attnreg.contract.capabilities import Capabilities, Range
     from attnreg.contract.spec import AttentionSpec, Device
     from attnreg.dispatch.counters import Stats, reset_stats, stats
+    from attnreg.dispatch.first_calls import FirstCall, warmup
     from attnreg.errors import (
         AttnregError,
         BackendUnavailableError,
@@ -60,6 +61,7 @@ _HOMES = {
     "contract.capabilities": "Capabilities Range",
     "contract.spec": "AttentionSpec Device",
     "dispatch.counters": "Stats reset_stats stats",
+    "dispatch.first_calls": "FirstCall warmup",
     "errors": "AttnregError BackendUnavailableError BuildError ConfigError InvalidInputError"
     " RanksDifferError RegistrationError UnknownBackendError UnsupportedInputError",
     "explanation": "Explanation explain",
@@ -79,7 +81,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "register_backend", "Handle", "use_backend", "install", "uninstall", "list_backends",
     "configure", "reload", "Settings",
     "explain", "Explanation", "Decision", "AttentionSpec", "Device",
-    "stats", "Stats", "reset_stats", "record",
+    "stats", "Stats", "reset_stats", "record", "warmup", "FirstCall",
     "varlen_attn", "varlen_attn_out", "AuxRequest",
     "context_parallel", "ContextParallel", "Layout", "Piece", "spread_documents", "explain_context_parallel",
     "Backend", "Kernels", "Call", "Capabilities", "Range",

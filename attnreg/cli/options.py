@@ -6,6 +6,7 @@ was expected. An option of a single command is declared in that command's file.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnreg.cli.output import counted
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 
 if TYPE_CHECKING:
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
     from attnreg.contract.discovery import Entry
     from attnreg.contract.spec import AttentionSpec
+    from attnreg.tuning.traces import Recorded
+
+
+log = logging.getLogger("attnreg")
 
 
 def valued(name: str, metavar: str, text: str, *, show_default: bool = False, **further: Any) -> Any:
@@ -136,6 +142,25 @@ def present_device(text: str, option: str = "--device") -> torch.device:
     return found
 
 
+def recorded_on(trace: Path, device: str) -> list[Recorded]:
+    """Return what `--from` has recorded on a type of device; logs how many calls on others are left out."""
+    from attnreg.tuning import traces
+
+    recorded = traces.read(trace)
+    here = [one for one in recorded if one.spec.device.type == device]
+    elsewhere = " and ".join(sorted({one.spec.device.type for one in recorded} - {device}))
+    if elsewhere and not here:
+        raise InvalidInputError(
+            f"--from: got calls on {elsewhere}, expected some on {device}, the device of --device"
+        )
+    if elsewhere:
+        left_out = counted(len(recorded) - len(here), "call")
+        log.warning("--from: left out %s on %s, as the device is %s", left_out, elsewhere, device)
+    if not here:
+        raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")
+    return here
+
+
 def check_writable(option: str, file: Path, mark: str = "") -> None:
     """Check that an option's file can be written, as `tuning.table.check_writable` does."""
     from attnreg.tuning import table
@@ -189,6 +214,14 @@ def _reason(entry: Entry, device: torch.device, disabled_by: str) -> str:
     return ""
 
 
+def window_of(text: str, causal: bool = False) -> tuple[int, int]:
+    """Read `--window`, whose right side `--causal` closes."""
+    left, right = numbers("--window", text, "left,right")
+    if min(left, right) < -1:
+        raise InvalidInputError(f"--window: got {text!r}, expected numbers of keys, -1 for all")
+    return left, 0 if causal else right
+
+
 def spec_of(
     q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
 ) -> AttentionSpec:
@@ -207,9 +240,7 @@ def spec_of(
             f"--kv: got batch {batch_k} and head dim {head_dim_k}, expected those of --q, "
             f"{batch} and {head_dim}"
         )
-    left, right = numbers("--window", window, "left,right")
-    if min(left, right) < -1:
-        raise InvalidInputError(f"--window: got {window!r}, expected numbers of keys, -1 for all")
+    sides = window_of(window, causal)
     selected = Device.parse(device) if device else None
     if selected is None or not selected.simulated:
         selected = planning.device_of(torch_device(device))
@@ -223,7 +254,7 @@ def spec_of(
         heads_k=heads_k,
         head_dim=head_dim,
         head_dim_v=head_dim if head_dim_v is None else head_dim_v,
-        window=bounds((left, right), causal, max_q, max_k),
+        window=bounds(sides, causal, max_q, max_k),
         **facts,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from attnreg.contract.spec import AttentionSpec, Device
     from attnreg.tuning.points import Front, Point
     from attnreg.tuning.session import Session
-
-log = logging.getLogger("attnreg")
 
 GRIDS = ("quick", "full")
 
@@ -140,28 +137,15 @@ def _specs(
 
 def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
     """Return the calls of a trace as if they were made on this device, the most work first."""
-    from attnreg.tuning import traces
     from attnreg.tuning.kinds import kind_of, size_of, work
 
     weights: dict[AttentionSpec, float] = {}
-    recorded = traces.read(trace)
-    here = [one for one in recorded if one.spec.device.type == device.type]
-    elsewhere = " and ".join(sorted({one.spec.device.type for one in recorded} - {device.type}))
-    if elsewhere and not here:
-        raise InvalidInputError(
-            f"--from: got calls on {elsewhere}, expected some on {device.type}, the device of --device"
-        )
-    if elsewhere:
-        left_out = output.counted(len(recorded) - len(here), "call")
-        log.warning("--from: left out %s on %s, as the device is %s", left_out, elsewhere, device.type)
-    for one in here:
+    for one in options.recorded_on(trace, device.type):
         spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
         spec = replace(spec, batch_invariant=False)  # times never decide about such calls
         # A backward has five matrix products where a forward has two.
         cost = work(kind_of(spec, "forward"), size_of(spec)) * (one.forward + 2.5 * one.backward)
         weights[spec] = weights.get(spec, 0.0) + cost
-    if not weights:
-        raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")
     return sorted(weights, key=weights.__getitem__, reverse=True)
 
 

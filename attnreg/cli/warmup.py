@@ -1,22 +1,28 @@
-"""`attnreg warmup`: run given calls once, so that backends compile their kernels ahead of time."""
+"""`attnreg warmup`: run kinds of calls once, so that backends compile their kernels ahead of time."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import groupby, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnreg.cli import options, output
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch
 
-    from attnreg.contract.discovery import Entry
-    from attnreg.contract.spec import AttentionSpec, Direction
+    from attnreg.contract.spec import AttentionSpec
+    from attnreg.dispatch.first_calls import FirstCall
+    from attnreg.tuning.representatives import Kind
+
+    # What the progress bar says of it, and what runs it.
+    Job = tuple[str, Callable[[], list[FirstCall]]]
 
 
 def warmup(
@@ -25,8 +31,16 @@ def warmup(
         options.valued(
             "--q", "B,S,H,D", "Query: batch, length, heads, head dim. Repeat it for several calls."
         ),
-    ],
-    kv: options.Keys = [],  # noqa: B006 - typer makes a new list for each call
+    ] = [],  # noqa: B006 - typer makes a new list for each call
+    kv: options.Keys = [],  # noqa: B006
+    heads: Annotated[
+        list[str],
+        options.valued("--heads", "Q,K", "In place of --q, for any lengths: heads of query and key."),
+    ] = [],  # noqa: B006
+    head_dim: Annotated[
+        list[str], options.valued("--head-dim", "NUMBERS", "With --heads: one or several with commas.")
+    ] = [],  # noqa: B006
+    trace: Annotated[Path | None, options.TRACE] = None,
     device: options.DeviceHere = "",
     dtype: options.Dtypes = [],  # noqa: B006
     causal: options.Causal = False,
@@ -38,123 +52,166 @@ def warmup(
     backend: options.Backends = [],  # noqa: B006
     as_json: options.AsJson = False,
 ) -> None:
-    """Run calls once, so that backends compile their kernels now.
+    """Run kinds of calls once, so that their kernels are compiled.
 
-    Kernels that a backend keeps on disk are then ready when the next program starts. Prints how long
-    each first call took.
+    Kernels that a backend keeps on disk are then ready when the next program starts; what it builds for
+    one process, such as cuDNN's execution plans, isn't: attnreg.warmup does that in the program. Without
+    --backend, recorded calls run on the backends that they would run on. Prints how long each first call
+    took.
 
-    Example: attnreg warmup --q 1,4096,32,128 --causal --backend FA4
+    Example: attnreg warmup --backend FA4 --heads 32,8 --head-dim 64,128 --varlen --causal
     """
+    shared = {
+        "--dtype": bool(dtype), "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
+        "--head-dim-v": head_dim_v is not None, "--deterministic": deterministic,
+    }  # fmt: skip
+    _check_given(q, heads, head_dim, trace, shared)
     output.import_torch()
     place, named = options.present_device(device), options.names("--backend", backend)
-    specs = options.specs_of(
-        q, kv, str(place), dtype, window, causal, head_dim_v, varlen=varlen, deterministic=deterministic
-    )
     with output.stdout_to_stderr():
-        found = [
-            (entry, reason)
-            for entry, reason in options.candidates(named, place)
-            # A backend for other devices is listed only if it is named.
-            if named or entry.backend is None or place.type in entry.backend.devices
-        ]
-        directions: tuple[Direction, ...] = ("forward", "backward") if backward else ("forward",)
-        planned = [(spec, *one, direction) for spec in specs for one in found for direction in directions]
-        done: list[tuple[AttentionSpec, dict[str, Any]]] = []
-        finished = False
-        with contextlib.suppress(KeyboardInterrupt), output.progress(len(planned)) as update:
-            for spec, entry, reason, direction in planned:
-                update(description=f"{entry.name} {direction}")
-                done.append((spec, _first_call(spec, entry, reason, direction, place)))
-                update(advance=1)
-            finished = True
-    calls = [call for _, call in done]
-    if as_json:
-        output.print_json({"device": str(place), "finished": finished, "calls": calls})
-    else:
-        for spec, group in groupby(done, key=lambda one: one[0]):
-            rows = (_row(call) for _, call in group)
-            output.table(f"{spec} on {spec.device}", rows, ("backend", "direction", "seconds", ""))
+        facts: dict[str, Any] = {"varlen": varlen, "deterministic": deterministic}
+        specs = options.specs_of(q, kv, str(place), dtype, window, causal, head_dim_v, **facts)
+        facts |= {"head_dim_v": head_dim_v, "window": options.window_of(window, causal)}
+        kinds = [*_calls(specs), *_kinds(heads, head_dim, dtype, place, facts)]
+        recorded = _recorded(trace, place) if trace is not None else []
+        if not backward:
+            kinds, recorded = _forwards(kinds), _forwards(recorded)
+        jobs = list(_jobs(kinds, named, place))
+        jobs += _jobs(recorded, named, place) if named else _jobs_as_decided(recorded)
+        done, finished = _run(jobs)
+    _show(done, finished, place, as_json)
     if not finished:
         raise typer.Exit(output.INTERRUPTED)
-    states = [call["state"] for call in calls]
-    if "failed" in states or "ran" not in states or (named and "refused" in states):
+    failed = any(one.error is not None and not one.refused for one in done)
+    refused = any(one.refused and (named or one.backend is None) for one in done)
+    if failed or refused or not any(one.error is None for one in done):
         raise typer.Exit(output.FAILED)
 
 
-def _first_call(
-    spec: AttentionSpec, entry: Entry, reason: str, direction: Direction, device: torch.device
-) -> dict[str, Any]:
-    """Run one direction of a call on a backend, unless there is a reason not to; return what came of it."""
-    state, seconds = "refused", None
-    reason = reason or "; ".join(entry.reasons(spec, direction))
-    try:
-        if not reason:
-            kernel = entry.kernel(direction, spec)
-            arguments = _arguments(spec, direction, device)
-            _synchronize(device)
-            started = time.perf_counter()
-            kernel(*arguments)
-            _synchronize(device)
-            state, seconds = "ran", time.perf_counter() - started
-    except UnsupportedInputError as error:
-        reason = str(error)
-    except Exception as error:  # noqa: BLE001 - the other backends are still run
-        state, reason = "failed", f"{type(error).__name__}: {error}"
+def _check_given(
+    q: list[str], heads: list[str], head_dim: list[str], trace: Path | None, shared: dict[str, bool]
+) -> None:
+    """Check that there is something to run, and that each option says something of it."""
+    if not (q or heads or head_dim or trace):
+        raise InvalidInputError("got nothing to run, expected --q, --heads and --head-dim, or --from")
+    if bool(heads) != bool(head_dim):
+        one, other = ("--heads", "--head-dim") if heads else ("--head-dim", "--heads")
+        raise InvalidInputError(f"{one}: got no {other}, expected both")
+    unused = [name for name, given in shared.items() if given]
+    if unused and not (q or heads):
+        raise InvalidInputError(
+            f"{' and '.join(unused)}: got --from alone, expected the call that it describes: --q or --heads"
+        )
+
+
+def _calls(specs: list[AttentionSpec]) -> Iterator[Kind]:
+    """Yield calls that are run with their own lengths, in both directions."""
+    from attnreg.tuning import representatives
+
+    for spec in specs:
+        yield representatives.one_call(spec)._replace(directions=("forward", "backward"))
+
+
+def _kinds(
+    heads: list[str], head_dims: list[str], dtypes: list[str], place: torch.device, facts: dict[str, Any]
+) -> Iterator[Kind]:
+    """Yield a kind without lengths, in both directions, for each heads, head dim and dtype."""
+    from attnreg.dispatch import planning
+    from attnreg.tuning import representatives
+
+    names = [options.dtype_name(name) for name in options.names("--dtype", dtypes) or ("bf16",)]
+    for both, dim, dtype in product(heads, options.names("--head-dim", head_dims), names):
+        heads_q, heads_k = options.numbers("--heads", both, "query heads,key heads")
+        (head_dim,) = options.numbers("--head-dim", dim, "head dim")
+        own = {"heads_q": heads_q, "heads_k": heads_k, "head_dim": head_dim, "dtype": dtype}
+        same_dim = {"head_dim_v": head_dim} if facts["head_dim_v"] is None else {}
+        fields = {**facts, **own, **same_dim, "needs_backward": True}
+        yield representatives.without_lengths(fields, planning.device_of(place))
+
+
+def _recorded(trace: Path, place: torch.device) -> list[Kind]:
+    """Return the kinds of a recording's calls on this type of device."""
+    from attnreg.dispatch import planning
+    from attnreg.tuning import representatives
+
+    recorded = options.recorded_on(trace, place.type)
+    return representatives.recorded_kinds(recorded, planning.device_of(place))
+
+
+def _forwards(kinds: list[Kind]) -> list[Kind]:
+    return [one._replace(directions=("forward",)) for one in kinds if "forward" in one.directions]
+
+
+def _jobs(kinds: Iterable[Kind], named: tuple[str, ...], place: torch.device) -> Iterator[Job]:
+    """Yield what runs each kind on each backend that is named, else on all that serve the device."""
+    found = [
+        (entry, against)
+        for entry, against in options.candidates(named, place)
+        # A backend for other devices is listed only if it is named.
+        if named or entry.backend is None or place.type in entry.backend.devices
+    ]
+    for kind, (entry, against) in product(kinds, found):
+        for direction in kind.directions:
+            yield f"{entry.name} {direction}", partial(_once, kind.spec, direction, entry, against)
+
+
+def _once(*job: Any) -> list[FirstCall]:
+    from attnreg.dispatch.first_calls import run_once
+
+    return [run_once(*job)]
+
+
+def _jobs_as_decided(kinds: Iterable[Kind]) -> Iterator[Job]:
+    """Yield what runs each kind on the backends that its calls would run on."""
+    from attnreg.dispatch.first_calls import run_decided
+
+    for number, kind in enumerate(kinds, 1):
+        for direction in kind.directions:
+            yield f"kind {number} {direction}", partial(run_decided, kind, direction)
+
+
+def _run(jobs: list[Job]) -> tuple[list[FirstCall], bool]:
+    """Return what came of the jobs, and whether all were done."""
+    done: list[FirstCall] = []
+    with contextlib.suppress(KeyboardInterrupt), output.progress(len(jobs)) as update:
+        for description, run in jobs:
+            update(description=description)
+            done += run()
+            update(advance=1)
+        return done, True
+    return done, False
+
+
+def _show(done: list[FirstCall], finished: bool, place: torch.device, as_json: bool) -> None:
+    if as_json:
+        calls = [_data(one) for one in done]
+        output.print_json({"device": str(place), "finished": finished, "calls": calls})
+        return
+    for spec, group in groupby(done, key=lambda one: one.kind):
+        title = f"{spec} on {spec.device}"
+        output.table(title, map(_row, group), ("backend", "direction", "seconds", ""))
+
+
+def _data(one: FirstCall) -> dict[str, Any]:
+    from attnreg import _registry
+
+    state = "ran" if one.error is None else "refused" if one.refused else "failed"
     return {
-        "backend": entry.name,
-        "version": entry.version(),
-        "call": str(spec),
-        "direction": direction,
+        "backend": one.backend,
+        "version": _registry.find(one.backend).version() if one.backend else "",
+        "call": str(one.kind),
+        "direction": one.direction,
         "state": state,
-        "seconds": seconds,
-        "reason": reason,
+        "seconds": one.seconds,
+        "prepared": one.prepared,
+        "reason": one.error or "",
     }
 
 
-def _row(call: dict[str, Any]) -> tuple[str, ...]:
-    seconds = "-" if call["seconds"] is None else f"{call['seconds']:.3f}"
-    reason = call["reason"].partition("\n")[0]
-    note = f"not run: {reason}" if call["state"] == "refused" else reason
-    return call["backend"], call["direction"], seconds.rjust(7), note
-
-
-def _arguments(spec: AttentionSpec, direction: Direction, device: torch.device) -> tuple[Any, ...]:
-    """Return what a backend's kernel is called with: tensors of zeros and the rest of the call."""
-    import torch
-
-    from attnreg.contract.backend import Call
-
-    def zeros(length: int, heads: int, dim: int) -> torch.Tensor:
-        rows = (spec.batch * length,) if spec.varlen else (spec.batch, length)
-        return torch.zeros((*rows, heads, dim), dtype=getattr(torch, spec.dtype), device=device)
-
-    def cu_seqlens(length: int) -> torch.Tensor | None:
-        offsets = torch.arange(spec.batch + 1, dtype=torch.int32, device=device) * length
-        return offsets if spec.varlen else None
-
-    call = Call(
-        scale=float((spec.head_dim or 1) ** -0.5),
-        max_q=spec.max_q,
-        max_k=spec.max_k,
-        window=spec.window,
-        cu_seqlens_q=cu_seqlens(spec.max_q),
-        cu_seqlens_k=cu_seqlens(spec.max_k),
-        deterministic=spec.deterministic,
-    )
-    query = zeros(spec.max_q, spec.heads_q, spec.head_dim)
-    key = zeros(spec.max_k, spec.heads_k, spec.head_dim)
-    value = zeros(spec.max_k, spec.heads_k, spec.head_dim_v)
-    if direction == "forward":
-        return query, key, value, call
-    out = zeros(spec.max_q, spec.heads_q, spec.head_dim_v)
-    shape = (spec.heads_q, len(out)) if spec.varlen else (spec.batch, spec.heads_q, spec.max_q)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = torch.zeros(shape, dtype=dtype, device=device)
-    return torch.zeros_like(out), query, key, value, out, lse, call
-
-
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _row(one: FirstCall) -> tuple[str, ...]:
+    seconds = "-" if one.seconds is None else f"{one.seconds:.3f}"
+    # An error of the compiler has many lines; the reasons of all backends are a table.
+    reason = (one.error or "").partition("\n")[0] if one.backend else one.error or ""
+    note = f"not run: {reason}" if one.refused else reason
+    prepared = "compiled, built or loaded" if one.prepared else ""
+    return one.backend or "-", one.direction, seconds.rjust(7), note or prepared

@@ -29,7 +29,7 @@ from attnreg.contract.launchers import (
     places_of,
     with_lengths,
 )
-from attnreg.contract.lengths import LENGTHS, Cut
+from attnreg.contract.lengths import LENGTHS, OF_ALL, Cut
 from attnreg.contract.validation import check_values, every_row_sees_a_key
 from attnreg.dispatch import counters, scope
 from attnreg.dispatch.state import Plan
@@ -210,13 +210,11 @@ def described(kept: Kept | bool | None) -> Any:
     name = _FORMS.get(type(launcher))
     if name is not None:
         launcher = name, launcher, *launcher.described()
-    plan = kept.plan
-    if plan.kind is None:
-        return None
+    plan, kind = kept.plan, kept.plan.kind
     decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
     auxiliary = tuple(with_lengths(kept.auxiliary, 0, 0)), places_of(kept.auxiliary)
-    cuts = _described_cuts((*plan.kind.cuts, *kept.cuts))
-    classes = cuts, plan.kind.by_times, len(plan.key) > 1
+    cuts = _described_cuts((*(OF_ALL if kind is None else kind.cuts), *kept.cuts))
+    classes = cuts, kind is not None and kind.by_times, len(plan.key) > 1
     return launcher, plan.counters, decline_reason, kept.is_final, *auxiliary, kept.counts_sinks, classes
 
 

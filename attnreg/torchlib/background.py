@@ -24,6 +24,7 @@ from attnreg.errors import AttnregError, BuildError
 from attnreg.settings import environment
 from attnreg.torchlib import caches, libraries, locks
 from attnreg.torchlib.libraries import LIBRARIES, Library, existing, target
+from attnreg.torchlib.slow import says_if_slow
 
 log = logging.getLogger("attnreg")
 
@@ -91,7 +92,8 @@ def wait_built() -> None:
                 _check_places()
                 if not all(map(earlier_failure, missing)):
                     log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
-                with _locked():
+                what = " and ".join(library.title for library in missing)
+                with says_if_slow(f"the first call waited: compiling {what}"), _locked():
                     failures = build_missing()
                 if len(failures) == len(LIBRARIES):
                     raise BuildError(failures[0])

@@ -1,14 +1,38 @@
-"""Promises of `attnreg warmup`: each call runs once on each backend, and what isn't run has a reason."""
+"""Promises of `attnreg warmup`: each kind runs once on each backend, and what isn't run has a reason."""
 
 import json
 
 import pytest
 import torch
 from support.command_line import words
+from support.tuned import spec_with
 
+import attnreg
 from attnreg.contract.capabilities import Range
+from attnreg.tuning import traces
 
-WARMUP = ("warmup", "--device", "cpu", "--q", "2,64,4,32")
+DIRECTIONS = ("forward", "backward")
+KINDS = ("warmup", "--device", "cpu")
+WARMUP = (*KINDS, "--q", "2,64,4,32")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return a function that writes a recording: specs, each with how often its directions ran."""
+
+    def write(*counted):
+        file = tmp_path / "trace.jsonl"
+        traces.merge(
+            file,
+            {
+                (spec, direction): n
+                for spec, both in counted
+                for direction, n in zip(DIRECTIONS, both, strict=True)
+            },
+        )
+        return file
+
+    return write
 
 
 def calls_of(result):
@@ -112,3 +136,139 @@ def test_warmup_is_1_when_nothing_could_be_run_or_a_backend_that_was_named(call,
     assert call(*WARMUP, "--backend", "math,picky").exit_code == 1
     assert call(*WARMUP, "--backend", "FA2").exit_code == 1
     assert call(*WARMUP).exit_code == 0
+
+
+# Kinds without lengths
+
+
+def test_kinds_without_lengths_are_the_product_of_heads_head_dims_and_dtypes(call, fake, plugins):
+    mine = fake("mine")
+    plugins(mine=mine.backend)
+    options = ("--heads", "4,2", "--heads", "6,6", "--head-dim", "16,32", "--dtype", "fp32,bf16")
+    further = ("--varlen", "--causal", "--window", "4096,-1", "--no-backward")
+    result = call(*KINDS, *options, *further, "--backend", "mine", "--json")
+    assert result.exit_code == 0, result.output
+    assert {(row["backend"], row["direction"], row["state"]) for row in calls_of(result)} == {
+        ("mine", "forward", "ran")
+    }
+    assert [(str(q.dtype), tuple(q.shape), k.shape[1]) for q, k, *_ in mine.forwards] == [
+        (f"torch.{dtype}", (1024, heads_q, dim), heads_k)
+        for heads_q, heads_k in ((4, 2), (6, 6))
+        for dim in (16, 32)
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert {one.window for *_, one in mine.forwards} == {(128, 0)}
+    assert mine.backwards == []
+
+
+def test_a_kind_without_lengths_runs_both_directions_with_the_options_that_describe_it(call, fake, plugins):
+    mine = fake("mine")
+    plugins(mine=mine.backend)
+    described = ("--heads", "4,2", "--head-dim", "16", "--head-dim-v", "8", "--deterministic")
+    result = call(*KINDS, *described, "--q", "1,8,4,16", "--backend", "mine")
+    assert result.exit_code == 0, result.output
+    exact, (query, _, value, forward) = mine.forwards
+    assert exact[0].shape == (1, 8, 4, 16)
+    assert (query.shape, value.shape) == ((2, 512, 4, 16), (2, 512, 2, 8))
+    assert forward.deterministic and len(mine.backwards) == 2
+    assert "query (2, 512, 4, 16)" in words(result)
+
+
+# Recorded kinds
+
+
+def test_each_kind_of_a_recording_runs_once_on_the_backends_that_would_run_its_calls(
+    call, fake, plugins, trace, monkeypatch
+):
+    mine, other = fake("mine", dtypes=("bfloat16",)), fake("other")
+    plugins(mine=mine.backend, other=other.backend)
+    monkeypatch.setenv("ATTNREG_BACKEND", "mine,other")
+    attnreg.reload()
+    file = trace(
+        (spec_with(300, varlen=True), (3, 2)),
+        (spec_with(900, varlen=True), (1, 0)),
+        (spec_with(64, dtype="float32"), (5, 0)),
+    )
+    result = call(*KINDS, "--from", file, "--json")
+    assert result.exit_code == 0, result.output
+    assert [(row["backend"], row["direction"], row["state"]) for row in calls_of(result)] == [
+        ("mine", "forward", "ran"),
+        ("mine", "backward", "ran"),
+        ("other", "forward", "ran"),
+    ]
+    assert [x[0].shape for x in mine.forwards] == [(528, 4, 64)]
+    assert [x[0].shape for x in other.forwards] == [(2, 64, 4, 64)]
+    assert (len(mine.backwards), len(other.backwards)) == (1, 0)
+
+
+def test_a_recording_runs_on_the_backends_that_are_named_and_without_backwards_if_asked(
+    call, fake, plugins, trace
+):
+    mine, picky = fake("mine"), fake("picky", dtypes=("float16",))
+    plugins(mine=mine.backend, picky=picky.backend)
+    file = trace((spec_with(64), (1, 1)), (spec_with(64, dtype="float16"), (0, 1)))
+    result = call(*KINDS, "--from", file, "--backend", "mine,picky", "--no-backward", "--json")
+    assert result.exit_code == 1  # one that was named can't run it
+    assert [(row["backend"], row["direction"], row["state"]) for row in calls_of(result)] == [
+        ("mine", "forward", "ran"),
+        ("picky", "forward", "refused"),
+    ]
+    assert (len(mine.forwards), mine.backwards, picky.forwards) == (1, [], [])
+    assert call(*KINDS, "--from", file, "--backend", "mine").exit_code == 0
+    assert len(mine.backwards) == 2
+
+
+def test_a_recorded_kind_that_fails_or_that_nothing_can_run_is_exit_code_1(
+    call, fake, plugins, kernels, trace, monkeypatch
+):
+    def crash(*arguments):
+        raise RuntimeError("ptxas fatal")
+
+    plugins(crashes=fake("crashes", load=lambda: kernels._replace(forward=crash)).backend)
+    file = trace((spec_with(64, dtype="float32"), (1, 0)))
+    assert call(*KINDS, "--from", file).exit_code == 0
+    monkeypatch.setenv("ATTNREG_BACKEND", "crashes")
+    attnreg.reload()
+    result = call(*KINDS, "--from", file, "--json")
+    assert result.exit_code == 1
+    crashed, ran = calls_of(result)
+    assert (crashed["backend"], crashed["state"], crashed["reason"]) == (
+        ("crashes", "failed", "RuntimeError: ptxas fatal")
+    )
+    assert (ran["state"], ran["prepared"]) == ("ran", False) and ran["backend"] in ("cpu", "math")
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    attnreg.reload()
+    result = call(*KINDS, "--from", trace((spec_with(64, dtype="float32"), (1, 0))))
+    assert result.exit_code == 1
+    assert "no attention backend can run this forward on cpu" in words(result)
+
+
+def test_a_recording_of_another_device_or_of_nothing_is_an_error(call, trace, tmp_path):
+    cuda = trace((spec_with(64, device=attnreg.Device("cuda", (9, 0))), (1, 0)))
+    result = call(*KINDS, "--from", cuda)
+    assert result.exit_code == 2
+    assert "--from: got calls on cuda, expected some on cpu, the device of --device" in words(result)
+    (tmp_path / "empty.jsonl").write_text("")
+    result = call(*KINDS, "--from", tmp_path / "empty.jsonl")
+    assert (result.exit_code, "with at least one recorded call" in words(result)) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "got nothing to run, expected --q, --heads and --head-dim, or --from"),
+        ("--heads 4,4", "--heads: got no --head-dim, expected both"),
+        ("--head-dim 64 --q 1,8,4,64", "--head-dim: got no --heads, expected both"),
+        ("--heads 4 --head-dim 64", "--heads: got '4', expected whole numbers: query heads,key heads"),
+        ("--heads 4,4 --head-dim x", "--head-dim: got 'x', expected whole numbers: head dim"),
+        ("--heads 4,4 --head-dim 64 --kv 1,8,4,64", "--kv: got 1, expected one for each --q, 0, or none"),
+        ("--heads 4,4 --head-dim 64 --window 3,-5", "--window: got '3,-5', expected numbers of keys"),
+        ("--from none.jsonl --causal", "--causal: got --from alone, expected the call that it describes"),
+        ("--from none.jsonl", "none.jsonl: can't be read"),
+        ("--heads 4,4 --head-dim 64 --backend mth", "no backend is named 'mth'; did you mean 'math'?"),
+    ],
+)
+def test_options_that_describe_nothing_are_errors(call, options, message):
+    result = call(*KINDS, *options.split())
+    assert result.exit_code == 2
+    assert message in words(result)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.compiled_files import stand_in
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from attnreg.cli import app
 from attnreg.errors import BuildError
-from attnreg.torchlib import background, building, caches, libraries, locks
+from attnreg.torchlib import background, building, caches, libraries, locks, slow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
@@ -33,7 +34,11 @@ def in_background(monkeypatch):
 
 @pytest.fixture
 def log(monkeypatch):
-    """Return the list that messages of the logger attnreg get into, from level info on."""
+    """Return the list that messages of the logger attnreg get into, from level info on.
+
+    No step takes any time, so that no line depends on how long the machine takes.
+    """
+    monkeypatch.setattr(slow, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     messages, handler = [], logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("attnreg")
@@ -208,6 +213,15 @@ def test_now_compiles_before_the_libraries_are_loaded(cache, working, untried, m
     assert building.loaded_cpu_kernel()
     assert len(working.runs()) == 2
     assert log[0] == "compiling before the first call, as ATTNREG_BUILD=now asks"
+
+
+def test_now_says_what_the_first_call_waited_for_and_how_long(cache, working, untried, monkeypatch, log):
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    times = [10.0, 71.5]
+    monkeypatch.setattr(slow, "time", SimpleNamespace(perf_counter=lambda: times.pop(0)))
+    building.ensure_built()
+    assert log[1:] == ["the first call waited: compiling the call cache and the CPU kernel took 61.5 s"]
+    assert len(working.runs()) == 2
 
 
 def test_now_waits_for_another_process_that_compiles(cache, compiler, monkeypatch):

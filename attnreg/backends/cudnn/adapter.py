@@ -132,7 +132,7 @@ def specialize(
     empty = is_empty(*_rows(kind, tensors), call)
     if not empty and not plans.run_on_addresses(problem_of(kind, tensors, call)):
         return calls.run
-    return AddressLauncher(calls.run, calls.prepare)
+    return AddressLauncher(calls.run, calls.prepare, call.window)
 
 
 def _rows(kind: Kind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
