@@ -214,7 +214,7 @@ def described(kept: Kept | bool | None) -> Any:
     decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
     auxiliary = tuple(with_lengths(kept.auxiliary, 0, 0)), places_of(kept.auxiliary)
     cuts = _described_cuts((*(OF_ALL if kind is None else kind.cuts), *kept.cuts))
-    classes = cuts, kind is not None and kind.by_times, len(plan.key) > 1
+    classes = cuts, 0 if kind is None else int(kind.detail_of(plan.key))
     return launcher, plan.counters, decline_reason, kept.is_final, *auxiliary, kept.counts_sinks, classes
 
 

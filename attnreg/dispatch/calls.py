@@ -76,7 +76,7 @@ def plan_for(
         spec = spec_of(query, key, value, call, needs_backward)
         leading = choice.preference if choice is not None else None
         if kind is None:
-            kind = now.keep_kind(key_of_kind, kind_of(now, spec, direction, native))
+            kind = now.keep_kind(key_of_kind, kind_of(now, spec, direction))
         plan = make_plan(now, kind, kind.key(lengths), spec, direction, native, leading)
     if direction == "forward":
         check_scale(call.scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from attnreg.contract.lengths import OF_ALL, Lengths
 from attnreg.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
-from attnreg.dispatch.state import CallKind, JudgedEntry, Plan, State, declined, with_reasons
+from attnreg.dispatch.state import CallKind, Detail, JudgedEntry, Plan, State, declined, with_reasons
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import ranks
 from attnreg.selection.adaptive import Adaptive
@@ -46,46 +46,43 @@ class Native(NamedTuple):
     positive_scale: bool = False
 
 
-def kind_of(now: State, spec: AttentionSpec, direction: Direction, native: Native | None) -> CallKind:
+def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
     """Return the kind of calls that a spec is one of, with the places where its decisions change."""
     directions = _directions(spec, direction)
     cuts = [*OF_ALL]
     for entry in now.entries.values():
         for one in directions:
             cuts += entry.cuts(spec, one)
-    return CallKind(cuts, _by_times(now, spec, native))
+    return CallKind(cuts)
 
 
 def _directions(spec: AttentionSpec, direction: Direction) -> tuple[Direction, ...]:
     return ("forward", "backward") if direction == "forward" and spec.needs_backward else (direction,)
 
 
-def _by_times(now: State, spec: AttentionSpec, native: Native | None) -> bool:
-    """Whether measured times have a say in decisions about a kind of calls."""
-    times = _times(now.policy, native.name if native else "")
-    if isinstance(times, Tables):
-        return times.report(spec.device).in_force is not None
-    return times is not None
+def _detail(
+    now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision], builds: bool
+) -> Detail:
+    """Return what the decisions about a call depend on besides the class of its lengths.
 
-
-def _is_exact(
-    now: State, kind: CallKind, spec: AttentionSpec, direction: Direction, decisions: Iterable[Decision]
-) -> bool:
-    """Whether calls of a spec's class have to be decided one by one, by their exact lengths.
-
-    So are those that are recorded or locked, and those of which a backend that was asked, or whose rank was
-    compared, looks at a length that no cut names.
+    All lengths count where calls are recorded or locked, where a backend that was asked, or whose rank was
+    compared, looks at a length that no cut names, and where times chose a backend that `builds` something for
+    each shape.
     """
     if now.policy.lock is not None or trace.is_recording():
-        return True
-    # Times order backends that can run a call: all were asked.
-    names = (name for one in decisions for name in (one.order if kind.by_times else one.considered))
+        return Detail.EXACT
+    by_times = any(one.predicted is not None and one.backend not in one.asked_for for one in decisions)
+    # Times order the backends that can run a call: all were asked.
+    names = (name for one in decisions for name in (one.order if one.predicted else one.considered))
     asked = {name.casefold() for name in names}
-    return any(
+    looks_at_lengths = any(
         entry.unnamed_reads(spec, one, ranks_only=name not in asked)
         for name, entry in now.entries.items()
         for one in _directions(spec, direction)
     )
+    if looks_at_lengths or (by_times and builds):
+        return Detail.EXACT
+    return Detail.STEPS if by_times else Detail.CLASS
 
 
 def make_plan(
@@ -120,12 +117,11 @@ def make_plan(
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
         entries = with_reasons(entries, refused)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
-    if len(key) == 1:
-        builds = kind.by_times and decision.predicted is not None and _builds(decision, entries, spec)
-        if builds or _is_exact(now, kind, spec, direction, (*decisions, decision)):
-            key = *kind.decide_exactly(key), Lengths.of(spec)
-    elif kind.by_times and _builds(decision, entries, spec):
+    builds = _builds(decision, entries, spec)
+    detail = _detail(now, spec, direction, (*decisions, decision), builds)
+    if builds and detail is kind.detail_of(key) is Detail.EXACT:
         kind.count_shape()
+    key = kind.refine(key, detail, Lengths.of(spec))
     counted, log_fallbacks = _counters(decision)
     counted += trace.counters(spec, direction)
     made = Plan(decision.backend or "", kernel, kernel is None, counted, kind=kind, key=key, turn=turn)

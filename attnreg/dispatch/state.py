@@ -11,6 +11,7 @@ was launched: it is counted, and passes through.
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -84,7 +85,8 @@ class Plan(NamedTuple):
             if reason is None:
                 raise
             if self.kind is not None:
-                self.kind.decide_exactly(self.key)
+                self.kind.details[self.key[:1]] = Detail.EXACT
+                self.kind.plans.pop(self.key, None)
             raise DeclinedError(self.backend, reason) from error
         counters.count(self.counters)
         return results
@@ -124,46 +126,57 @@ class Plan(NamedTuple):
         return str(error)
 
 
+class Detail(enum.IntEnum):
+    """How much of the lengths of a class a decision depends on: nothing, their size, or all."""
+
+    CLASS = 0
+    STEPS = 1
+    EXACT = 2
+
+
 class CallKind:
     """One kind of calls: its classes of lengths, and the plans made so far.
 
     Attributes:
         cuts: where decisions about this kind change with lengths.
-        by_times: whether measured times have a say, which change smoothly with lengths.
-        plans: by class of lengths; and by class and lengths where the class is in `exact`.
-        exact: the classes whose calls are decided by their exact lengths.
+        plans: by class of lengths, followed by what else of the lengths counts in that class.
+        details: what counts in a class, where that isn't the class alone: steps where measured times decide,
+            which change smoothly with lengths, and the lengths themselves where no cut says what counts.
         shapes: how many shapes were decided exactly for a backend that builds something for each of them.
     """
 
-    __slots__ = ("by_times", "cuts", "exact", "plans", "shapes")
+    __slots__ = ("cuts", "details", "plans", "shapes")
 
-    def __init__(self, cuts: Iterable[Cut], by_times: bool) -> None:
+    def __init__(self, cuts: Iterable[Cut] = ()) -> None:
         self.cuts = tuple(dict.fromkeys(cuts))
-        self.by_times = by_times
         self.plans: dict[tuple[object, ...], Plan] = {}
-        self.exact: set[tuple[object, ...]] = set()
+        self.details: dict[tuple[object, ...], Detail] = {}
         self.shapes = 0
 
     def key(self, lengths: Lengths) -> tuple[object, ...]:
         """Return what the plan of a call of this kind is kept under."""
-        place: tuple[object, ...] = tuple([cut.is_reached(lengths) for cut in self.cuts])
-        if self.by_times:
-            place += tuple(map(step_of, lengths))
-        return (place, lengths) if self.exact and (place,) in self.exact else (place,)
+        place = (tuple([cut.is_reached(lengths) for cut in self.cuts]),)
+        detail = self.details.get(place) if self.details else None
+        if detail is None:
+            return place
+        return (*place, tuple(map(step_of, lengths)) if detail is Detail.STEPS else lengths)
 
-    def decide_exactly(self, key: tuple[object, ...]) -> tuple[object, ...]:
-        """Decide calls of a key's class by their exact lengths from now on; return the class as a key."""
-        place = key[:1]
-        self.exact.add(place)
-        self.plans.pop(place, None)
-        self.plans.pop(key, None)
-        return place
+    def detail_of(self, key: tuple[object, ...]) -> Detail:
+        """Return what counts in the class of a plan's key."""
+        return self.details.get(key[:1], Detail.CLASS)
+
+    def refine(self, key: tuple[object, ...], detail: Detail, lengths: Lengths) -> tuple[object, ...]:
+        """Have more of the lengths count in a key's class, unless it does; return the key of the lengths."""
+        if detail > self.detail_of(key):
+            self.details[key[:1]] = detail
+            self.plans.pop(key, None)
+        return self.key(lengths)
 
     def count_shape(self) -> None:
         """Count a shape that a backend builds something for; after a few all plans are made anew, once."""
         self.shapes += 1
         if self.shapes == FEW_SHAPES:
-            self.plans, self.exact = {}, set()
+            self.plans, self.details = {}, {}
             _registry.forget_calls()
 
     @property

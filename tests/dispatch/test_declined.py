@@ -274,7 +274,7 @@ def test_a_call_declined_in_a_capture_is_tried_again_in_the_next(native):
     limits = dataclasses.replace(LIMITS, capture=True)
     inputs = [torch.randn(1, 3, 2, 8) for _ in "qkv"]
 
-    kind, lengths = CallKind((), by_times=False), Lengths.of(spec)
+    kind, lengths = CallKind(), Lengths.of(spec)
 
     def capture():
         """Return the backend that runs a call of this spec."""

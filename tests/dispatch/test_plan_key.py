@@ -127,7 +127,7 @@ def test_capturing_a_graph_makes_another_plan(plans, monkeypatch):
             return getattr(self.tensor, name)
 
     keys = []
-    monkeypatch.setattr(calls, "kind_of", lambda *_: CallKind((), by_times=False))
+    monkeypatch.setattr(calls, "kind_of", lambda *_: CallKind())
     monkeypatch.setattr(calls, "make_plan", lambda now, *_: keys.append(tuple(now.kinds)))
     for name in ("check", "spec_of", "check_values"):
         monkeypatch.setattr(calls, name, lambda *_: None)

@@ -7,7 +7,6 @@
 #include <new>
 #include <shared_mutex>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -127,12 +126,15 @@ struct PlaceHash {
 struct KindOfCall {
   Classes classes;
   std::unordered_map<Place, std::shared_ptr<const Entry>, PlaceHash> entries;
-  std::unordered_set<Place, PlaceHash> exact;  // the classes of which lengths count exactly
+  std::unordered_map<Place, Detail, PlaceHash> details;  // of the classes of which more counts
 
   Place place_of(const Lengths& lengths) const {
     Place place = classes.place_of(lengths);
-    if (!exact.empty() && exact.count(place)) {
-      append_exactly(lengths, place);
+    if (!details.empty()) {
+      const auto detail = details.find(place);
+      if (detail != details.end()) {
+        append(lengths, detail->second, place);
+      }
     }
     return place;
   }
@@ -192,9 +194,9 @@ inline void erase(const Key& key, const Lengths& lengths) {
   }
 }
 
-// Keep an entry for the class of a call's lengths; for these lengths alone if they count exactly.
+// Keep an entry for the class of a call's lengths, and for what counts of them in it.
 inline void keep(
-    const Key& key, const Lengths& lengths, uint64_t generation, const Classes& classes, bool is_exact, std::shared_ptr<const Entry> entry) {
+    const Key& key, const Lengths& lengths, uint64_t generation, const Classes& classes, Detail detail, std::shared_ptr<const Entry> entry) {
   decltype(cache.kinds) dropped;
   decltype(KindOfCall::entries) dropped_entries;
   const std::unique_lock lock(guard);
@@ -208,18 +210,14 @@ inline void keep(
   KindOfCall& kind = cache.kinds[key];
   if (kind.classes.add(classes)) {  // other classes than before
     std::swap(kind.entries, dropped_entries);
-    kind.exact.clear();
+    kind.details.clear();
   }
   Place place = kind.classes.place_of(lengths);
-  if (is_exact) {
-    if (kind.exact.insert(place).second) {
-      if (const auto whole = kind.entries.find(place); whole != kind.entries.end()) {
-        dropped_entries.insert(kind.entries.extract(whole));
-      }
-    }
-    append_exactly(lengths, place);
+  if (detail != Detail::kClass) {
+    kind.details[place] = detail;
+    append(lengths, detail, place);
   } else {
-    kind.exact.erase(place);
+    kind.details.erase(place);
   }
   auto& kept = kind.entries[std::move(place)];
   if (kept) {  // Python was called once more, and is called ever more rarely from then on

@@ -109,9 +109,8 @@ inline void read_address_launcher(PyObject* described, Entry& entry) {
 }
 
 // Read the cuts of a kind of calls: pairs of terms, each a coefficient and lengths as bits, and of a number.
-inline Classes read_classes(PyObject* cuts, bool by_times) {
+inline Classes read_classes(PyObject* cuts) {
   Classes classes;
-  classes.by_times = by_times;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(cuts); i++) {
     PyObject* terms = nullptr;
     Cut cut;
@@ -143,10 +142,9 @@ inline void keep_described(
   }
   PyObject *launcher = nullptr, *counters = nullptr, *decline_reason = nullptr;
   PyObject *auxiliary = nullptr, *places = nullptr, *cuts = nullptr;
-  int is_final = 0, counts_sinks = 0, by_times = 0, is_exact = 0;
-  if (!PyArg_ParseTuple(described, "OO!OpO!O!p(O!pp)", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
-                        &PyTuple_Type, &auxiliary, &PyTuple_Type, &places, &counts_sinks, &PyTuple_Type, &cuts, &by_times,
-                        &is_exact)) {
+  int is_final = 0, counts_sinks = 0, detail = 0;
+  if (!PyArg_ParseTuple(described, "OO!OpO!O!p(O!i)", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
+                        &PyTuple_Type, &auxiliary, &PyTuple_Type, &places, &counts_sinks, &PyTuple_Type, &cuts, &detail)) {
     throw_error_of_python();
   }
   auto entry = std::make_shared<Entry>();
@@ -174,7 +172,7 @@ inline void keep_described(
     entry->auxiliary.push_back(from_python(output, schema->returns()[returned - count + i].type()));
   }
   entry->lengths = places_of(places);
-  keep(key, lengths, generation, read_classes(cuts, by_times != 0), is_exact != 0, std::move(entry));
+  keep(key, lengths, generation, read_classes(cuts), static_cast<Detail>(detail), std::move(entry));
 }
 
 }  // namespace attnreg

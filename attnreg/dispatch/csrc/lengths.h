@@ -12,7 +12,7 @@
 
 namespace attnreg {
 
-using Place = c10::SmallVector<int64_t, 8>;  // the class of a call's lengths, followed by them where they count exactly
+using Place = c10::SmallVector<int64_t, 8>;  // the class of a call's lengths, followed by what counts of them
 
 // Where a decision changes: see `contract.lengths.Cut`. Products are exact as doubles wherever a limit lies.
 struct Cut {
@@ -36,14 +36,15 @@ struct Cut {
   }
 };
 
+// What counts of the lengths of a class, as `dispatch.state.Detail`.
+enum class Detail { kClass, kSteps, kExact };
+
 struct Classes {
   std::vector<Cut> cuts;
-  bool by_times = false;
 
   // Add the cuts of another kind of Python's that has the same key here; false if there was nothing to add.
   bool add(const Classes& other) {
-    bool added = other.by_times && !by_times;
-    by_times |= other.by_times;
+    bool added = false;
     for (const Cut& cut : other.cuts) {
       if (std::find(cuts.begin(), cuts.end(), cut) == cuts.end()) {
         cuts.push_back(cut);
@@ -63,13 +64,6 @@ struct Classes {
       bits = bits << 1 | cut.is_reached(lengths);
     }
     place.push_back(bits);
-    if (by_times) {
-      int64_t steps = 0;
-      for (const int64_t length : lengths.numbers) {
-        steps = steps << 8 | step_of(length);
-      }
-      place.push_back(steps);
-    }
     return place;
   }
 
@@ -80,8 +74,17 @@ struct Classes {
   }
 };
 
-inline void append_exactly(const Lengths& lengths, Place& place) {
-  place.append(std::begin(lengths.numbers), std::end(lengths.numbers));
+// Append to a class what counts of its lengths.
+inline void append(const Lengths& lengths, Detail detail, Place& place) {
+  if (detail == Detail::kExact) {
+    place.append(std::begin(lengths.numbers), std::end(lengths.numbers));
+  } else if (detail == Detail::kSteps) {
+    int64_t steps = 0;
+    for (const int64_t length : lengths.numbers) {
+      steps = steps << 8 | Classes::step_of(length);
+    }
+    place.push_back(steps);
+  }
 }
 
 }  // namespace attnreg
