@@ -1,9 +1,9 @@
 """A stand-in for flash-attn-4 on a CPU: the parameters that are passed, compile caches, and float64.
 
-As in 4.0.0b36, its functions allocate what they aren't given and launch compiled functions, which they
-keep in caches; memory that no kernel writes holds arbitrary values. Only the kernels compute, so a launch
-that is left out, or given the wrong tensor, shows in the values. attnreg confirms a recipe at the third call
-of its description.
+As in 4.0.0b36 on Hopper, its functions allocate what they aren't given and launch compiled functions, which
+they keep in caches by keys that hold no length, but whether it fits into a tile; memory that no kernel writes
+holds arbitrary values. Only the kernels compute, so a launch that is left out, or given the wrong tensor,
+shows in the values. attnreg tries its own launches at the first call of a kind, and takes them from the second.
 """
 
 import ctypes
@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import torch
 from support import one_sequence, truth
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attnreg import Call, Device
 from attnreg.backends.fa4 import BACKEND, compiled_kinds
 from attnreg.backends.fa4 import package as fa4_package
 
 # Above so many sequences a launch of its own sums up their tiles.
-MANY, TILE = 256, 128
+MANY = 256
 
 
 # Values
@@ -105,46 +104,58 @@ class SinkTensors(NamedTuple):
     gradient: torch.Tensor
 
 
-class Baked(NamedTuple):
-    """What the host has read of a tensor: its address, or what it holds."""
+def tile_cumsum(tile, factor):
+    def run(total, splits, cu_seqlens, used, *others):
+        assert splits is used is None and others == (None, None)
+        total[0] = 0
+        total[1:] = ((cu_seqlens.diff() * factor + tile - 1) // tile).cumsum(0)
 
-    address: int = 0
-    numbers: tuple = ()
-
-
-# The tensors whose addresses kernels were given.
-by_address = {}
+    return run
 
 
-def read(argument):
-    """Return the tensor that a kernel reads, given itself or as numbers."""
-    if type(argument) is not Baked:
-        return argument
-    return by_address[argument.address] if argument.address else torch.tensor(argument.numbers)
+def assert_tiles(sums, cu_seqlens, tile, factor=1):
+    """Hold the sums of tiles to be there where there are many sequences, and to be right."""
+    many = cu_seqlens is not None and len(cu_seqlens) > MANY + 1
+    assert (sums is not None) is many
+    if many:
+        expected = torch.empty_like(sums)
+        tile_cumsum(tile, factor)(expected, None, cu_seqlens, None, None, None)
+        assert torch.equal(sums, expected)
 
 
-def tile_cumsum(total, cu_seqlens):
-    tiles = (cu_seqlens.diff() + TILE - 1) // TILE
-    total[0] = 0
-    total[1:] = tiles.cumsum(0)
-
-
-def forward_kernel(causal, softcap):
-    def run(q, k, v, out, lse, scale, cu_q, cu_k, used, pages, left, right, sinks, aux, tiles):
+def forward_kernel(causal, softcap, factor, tile):
+    def run(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        scale,
+        cu_q,
+        cu_k,
+        used_q,
+        used,
+        pages,
+        left,
+        right,
+        sinks,
+        sparse,
+        aux,
+        tiles,
+        splits,
+    ):
         assert aux == AuxData() and type(aux) is AuxData
-        if tiles is not None:
-            expected = torch.empty_like(tiles)
-            tile_cumsum(expected, cu_q)
-            assert torch.equal(tiles, expected)
-        v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
+        assert used_q is sparse is splits is None
+        group = q.shape[-2] // k.shape[-2]
+        assert_tiles(tiles, cu_q, tile, group)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
             query, value = q[rows_q], loaded(v, rows_k, length)
             key = (k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3))[:length]
             part, part_lse = one_sequence.forward(
-                scores(query, key, scale, causal, left, right, softcap), value
+                scores(query, key, scale * factor, causal, left, right, softcap), value
             )
             if sinks is not None:  # of a row without a key it is all of the LSE
-                total = torch.logaddexp(part_lse, read(sinks).to(part_lse)[:, None])
+                total = torch.logaddexp(part_lse, sinks.to(part_lse)[:, None])
                 part, part_lse = part * (part_lse - total).exp().mT[..., None], total
             out[rows_q] = part.to(out.dtype)
             if cu_q is None:
@@ -155,65 +166,110 @@ def forward_kernel(causal, softcap):
     return run
 
 
-def preprocess_kernel(out, dout, dpsum, lse, lse_copy, dq_accum, dlse):
-    assert out.shape == dout.shape and dout.isfinite().all()
-    dpsum.copy_((out.double() * dout.double()).sum(-1))
-    if dlse is not None:
-        dpsum.sub_(dlse.mT)
-    lse_copy.copy_(lse)
-    dq_accum.zero_()
+def sums_of(sums, like, dim):
+    """Return a view of flat sums of heads, padded to tiles, in the shape of the rows that they are about."""
+    step = 64 if dim > 128 else 32
+    width = -(-like.shape[-1] // step) * step
+    rows = sums.unflatten(-1, (-1, width)).transpose(-2, -3)
+    return rows[..., : like.shape[-3], :, : like.shape[-1]]
 
 
-def backward_kernel(causal, shared, softcap):
-    def run(q, k, v, dout, lse, dpsum, dq_accum, dk, dv, scale, cu_q, cu_k, used, left, right, turns, aux):
+def preprocess_kernel(tile):
+    def run(
+        out, dout, dpsum, lse, lse_log2, dq_sums, cu_q, used_q, dlse, row_max, scale_p, scale, tiles, rest
+    ):
+        assert used_q is row_max is scale_p is rest is None and scale == 1.0
+        assert out.shape == dout.shape and dout.isfinite().all()
+        assert dpsum.shape == lse_log2.shape and dpsum.shape[-1] % tile == 0
+        assert_tiles(tiles, cu_q, tile)
+        products = (out.double() * dout.double()).sum(-1)
+        if dlse is not None:
+            products -= dlse.mT
+        count = out.shape[-3]
+        dpsum[..., :count] = products.mT.float()
+        lse_log2[..., :count] = lse
+        dq_sums.zero_()
+
+    return run
+
+
+def backward_kernel(causal, shared, softcap, factor, deterministic, tiles):
+    def run(
+        q, k, v, dout, lse, dpsum, dq_sums, dk, dv, scale, cu_q, cu_k, used_q, used, left, right, turns_q,
+        turns_k, turns_v, aux, sparse, tiles_k,
+    ):  # fmt: skip
         assert aux == AuxData() and type(aux) is AuxData and q.isfinite().all()
-        assert turns is None or not turns.any()
-        v, cu_q, cu_k = read(v), read(cu_q), read(cu_k)
+        assert used_q is sparse is None
+        assert_tiles(tiles_k, cu_k, tiles[1])
+        turns = [x for x in (turns_q, turns_k, turns_v) if x is not None]
+        assert len(turns) == (0 if not deterministic else 3 if shared else 1)
+        assert not any(x.any() for x in turns)
+        dim = q.shape[-1]
+        dq = sums_of(dq_sums, q, dim)
+        dk, dv = (sums_of(dk, k, dim), sums_of(dv, v, dim)) if shared else (dk, dv)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used):
-            query, grad, delta = q[rows_q], dout[rows_q], dpsum[rows_q].double().mT
+            query, grad = q[rows_q], dout[rows_q]
             key, value = (loaded(x, rows_k, length) for x in (k, v))
-            found = scores(query, key, scale, causal, left, right, softcap)
-            part_lse = lse[rows_q[0]] if cu_q is None else lse[:, rows_q]
+            found = scores(query, key, scale * factor, causal, left, right, softcap)
+            at = (rows_q[0], slice(None), slice(len(query))) if cu_q is None else (slice(None), rows_q)
             grad_q, *grads = one_sequence.backward(
-                found, part_lse, delta, query, key, value, grad, scale, softcap
+                found, lse[at], dpsum[at].double(), query, key, value, grad, scale * factor, softcap
             )
-            dq_accum[rows_q] += grad_q.float()
+            dq[rows_q] += grad_q.float()
             for result, part in zip((dk, dv), grads, strict=True):
                 if shared:
                     result[rows_k][:length] += part.to(result.dtype)
                 else:
                     result[rows_k][:length] = part.to(result.dtype)
-        if turns is not None:
-            turns += 1
+        for x in turns:
+            x += 1
 
     return run
 
 
-def convert_kernel(accum, result, cu_seqlens, used, of_sinks=None):
-    for rows, _, length in parts(result, result, cu_seqlens, cu_seqlens, used):
-        result[rows][:length] = accum[rows][:length].to(result.dtype)
-    if of_sinks is not None:
-        assert type(of_sinks) is SinkTensors
-        weights = (read(of_sinks.sinks).double()[:, None] - of_sinks.lse.double()).exp()
-        of_sinks.gradient.copy_(-(weights * of_sinks.dpsum.double().mT).sum(-1))
+def convert_kernel(tile, dim):
+    def run(sums, result, scale, cu_seqlens, used, of_sinks, tiles):
+        assert scale > 0.0
+        assert_tiles(tiles, cu_seqlens, tile)
+        found = sums_of(sums, result, dim)
+        for rows, _, length in parts(result, result, cu_seqlens, cu_seqlens, used):
+            result[rows][:length] = found[rows][:length].to(result.dtype)
+        if of_sinks is not None:
+            assert type(of_sinks) is SinkTensors
+            weights = (of_sinks.sinks.double()[:, None] - of_sinks.lse.double()).exp()
+            products = of_sinks.dpsum[..., : of_sinks.lse.shape[-1]].double()
+            of_sinks.gradient.copy_(-(weights * products).sum(-1))
+
+    return run
 
 
 # The package
 
 
+def watcher():
+    """Return what watches the package's caches, None while nothing does."""
+    cache = sys.modules["flash_attn.cute.interface"]._flash_attn_fwd.compile_cache
+    return cache._watcher if type(cache).__name__ == "_WatchedCache" else None
+
+
+def rehearsed():
+    """Whether a call of the package launches nothing."""
+    return watcher() is not None and not watcher().launches
+
+
 class Package:
     """A fake `flash_attn.cute.interface`.
 
-    `calls` keeps what its functions were called with, `keywords` under which names they were given it, and
-    `launched` the name of every kernel that ran.
+    `calls` keeps what its functions were called with, `rehearsals` that of calls that launch nothing,
+    `keywords` under which names they were given it, and `launched` the name of every kernel that ran.
     `pause` is called inside the package, `at_end` at the end of a forward with its output, and `on_launch` at
     every launch with the kernel's name. Kernels of the functions in `hidden` aren't launched through caches.
-    With `bakes_lengths` the kernels are given the offsets as numbers, with `bakes_sinks` the sinks, with
-    `bakes_addresses` the address of the value.
+    What `compiled_in` returns of a kernel's name and its tensors is one more part of its key, and what `given`
+    returns of its name and its arguments is what it is given.
     """
 
     def __init__(self, extra=3, extra_backward=0):
-        self.calls = []
+        self.calls, self.rehearsals = [], []
         self.keywords = {name: set() for name in fa4_package.KEYWORDS}
         self.launched = []
         self.inside = 0
@@ -225,7 +281,8 @@ class Package:
         self.extra_backward = (None,) * extra_backward
         self.fails = None
         self.hidden = set()
-        self.bakes_lengths = self.bakes_addresses = self.bakes_sinks = False
+        self.compiled_in = lambda name, tensors: None
+        self.given = lambda name, arguments: arguments
 
     def module(self, **replaced):
         module = types.ModuleType("flash_attn.cute.interface")
@@ -233,6 +290,7 @@ class Package:
             function.compile_cache = UserDict()
             setattr(module, function.__name__, function)
         module.flash_attn_fwd = module._flash_attn_fwd  # under a second name
+        module.AuxData, module.LearnableSinkBwdTensors = AuxData, SinkTensors
         module.maybe_contiguous = lambda tensor, align_bytes=16: tensor
         for name, function in replaced.items():
             setattr(module, name, function)
@@ -249,7 +307,8 @@ class Package:
                 bound = signature.bind(**given)
                 bound.apply_defaults()
                 self.keywords[function.__name__].update(given)
-                self.calls.append((direction, dict(bound.arguments)))
+                calls = self.rehearsals if rehearsed() else self.calls
+                calls.append((direction, dict(bound.arguments)))
                 self.inside += 1
                 self.most_inside = max(self.most_inside, self.inside)
                 try:
@@ -264,25 +323,6 @@ class Package:
 
         return decorate
 
-    def offsets(self, tensor):
-        return self.numbers(tensor, self.bakes_lengths)
-
-    def sinks(self, tensor):
-        return self.numbers(tensor, self.bakes_sinks)
-
-    def numbers(self, tensor, baked):
-        if tensor is None or not baked:
-            return tensor
-        with _disable_current_modes():
-            return Baked(numbers=tuple(tensor.tolist()))
-
-    def value(self, tensor):
-        if not self.bakes_addresses:
-            return tensor.detach()
-        with _disable_current_modes():
-            by_address[tensor.data_ptr()] = tensor.detach()
-        return Baked(address=tensor.data_ptr())
-
     def launch(self, function, key, compiled, *arguments):
         """Launch a kernel as the package does: through the cache, compiled where it isn't there."""
 
@@ -291,9 +331,10 @@ class Package:
             self.launched.append(function.__name__)
             compiled(*given)
 
+        arguments = self.given(function.__name__, arguments)
         if function.__name__ in self.hidden:
-            with _disable_current_modes():
-                return run(*arguments)
+            return run(*arguments)
+        key = *key, self.compiled_in(function.__name__, arguments)
         if key not in function.compile_cache:
             function.compile_cache[key] = run
         function.compile_cache[key](*arguments)
@@ -309,10 +350,10 @@ class Package:
         ):
             # 0.0 would divide by it.
             assert softcap != 0.0 and num_splits == 1 and return_lse
+            factor = 1.0
             if score_mod is not None:
                 assert softcap is None  # as a function or as a number, not both
                 softcap, factor = softcap_of(score_mod)
-                softmax_scale *= factor
             varlen = cu_seqlens_q is not None
             shape = (q.shape[1], q.shape[0]) if varlen else (q.shape[0], q.shape[2], q.shape[1])
             if out is None:
@@ -320,13 +361,22 @@ class Package:
             if lse is None:
                 lse = unwritten(torch.empty(shape, dtype=torch.float32))
             assert lse.shape == shape and lse.dtype == torch.float32
-            many = varlen and len(cu_seqlens_q) > MANY + 1
-            tiles = _compute_tile_cumsum(cu_seqlens_q) if many else None
+            batch, group = len(cu_seqlens_q) - 1 if varlen else 0, q.shape[-2] // k.shape[-2]
+            bounded = causal or not window_size_left is window_size_right is None
+            tile = tile_mn[0] if tile_mn else 192 if q.shape[-1] <= 96 else 128
+            fits = max_seqlen_q * group <= tile
+            tiles = None
+            if batch > MANY:
+                tiles, _ = _compute_tile_cumsum(
+                    cu_seqlens=cu_seqlens_q, tile_size=tile, qhead_per_kvhead=group, pack_gqa=group > 1
+                )
+                _compute_blocks_to_batch(tiles)
+            key = q.dtype, q.shape[-1], v.shape[-1], group, causal, bounded, varlen, softcap, factor, fits, batch > MANY
             self.launch(
-                _flash_attn_fwd, (q.dtype, causal, varlen, softcap), forward_kernel(causal, softcap),
-                q.detach(), k.detach(), self.value(v), out.detach(), lse, softmax_scale,
-                self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, page_table,
-                window_size_left, window_size_right, self.sinks(learnable_sink), AuxData(), tiles,
+                _flash_attn_fwd, (*key, strides_of(q, k, v)), forward_kernel(causal, softcap, factor, tile),
+                q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, cu_seqlens_q,
+                cu_seqlens_k, None, seqused_k, page_table, window_size_left, window_size_right,
+                learnable_sink, None, AuxData(), tiles, None,
             )
             self.at_end(out)
             return (out, lse, *self.extra)
@@ -339,58 +389,116 @@ class Package:
             score_mod=None, score_mod_bwd=None,
         ):
             assert softcap is not None  # None crashes
+            factor = 1.0
             assert (score_mod is None) is (score_mod_bwd is None)
             if score_mod is not None:
                 assert softcap == 0.0
                 softcap, factor = softcap_of(score_mod, score_mod_bwd)
-                softmax_scale *= factor
             dq, dk, dv = (
                 unwritten(torch.empty_like(x)) if given is None else given
                 for x, given in ((q, dq), (k, dk), (v, dv))
             )
-            dq_accum, dpsum = (
-                unwritten(torch.empty(shape, dtype=torch.float32)) for shape in (q.shape, q.shape[:-1])
+            heads, heads_k, dim = q.shape[-2], k.shape[-2], q.shape[-1]
+            shared, bounded = heads > heads_k, causal or not window_size_left is window_size_right is None
+            rows = 128 if dim <= 64 else 64 if dim <= 96 or bounded else 80
+            columns = 128
+            if dim > 128:
+                rows, columns = 64, 96 if dim <= 192 else 48
+            if cu_seqlens_q is None:
+                batch, padded, padded_k = len(q), *((n + t - 1) // t * t for n, t in (
+                    (q.shape[1], rows), (k.shape[1], columns)))
+                lead, lead_k, turning = (batch, heads), (batch, heads_k), batch
+            else:
+                batch, lead, lead_k = 0, (heads,), (heads_k,)
+                padded, padded_k = ((len(x) + len(ends) * t - 1) // t * t for x, ends, t in (
+                    (q, cu_seqlens_q, rows), (k, cu_seqlens_k, columns)))
+                turning = len(cu_seqlens_q) - 1
+            many = cu_seqlens_q is not None and turning > MANY
+            step = 64 if dim > 128 else 32
+            widths = [-(-x.shape[-1] // step) * step for x in (q, v)]
+            dq_sums, dpsum, lse_log2 = (
+                unwritten(torch.empty(*lead, n, dtype=torch.float32))
+                for n in (padded * widths[0], padded, padded)
             )
-            lse_copy = unwritten(torch.empty(lse.shape, dtype=torch.float32))
-            shared = q.shape[-2] > k.shape[-2]
-            sums = [torch.zeros(x.shape, dtype=torch.float32) if shared else None for x in (k, v)]
-            turns = torch.zeros(q.shape[-2], dtype=torch.int32) if deterministic else None
-            _bwd_preprocess(out, dout, dpsum, lse, lse_copy, dq_accum, dlse)
+            sums = [
+                torch.zeros(*lead_k, padded_k * width, dtype=torch.float32) if shared else None
+                for width in widths
+            ]
+            turns = [None] * 3
+            if deterministic:
+                tiles = -(-max_seqlen_q // rows), -(-max_seqlen_k // columns)
+                sizes = (heads, tiles[0], 1), (heads_k, tiles[1], 2), (heads_k, tiles[1], 2)
+                turns = [
+                    torch.zeros(turning, *size, dtype=torch.int32) if shared or not n else None
+                    for n, size in enumerate(sizes)
+                ]
+            tiles_q = tiles_k = None
+            if many:
+                tiles_q, _ = _compute_tile_cumsum(cu_seqlens=cu_seqlens_q, tile_size=rows)
+                tiles_k, _ = _compute_tile_cumsum(cu_seqlens=cu_seqlens_k, tile_size=columns)
+            _bwd_preprocess(
+                out, dout, dpsum, lse, lse_log2, dq_sums, cu_seqlens_q, None, dlse, rows, tiles_q
+            )
+            key = q.dtype, dim, shared, causal, bounded, softcap, factor, deterministic, many, cu_seqlens_q is None
+            fits = max_seqlen_q <= rows, max_seqlen_k <= columns
             self.launch(
-                _flash_attn_bwd, (q.dtype, causal, shared, softcap), backward_kernel(causal, shared, softcap),
-                q.detach(), k.detach(), self.value(v), dout, lse_copy, dpsum, dq_accum,
-                sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale,
-                self.offsets(cu_seqlens_q), self.offsets(cu_seqlens_k), seqused_k, window_size_left,
-                window_size_right, turns, AuxData(),
+                _flash_attn_bwd, (*key, fits, strides_of(q, k, v, dout)),
+                backward_kernel(causal, shared, softcap, factor, deterministic, (rows, columns)),
+                q.detach(), k.detach(), v.detach(), dout, lse_log2, dpsum, dq_sums,
+                sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale, cu_seqlens_q,
+                cu_seqlens_k, None, seqused_k, window_size_left, window_size_right, *turns, AuxData(), None,
+                tiles_k,
             )
             of_sinks = None
             if learnable_sink is not None:
                 dsink = unwritten(torch.empty_like(learnable_sink))
-                of_sinks = SinkTensors(dpsum, lse, self.sinks(learnable_sink), dsink)
-            _bwd_postprocess_convert(dq_accum, dq, cu_seqlens_q, None, of_sinks)
-            for total, result in zip(sums, (dk, dv), strict=True):
-                if shared:
-                    _bwd_postprocess_convert(total, result, cu_seqlens_k, seqused_k)
+                of_sinks = SinkTensors(dpsum, lse, learnable_sink, dsink)
+            scale = softmax_scale
+            _bwd_postprocess_convert(dq_sums, dq, scale, cu_seqlens_q, None, of_sinks, rows, tiles_q, dim)
+            if shared:
+                for total, result, factor in zip(sums, (dk, dv), (scale, 1.0), strict=True):
+                    _bwd_postprocess_convert(
+                        total, result, factor, cu_seqlens_k, seqused_k, None, columns, tiles_k, dim
+                    )
             if learnable_sink is not None:
                 return dq, dk, dv, dsink
             return (dq, dk, dv, *self.extra_backward)
         # fmt: on
 
-        def _bwd_preprocess(*tensors):
-            self.launch(_bwd_preprocess, (), preprocess_kernel, *tensors)
+        def _bwd_preprocess(out, dout, dpsum, lse, lse_log2, dq_sums, cu_seqlens, used, dlse, tile, tiles):
+            key = out.dtype, out.shape[-1], tile, cu_seqlens is None, dlse is None, tiles is None
+            tensors = out, dout, dpsum, lse, lse_log2, dq_sums, cu_seqlens, used, dlse
+            kernel = preprocess_kernel(tile)
+            self.launch(_bwd_preprocess, key, kernel, *tensors, None, None, 1.0, tiles, None)
 
-        def _bwd_postprocess_convert(*tensors):
-            self.launch(_bwd_postprocess_convert, (), convert_kernel, *tensors)
+        def _bwd_postprocess_convert(sums, result, scale, cu_seqlens, used, of_sinks, tile, tiles, dim):
+            key = result.dtype, result.shape[-1], dim, tile, cu_seqlens is None, tiles is None
+            key = *key, of_sinks and of_sinks.sinks.dtype
+            given = sums, result, scale, cu_seqlens, used, of_sinks, tiles
+            self.launch(_bwd_postprocess_convert, key, convert_kernel(tile, dim), *given)
 
-        def _compute_tile_cumsum(cu_seqlens):
-            total = torch.empty(len(cu_seqlens), dtype=torch.int32)
-            self.launch(_compute_tile_cumsum, (), tile_cumsum, unwritten(total), cu_seqlens)
-            return total
+        def _compute_tile_cumsum(*, cu_seqlens, tile_size, qhead_per_kvhead=1, pack_gqa=False):
+            total, factor = (
+                torch.empty(len(cu_seqlens), dtype=torch.int32),
+                qhead_per_kvhead if pack_gqa else 1,
+            )
+            key, kernel = (tile_size, factor), tile_cumsum(tile_size, factor)
+            given = unwritten(total), None, cu_seqlens, None, None, None
+            self.launch(_compute_tile_cumsum, key, kernel, *given)
+            return total, None
+
+        def _compute_blocks_to_batch(tiles):
+            self.launch(_compute_blocks_to_batch, (), lambda *given: None, tiles, torch.empty(1))
 
         return (
-            *(_flash_attn_fwd, _flash_attn_bwd),
-            *(_bwd_preprocess, _bwd_postprocess_convert, _compute_tile_cumsum),
+            *(_flash_attn_fwd, _flash_attn_bwd, _bwd_preprocess, _bwd_postprocess_convert),
+            *(_compute_tile_cumsum, _compute_blocks_to_batch),
         )
+
+
+def strides_of(*tensors):
+    """Return which dimensions of tensors have stride 0: that is compiled in."""
+    return tuple(tuple(step == 0 for step in x.stride()) for x in tensors)
 
 
 def install(monkeypatch, package=None, version="4.0.0b36", **replaced):
@@ -405,26 +513,25 @@ def install(monkeypatch, package=None, version="4.0.0b36", **replaced):
 
 def forget(monkeypatch):
     """Have no kind run so far, and no CUDA graph captured, which a torch without CUDA can't say."""
+    compiled_kinds.cuts.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(compiled_kinds, "have_run", set())
 
 
-def count_recorded(package):
-    """Return a list that grows by one with each call that is recorded."""
-    recorded = []
+def count_tried(package):
+    """Return a list that grows by one with each call of the package whose kind is tried."""
+    tried = []
 
     def look():
-        cache = sys.modules["flash_attn.cute.interface"]._flash_attn_fwd.compile_cache
-        if type(cache).__name__ == "_RecordingCache":
-            recorded.append(True)
+        if watcher() is not None and watcher().launches:
+            tried.append(True)
 
     package.pause = look
-    return recorded
+    return tried
 
 
 # Which directions enter the package's Python.
 BOTH, NEITHER = ["forward", "backward"], []
-CONFIRMED_SOON = [BOTH, BOTH, BOTH, NEITHER]
 
 
 def offered(case):
@@ -495,5 +602,5 @@ def entered(kernels, package, query, key, value, grad, call):
 
 
 def entered_by_round(kernels, package, rounds, **options):
-    """Return `entered` of calls of one description, each with other tensors."""
+    """Return `entered` of calls of one kind, each with other tensors."""
     return [entered(kernels, package, *dense_call(seed, **options)) for seed in range(rounds)]

@@ -1,8 +1,8 @@
 """FA4: FlashAttention 4, the CuTe kernels of the package flash-attn-4 for Hopper and Blackwell.
 
 What it can run is declared here. Read `adapter` next: it maps the contract's calls to the package's.
-`package` has the import and the releases, `replay` how a repeated call leaves the package's Python out. The
-reasons are in README.md. The package is imported when the backend loads.
+`package` has the import and the releases, `launches` what runs without the package's Python. The reasons are
+in README.md. The package is imported when the backend loads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from attnreg.backends.fa4.adapter import load
 from attnreg.backends.fa4.package import TESTED_RELEASES, installed, unavailable
 from attnreg.contract.backend import Backend
 from attnreg.contract.capabilities import GRID, Capabilities, Range
+from attnreg.contract.lengths import Cut, cut_of_decoding
 from attnreg.contract.spec import AttentionSpec
 
 # Unequal head dims of query and value whose backward the package can compile for Hopper, and which is right:
@@ -138,7 +139,9 @@ def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
     # What has run on a GPU that isn't in this machine can't be known.
     if not spec.capturing or spec.device.simulated:
         return
-    if compiled_kinds.kind_of_spec(direction, spec) not in compiled_kinds.have_run:
+    family = compiled_kinds.family_of_spec(direction, spec)
+    kind = family, family.class_of(spec.batch, spec.max_q, spec.max_k)
+    if kind not in compiled_kinds.have_run:
         yield "this kind of call has to run once before it can be recorded in a CUDA graph"
 
 
@@ -147,20 +150,25 @@ def _major(spec: AttentionSpec) -> int:
 
 
 def _key_tile(spec: AttentionSpec) -> int:
-    """Return how many keys the forward loads at once (`_tile_size_fwd_sm90`; 128 elsewhere)."""
-    dim = spec.head_dim if _major(spec) == 9 else 0
-    if 64 < dim <= 96:
-        return 128 if spec.causal or spec.windowed else 144
-    if dim <= 128:
+    """Return how many keys the forward loads at once; 128 except on Hopper."""
+    if _major(spec) != 9:
         return 128
-    if dim <= 192:
-        return 96 if spec.windowed else 128 if spec.head_dim_v <= 128 else 112
-    return 64 if spec.windowed else 80
+    return compiled_kinds.key_tile(
+        spec.head_dim, spec.head_dim_v, spec.causal or spec.windowed, local=spec.windowed
+    )
 
 
 def _priority(spec: AttentionSpec) -> int:
     """Return its rank: behind cuDNN for decoding, for which a call copies the values first."""
     return 15 if spec.decodes else 30
+
+
+def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield where what this module says of calls of the spec's kind changes with their lengths."""
+    if not spec.varlen:
+        yield Cut.of("batch", at=GRID + 1)
+    if spec.seqused_k:
+        yield Cut.of("max_q", at=cut_of_decoding(spec))
 
 
 BACKEND = Backend(
@@ -174,5 +182,6 @@ BACKEND = Backend(
     install="pip install 'attnreg[fa4]'",
     # The fastest of packed batches on an H200, forward and backward (docs/benchmarks.md).
     priority=_priority,
+    cuts=_cuts,
     compiles=True,
 )

@@ -10,7 +10,9 @@ batch can still spread to the one before it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,23 +20,30 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.fa4 import compiled_kinds, softcap
+from attnreg.backends.fa4.compiled_kinds import Family
+from attnreg.backends.fa4.launches import Arguments, Launch
 from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
-from attnreg.backends.fa4.recording import Description, describe
-from attnreg.backends.fa4.replay import Replays
+from attnreg.backends.fa4.trials import Trials
 from attnreg.contract.backend import Call, Kernels
 from attnreg.contract.launchers import Launcher
 from attnreg.contract.offsets import empty_results, facts, find_unused
 from attnreg.contract.spec import Direction
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
-from attnreg.torchlib.layout import stream_of
+from attnreg.torchlib.layout import aligned, stream_of
 from attnreg.torchlib.locks import open_after_fork
 
 # The package's compiler crashes when two threads use it at once. Locked around every call of the package,
 # whether its kind is compiled or not: that costs 0.1 µs of 90, and only the package knows which call will
-# compile. Autograd runs backwards on threads of its own, so both directions share it. Replays don't need it.
+# compile. Autograd runs backwards on threads of its own, so both directions share it. Launches by arguments
+# don't need it.
 _compile_lock = open_after_fork(threading.RLock())
 
 _NOTHING = contextlib.nullcontext()
+
+# A first call of a kind that takes longer, in seconds, is logged.
+LONG = 1.0
+
+log = logging.getLogger("attnreg")
 
 
 def load() -> Kernels:
@@ -43,7 +52,7 @@ def load() -> Kernels:
     Raises:
         BackendUnavailableError: the release's functions aren't those that the adapter knows.
     """
-    adapter = _Adapter(*functions(), Replays(release_is_tested()))
+    adapter = _Adapter(*functions(), release_is_tested(), Trials())
     return Kernels(adapter.forward, adapter.backward, adapter.specialize)
 
 
@@ -52,24 +61,23 @@ class _Adapter(NamedTuple):
 
     run_forward: Callable[..., Any]
     run_backward: Callable[..., Any]
-    replays: Replays
+    tested_release: bool
+    trials: Trials
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return output and LSE. See `Kernels`."""
         inputs = query, key, value
-        description = describe(call, *inputs)
-        recipe = self.replays.find(description)
-        if recipe is not None and _none_unused(query, key, call):
-            with _current(query.device):
-                out, lse = recipe.replay(*inputs, *_further(call).values())
-            return out, lse
         if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
+        family = compiled_kinds.family_of("forward", query, key, value, call)
+        launched = self._launched(family, inputs, call)
+        if launched is not None:
+            out, lse = launched
+            return out, lse
         call = _with_dense_integers(call)
         # 0 would let the package choose, and fail on Hopper where it chooses more than one.
-        options = self._options("forward", query, call) | {"num_splits": 1, "return_lse": True}
+        options = self._options(family, call) | {"num_splits": 1, "return_lse": True}
         if not _none_unused(query, key, call):
-            description = None
             # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
             _, unused_keys = find_unused(query, key, call)
             # Filled before: clearing unused rows afterwards would be two passes over the output and a mask.
@@ -78,8 +86,7 @@ class _Adapter(NamedTuple):
         if call.block_table is not None:
             options["page_table"] = call.block_table
         tensors = {"q": query, "k": key, "v": value} | _further(call)
-        package_call = PackageCall("forward", self.run_forward, tensors, options)
-        out, lse = _run(package_call, call, self.replays, description)
+        out, lse = self._run(family, PackageCall("forward", self.run_forward, tensors, options), inputs, call)
         return out, lse
 
     def backward(
@@ -93,21 +100,19 @@ class _Adapter(NamedTuple):
         call: Call,
     ) -> tuple[Tensor, ...]:
         """Return the gradients of query, key and value, and of sinks if there are some. See `Kernels`."""
-        lse = lse.contiguous()  # another backend's forward may give it other strides
-        inputs = grad_out, query, key, value, out, lse
-        description = describe(call, *inputs)
-        recipe = self.replays.find(description)
-        if recipe is not None and _none_unused(query, key, call):
-            with _current(query.device):
-                return recipe.replay(*inputs, *_further(call).values())
         if query.numel() == 0 or key.numel() == 0:
             return tuple(_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
+        lse = lse.contiguous()  # another backend's forward may give it other strides
+        inputs = grad_out, query, key, value, out, lse
+        family = compiled_kinds.family_of("backward", query, key, value, call, grad_out, out)
+        launched = self._launched(family, inputs, call)
+        if launched is not None:
+            return launched
         call = _with_dense_integers(call)
-        options = self._options("backward", query, call) | {"deterministic": call.repeatable}
+        options = self._options(family, call) | {"deterministic": call.repeatable}
         if call.grad_lse is not None:
             options["dlse"] = call.grad_lse.float().contiguous()
         if not _none_unused(query, key, call):
-            description = None
             # Here each row is a factor of a sum over a whole tile: all four have to be finite.
             unused_queries, unused_keys = find_unused(query, key, call)
             options |= {"dq": _zeros(query), "dk": _zeros(key), "dv": _zeros(value)}
@@ -115,18 +120,70 @@ class _Adapter(NamedTuple):
             key, value = _blanked(unused_keys, options["dk"], key, value)
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
         package_call = PackageCall("backward", self.run_backward, tensors | _further(call), options)
-        return _run(package_call, call, self.replays, description)
+        return self._run(family, package_call, inputs, call)
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
-        """Return the replay of such a call once its recipe is confirmed. See `contract.launchers`."""
-        if direction == "backward" and not tensors[-1].is_contiguous():
-            return None  # the LSE would have to be copied first
-        recipe = self.replays.find(describe(call, *tensors))
-        return None if recipe is None else recipe.replay
+        """Return the launcher of such calls; None if the package has to run them. See `launchers`."""
+        *grad_out, query, key, value = tensors[:-2] if direction == "backward" else tensors
+        family = compiled_kinds.family_of(direction, query, key, value, call, *grad_out, *tensors[4:5])
+        return self._launcher(family, tensors, call)
 
-    def _options(self, direction: Direction, query: Tensor, call: Call) -> dict[str, Any]:
+    def _launched(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...] | None:
+        """Return the results of a call if it can be launched by its arguments."""
+        launch = self._launcher(family, inputs, call)
+        if launch is None:
+            return None
+        with _current(inputs[0].device):
+            return launch(*_given(inputs, call))
+
+    def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> Launch | None:
+        """Return what launches such calls by their arguments, None if nothing may."""
+        if not (self.tested_release and family.major == 9 and _is_plain(inputs, call)):
+            return None
+        of_lengths = family.class_of(compiled_kinds.batch_of(inputs[0], call), call.max_q, call.max_k)
+        if not self.trials.look(family, of_lengths):
+            return None
+        return self.trials.launcher(family, _arguments(self._options(family, call), call))
+
+    def _run(
+        self, family: Family, package_call: PackageCall, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...]:
+        """Call the package, one thread at a time, on the tensors' device; never compile in a CUDA graph."""
+        query = package_call.tensors["q"]
+        of_lengths = family.class_of(compiled_kinds.batch_of(query, call), call.max_q, call.max_k)
+        new, capturing = (family, of_lengths) not in compiled_kinds.have_run, _capturing(query)
+        if new and capturing:
+            raise UnsupportedInputError(
+                f"FA4 has to run this kind of {family.direction} once before it can be recorded in a CUDA "
+                "graph"
+            )
+        tried, begun = not capturing and self._launcher(family, inputs, call) is not None, time.monotonic()
+        try:
+            with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
+                if tried:
+                    arguments, given = _arguments(package_call.options, call), _given(inputs, call)
+                    results = self.trials.run(family, of_lengths, arguments, package_call, given)
+                else:
+                    results = package_call()
+        except Exception as error:
+            if not new or isinstance(error, BackendUnavailableError):
+                raise
+            problem = f"{release()} has loaded, but its first {family.direction} of this kind failed"
+            if is_of_device(error):
+                error.add_note(problem)
+                raise
+            # A launch fails by an error of the device: this is the package's compiler, or a check of it.
+            raise BackendUnavailableError(f"{problem}: {type(error).__name__}: {error}") from error
+        if new:
+            compiled_kinds.have_run.update(((family, of_lengths), (family.as_of_spec(), of_lengths)))
+            seconds = time.monotonic() - begun
+            if seconds > LONG:
+                log.info("FA4 compiled a %s in %.1f s: %s", family.direction, seconds, family)
+        return results
+
+    def _options(self, family: Family, call: Call) -> dict[str, Any]:
         """Return the keywords of a function that its tensors don't decide."""
-        return _options(call) | softcap.options(direction, call, query, own=self.replays.tested_release)
+        return _options(call) | softcap.options(family, call, own=self.tested_release)
 
 
 def _options(call: Call) -> dict[str, Any]:
@@ -161,39 +218,32 @@ def _with_dense_integers(call: Call) -> Call:
     return call._replace(**copies) if copies else call
 
 
-def _run(
-    package_call: PackageCall, call: Call, replays: Replays, description: Description | None
-) -> tuple[Tensor, ...]:
-    """Call the package, one thread at a time, on the tensors' device; never to compile in a CUDA graph."""
-    direction, _, tensors, _ = package_call
-    query = tensors["q"]
-    kind = compiled_kinds.kind_of(direction, query, tensors["k"], tensors["v"], call)
-    # The limits see the kind only: a spec doesn't say which tensors are expanded, nor the dtype of sinks.
-    sinks = None if call.sinks is None else call.sinks.dtype
-    exact = (kind, sinks, compiled_kinds.repeated_dims(*tensors.values()))
-    new, capturing = exact not in compiled_kinds.have_run, _capturing(query)
-    if new and capturing:
-        raise UnsupportedInputError(
-            f"FA4 has to run this kind of {direction} once before it can be recorded in a CUDA graph"
-        )
-    try:
-        with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
-            if description is not None and replays.seen(description) and not new and not capturing:
-                results = replays.run(description, package_call)
-            else:
-                results = package_call()
-    except Exception as error:
-        if not new or isinstance(error, BackendUnavailableError):
-            raise
-        problem = f"{release()} has loaded, but its first {direction} of this kind failed"
-        if is_of_device(error):
-            error.add_note(problem)
-            raise
-        # A launch fails by an error of the device: this is the package's compiler, or a check of it.
-        raise BackendUnavailableError(f"{problem}: {type(error).__name__}: {error}") from error
-    if new:
-        compiled_kinds.have_run.update((kind, exact))
-    return results
+def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
+    """Whether the package would run a call on its tensors as they are, and the launches are written down."""
+    offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
+    others = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
+    if any(x is not None for x in others) or call.dropout or len(offsets) == 1:
+        return False
+    further = [*inputs[5:], *_further(call).values()]  # the LSE of a backward, sinks, offsets
+    return (
+        all(map(aligned, inputs[:5]))
+        and all(x.data_ptr() % 16 == 0 for x in further)
+        and all(x.stride(0) == 1 for x in offsets)
+    )
+
+
+def _arguments(options: dict[str, Any], call: Call) -> Arguments:
+    """Return what of the package's keywords its compiled functions are given."""
+    left, right = options["window_size_left"], options["window_size_right"]
+    return Arguments(options["softmax_scale"], left, right, call.window)
+
+
+def _given(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
+    """Return what a launcher is called with. Rows of calls with sinks are known to see keys."""
+    given: list[Any] = [*inputs, *_further(call).values()]
+    if call.cu_seqlens_q is not None:
+        given += call.max_q, call.max_k, call.sinks is not None
+    return given
 
 
 def _capturing(tensor: Tensor) -> bool:

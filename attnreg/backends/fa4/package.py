@@ -24,10 +24,11 @@ from attnreg.torchlib import caches
 from attnreg.torchlib.layout import readable
 
 PACKAGE = "flash-attn-4"
+INTERFACE = "flash_attn.cute.interface"
 # The releases whose signatures the adapter has been written for.
 KNOWN = "4.0.0b19 to 4.0.0b36"
 
-# The exact releases whose recorded launches may be replayed (`replay`). To add one, install it, list it here
+# The exact releases whose launches are written down (`launches`). To add one, install it, list it here
 # and run `make test-gpu BACKENDS=FA4`: it may stay if everything passes. README.md has the details.
 TESTED_RELEASES = ("4.0.0b36",)
 
@@ -112,7 +113,7 @@ def release_is_tested() -> bool:
     if installed() in TESTED_RELEASES:
         return True
     log.info(
-        "FA4: each call goes through the Python of %s, as its launches may be replayed only for %s",
+        "FA4: each call goes through the Python of %s, as launches are written down only for %s",
         release(),
         ", ".join(TESTED_RELEASES),
     )
@@ -145,7 +146,7 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     _keep_compiled()  # the package reads both variables at its import
     try:
         with quiet():
-            interface = import_module("flash_attn.cute.interface")
+            interface = import_module(INTERFACE)
     finally:
         # The import leaves errors in reference cycles, whose frames keep the first call's tensors alive.
         gc.collect()
@@ -159,7 +160,7 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def functions_with_caches() -> list[Any]:
     """Return the package's functions that launch kernels, each through its `compile_cache`."""
-    interface = import_module("flash_attn.cute.interface")
+    interface = import_module(INTERFACE)
     named = list(vars(interface).values())  # some are there under two names
     return list({id(x): x for x in named if callable(x) and hasattr(x, "compile_cache")}.values())
 

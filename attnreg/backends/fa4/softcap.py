@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.spec import UNBOUNDED
+
+if TYPE_CHECKING:  # which asks this module for tiles
+    from attnreg.backends.fa4.compiled_kinds import Family
 
 # Queries and keys of a tile, for causal masks and windows with head dims above 96, to 128. One more group of
 # warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an H100 five such
@@ -26,39 +27,37 @@ from attnreg.contract.spec import UNBOUNDED
 TILE, FEWEST_QUERIES = (192, 80), 129
 
 
-def options(direction: str, call: Call, query: Tensor, *, own: bool) -> dict[str, Any]:
+def options(family: Family, call: Call, *, own: bool) -> dict[str, Any]:
     """Return the keywords of one of the package's functions for a softcap, or for none.
 
-    `own` says whether the functions of this module may be given.
+    `own` says whether the functions of this module may be given. Only to Hopper's kernels: of the others, one
+    for Blackwell refuses a softcap, and might not see it as a function.
     """
     # To turn it off, one function takes None and the other 0.0.
-    off: dict[str, Any] = {"softcap": None if direction == "forward" else 0.0}
+    off: dict[str, Any] = {"softcap": None if family.direction == "forward" else 0.0}
     if not call.softcap:
         return off
-    if not (own and _is_hopper(query)):
+    if not (own and family.major == 9):
         return {"softcap": call.softcap}
     # The gradient of a divided score is larger by the softcap. The package rounds it to the query's dtype
     # before it multiplies by the scale: float16 would overflow.
-    divided = direction == "forward" or query.dtype != torch.float16
+    divided = family.direction == "forward" or family.dtype != torch.float16
     capped, gradient = _on_scores(call.softcap, divided)
     found = off | {"score_mod": capped}
     if divided:
         found["softmax_scale"] = call.scale / call.softcap
-    if direction == "backward":
+    if family.direction == "backward":
         return found | {"score_mod_bwd": gradient}
-    # Not with pages: `_key_tile` has to know the tile, and knows the package's own.
-    bounded = call.window != UNBOUNDED and call.block_table is None
-    if bounded and 96 < query.shape[-1] <= 128 and call.max_q >= FEWEST_QUERIES:
+    if has_own_tile(family, call.max_q):
         found["tile_mn"] = TILE
     return found
 
 
-def _is_hopper(query: Tensor) -> bool:
-    """Whether the kernels of the tensor's device are Hopper's.
-
-    Of the others, one for Blackwell refuses a softcap, and might not see it as a function.
-    """
-    return query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
+def has_own_tile(family: Family, max_q: int) -> bool:
+    """Whether a forward is given `TILE`. Not with pages: `key_tile` has to know the package's own."""
+    bounded = family.causal or family.left or family.right
+    own = family.softcap and bounded and family.page_size is None and 96 < family.dim <= 128
+    return bool(own) and max_q >= FEWEST_QUERIES
 
 
 @functools.lru_cache(maxsize=64)  # the package tells functions apart by their source and these numbers

@@ -1,12 +1,13 @@
 """A fake package in place of flash-attn-4, of which nothing has been compiled."""
 
 import functools
+import sys
 import types
 
 import pytest
 from support import fake_fa4
 
-from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
+from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds, launches, softcap
 from attnreg.backends.fa4 import package as fa4_package
 
 
@@ -32,15 +33,29 @@ def kernels(package):
 
 
 @pytest.fixture
+def on_hopper(monkeypatch):
+    """Take tensors of a CPU for those of a Hopper; functions of scores compute with torch's operations."""
+    cute = types.ModuleType("cutlass.cute")
+    cute.jit = lambda function: function
+    cute.math = types.SimpleNamespace(tanh=lambda scores, fastmath: scores.tanh())
+    monkeypatch.setitem(sys.modules, "cutlass", types.ModuleType("cutlass"))
+    monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
+    monkeypatch.setattr(compiled_kinds, "major_of", lambda device: 9)
+    softcap._on_scores.cache_clear()
+    yield
+    softcap._on_scores.cache_clear()
+
+
+@pytest.fixture
 def rounds(kernels, package):
-    """Run calls of one description; returns which directions entered the package's Python, by round."""
+    """Run calls of one kind; returns which directions entered the package's Python, by round."""
     return functools.partial(fake_fa4.entered_by_round, kernels, package)
 
 
 @pytest.fixture
 def many_are_few(monkeypatch):
     """Return how many sequences need no launch of their own that sums up their tiles: fewer than really."""
-    for module in (fake_fa4, compiled_kinds):
+    for module in (fake_fa4, compiled_kinds, launches):
         monkeypatch.setattr(module, "MANY", 8)
     return 8
 
@@ -50,4 +65,5 @@ def no_unused_rows(monkeypatch):
     """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
     found = types.SimpleNamespace(no_unused_rows=True)
     monkeypatch.setattr(adapter, "facts", lambda *arguments: found)
+    monkeypatch.setattr(launches, "facts_of", lambda *arguments: found)
     return found

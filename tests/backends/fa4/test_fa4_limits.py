@@ -9,6 +9,7 @@ from support.packages import gpu_spec
 from attnreg import Device, UnsupportedInputError
 from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
 from attnreg.contract.discovery import Entry
+from attnreg.contract.lengths import Cut
 from attnreg.measure import QUICK
 from attnreg.measure.inputs import inputs
 
@@ -36,7 +37,7 @@ def test_values_wider_than_the_keys_are_refused_on_hopper(direction, varlen):
 # Compiled kinds
 
 
-def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_itself(kernels):
+def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_itself(kernels, on_hopper):
     query, key, value, grad = dense(64, 64, dim=64)
     cold = ("this kind of call has to run once before it can be recorded in a CUDA graph",)
     assert reasons("forward", HERE) == ()
@@ -48,11 +49,11 @@ def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_i
     assert (reasons("forward", **fields), reasons("backward", **fields)) == ((), ())
     for other in (
         *({"dtype": "float16"}, {"head_dim": 72}, {"head_dim_v": 32}, {"heads_k": 2}, {"varlen": True}),
-        *({"window": (-1, 0)}, {"window": (8, -1)}, {"window": (8, 8)}, {"seqused_k": True}, {"max_k": 65}),
+        *({"window": (-1, 0)}, {"window": (8, -1)}, {"window": (8, 8)}, {"seqused_k": True}, {"max_q": 193}),
         {"here": Device("cuda", (9, 0), index=1)},
     ):
         assert reasons("forward", **fields | other) == cold, other
-    assert reasons("forward", **fields, max_q=50, max_k=60, heads_q=12, heads_k=12, batch=7) == ()
+    assert reasons("forward", **fields, max_q=192, max_k=6000, heads_q=12, heads_k=12, batch=7) == ()
     assert reasons("forward", **fields, deterministic=True) == ()
     assert reasons("backward", **fields, deterministic=True) == cold
     assert reasons("forward", capturing=True, dtype="float16") == ()  # of another machine that isn't known
@@ -78,19 +79,57 @@ def test_a_kind_that_the_limits_let_pass_is_an_error_in_a_cuda_graph_and_not_com
     assert [name for name, _ in package.calls] == ["forward", "forward"]
 
 
-def test_a_spec_and_its_tensors_give_the_same_kind():
+def test_a_spec_and_its_tensors_give_the_same_kind(on_hopper):
     for case in QUICK:
         if case.dtype == "bfloat16" and offered(case):
             query, key, value, _, call = inputs(case)
             for direction in ("forward", "backward"):
-                by_spec = compiled_kinds.kind_of_spec(direction, case.spec(Device("cuda", (9, 0))))
-                assert by_spec == compiled_kinds.kind_of(direction, query, key, value, call), case
+                by_spec = compiled_kinds.family_of_spec(direction, case.spec(Device("cuda", (9, 0))))
+                family = compiled_kinds.family_of(direction, query, key, value, call)
+                assert by_spec.as_of_spec() == family.as_of_spec(), case
 
 
-def test_lengths_make_a_bounded_number_of_kinds():
-    lengths = (1, 16, 17, 48, 80, 192, 193, 256, 257, 258, 4096, 10**6)
-    kinds = [compiled_kinds.kind_of_spec("forward", gpu_spec(max_q=n, max_k=n, heads_k=8)) for n in lengths]
-    assert [kinds.index(kind) for kind in kinds] == [0, 0, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
+LENGTHS = (1, 16, 17, 48, 80, 128, 129, 192, 193, 256, 257, 258, 4096, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("direction", "fields", "classes"),
+    [
+        ("forward", {"head_dim": 64, "heads_k": 8}, [0] * 8 + [8] * 6),
+        ("forward", {"heads_k": 8}, [0] * 6 + [6] * 8),
+        ("forward", {}, [0] * 3 + [3] * 11),
+        # A softcap has a tile of its own from 129 queries on.
+        (
+            "forward",
+            {"heads_k": 8, "softcap": 30.0, "window": (-1, 0)},
+            [0] * 6 + [6] * 2 + [8] * 6,
+        ),
+        ("backward", {"head_dim": 64}, [0] * 6 + [6] * 8),
+        ("backward", {}, [0] * 5 + [5] + [6] * 8),
+        ("backward", {"head_dim": 256}, [0] * 4 + [4] * 10),
+        ("forward", {"device": "sm_100", "heads_k": 8}, [0, 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 10, 10]),
+    ],
+)
+def test_lengths_count_by_whether_they_fit_into_a_tile(direction, fields, classes):
+    family = compiled_kinds.family_of_spec(direction, gpu_spec(**fields))
+    found = [family.class_of(3, n, n) for n in LENGTHS]
+    assert [found.index(one) for one in found] == classes
+
+
+@pytest.mark.parametrize(("packed", "differ"), [(False, False), (True, True)])
+def test_many_packed_sequences_are_a_class_of_their_own(packed, differ):
+    family = compiled_kinds.family_of_spec("forward", gpu_spec(varlen=packed))
+    assert family.class_of(255, 64, 64) == family.class_of(256, 64, 64)
+    assert (family.class_of(256, 64, 64) != family.class_of(257, 64, 64)) is differ
+
+
+def test_the_lengths_that_decisions_change_at_are_declared():
+    assert list(BACKEND.cuts(gpu_spec())) == [Cut.of("batch", at=65536)]
+    assert list(BACKEND.cuts(gpu_spec(varlen=True))) == []
+    spec = gpu_spec(varlen=True, seqused_k=True, heads_q=6, heads_k=2)
+    (cut,) = BACKEND.cuts(spec)
+    assert cut == Cut.of("max_q", at=342)
+    assert [BACKEND.priority_for(dataclasses.replace(spec, max_q=n)) for n in (341, 342)] == [15, 30]
 
 
 # What it can't run

@@ -1,28 +1,11 @@
 """A softcap is given to FA4 as functions of scores, on Hopper and of releases that were tried."""
 
-import sys
-import types
-
 import pytest
 import torch
 from support.fake_fa4 import both, dense, dense_call
 
 from attnreg import Call
-from attnreg.backends.fa4 import BACKEND, softcap
-
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Take tensors of a CPU for those of a Hopper; functions of scores compute with torch's operations."""
-    cute = types.ModuleType("cutlass.cute")
-    cute.jit = lambda function: function
-    cute.math = types.SimpleNamespace(tanh=lambda scores, fastmath: scores.tanh())
-    monkeypatch.setitem(sys.modules, "cutlass", types.ModuleType("cutlass"))
-    monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
-    monkeypatch.setattr(softcap, "_is_hopper", lambda query: True)
-    softcap._on_scores.cache_clear()
-    yield
-    softcap._on_scores.cache_clear()
+from attnreg.backends.fa4 import BACKEND, compiled_kinds
 
 
 @pytest.mark.parametrize("version", ["4.0.0b36", "4.0.0b35"])
@@ -33,7 +16,7 @@ def test_functions_of_scores_have_the_results_of_the_number(
 ):
     package = install(version=version)
     if not is_hopper:
-        monkeypatch.setattr(softcap, "_is_hopper", lambda query: False)
+        monkeypatch.setattr(compiled_kinds, "major_of", lambda device: 10)
     query, key, value, grad, call = dense_call(softcap=2.0, dtype=dtype)
     results = both(BACKEND.load(), query, key, value, grad, call)
     (_, forward), (_, backward) = package.calls
@@ -46,7 +29,7 @@ def test_functions_of_scores_have_the_results_of_the_number(
         assert forward["softcap"] == backward["softcap"] == 2.0
         assert forward["score_mod"] is backward["score_mod"] is backward["score_mod_bwd"] is None
         assert forward["softmax_scale"] == backward["softmax_scale"] == call.scale
-    monkeypatch.setattr(softcap, "_is_hopper", lambda query: False)
+    monkeypatch.setattr(compiled_kinds, "major_of", lambda device: 10)
     as_number = both(BACKEND.load(), query, key, value, grad, call)
     without = both(BACKEND.load(), query, key, value, grad, call._replace(softcap=0.0))
     assert all(map(torch.equal, results, as_number))

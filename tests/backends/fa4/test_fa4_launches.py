@@ -1,0 +1,362 @@
+"""Promises about FA4's launches by arguments: of which calls, of any lengths, and that the values stay true."""
+
+import threading
+
+import pytest
+import torch
+from support import fake_fa4, one_sequence, truth
+from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, entered, packed, true_results
+
+from attnreg import Call
+from attnreg.backends.fa4 import adapter, compiled_kinds, launches
+from attnreg.torchlib.layout import uninitialized
+
+
+@pytest.fixture(autouse=True)
+def hopper(on_hopper):
+    return
+
+
+# Which calls are launched by their arguments
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heads_k": 2},
+        {"heads_k": 1, "deterministic": True},
+        {"deterministic": True},
+        {"batch_invariant": True},
+        {"window": (-1, 0)},
+        {"window": (8, 3)},
+        {"window": (-1, 4), "dim": 96},
+        {"dim": 128, "dtype": torch.float16, "heads_k": 2},
+        {"dim": 192, "dim_v": 128},
+        {"dim": 256, "window": (8, -1), "heads": 2},
+        {"heads": 1},
+    ],
+    ids=str,
+)
+def test_from_the_second_call_on_each_is_launched_by_its_arguments_whatever_its_lengths(
+    kernels, package, options
+):
+    launched = []
+    for seed, (batch, len_q, len_k) in enumerate(((2, 33, 33), (3, 40, 21), (1, 7, 48), (2, 48, 35))):
+        given = dense_call(seed, batch=batch, len_q=len_q, len_k=len_k, **options)
+        assert entered(kernels, package, *given) == (NEITHER if seed else BOTH)
+        launched.append(package.launched.copy())
+    assert len(launched[0]) == 2 * len(launched[1])  # the trial's as well
+    assert launched[2:] == [launched[1]] * 2
+
+
+SHAPES = ((33, 33), (150, 33), (33, 150), (193, 150), (140, 30), (30, 140), (200, 140))
+
+
+def test_lengths_that_are_compiled_otherwise_are_tried_by_themselves(kernels, package):
+    def through(shape, seed):
+        return entered(kernels, package, *dense_call(seed, len_q=shape[0], len_k=shape[1], batch=1, heads=1))
+
+    found = [through(shape, seed) for seed, shape in enumerate(SHAPES)]
+    # Forwards differ by whether 192 queries do, backwards by whether 128 queries do, and 128 keys.
+    assert found == [BOTH, ["backward"], ["backward"], BOTH, NEITHER, NEITHER, NEITHER]
+    assert [through(shape, seed) for seed, shape in enumerate(SHAPES)] == [NEITHER] * len(SHAPES)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one tensor of offsets", "two"])
+def test_packed_batches_are_launched_whatever_their_lengths_and_offsets(
+    kernels, package, no_unused_rows, shared
+):
+    for seed, lengths in enumerate(((5, 28, 7), (3,), (31, 0, 2, 9), (12, 12))):
+        given = packed(lengths, None if shared else lengths[::-1], seed=seed)
+        assert entered(kernels, package, *given) == (NEITHER if seed else BOTH)
+
+
+def test_many_sequences_are_tried_by_themselves_and_their_tiles_summed_up(
+    kernels, package, no_unused_rows, many_are_few
+):
+    few, many = (3,) * 8, (1,) * 19
+    assert [entered(kernels, package, *packed(few, seed=n)) for n in range(2)] == [BOTH, NEITHER]
+    assert "_compute_tile_cumsum" not in package.launched
+    found = []
+    for seed in range(3):
+        found.append(entered(kernels, package, *packed((*many, seed + 1), seed=seed)))
+    assert found == [BOTH, NEITHER, NEITHER]
+    # The forward's, and both sides' of the backward; nothing that no kernel reads.
+    assert package.launched.count("_compute_tile_cumsum") == 3
+    assert "_compute_blocks_to_batch" not in package.launched
+
+
+def test_a_softcap_has_functions_by_its_own_tile(kernels, package):
+    def forward(length, seed):
+        package.calls.clear()
+        query, key, value, _, call = dense_call(
+            seed, len_q=length, len_k=20, dim=128, heads=1, batch=1, softcap=2.0, window=(-1, 0)
+        )
+        out, _ = kernels.forward(query, key, value, call)
+        scores = fake_fa4.scores(query[0], key[0], call.scale, True, None, None, 2.0)
+        expected, _ = one_sequence.forward(scores, value[0])
+        truth.assert_near(out[0], expected, torch.bfloat16)
+        return [given["tile_mn"] for _, given in package.calls]
+
+    assert [forward(n, n) for n in (100, 128, 129, 192, 193)] == [[None], [], [(192, 80)], [], [(192, 80)]]
+    assert [forward(n, n) for n in (64, 140, 300)] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seqused_k": torch.full((2,), 33, dtype=torch.int32)},
+        {"grad_lse": torch.zeros(2, 4, 33)},
+    ],
+    ids=["seqused_k", "gradient of the LSE"],
+)
+def test_what_is_not_written_down_goes_through_the_package(kernels, package, other, rounds):
+    assert rounds(2) == [BOTH, NEITHER]
+    direction = ["backward"] if "grad_lse" in other else BOTH
+    for seed in range(3):
+        *given, call = dense_call(seed)
+        forward = call._replace(**{name: x for name, x in other.items() if name != "grad_lse"})
+        package.calls.clear()
+        out, lse = kernels.forward(*given[:3], forward)
+        kernels.backward(given[3], *given[:3], out, lse, call._replace(**other))
+        assert [name for name, _ in package.calls] == direction
+
+
+def moved(x):
+    """Return a copy that isn't aligned."""
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
+def test_tensors_that_are_not_aligned_always_go_through_the_package(kernels, package, rounds):
+    assert rounds(2) == [BOTH, NEITHER]
+    query, key, value, grad = dense()
+    for tensors in ((moved(query), key, value, grad), (query, moved(key), value, grad)):
+        assert [entered(kernels, package, *tensors, call_of(query, key)) for _ in range(2)] == [BOTH] * 2
+    tensors = query, key, value, moved(grad)
+    assert [entered(kernels, package, *tensors, call_of(query, key)) for _ in range(2)] == [["backward"]] * 2
+
+
+def test_expanded_tensors_are_a_kind_of_their_own_and_need_no_gradient(kernels, package, rounds):
+    assert rounds(2) == [BOTH, NEITHER]
+    found, results = [], []
+    for seed in range(3):
+        query, key, value, grad = dense(seed=seed)
+        key, value = (x[:, :, :1].expand(x.shape) for x in (key.requires_grad_(), value))
+        with torch.no_grad():
+            found.append(entered(kernels, package, query, key, value, grad, call_of(query, key)))
+            results += both(kernels, query, key, value, grad, call_of(query, key))
+    assert found == [BOTH, NEITHER, NEITHER]
+    assert len({x.data_ptr() for x in results}) == 15, "results are new tensors each time"
+    assert not any(x.requires_grad for x in results)
+
+
+def test_gradients_are_laid_out_like_their_tensors(kernels, rounds):
+    rounds(2)
+    query, key, value, grad, call = dense_call()
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
+    out, lse = kernels.forward(query, key, value, call)
+    grads = kernels.backward(grad, query, key, value, out, lse, call)
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert [x.stride() for x in grads] == [x.stride() for x in (query, key, value)]
+
+
+# For each field of `Call` a value that changes its kind, that of no launch by arguments, or only an argument.
+ENDS = torch.ones(3, dtype=torch.int32)
+KINDS = {
+    "window": (-1, 0),
+    "deterministic": True,
+    "batch_invariant": True,
+    "softcap": 20.0,
+    "sinks": torch.ones(4),
+    "grad_lse": torch.ones(2, 4, 33),
+    "seqused_k": ENDS,
+    "cu_seqlens_q": ENDS,
+    "block_table": ENDS[None],
+}
+OUTSIDE = {"attn_bias": torch.ones(1), "alibi_slopes": torch.ones(4), "dropout": 0.5, "cu_seqlens_k": ENDS}
+ARGUMENTS = {"scale": 0.5, "max_q": 40, "max_k": 40}
+
+
+def test_a_kind_holds_each_field_of_a_call_that_is_compiled_in():
+    # A forward's number of splits is refused above 1; random state is there with dropout only.
+    assert {*KINDS, *OUTSIDE, *ARGUMENTS} == {*Call._fields} - {"num_splits", "rng_state"}
+    query, key, value, grad, call = dense_call()
+    inputs = grad, query, key, value, grad, grad[..., 0]
+
+    def kind(**changes):
+        changed = call._replace(**changes)
+        family = compiled_kinds.family_of("backward", query, key, value, changed, grad)
+        return family, family.class_of(2, changed.max_q, changed.max_k)
+
+    assert len({kind(), *(kind(**{name: x}) for name, x in KINDS.items())}) == len(KINDS)  # both repeat
+    assert kind(deterministic=True) == kind(batch_invariant=True)
+    assert {kind(**{name: x}) for name, x in ARGUMENTS.items()} == {kind()}
+    assert adapter._is_plain(inputs, call)
+    for name, x in OUTSIDE.items():
+        assert not adapter._is_plain(inputs, call._replace(**{name: x})), name
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"heads": 8}, {"heads_k": 2}, {"dim": 24}, {"dim_v": 24}, {"dtype": torch.float16}],
+    ids=str,
+)
+def test_a_kind_holds_what_of_its_tensors_is_compiled_in(shape):
+    def family(**options):
+        query, key, value, _, call = dense_call(**options)
+        return compiled_kinds.family_of("forward", query, key, value, call)
+
+    assert (family() == family(**shape)) is (shape == {"heads": 8})
+    assert family() == family(batch=5, len_q=3, len_k=9)
+
+
+# Rows of no sequence
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one tensor of offsets", "two"])
+def test_rows_of_no_sequence_may_hold_nan_and_give_zeros(kernels, package, two):
+    """Nothing is known of rows on a CPU."""
+    for seed, lengths in enumerate(((5, 28, 7), (31, 2), (9, 0, 13))):
+        query, key, value, grad, call = packed((*lengths, 6), (*lengths[::-1], 6) if two else None, seed=seed)
+        ends = {name: getattr(call, name)[:-1].clone() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        if not two:
+            ends["cu_seqlens_k"] = ends["cu_seqlens_q"]
+        call = call._replace(**ends)
+        for x in (query, key, value, grad):
+            x[-6:] = torch.nan
+        package.calls.clear()
+        out, lse, *grads = both(kernels, query, key, value, grad, call)
+        assert [name for name, _ in package.calls] == (NEITHER if seed else BOTH)
+        assert all(x[-6:].isnan().all() for x in (query, key, value, grad))
+        assert not any(x[-6:].any() for x in (out, *grads))
+        assert (lse[:, -6:] == -torch.inf).all()
+        rows = [x[:-6] for x in (query, key, value, grad)]
+        right = true_results(*rows, call)
+        for got, true in zip((out[:-6], lse[:, :-6], *(x[:-6] for x in grads)), right, strict=True):
+            truth.assert_near(got, true, torch.bfloat16)
+
+
+def test_where_it_is_known_that_no_row_is_unused_nothing_is_copied_or_cleared(
+    kernels, package, no_unused_rows, monkeypatch
+):
+    ran = []
+    for name in ("blanked", "clear_forward", "clear_backward"):
+        function = getattr(launches, name)
+
+        def noting(*given, name=name, function=function):
+            ran.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(launches, name, noting)
+    found = [entered(kernels, package, *packed((5, 28), seed=seed)) for seed in range(2)]
+    assert (found, ran) == ([BOTH, NEITHER], [])
+    no_unused_rows.no_unused_rows = False
+    assert entered(kernels, package, *packed((5, 28))) == NEITHER
+    assert sorted(ran) == ["blanked"] * 5 + ["clear_backward", "clear_forward"]
+
+
+# Launchers
+
+
+def launchers_of(kernels, query, key, value, grad, call):
+    """Run both directions and return their launchers."""
+    out, lse, *_ = both(kernels, query, key, value, grad, call)
+    tensors = query, key, value
+    return (
+        kernels.specialize("forward", tensors, call),
+        kernels.specialize("backward", (grad, *tensors, out, lse), call),
+    )
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("heads_k", [4, 2])
+def test_launchers_of_packed_calls_run_any_lengths_of_their_class(kernels, package, heads_k, known):
+    def given(lengths, seed):
+        tensors = [x[0] for x in dense(sum(lengths), sum(lengths), heads_k=heads_k, batch=1, seed=seed)]
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        longest = max(lengths)
+        return *tensors, Call(0.25, longest, longest, (-1, 0), cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+    both(kernels, *given((5, 28, 7), 0))
+    forward, backward = launchers_of(kernels, *given((9, 3), 1))
+    package.calls.clear()
+    for seed, lengths in enumerate(((44,), (3, 0, 50, 1, 9))):
+        query, key, value, grad, call = given(lengths, seed + 2)
+        further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, known
+        out, lse = forward(query, key, value, *further)
+        grads = backward(grad, query, key, value, out, lse, *further)
+        for got, true in zip((out, lse, *grads), true_results(query, key, value, grad, call), strict=True):
+            truth.assert_near(got, true, torch.bfloat16)
+    assert package.calls == []
+
+
+def test_launchers_of_dense_calls_run_any_lengths_of_their_class_and_leave_others_to_python(kernels, package):
+    both(kernels, *dense_call(0))
+    forward, backward = launchers_of(kernels, *dense_call(1, len_q=20))
+    package.calls.clear()
+    for seed, (len_q, len_k, batch) in enumerate(((100, 3, 1), (1, 90, 4))):
+        query, key, value, grad, call = dense_call(seed + 2, len_q=len_q, len_k=len_k, batch=batch)
+        out, lse = forward(query, key, value)
+        grads = backward(grad, query, key, value, out, lse)
+        for got, true in zip((out, lse, *grads), true_results(query, key, value, grad, call), strict=True):
+            truth.assert_near(got, true, torch.bfloat16)
+    query, key, value, grad, call = dense_call(9, len_q=200)
+    assert forward(query, key, value) is None
+    assert forward(query[:0], key[:0], value[:0]) is forward(query[:, :0], key, value) is None
+    both(kernels, query, key, value, grad, call)
+    both(kernels, query, key, value, grad, call)
+    package.calls.clear()
+    out, lse = forward(query, key, value)
+    assert len(backward(grad, query, key, value, out, lse)) == 3
+    assert package.calls == []
+
+
+def test_an_lse_that_is_strided_gives_the_same_gradients(kernels, package, rounds):
+    rounds(2)
+    query, key, value, grad, call = dense_call()
+    out, lse = kernels.forward(query, key, value, call)
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = kernels.backward(grad, query, key, value, out, lse, call)
+    got = kernels.backward(grad, query, key, value, out, strided, call)
+    assert all(map(torch.equal, got, expected))
+    launch = kernels.specialize("backward", (grad, query, key, value, out, lse), call)
+    assert all(map(torch.equal, launch(grad, query, key, value, out, strided), expected))
+
+
+def test_memory_is_allocated_by_tuples(monkeypatch, kernels, rounds):
+    """On a GPU nothing else is taken."""
+    given = []
+
+    def allocated(size, stride, dtype, device):
+        given.append((size, stride))
+        return uninitialized(size, stride, dtype, device)
+
+    monkeypatch.setattr(launches, "UNINITIALIZED", launches.Memory(allocated))
+    monkeypatch.setattr(launches.launch_of, "__defaults__", (launches.UNINITIALIZED,))
+    rounds(2, heads_k=2, deterministic=True)
+    assert len(given) > 10
+    assert {type(one) for pair in given for one in pair} == {tuple}
+    assert {type(number) for pair in given for one in pair for number in one} == {int}
+
+
+def test_launches_run_in_threads_without_waiting_for_each_other(kernels, package, rounds):
+    assert rounds(2) == [BOTH, NEITHER]
+    given = [dense(seed=seed) for seed in range(2)]
+    got, barrier = {}, threading.Barrier(2)
+
+    def forward(index):
+        query, key, value, _ = given[index]
+        got[index] = kernels.forward(query, key, value, call_of(query, key))
+
+    package.on_launch = lambda name: barrier.wait(10)
+    threads = [threading.Thread(target=forward, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not barrier.broken
+    for index, tensors in enumerate(given):
+        true = true_results(*tensors, call_of(*tensors[:2]))
+        for one, of_it in zip(got[index], true, strict=False):
+            truth.assert_near(one, of_it, torch.bfloat16)
