@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,9 +93,6 @@ _cache: dict[tuple[object, ...], _Kept] = {}
 # Called before the error is raised, to forget what else is known of offsets.
 on_changed: list[Callable[[], object]] = []
 
-# Called with a pair, tokens_q and tokens_k once the host has read that every row of the pair sees a key.
-on_known: list[Callable[[Tensor, Tensor, int, int], object]] = []
-
 
 def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]:
     # The address, too: `x.data = y` changes that alone.
@@ -153,11 +150,16 @@ def _compare(source: tuple[object, ...], kept: _Kept) -> None:
             for other in _sources():
                 if not {*other[2:]}.isdisjoint({*source[2:]} - {None}):
                     _cache.pop(other, None)
-            for forget in on_changed:
-                forget()
-            raise InvalidInputError(CHANGED)
+            raise_changed()
     if time.monotonic() - kept.compared > TRUSTED:
         kept.compared, kept.comparison = time.monotonic(), AsyncReadback(kept.changed())
+
+
+def raise_changed() -> NoReturn:
+    """Raise the error of offsets that were written to without a trace, after all has forgotten them."""
+    for forget in on_changed:
+        forget()
+    raise InvalidInputError(CHANGED)
 
 
 @atexit.register
@@ -171,15 +173,11 @@ def _say_at_exit() -> None:
 
 
 class Facts:
-    """Properties of a packed batch, computed on the device; False until their read-back has arrived.
+    """Properties of a packed batch, computed on the device; False until their read-back has arrived."""
 
-    `announce` is called once, when the host has read that every row sees a key.
-    """
-
-    def __init__(self, result: Result | None = None, announce: Callable[[], object] | None = None) -> None:
+    def __init__(self, result: Result | None = None) -> None:
         self._readback = None if result is None else AsyncReadback(result)
         self._properties: Any = None if self._readback is None else self._readback.result
-        self._announce = announce
         self._no_unused_rows = self._every_row_sees_a_key = False
 
     def differs(self, newer: Facts) -> Tensor:
@@ -202,10 +200,7 @@ class Facts:
         readback = self._readback  # read once: another thread may reset it
         if readback is not None and (numbers := readback.read()) is not None:
             self._no_unused_rows, self._every_row_sees_a_key = map(bool, numbers)
-            with _lock:
-                first, self._readback = self._readback is not None, None
-            if first and self._every_row_sees_a_key and self._announce is not None:
-                self._announce()
+            self._readback = None
 
 
 _UNKNOWN = Facts()
@@ -225,20 +220,11 @@ def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k
     pair, tokens = (cu_seqlens_q, cu_seqlens_k), (tokens_q, tokens_k)
     if cu_seqlens_q.is_cpu or needs_graph_memory(cu_seqlens_q) or any(x.is_inference() for x in pair):
         return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
-    return derived_from(pair, stream, ("facts", *tokens), partial(_find_facts, *tokens))
+    return derived_from(pair, stream, ("facts", *tokens), partial(_compute_facts, *tokens))
 
 
-def _find_facts(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Facts:
-    pair = cu_seqlens_q, cu_seqlens_k
-    alive, seen = [weakref.ref(x) for x in pair], _seen(pair)
-
-    def announce() -> None:
-        queries, keys = (ref() for ref in alive)
-        if queries is not None and keys is not None and _seen((queries, keys)) == seen:
-            for listener in on_known:
-                listener(queries, keys, tokens_q, tokens_k)
-
-    return Facts(partial(compute_facts, *pair, tokens_q, tokens_k), announce)
+def _compute_facts(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Facts:
+    return Facts(partial(compute_facts, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k))
 
 
 class Unused(NamedTuple):

@@ -36,11 +36,12 @@ from attnreg.dispatch.state import Plan
 from attnreg.errors import AttnregError, BuildError
 from attnreg.settings import environment
 from attnreg.torchlib import building, captured, device_code
-from attnreg.torchlib.layout import stream_of
+from attnreg.torchlib.readback import pinned
 
 log = logging.getLogger("attnreg")
 
 FORWARD_TENSORS = 3  # query, key and value
+ANSWERS = 256  # `kMostAnswers` of csrc/offsets.h
 
 # The module, while it looks calls up; None while it is paused or isn't there. `load` sets it.
 active: Any = None
@@ -49,7 +50,7 @@ is_loaded = False  # whether `load` has looked for it
 _module: Any = None  # what was loaded stays loaded: torch may have its code in use
 _plans: tuple[Callable[..., Any], ...] | None = None
 _pauses = 0
-_with_clearing: set[torch.device] = set()  # the GPUs of which it has the kernels that clear rows
+_with_device_code: set[torch.device] = set()  # the GPUs of which it has the kernels for packed calls
 _has_routers = False  # whether the routers over torch's ops are the module's
 
 
@@ -107,7 +108,7 @@ def kept_for(
     if launcher is None:
         launcher = _unspecialized(plan.kernel, call)
     if call.varlen and tensors[0].is_cuda:
-        _provide_clearing(tensors[0].device)
+        _provide_device_code(tensors[0].device)
     return Kept(launcher, plan, is_final, auxiliary, call.sinks is not None, cuts)
 
 
@@ -151,21 +152,29 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
     return run_packed
 
 
-def _provide_clearing(device: torch.device) -> None:
-    """Give the module the kernels that clear rows of packed results on a GPU, once."""
-    if device in _with_clearing or active is None:
+def _provide_device_code(device: torch.device) -> None:
+    """Give the module the kernels for packed calls on a GPU, once."""
+    if device in _with_device_code or active is None:
         return
-    functions = rows.CLEAR_FORWARD.address(device), rows.CLEAR_BACKWARD.address(device)
-    if None in functions:
+    kernels = rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.FACTS
+    addresses = [kernel.address(device) for kernel in kernels]
+    if None in addresses:
         return  # Python runs packed calls with rows of which nothing is known
-    _with_clearing.add(device)
-    active.set_clearing(device.index, device_code.launch_function(), *functions)
+    _with_device_code.add(device)
+    active.set_device_code(device.index, device_code.launch_function(), *addresses, _answers().data_ptr())
 
 
-def rows_are_known(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int) -> bool:
-    """Whether every row of packed sequences is known to see a key; has the device find out unless it is."""
-    stream = stream_of(cu_seqlens_q)
-    return offsets.facts_of(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k, stream).every_row_sees_a_key
+@functools.cache
+def _answers() -> Tensor:
+    """Return pinned memory for what the module asks devices, for as long as the process lives."""
+    return pinned(ANSWERS)
+
+
+@atexit.register
+def _say_at_exit() -> None:
+    """Say at the end of the process what no call came to say any more; waits for nothing."""
+    if _module is not None and _module.offsets_changed():
+        log.error(offsets.CHANGED)
 
 
 def load() -> Any:
@@ -197,7 +206,7 @@ def set_plans(
 ) -> None:
     """Say which functions of Python run the calls of `varlen_attn` that aren't kept, and count sinks."""
     global _plans
-    _plans = forward, backward, with_sinks, grad_of_sinks, rows_are_known
+    _plans = forward, backward, with_sinks, grad_of_sinks
     if _module is not None:
         _module.set_plans(*_plans)
 
@@ -297,7 +306,6 @@ def _load() -> Any:
         module.set_plans(*_plans)
     module.trust_offsets(offsets.TRUSTED)
     offsets.on_changed.append(module.drop)
-    offsets.on_known.append(module.know_offsets)
     module.enable(not _pauses)
     # Torch's dispatcher outlives Python: routers that call Python have to be gone before.
     atexit.register(remove_routers)

@@ -87,14 +87,14 @@ def _free_place() -> Tensor:
             return place.fill_(PENDING)
         _free.append(place)
     with torch.inference_mode(False):  # the places are used after it has ended
-        place, *others = _pin().unbind()
+        place, *others = pinned(MANY).unbind()
         _free.extend(others)
         return place.fill_(PENDING)
 
 
-def _pin() -> Tensor:
-    """Pin memory for as long as the process lives."""
-    zeros = torch.zeros(MANY, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
+def pinned(count: int) -> Tensor:
+    """Return pinned memory for so many results, which stays for as long as the process lives."""
+    zeros = torch.zeros(count, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
     # Not even where the interpreter ends, or a forked child, does torch get it back.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(zeros))
     return zeros

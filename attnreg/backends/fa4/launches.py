@@ -96,7 +96,7 @@ def _packed(family: Family, run: Any, find: Any, first: int, window: tuple[int, 
             return None
         if sinks is not None and (not known or sinks.data_ptr() & 15):
             return None  # the package copies sinks that aren't aligned
-        if not known:
+        if not known and cu_q is not cu_k:  # of one pair the caller knows as much
             stream = stream_of(query) if query.is_cuda else 0
             known = facts_of(cu_q, cu_k, query.shape[0], key.shape[0], stream).no_unused_rows
         if known:

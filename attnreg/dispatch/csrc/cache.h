@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <new>
@@ -12,7 +13,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "clearing.h"
+#include "device_code.h"
 #include "launchers.h"
 #include "lengths.h"
 
@@ -110,12 +111,24 @@ bool run_unless_declined(const Entry& entry, const Run& run) {
   }
 }
 
-struct Offsets {  // a pair, and whether it is known that every row sees a key
+// What the host knows of a pair of offsets: nothing as long as the device was only asked, then whether every row sees a
+// key. After a while it is asked again, whether that is so still.
+enum class Known { kAsked, kYes, kNo, kAskedAgain };
+
+struct Offsets {
   SeenOffsets seen;
   int64_t tokens_q, tokens_k;
-  bool is_known = false;
-  uint32_t sightings = 1;
+  Known known = Known::kNo;
+  int64_t slot = -1;  // where the device answers
 };
+
+// Where devices answer, in pinned memory: two numbers in a word, whether no row is unused and whether every row sees a
+// key. As `readback.PENDING` in both as long as there is no answer; a place is taken again only after that.
+constexpr int64_t kMostAnswers = 256;
+constexpr uint16_t kPending = 0x0202;
+
+inline volatile uint16_t* answers = nullptr;  // set once, with the first device code
+inline auto& is_taken = *new std::array<bool, kMostAnswers>{};  // under the lock
 
 struct PlaceHash {
   size_t operator()(const Place& place) const {
@@ -232,6 +245,7 @@ inline void drop_all() {
   Cache old;  // destroyed after the lock is released
   const std::unique_lock lock(guard);
   passing = false;
+  is_taken.fill(false);
   std::swap(old, cache);
   cache.generation = old.generation + 1;
 }
@@ -309,8 +323,8 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
     return launch(*entry.native, call, results);
   }
   const bool clears = call.is_packed && !call.knows_rows && device.is_cuda();
-  const Clearing* clearing = clears ? clearing_of(device) : nullptr;
-  if (clears && !clearing) {
+  const DeviceCode* code = clears ? device_code_of(device) : nullptr;
+  if (clears && !code) {
     return false;
   }
   if (entry.op) {
@@ -319,7 +333,7 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
     return false;
   }
   if (clears) {
-    clear(*clearing, call, entry.window, results);
+    clear(*code, call, entry.window, results);
   }
   return true;
 }

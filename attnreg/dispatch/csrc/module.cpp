@@ -84,14 +84,13 @@ PyObject* trust_offsets(PyObject*, PyObject* seconds) {
 }
 
 PyObject* set_plans(PyObject*, PyObject* args) {
-  PyObject *forward = nullptr, *backward = nullptr, *rescale = nullptr, *of_sinks = nullptr, *known = nullptr;
-  if (!PyArg_ParseTuple(args, "OOOOO", &forward, &backward, &rescale, &of_sinks, &known)) {
+  PyObject *forward = nullptr, *backward = nullptr, *rescale = nullptr, *of_sinks = nullptr;
+  if (!PyArg_ParseTuple(args, "OOOO", &forward, &backward, &rescale, &of_sinks)) {
     return nullptr;
   }
-  for (PyObject* function : {forward, backward, rescale, of_sinks, known}) {
+  for (PyObject* function : {forward, backward, rescale, of_sinks}) {
     Py_INCREF(function);
   }
-  rows_are_known = known;
   with_sinks = rescale;
   grad_of_sinks = of_sinks;
   plan_backward = backward;
@@ -99,29 +98,27 @@ PyObject* set_plans(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* know_offsets(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *queries = nullptr, *keys = nullptr;
-  Py_ssize_t tokens_q = 0, tokens_k = 0;
-  if (!PyArg_ParseTuple(args, "OOnn", &queries, &keys, &tokens_q, &tokens_k)) {
-    return nullptr;
-  }
-  keep_offsets(THPVariable_Unpack(queries), THPVariable_Unpack(keys), tokens_q, tokens_k, true);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* set_clearing(PyObject*, PyObject* args) {
+PyObject* set_device_code(PyObject*, PyObject* args) {
   Py_ssize_t index = 0;
-  PyObject *launch = nullptr, *forward = nullptr, *backward = nullptr;
-  if (!PyArg_ParseTuple(args, "nO!O!O!", &index, &PyLong_Type, &launch, &PyLong_Type, &forward, &PyLong_Type, &backward)) {
+  PyObject* addresses[5] = {};
+  if (!PyArg_ParseTuple(args, "nO!O!O!O!O!", &index, &PyLong_Type, &addresses[0], &PyLong_Type, &addresses[1], &PyLong_Type,
+                        &addresses[2], &PyLong_Type, &addresses[3], &PyLong_Type, &addresses[4])) {
     return nullptr;
   }
   if (index >= 0 && index < kMostDevices && !is_there[index]) {
-    clearings[index] = {reinterpret_cast<Clearing::LaunchKernel>(PyLong_AsVoidPtr(launch)), PyLong_AsVoidPtr(forward), PyLong_AsVoidPtr(backward)};
+    void* pointers[5];
+    std::transform(addresses, addresses + 5, pointers, PyLong_AsVoidPtr);
+    device_codes[index] = {reinterpret_cast<DeviceCode::LaunchKernel>(pointers[0]), pointers[1], pointers[2], pointers[3]};
+    if (!answers) {
+      answers = static_cast<volatile uint16_t*>(pointers[4]);
+    }
     is_there[index].store(true, std::memory_order_release);
   }
   Py_RETURN_NONE;
+}
+
+PyObject* offsets_changed(PyObject*, PyObject*) {
+  return PyBool_FromLong(offsets_have_changed());
 }
 
 PyObject* drain(PyObject*, PyObject*) {
@@ -159,9 +156,9 @@ PyMethodDef functions[] = {
     {"watch", watch, METH_O, "Look at a context variable before a forward: it may contain a choice."},
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
-    {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, count sinks in their results, and say what is known of offsets."},
-    {"know_offsets", know_offsets, METH_VARARGS, "Every row of these offsets, and so many queries and keys, is known to see a key."},
-    {"set_clearing", set_clearing, METH_VARARGS, "The kernels that clear rows of packed results on a GPU: its index, cuLaunchKernel, those of a forward and a backward."},
+    {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, and count sinks in their results."},
+    {"set_device_code", set_device_code, METH_VARARGS, "The kernels for packed calls on a GPU: its index, cuLaunchKernel, those that clear rows of a forward and a backward and that state facts, and pinned memory for answers."},
+    {"offsets_changed", offsets_changed, METH_NOARGS, "Whether offsets were found to have been written to without a trace, since the last call with them."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},

@@ -1,4 +1,4 @@
-// What is known of the offsets of packed calls on a GPU: see `contract/offsets.py`.
+// What is known of the offsets of packed calls on a GPU. `contract/offsets.py` says why it is looked at again.
 
 #pragma once
 
@@ -9,75 +9,103 @@
 
 namespace attnreg {
 
-// `dispatch.call_cache.rows_are_known`; there as long as the process lives.
-inline PyObject* rows_are_known = nullptr;
-
-// From so many calls with the same offsets on Python is asked what is known of them, at each doubling: a step of few
-// layers with offsets of its own costs no look at them.
-constexpr uint32_t kFirstQuestion = 4;
-
-inline Offsets* find_offsets(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, c10::Stream stream) {
-  for (Offsets& pair : cache.offsets) {
-    if (pair.seen.look_like(queries, keys, stream) && pair.tokens_q == tokens_q && pair.tokens_k == tokens_k) {
-      return &pair;
+// A place for an answer; -1 if there is none. Under the lock.
+inline int64_t take_answer() {
+  for (int64_t slot = 0; answers && slot < kMostAnswers; slot++) {
+    if (!is_taken[slot] && answers[slot] != kPending) {
+      is_taken[slot] = true;
+      answers[slot] = kPending;
+      return slot;
     }
   }
-  return nullptr;
+  return -1;
 }
 
-// Keep a pair of offsets that is new, and whether every row of it is known to see a key.
-inline void keep_offsets(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, bool is_known) {
-  if (!counts_versions(queries) || !counts_versions(keys)) {
-    return;
-  }
-  const c10::Stream stream = stream_of(queries);
-  Offsets pair{{Seen(queries), Seen(keys), stream}, tokens_q, tokens_k, is_known};
-  const std::unique_lock lock(guard);
-  if (Offsets* kept = find_offsets(queries, keys, tokens_q, tokens_k, stream)) {
-    kept->is_known = is_known;
-    kept->seen.until = pair.seen.until;
-  } else if (cache.offsets.size() < kMostOffsets) {
-    cache.offsets.push_back(std::move(pair));
-  } else {
-    std::swap(cache.offsets[cache.oldest_offsets++ % kMostOffsets], pair);
+inline void release_answer(Offsets& pair) {
+  if (pair.slot >= 0) {
+    is_taken[pair.slot] = false;
+    pair.slot = -1;
   }
 }
 
-// Whether it is known of a pair of offsets that every row sees a key, and they are as they were. What is known is used
-// for a while; then Python has the device compare the offsets.
+// Have the device say what is so of a pair of offsets, without a wait.
+inline void ask_device(
+    const DeviceCode& code, const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, int64_t slot) {
+  const int64_t batch = queries.size(0) - 1;
+  const int64_t place = reinterpret_cast<int64_t>(answers + slot);
+  const int64_t threads = std::min<int64_t>((std::max<int64_t>(batch, 1) + 31) / 32 * 32, 1024);
+  launch_on(code, code.facts, 1, threads, queries,
+            {place, place, address_of(queries), address_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
+}
+
+[[noreturn]] inline void throw_changed() {
+  const WithGil gil;
+  const Object module = owned(PyImport_ImportModule("attnreg.contract.offsets"));
+  const Object raise = owned(module ? PyObject_GetAttrString(module.get(), "raise_changed") : nullptr);
+  if (raise) {
+    owned(PyObject_CallNoArgs(raise.get()));
+  }
+  throw_error_of_python();
+}
+
+// Whether it is known of a pair of offsets that every row sees a key, and they are as they were. The first call with them
+// asks the device; what it answered is used for a while, then it is asked again.
 inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
-  if (!counts_versions(queries) || !counts_versions(keys)) {
+  const DeviceCode* code = device_code_of(queries.device());
+  if (!code || !counts_versions(queries) || !counts_versions(keys) || queries.scalar_type() != at::kInt || keys.scalar_type() != at::kInt) {
     return false;
   }
   const c10::Stream stream = stream_of(queries);
+  int64_t slot = -1;
+  bool has_changed = false;
   {
+    Offsets dropped{{Seen(queries), Seen(keys), stream}, tokens_q, tokens_k};
     const std::unique_lock lock(guard);
-    Offsets* pair = find_offsets(queries, keys, tokens_q, tokens_k, stream);
-    if (pair && pair->is_known && Clock::now() < pair->seen.until) {
-      return true;
-    }
-    if (pair && !pair->is_known) {
-      pair->sightings++;
-      if (pair->sightings < kFirstQuestion || (pair->sightings & (pair->sightings - 1)) != 0) {
-        return false;
-      }
-    }
-    if (!pair) {
-      Offsets seen{{Seen(queries), Seen(keys), stream}, tokens_q, tokens_k};
+    const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& other) {
+      return other.seen.look_like(queries, keys, stream) && other.tokens_q == tokens_q && other.tokens_k == tokens_k;
+    });
+    if (pair == cache.offsets.end()) {
+      slot = dropped.slot = take_answer();
+      dropped.known = slot < 0 ? Known::kNo : Known::kAsked;
       if (cache.offsets.size() < kMostOffsets) {
-        cache.offsets.push_back(std::move(seen));
+        cache.offsets.push_back(std::move(dropped));
       } else {
-        cache.offsets[cache.oldest_offsets++ % kMostOffsets] = std::move(seen);
+        Offsets& oldest = cache.offsets[cache.oldest_offsets++ % kMostOffsets];
+        release_answer(oldest);
+        std::swap(oldest, dropped);
       }
-      return false;
+    } else if (pair->known == Known::kYes) {
+      if (Clock::now() < pair->seen.until) {
+        return true;
+      }
+      slot = pair->slot = take_answer();
+      pair->known = slot < 0 ? Known::kNo : Known::kAskedAgain;
+    } else if (pair->known != Known::kNo && answers[pair->slot] != kPending) {
+      const bool yes = answers[pair->slot] >> 8 == 1;
+      has_changed = !yes && pair->known == Known::kAskedAgain;
+      release_answer(*pair);
+      pair->known = yes ? Known::kYes : Known::kNo;
+      pair->seen.until = Clock::now() + trusted.load(std::memory_order_relaxed);
+      if (yes) {
+        return true;
+      }
     }
   }
-  const WithGil gil;
-  const Object known = call_python(
-      rows_are_known, {owned(THPVariable_Wrap(queries)), owned(THPVariable_Wrap(keys)), owned(PyLong_FromLongLong(tokens_q)),
-                       owned(PyLong_FromLongLong(tokens_k))});
-  keep_offsets(queries, keys, tokens_q, tokens_k, known.get() == Py_True);
-  return known.get() == Py_True;
+  if (slot >= 0) {
+    ask_device(*code, queries, keys, tokens_q, tokens_k, slot);
+  }
+  if (has_changed) {
+    throw_changed();
+  }
+  return false;
+}
+
+// Whether offsets were found to have changed since their rows were last known, of which no call came to say it.
+inline bool offsets_have_changed() {
+  const std::unique_lock lock(guard);
+  return std::any_of(cache.offsets.begin(), cache.offsets.end(), [](const Offsets& pair) {
+    return pair.known == Known::kAskedAgain && answers[pair.slot] != kPending && answers[pair.slot] >> 8 != 1;
+  });
 }
 
 }  // namespace attnreg

@@ -1,4 +1,4 @@
-"""Promises about FA4's launches by arguments: of which calls, of any lengths, and that the values stay true."""
+"""Promises about FA4's launches by arguments: which calls they run, of any lengths, with true values."""
 
 import threading
 

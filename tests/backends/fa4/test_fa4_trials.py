@@ -1,4 +1,4 @@
-"""Promises about trials of FA4's launches: none is used before the package and the device have confirmed it."""
+"""Promises about trials of FA4's launches: none is used before the device has confirmed it."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-// Clearing rows of packed results that see no key, by the kernels of `contract/rows.py`.
+// The kernels of `contract/rows.py`: clearing rows of packed results that see no key, and facts about offsets.
 
 #pragma once
 
@@ -14,30 +14,31 @@ struct Window {
   int64_t left = -1, right = -1;
 };
 
-// cuLaunchKernel, and the two functions on one GPU; as `DeviceKernel.address` returns them.
-struct Clearing {
+// cuLaunchKernel, and the functions on one GPU; as `DeviceKernel.address` returns them.
+struct DeviceCode {
   using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   LaunchKernel launch = nullptr;
-  void *forward = nullptr, *backward = nullptr;
+  void *clear_forward = nullptr, *clear_backward = nullptr, *facts = nullptr;
 };
 
 constexpr int64_t kMostDevices = 64, kBlock128 = 128;  // the block is that of `rows.BLOCK`, for as many rows
 
 // Written once for a device, with the interpreter's lock, before `is_there` says so.
-inline auto& clearings = *new std::array<Clearing, kMostDevices>;
+inline auto& device_codes = *new std::array<DeviceCode, kMostDevices>;
 inline auto& is_there = *new std::array<std::atomic<bool>, kMostDevices>;
 
-inline const Clearing* clearing_of(c10::Device device) {
+inline const DeviceCode* device_code_of(c10::Device device) {
   const int64_t index = device.index();
   const bool fits = device.is_cuda() && index >= 0 && index < kMostDevices;
-  return fits && is_there[index].load(std::memory_order_acquire) ? &clearings[index] : nullptr;
+  return fits && is_there[index].load(std::memory_order_acquire) ? &device_codes[index] : nullptr;
 }
 
 inline int64_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.const_data_ptr());
 }
 
-inline void launch_on(const Clearing& clearing, void* function, int64_t blocks, const at::Tensor& tensor, std::initializer_list<int64_t> words) {
+inline void launch_on(
+    const DeviceCode& code, void* function, int64_t blocks, int64_t threads, const at::Tensor& tensor, std::initializer_list<int64_t> words) {
   std::array<int64_t, 24> memory;
   std::array<void*, 24> pointers;
   size_t count = 0;
@@ -46,13 +47,14 @@ inline void launch_on(const Clearing& clearing, void* function, int64_t blocks, 
     pointers[count] = &memory[count];
     count++;
   }
-  const int error = clearing.launch(
-      function, static_cast<unsigned>(blocks), 1, 1, kBlock128, 1, 1, 0, stream_of(tensor).native_handle(), pointers.data(), nullptr);
-  TORCH_CHECK(error == 0, "the kernel that clears rows of packed results failed with CUDA error ", error);
+  const int error = code.launch(
+      function, static_cast<unsigned>(blocks), 1, 1, static_cast<unsigned>(threads), 1, 1, 0, stream_of(tensor).native_handle(),
+      pointers.data(), nullptr);
+  TORCH_CHECK(error == 0, "a kernel for packed calls failed with CUDA error ", error);
 }
 
 // Clear the results of a packed forward or backward; nothing if they have no rows.
-inline void clear(const Clearing& clearing, const Launch& call, Window window, const Tensors& results) {
+inline void clear(const DeviceCode& code, const Launch& call, Window window, const Tensors& results) {
   const at::Tensor &queries = call.offsets(0), &keys = call.offsets(1);
   const int64_t batch = queries.size(0) - 1, step_q = queries.stride(0), step_k = keys.stride(0);
   const auto blocks = [](int64_t rows) { return (rows + kBlock128 - 1) / kBlock128; };
@@ -60,7 +62,7 @@ inline void clear(const Clearing& clearing, const Launch& call, Window window, c
     const at::Tensor &out = results[0], &lse = results[1];
     const int64_t size = static_cast<int64_t>(out.element_size()), rows = out.size(0);
     if (rows > 0) {
-      launch_on(clearing, clearing.forward, blocks(rows), out,
+      launch_on(code, code.clear_forward, blocks(rows), kBlock128, out,
                 {address_of(out), address_of(lse), address_of(queries), address_of(keys), batch, rows, out.size(1),
                  out.size(2) * size, out.stride(0) * size, out.stride(1) * size, lse.stride(0), lse.stride(1),
                  window.left, window.right, step_q, step_k});
@@ -70,7 +72,7 @@ inline void clear(const Clearing& clearing, const Launch& call, Window window, c
   const at::Tensor &dq = results[0], &dk = results[1], &dv = results[2];
   const int64_t size = static_cast<int64_t>(dq.element_size());
   if (const int64_t total = blocks(dq.size(0)) + blocks(dk.size(0)); total > 0) {
-    launch_on(clearing, clearing.backward, total, dq,
+    launch_on(code, code.clear_backward, total, kBlock128, dq,
               {address_of(dq), address_of(dk), address_of(dv), address_of(queries), address_of(keys), batch,
                dq.size(0), dk.size(0), dq.size(1), dk.size(1), dq.size(2) * size, dk.size(2) * size, dv.size(2) * size,
                dq.stride(0) * size, dq.stride(1) * size, dk.stride(0) * size, dk.stride(1) * size,
