@@ -2,6 +2,7 @@
 
 A module or package for each subcommand (`fresh`, `varlen`, `sdpa`, `overhead`, `selection`) and what they
 share: a *side* of a comparison (`sides`) is a function, its inputs and what decides which kernel runs;
-`compare` draws inputs, checks sides by the accuracy rule and times them in turn, with the rule and the timers of `attnreg.measure`.
+`compare` draws inputs, checks sides by the accuracy rule and times them in turn, with the rule and the timers
+of `attnreg.measure`.
 It may import all but `demo` and `cli`; only `cli` and `benchmarks/` import it. Read `sides` first.
 """

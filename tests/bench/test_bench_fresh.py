@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from attnreg.cli.bench import PARTS
 from attnreg.dispatch import call_cache
 
 CPU = torch.device("cpu")
+BENCHMARKS = Path(attnreg.__file__).parents[1] / "benchmarks"
 TORCH, OURS = "torch's SDPA", "attnreg"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -251,8 +253,7 @@ def test_a_run_becomes_the_tables_of_the_docs(tmp_path):
     assert tables.markdown({"rows": ROWS}) == MARKDOWN
     run = tmp_path / "run.json"
     run.write_text(json.dumps({"machine": {}, "results": {"table": "none", "rows": ROWS}}))
-    script = Path(attnreg.__file__).parents[1] / "benchmarks" / "redraw.py"
-    command = [sys.executable, str(script), "fresh", str(run), "--markdown"]
+    command = [sys.executable, str(BENCHMARKS / "redraw.py"), "fresh", str(run), "--markdown"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == MARKDOWN + "\n"
 
 
@@ -260,3 +261,28 @@ def test_the_number_of_threads_is_afterwards_as_it_was():
     torch.set_num_threads(2)
     measured("--part", "decode", "--backend", "cpu")
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "what"),
+    [
+        ((324.0, 1000.0), []),
+        ((326.0, 1000.0), ["memory of the process: +36 MB since 40,000 calls"]),
+        ((200.0, 1080.0), ["memory of the GPU: +80 MB since 40,000 calls"]),
+    ],
+)
+def test_memory_may_grow_by_five_percent_and_20_mb_after_a_fifth_of_the_calls(last, what):
+    script = runpy.run_path(str(BENCHMARKS / "fresh_memory.py"))
+    before = [(20_000, 100.0, 10.0), (40_000, 290.0, 1000.0), (60_000, 900.0, 1000.0), (80_000, *last)]
+    assert script["grown"]([script["Reading"](*one) for one in before]) == what
+
+
+def test_memory_is_read_ten_times_of_calls_of_new_lengths_on_the_backend_that_is_named(capsys, fake):
+    measure = runpy.run_path(str(BENCHMARKS / "fresh_memory.py"))["measure"]
+    readings = measure("cpu", "math", 20, ["packed", "dense"])
+    assert [reading.calls for reading in readings] == list(range(2, 21, 2))
+    assert all(reading.process > 10 and reading.gpu == 0 for reading in readings)
+    another = fake("mine", dtypes=("float16",)).backend
+    with pytest.raises(SystemExit, match="expected 20 calls of mine in each direction, got {'cpu': "):
+        measure("cpu", another, 20, ["packed"])
+    assert capsys.readouterr().out.count(" calls: ") == 20
