@@ -283,6 +283,6 @@ def test_memory_is_read_ten_times_of_calls_of_new_lengths_on_the_backend_that_is
     assert [reading.calls for reading in readings] == list(range(2, 21, 2))
     assert all(reading.process > 10 and reading.gpu == 0 for reading in readings)
     another = fake("mine", dtypes=("float16",)).backend
-    with pytest.raises(SystemExit, match="expected 20 calls of mine in each direction, got {'cpu': "):
+    with pytest.raises(SystemExit, match="expected 20 calls of mine in each direction"):
         measure("cpu", another, 20, ["packed"])
     assert capsys.readouterr().out.count(" calls: ") == 20
