@@ -7,6 +7,7 @@ import random
 import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,36 @@ def test_a_side_that_another_backend_runs_is_left_out(fake):
         _, found = run("--part", "varlen", "--backend", "mine,math")
     assert "attnreg, mine" not in {row["side"] for row in found["results"]["rows"]}
     assert any("attnreg, mine: " in line for line in found["left_out"])
+
+
+def test_the_packages_own_function_is_called_as_programs_call_it_and_checked(monkeypatch):
+    def flash_attn_varlen_func(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+    ):  # fmt: skip
+        offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return attnreg.varlen_attn(q, k, v, *offsets, is_causal=causal), None
+
+    interface = types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setattr(attention, "import_module", {"flash_attn.cute.interface": interface}.__getitem__)
+    for row in attention.rows(Job(CPU, ("FA4",), 1, part="varlen")):
+        batch, side = row.streams["new"].draw(), row.sides[attention.PACKAGE]
+        with side.within():
+            results = side.prepared(batch)()
+        assert row.verdict(batch, results).wrong == "" and len(results) == (4 if row.step == BOTH else 1)
+    assert all(attention.PACKAGE not in row.sides for row in attention.rows(Job(CPU, ("cpu",), 1)))
+
+
+def test_a_row_that_breaks_is_left_out_and_the_others_kept(monkeypatch):
+    def broken(row, job):
+        if row.step == FORWARD:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return turns.measured(row, job)
+
+    monkeypatch.setattr("attnreg.bench.fresh.measured", broken)
+    ended, found = run("--part", "varlen", "--backend", "cpu")
+    assert ended.exit_code == 0 and {row["step"] for row in found["results"]["rows"]} == {BOTH}
+    (line,) = found["left_out"]
+    assert line.endswith("causal, forward: OutOfMemoryError: CUDA out of memory")
 
 
 def test_without_transformers_the_other_parts_are_measured(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from attnreg.bench.compare import short
 from attnreg.bench.fresh import attention, llama, tables
 from attnreg.bench.fresh.turns import measured
 from attnreg.bench.report import Job
@@ -21,8 +22,6 @@ from attnreg.bench.sides import table_in_force
 from attnreg.errors import BackendUnavailableError
 
 __all__ = ["measure"]
-
-ALL = "all"
 
 
 def measure(job: Job) -> None:
@@ -35,7 +34,10 @@ def measure(job: Job) -> None:
         torch.set_num_threads(1)
     try:
         for row in job.in_time([*attention.rows(job), *llama.rows(job)]):
-            rows += measured(row, job)
+            try:
+                rows += measured(row, job)
+            except Exception as problem:  # noqa: BLE001 - the other rows are worth their figures
+                job.leave_out(str(row), short(problem))
             job.keep(results)
     finally:
         torch.set_num_threads(threads)
