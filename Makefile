@@ -87,7 +87,7 @@ bench: $(READY) ## list the benchmarks that `attnreg bench` doesn't have; NAME=c
 ifdef NAME
 	@$(PY) benchmarks/$(NAME).py $(ARGS)
 else
-	@echo "$(PY) -m attnreg bench varlen, sdpa, overhead or selection"
+	@echo "$(PY) -m attnreg bench fresh, varlen, sdpa, overhead or selection"
 	@for file in benchmarks/[a-z]*.py; do echo "make bench NAME=$$(basename "$$file" .py)"; done
 endif
 

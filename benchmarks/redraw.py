@@ -2,6 +2,7 @@
 
     python benchmarks/redraw.py NAME RUN PICTURE
     python benchmarks/redraw.py selection RUN RUN ... PICTURE --out FILE
+    python benchmarks/redraw.py fresh RUN --markdown        prints the tables of docs/benchmarks.md
 
 Several runs of random shapes, on machines of one kind, become one: FILE has all of their shapes.
 """
@@ -13,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from attnreg.bench.fresh.tables import markdown
 from attnreg.bench.losses import summary, worst_of
 from attnreg.bench.plots import TITLES, draw
 from attnreg.bench.shapes import BOTH, FORWARD
@@ -37,16 +39,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=TITLES)
-    parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("picture", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", help="runs, and the picture last")
     parser.add_argument("--out", type=Path, help="where several runs are saved as one")
+    parser.add_argument("--markdown", action="store_true", help="print tables, and draw no picture")
     options = parser.parse_args()
-    if len(options.runs) > 1 and (options.out is None or options.name != "selection"):
+    if options.markdown:
+        if options.name != "fresh":
+            parser.error("--markdown: of fresh only")
+        for run in options.files:
+            print(markdown(json.loads(run.read_text())["results"]))
+        return
+    *runs, picture = options.files
+    if not runs:
+        parser.error("expected a run and a picture")
+    if len(runs) > 1 and (options.out is None or options.name != "selection"):
         parser.error("several runs: only of selection, and with --out")
     # Earlier runs say "by hand" for what is called directly.
     texts = (
         run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
-        for run in options.runs
+        for run in runs
     )
     documents = [json.loads(text) for text in texts]
     if len({document["machine"].get("gpu") for document in documents}) > 1:
@@ -54,7 +65,7 @@ def main() -> None:
     document = joined(documents) if options.out else documents[0]
     if options.out:
         options.out.write_text(json.dumps(document) + "\n")
-    draw(options.name, document["results"], options.picture, document["machine"])
+    draw(options.name, document["results"], picture, document["machine"])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,14 @@
 
 Each call is drawn from the seed and its number alone. It is made three times, with new values each time; for
 a packed call the lengths change their order, and are written to the same offsets. So a new plan, a kept plan
-and the call cache run it. A call fails if the largest errors of all its draws break the accuracy rule
-(`measure/rule.py`), or if another backend ran than the one that was asked for and `stats()` has no reason for
-that. One with `deterministic` has to give the same bits twice, and so has one with dropout and the same seed:
-no reference knows which weights are dropped. `make fuzz` and `make fuzz-gpu` run this script.
+and the call cache run it. More than half of the calls are made five times, with other lengths each time or
+with keys that grow by one, in the same offsets or new ones. One in ten is a turn of four threads, each with a
+call of its own.
+
+A call fails if the largest errors of all its draws break the accuracy rule (`measure/rule.py`), or if another
+backend ran than the one that was asked for and `stats()` has no reason for that. One with `deterministic` has
+to give the same bits twice, and so has one with dropout and the same seed: no reference knows which weights
+are dropped. `make fuzz` and `make fuzz-gpu` run this script; `support/fuzz_draws.py` draws.
 """
 
 from __future__ import annotations
@@ -20,15 +24,16 @@ import os
 import random
 import secrets
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import typer
+from support.fuzz_draws import REORDERED, THREADS, Drawn, draw, draw_for_threads, repeated
 from support.fuzzed import Given, measure
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -36,42 +41,16 @@ from torch.utils.checkpoint import checkpoint
 
 import attnreg
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure.cases import LAYOUTS, Case
 from attnreg.measure.inputs import Inputs, inputs
 from attnreg.measure.rule import Error
 from attnreg.selection.decision import tied_to
 
-REPEATS = 3
+REPEATS, OF_NEW_LENGTHS = 3, 5
+# One in so many is a turn of several threads.
+TOGETHER = 10
 # Further draws of the values of a call that is beyond the rule. With two keys, or one number as the whole
 # incoming gradient, the largest error of plain PyTorch is that of a few numbers, and small by chance.
 MORE = 12
-LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193, 255, 257, 320)
-DIMS = (8, 16, 32, 40, 64, 64, 64, 72, 80, 96, 128, 128, 192, 256)
-DENSE_DIMS = (*DIMS, 4, 20, 288, 512)  # torch's efficient op takes them
-GROUPS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (6, 3), (8, 8))
-# How the backend is asked for, and how the call is made, as often as they are listed.
-REQUESTS = ("registered", "registered", "scoped", "keyword", "nothing")
-MODES = ("plain",) * 8 + ("no_grad", "inference", "autocast", "checkpoint", "capture")
-COMPILED_SHARE = 0.005  # it takes a second
-
-
-class Drawn(NamedTuple):
-    """A call and how it is made, and what a `Case` lacks: sinks, a bias with a gradient, drawn dropout."""
-
-    case: Case
-    backend: str
-    request: str
-    mode: str
-    sinks: bool = False
-    bias_grad: bool = False
-    dropout: float = 0.0
-
-    def __str__(self) -> str:
-        shown = {name: getattr(self.case, name) for name in self.case.__slots__ if name != "name"}
-        default = Case(name="", lens_q=(), lens_k=())
-        given = ", ".join(f"{k}={v!r}" for k, v in shown.items() if v != getattr(default, k))
-        further = "".join(f", {k}={getattr(self, k)}" for k in self._fields[4:] if getattr(self, k))
-        return f"{self.backend} ({self.request}, {self.mode}): {given}{further}"
 
 
 class Found(NamedTuple):
@@ -79,97 +58,6 @@ class Found(NamedTuple):
 
     outcome: str
     wrong: str = ""
-
-
-def draw(seed: int, number: int, backends: list[str], device: str) -> Drawn:
-    """Draw a call; one seed and number are always the same call."""
-    rng = random.Random(f"{seed}/{number}")
-    varlen, dtype = rng.random() < 0.6, rng.choice(("float16", "bfloat16", "bfloat16", "float32"))
-    case = _packed(rng) if varlen else _dense(rng)
-    # Scores of float32 calls may be large. With large 16-bit ones the softmax saturates: the gradient of a
-    # flash kernel then has the rounding of its output, where that of plain PyTorch cancels.
-    exact, dims = dtype == "float32", DIMS if varlen else DENSE_DIMS
-    dim = rng.choice(dims)
-    # With a scale of 0 results may be exact, and then a rule about rounding leaves torch's own SDPA none.
-    zero = 0.0 if varlen else None
-    case = replace(
-        case,
-        dtype=dtype,
-        heads=rng.choice(GROUPS),
-        dims=(dim, rng.choice(dims) if rng.random() < 0.1 else dim),
-        scale=rng.choice(
-            (None, None, None, dim**-0.5 * 2, dim**-0.5 / 3, zero, -0.125, 1.0 if exact else None)
-        ),
-        layout=rng.choice(("plain",) * 6 + LAYOUTS),
-        grad_layout=rng.choice(("plain", "plain", "bhsd", "expanded")),
-        deterministic=rng.random() < 0.08,
-    )
-    if varlen:
-        case = _with_options(rng, case)
-    if case.layout == "fused qkv" and (case.lens_q != case.lens_k or case.dims[0] != case.dims[1]):
-        case = replace(case, layout="bhsd")
-    mode = rng.choice([mode for mode in MODES if mode != "capture" or device == "cuda"])
-    request = rng.choice([how for how in REQUESTS if varlen or how != "keyword"])
-    if rng.random() < COMPILED_SHARE:
-        mode = "compile"
-    if mode == "autocast":
-        case = replace(case, dtype="bfloat16")
-    if device == "cuda" and not varlen and request == "nothing":
-        # Where torch's own SDPA runs alone, it gives NaN for these, or ends the CUDA context.
-        layout = "plain" if case.layout in ("offset", "odd rows") else case.layout
-        scale = None if case.scale is not None and case.scale < 0 else case.scale
-        case = replace(case, layout=layout, scale=scale)
-    drawn = Drawn(case, rng.choice(backends), request, mode)
-    drawn = drawn._replace(sinks=varlen and rng.random() < 0.1)
-    drawn = drawn._replace(bias_grad=case.bias == "additive" and rng.random() < 0.5)
-    if mode not in ("capture", "compile") and not drawn.bias_grad and rng.random() < 0.06:
-        drawn = drawn._replace(dropout=rng.choice((0.1, 0.5, 0.9)))
-    return drawn
-
-
-def _with_options(rng: random.Random, case: Case) -> Case:
-    """Return a packed call with some of the options that SDPA doesn't have."""
-    case = replace(
-        case,
-        softcap=rng.choice((0.0,) * 8 + (2.0, 30.0)),
-        alibi=rng.random() < 0.08,
-        # With a scale of 0 plain PyTorch's LSE may be exact; that of torch's own 16-bit kernel isn't.
-        grad_lse=rng.random() < 0.15 and case.scale != 0.0,
-        num_splits=rng.choice((None,) * 14 + (1, 3)),
-    )
-    if rng.random() > 0.05:
-        return case
-    used = case.seqused_k or tuple(rng.randint(0, n) for n in case.lens_k)
-    return replace(
-        case, page_size=rng.choice((16, 256)), seqused_k=used, layout="plain", one_cu_seqlens=False
-    )
-
-
-def _dense(rng: random.Random) -> Case:
-    batch, len_q = rng.choice((1, 1, 2, 3, 5)), rng.choice(LENGTHS)
-    len_k = len_q if rng.random() < 0.6 else rng.choice(LENGTHS)
-    # SDPA aligns causal masks top-left, the reference bottom-right: the same for equal lengths.
-    window = (-1, 0) if len_q == len_k and rng.random() < 0.5 else (-1, -1)
-    bias = rng.choice(("none",) * 4 + ("key padding", "additive")) if window == (-1, -1) else "none"
-    if bias == "key padding":
-        batch = min(batch, 3)  # so many lengths the mask has
-    return Case(name="fuzz", lens_q=(len_q,) * batch, lens_k=(len_k,) * batch, window=window, bias=bias)
-
-
-def _packed(rng: random.Random) -> Case:
-    count = rng.choice((1, 2, 3, 5, 9))
-    lens_q = tuple(0 if rng.random() < 0.1 else rng.choice(LENGTHS) for _ in range(count))
-    lens_k, window = lens_q, (-1, -1)
-    if other := rng.random() < 0.5:
-        lens_k = tuple(0 if rng.random() < 0.1 else rng.choice(LENGTHS) for _ in range(count))
-    if rng.random() < 0.6:
-        window = (rng.choice((-1, -1, 0, 1, 31, 64, 400)), rng.choice((0, 0, 0, -1, 5)))
-    used = tuple(rng.randint(0, n) for n in lens_k) if rng.random() < 0.1 else None
-    tail = rng.choice((0, 0, 0, 5, 64))
-    return Case(
-        name="fuzz", lens_q=lens_q, lens_k=lens_k, varlen=True, window=window, seqused_k=used, tail=tail,
-        poison=bool(tail) and rng.random() < 0.5, one_cu_seqlens=not other,
-    )  # fmt: skip
 
 
 # ---- making the call
@@ -258,18 +146,20 @@ def _captured(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 # ---- what came of it
 
 
-def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
-    """Make a call several times over and compare each with float64."""
+def check(drawn: Drawn, seed: int, number: int, device: str, alone: bool = True) -> Found:
+    """Make a call several times over and compare each with float64; `alone`: and see which backend ran it."""
     rng = random.Random(f"{seed}/{number}/values")
+    repeats, case = REPEATS if drawn.change == REORDERED else OF_NEW_LENGTHS, None
     registered = (
         attnreg.register_backend(drawn.backend) if drawn.request == "registered" else contextlib.nullcontext()
     )
     offsets: tuple[Tensor | None, ...] = ()
     largest: dict[str, Error] = {}
     with registered:
-        for times in range(1, REPEATS + MORE + 1):
-            case = _in_another_order(rng, drawn.case)
+        for times in range(1, repeats + MORE + 1):
+            case = repeated(rng, drawn, case)
             offsets, drawn_inputs = _same_offsets(offsets, inputs(case, device, rng.randrange(2**31)))
+            offsets = offsets if drawn.in_place else ()
             given, now = _given(drawn, drawn_inputs, rng), drawn._replace(case=case)
             attnreg.reset_stats()
             try:
@@ -277,7 +167,7 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                 results = run(now, given)
                 if drawn.dropout == 0.0:
                     measure(case, given, results, largest)
-                found = _explained(now, given)
+                found = _explained(now, given) if alone else Found("of a thread")
                 if (drawn.dropout or case.deterministic) and not found.wrong:
                     torch.manual_seed(number)
                     found = _repeated(now, found, results, run(now, given))
@@ -308,10 +198,12 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
                 first = run(now, given) if drawn.sinks else results
                 if _differs(first, run(now, given), largest):
                     found = Found("wrong", "a call gives other results each time")
-            if found.wrong or (times >= REPEATS and not beyond):
+            if found.wrong or (times >= repeats and not beyond):
                 break
     if beyond and not found.wrong:
         found = Found("wrong", "; ".join(f"{name} of {ran() or 'torch'}: {e}" for name, e in beyond.items()))
+    if not alone:
+        return found
     if found.wrong and not case.varlen:
         if device == "cuda" and _is_torchs_alone(now, given):
             return Found("torch chose an op that isn't routed, and failed")
@@ -319,10 +211,34 @@ def check(drawn: Drawn, seed: int, number: int, device: str) -> Found:
         if beyond and torchs_may_run and _is_so_without_attnreg(now, given, results, set(beyond)):
             print(f"{drawn}\n  {found.wrong}, as without attnreg: --seed {seed} --only {number}")
             return Found("beyond the rule by torch's own kernel, which is so without attnreg")
-    if times > REPEATS and not found.wrong:
+    if times > repeats and not found.wrong:
         print(f"{drawn}\n  within the rule over {times} draws: --seed {seed} --only {number}")
         return Found("beyond the rule in one draw of the values, within it over more")
     return found
+
+
+def together(seed: int, number: int, names: list[str], device: str) -> tuple[Drawn, Found]:
+    """Have several threads make a call each, at once; return the first that is wrong there and not alone."""
+    calls, found = draw_for_threads(seed, number, names, device), {}
+    start = threading.Barrier(THREADS)
+
+    def work(drawn: Drawn) -> None:
+        start.wait()
+        found[drawn] = check(drawn, seed, number, device, alone=False)
+
+    threads = [threading.Thread(target=work, args=(drawn,)) for drawn in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for drawn in calls:
+        if drawn not in found:
+            return drawn, Found("wrong", "an error ended its thread")
+        if found[drawn].wrong and not check(drawn, seed, number, device).wrong:
+            return drawn, Found("wrong", f"beside other threads, and not alone: {found[drawn].wrong}")
+        if found[drawn].wrong:
+            return drawn, check(drawn, seed, number, device)
+    return calls[0], Found(f"{THREADS} threads at once")
 
 
 def _given(drawn: Drawn, drawn_inputs: Inputs, rng: random.Random) -> Given:
@@ -342,15 +258,6 @@ def _repeated(drawn: Drawn, found: Found, first: dict[str, Tensor], second: dict
     if not_finite := [name for name in first if name != "lse" and not first[name].isfinite().all()]:
         return Found("wrong", f"not finite: {', '.join(not_finite)}")
     return found
-
-
-def _in_another_order(rng: random.Random, case: Case) -> Case:
-    if not case.varlen:
-        return case
-    order = rng.sample(range(len(case.lens_q)), len(case.lens_q))
-    used = case.seqused_k and tuple(case.seqused_k[i] for i in order)
-    lens_q, lens_k = (tuple(lens[i] for i in order) for lens in (case.lens_q, case.lens_k))
-    return replace(case, lens_q=lens_q, lens_k=lens_k, seqused_k=used)
 
 
 def _same_offsets(
@@ -446,8 +353,11 @@ def main(
     counts: Counter[str] = Counter()
     failures, number, end = 0, max(only, 0), time.monotonic() + seconds
     while time.monotonic() < end and not (calls and number >= calls):
-        drawn = draw(seed, number, names, device)
-        found = check(drawn, seed, number, device)
+        if number % TOGETHER == TOGETHER - 1:
+            drawn, found = together(seed, number, names, device)
+        else:
+            drawn = draw(seed, number, names, device)
+            found = check(drawn, seed, number, device)
         counts[found.outcome] += 1
         if found.wrong:
             failures += 1
@@ -457,7 +367,7 @@ def main(
         if only >= 0:
             break
     where = f"{device}, torch {torch.__version__}, seed {seed}"
-    print(f"{where}: {counts.total()} calls made {REPEATS} times each, {failures} wrong")
+    print(f"{where}: {counts.total()} calls made {REPEATS} or {OF_NEW_LENGTHS} times each, {failures} wrong")
     for outcome, count in counts.most_common():
         print(f"  {count:6} {outcome}")
     sys.exit(failures > 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnreg.bench.losses import losses
 from attnreg.bench.overhead_cpu import QUESTIONS
@@ -24,6 +24,7 @@ TITLES = {
     "sdpa": "Dense calls through scaled_dot_product_attention",
     "overhead": "What a call costs the host",
     "selection": "Shapes that no table was tuned on",
+    "fresh": "Calls with new lengths, beside the same batch repeated",
 }
 
 # Greys for torch, then Okabe and Ito's palette: distinct for every kind of colour vision. What attnreg
@@ -53,6 +54,8 @@ def draw(name: str, results: Any, path: Path, known: Mapping[str, str] | None = 
         _draw_losses(results["rows"], f"{title}, seed {results['seed']}", path)
     elif name == "selection":
         _draw_ratios(_panels(results["rows"]), title, path)
+    elif name == "fresh":
+        _draw_fresh(results["rows"], title, path)
     elif name == "overhead":
         _draw_times(_costs(results), title, path)
     else:
@@ -208,6 +211,37 @@ def _draw_times(parts: Mapping[str, Mapping[str, float]], title: str, path: Path
         axes.tick_params(axis="y", length=0, labelsize=8)
         axes.grid(visible=False)
     _save(figure, title, path)
+
+
+def _draw_fresh(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Draw milliseconds: for each side a mark for each stream, with a line to its 95th percentile."""
+    panels: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault(f"{row['case']}, {row['step']}", []).append(row)
+    counts = [len(_each(found, "side")) for found in panels.values()]
+    size = (11, 0.36 * sum(counts) + 0.95 * len(counts) + 1.2)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[count + 1 for count in counts])
+    for axes, (heading, here) in zip(grid[:, 0], panels.items(), strict=True):
+        sides = _each(here, "side")[::-1]
+        for number, stream in enumerate(_each(rows, "stream")):
+            drawn = [row for row in here if row["stream"] == stream]
+            colour = GREYS[1] if number == 0 else COLOURS[number - 1]
+            at = [sides.index(row["side"]) + 0.12 - 0.12 * number for row in drawn]
+            times, high = ([row[key] for row in drawn] for key in ("milliseconds", "p95"))
+            axes.hlines(at, times, high, color=colour, linewidth=1.2)
+            axes.plot(times, at, MARKS[number], color=colour, markersize=5, linestyle="none", label=stream)
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(sides)), sides)
+        axes.set_ylim(-0.6, len(sides) - 0.4)
+        _dressed(axes, heading, "")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.grid(axis="x", color=FAINT, linewidth=0.5)
+    _save_with_legend(
+        figure, f"{title}\nms, log scale (lower is better); lines end at the 95th percentile", path
+    )
 
 
 def _each(rows: Iterable[Mapping[str, Any]], key: str) -> list[str]:

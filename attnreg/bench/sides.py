@@ -76,8 +76,7 @@ class Side:
         with self.within():
             if not backward:
                 return [forward(self.front, tensors)]
-            out = self.front(*tensors.inputs())
-            return [out.detach(), *torch.autograd.grad(out, tensors.inputs(), tensors.grad)]
+            return results(self.front, tensors)
 
     def timed(self, step: Step, calls: int, clock: Clock = "eager") -> Callable[[], float]:
         """Return what measures the seconds of a call of `step`: one of those of `measure.timing`."""
@@ -114,6 +113,12 @@ def forward_backward(front: Front, tensors: Tensors) -> tuple[Tensor, ...]:
     out = front(*tensors.inputs())
     # What is timed as the least that autograd costs uses the query only.
     return torch.autograd.grad(out, tensors.inputs(), tensors.grad, allow_unused=True)
+
+
+def results(front: Front, tensors: Tensors) -> list[Tensor]:
+    """Run a forward and its backward, and return output and gradients."""
+    out = front(*tensors.inputs())
+    return [out.detach(), *torch.autograd.grad(out, tensors.inputs(), tensors.grad)]
 
 
 def layers(front: Front, sets: Sequence[Tensors]) -> list[Tensor]:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,8 +39,19 @@ TableFile = Annotated[
     Path | None, valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg.")
 ]
 
+# What `attnreg bench fresh` is made of.
+PARTS = ("varlen", "decode", "dense", "transformers")
+Part = Annotated[str, valued("--part", "PART", f"{', '.join(PARTS)}, or all of them.", show_default=True)]
+
 # How often each alternative is measured: without and with `--quick`.
-ROUNDS = {"varlen": (15, 3), "sdpa": (7, 2), "overhead": (31, 3), "selection": (5, 1), "random": (5, 1)}
+ROUNDS = {
+    "varlen": (15, 3),
+    "sdpa": (7, 2),
+    "overhead": (31, 3),
+    "selection": (5, 1),
+    "random": (5, 1),
+    "fresh": (5, 1),
+}
 
 bench = typer.Typer(
     help="""Compare backends with each other and with torch.
@@ -66,6 +78,7 @@ def _run(
     table: Path | None = None,
     random: int | None = None,
     seed: int | None = None,
+    part: str = "all",
 ) -> None:
     """Measure, save, draw and show what the command is named after."""
     output.import_torch()
@@ -89,14 +102,11 @@ def _run(
             deadline=time.monotonic() + longest,
             out=out,
             table=table and table.absolute(),
+            part=part,
         )
         measured, interrupted = False, True
         with contextlib.suppress(KeyboardInterrupt):
-            measure = importlib.import_module(f"attnreg.bench.{name}").measure
-            if random:
-                from attnreg.bench import random_shapes
-
-                measure = functools.partial(random_shapes.measure, count=random, seed=drawn)
+            measure = _measured_by(name, random, drawn)
             with untouched(), output.progress(None) as update:
                 job.advance = lambda done, total, text: update(completed=done, total=total, description=text)
                 measure(job)
@@ -116,6 +126,15 @@ def _run(
             typer.echo(f"attnreg: what was measured before is in {out}", err=True)
     if interrupted:
         raise typer.Exit(output.INTERRUPTED)
+
+
+def _measured_by(name: str, random: int | None, seed: int) -> Callable[[Job], None]:
+    """Return what measures for a command; of so many random shapes if that is a number."""
+    if random:
+        from attnreg.bench import random_shapes
+
+        return functools.partial(random_shapes.measure, count=random, seed=seed)
+    return importlib.import_module(f"attnreg.bench.{name}").measure  # type: ignore[no-any-return]
 
 
 # Typer reads the options of a command off its function.
@@ -164,6 +183,24 @@ def _selection(
 ) -> None:
     if seed is not None and not random:
         raise InvalidInputError("--seed: got no --random, expected it as well: the other shapes are fixed")
+    _run(**locals())
+
+
+def _fresh(
+    context: typer.Context,
+    part: Part = "all",
+    rounds: Rounds = None,
+    quick: Quick = False,
+    device: options.DeviceHere = "",
+    backend: options.Backends = [],  # noqa: B006
+    budget: options.Budget = "",
+    out: Out = None,
+    plot: Plot = None,
+    table: TableFile = None,
+    as_json: options.AsJson = False,
+) -> None:
+    if part not in ("all", *PARTS):
+        raise InvalidInputError(f"--part: got {part!r}, expected all or one of {', '.join(PARTS)}")
     _run(**locals())
 
 
@@ -221,6 +258,16 @@ for _name, _function, _help in (
         """Measure the host time that attnreg adds to a call.
 
         Example: attnreg bench overhead --device cpu
+        """,
+    ),
+    (
+        "fresh",
+        _fresh,
+        """Measure calls whose lengths are new in every step.
+
+        Beside each: the same batch repeated, and what torch takes.
+
+        Example: attnreg bench fresh --quick --part varlen
         """,
     ),
     (

@@ -19,7 +19,7 @@ from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed,
 from attnreg.bench.summary import CHOSEN, DIRECT, SAME_FRONT
 from attnreg.selection import policy
 
-COMMANDS = ("varlen", "sdpa", "overhead", "selection")
+COMMANDS = ("varlen", "sdpa", "overhead", "selection", "fresh")
 OF_A_GPU = str(Path(tuning.__file__).parent / "shipped" / "nvidia-h200.json")
 ANOTHER_KIND = f"--table: {OF_A_GPU}: it is of another kind of device than cpu"
 
@@ -39,6 +39,9 @@ def bench(monkeypatch):
         "selection.SECONDS": 1e-4,
         "varlen.matmul_rate": lambda *_: 1e12,
         "sdpa.matmul_rate": lambda *_: 1e12,
+        "fresh.turns.EACH": 2,
+        "fresh.turns.FIRST": 2,
+        "fresh.turns.CHECKED": 1,
     }.items():
         monkeypatch.setattr(f"attnreg.bench.{name}", value)
     monkeypatch.setenv("COLUMNS", "100")
@@ -203,6 +206,8 @@ def test_what_was_done_before_ctrl_c_is_kept(bench, monkeypatch, tmp_path):
         (("sdpa", "--quick", "--table", OF_A_GPU), 2, ANOTHER_KIND),
         (("selection", "--budget", "soon"), 2, "expected a time"),
         (("overhead", "--rounds", "0"), 2, "rounds"),
+        (("fresh", "--part", "packed"), 2, "--part: got 'packed', expected all or one of varlen, decode"),
+        (("fresh", "--quick", "--table", OF_A_GPU), 2, ANOTHER_KIND),
         (("speed",), 2, "speed"),
     ],
 )

@@ -35,7 +35,7 @@ OUTSIDE = {
     "cudnn": {"backends"},
     "flash_attn": {"backends"},
     "flash_attn_3": {"backends"},
-    "transformers": {"integrations"},
+    "transformers": {"integrations", "bench"},
 }
 
 

@@ -1,7 +1,10 @@
 """Promises that only a long run can break: threads, many shapes, many installs. All of them are slow."""
 
 import itertools
+import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -105,6 +108,15 @@ def test_a_hundred_thousand_shapes_take_no_more_memory_than_twenty_thousand(rout
                 after[number] = megabytes()
     assert attnreg.stats().calls["math"]["forward"] == 100_000
     assert after[100_000] - after[20_000] < 20, after
+
+
+def test_twenty_thousand_calls_of_ever_new_lengths_take_no_more_memory_than_four_thousand():
+    script = Path(attnreg.__file__).parents[1] / "benchmarks" / "fresh_memory.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--calls", "20000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "   20,000 calls: " in done.stdout
 
 
 def test_a_thousand_installs_leave_the_op_and_the_memory_as_they_were():
