@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from attnreg.backends.cpu.sequences import sequences_of
 from attnreg.contract.backend import Call
+from attnreg.contract.lengths import Cut
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import BuildError
 from attnreg.torchlib import building
 
 DTYPES = ("float32", "bfloat16", "float16")
 OPEN = (-1, -1)
+
+_ANY_NUMBER = 2**62
 
 # From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
 _LONG, _ROWS_OF_A_CALL = 256, 1024
@@ -83,25 +87,42 @@ def _has_tiles() -> bool:
     return False
 
 
-def _by_tiles(head_dim: int, rows: int, keys: int) -> bool:
-    """Return whether the compiled kernel multiplies such a bfloat16 call by AMX, if the machine lets it."""
-    fits = head_dim % _TILE_DIMS == 0 and head_dim <= _LARGEST_TILE_DIM
-    return fits and rows >= _TILE_ROWS and keys >= _TILE_ROWS and machine().tiles
+def _has_tile_dims(head_dim: int) -> bool:
+    """Return whether the compiled kernel multiplies such bfloat16 heads by AMX, if there are enough rows."""
+    return head_dim % _TILE_DIMS == 0 and head_dim <= _LARGEST_TILE_DIM and machine().tiles
+
+
+class TorchsCalls(NamedTuple):
+    """The bfloat16 forwards that torch's kernel may be the faster one at: all of a kind with such lengths.
+
+    Attributes:
+        keys, tokens: those with so many keys, and query tokens in all.
+        rows: and with fewer rows of a key head.
+    """
+
+    keys: int
+    tokens: int
+    rows: int
+
+
+def torchs_calls(q: Tensor, call: Call) -> TorchsCalls | None:
+    """Return which forwards of a call's kind may be torch's; None if none are.
+
+    Torch's kernel multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a
+    batch's: it doesn't count where the results may not depend on the batch.
+    """
+    if call.batch_invariant or q.dtype != torch.bfloat16 or not machine().amx:
+        return None
+    keys, head_dim = max(_LONG, _AMX_FORWARD // q.size(-1) + 1), q.size(-1)
+    return TorchsCalls(keys, _ROWS_OF_A_CALL, _TILE_ROWS if _has_tile_dims(head_dim) else _ANY_NUMBER)
 
 
 def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
-    """Return whether the backend runs a forward by torch's kernel although the compiled one could.
-
-    Torch's multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a batch's:
-    it doesn't count where the results may not depend on the batch.
-    """
-    if call.batch_invariant or q.dtype != torch.bfloat16:
+    """Return whether the backend runs a forward by torch's kernel although the compiled one could."""
+    limits = torchs_calls(q, call)
+    if limits is None or call.max_k < limits.keys or call.max_q * q.size(-2) // k.size(-2) >= limits.rows:
         return False
-    if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
-        return False
-    if _by_tiles(q.size(-1), call.max_q * q.size(-2) // k.size(-2), call.max_k):
-        return False
-    return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
+    return q.shape[:-2].numel() >= limits.tokens * len(sequences_of(q, k, call).uniform_batches)
 
 
 def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:
@@ -116,20 +137,44 @@ def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
     if spec.bias and spec.dtype == "float64":
         return True  # it reads a float32 mask, which SDPA lets pass, as if that were float64
     # A causal mask of one query hides all keys but the first: the spec is that of one key, without a mask.
-    may_be_causal = spec.window != OPEN or spec.max_q == spec.max_k == 1
-    return may_be_causal and not spec.positive_scale
+    return not spec.positive_scale and (spec.window != OPEN or spec.max_q == spec.max_k == 1)
+
+
+def cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield where `replaces_torch` may change its mind with the lengths of a dense call."""
+    if spec.varlen:
+        return
+    if not spec.positive_scale:
+        yield from (Cut.of(length, at=at) for length in ("max_q", "max_k") for at in (1, 2))
+    here = machine()
+    if not _is_known(spec, here):
+        return
+    group = spec.heads_q // spec.heads_k
+    for rows in (here.lanes + 1, _least_rows(here)):
+        yield Cut(((group, ("max_q",)),), rows)
+    yield Cut(((spec.heads_k, ("batch",)),), torch.get_num_threads())
+    for keys in (_CAUSAL_KEYS, _GROUP_KEYS + 1, _AMX_FORWARD // spec.head_dim + 1):
+        yield Cut.of("max_k", at=keys)
+
+
+def _is_known(spec: AttentionSpec, machine: Machine) -> bool:
+    """Return whether the two kernels were compared at such calls."""
+    return machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
+
+
+def _least_rows(machine: Machine) -> int:
+    return _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
 
 
 def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
     """Return whether the compiled kernel is the faster one: for all but the backward in 16 bits."""
     group = spec.heads_q // spec.heads_k
-    fits = machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
-    if not fits:
+    if not _is_known(spec, machine):
         return False
     rows = spec.max_q * group
     if direction == "forward" and _is_faster_without_packing(spec, rows, machine):
         return True
-    if rows < (_ROWS_SLOW_MKL if machine.slow_mkl else _ROWS):
+    if rows < _least_rows(machine):
         return False
     if machine.slow_mkl:
         return True
@@ -140,7 +185,7 @@ def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> b
         return is_causal or (direction == "forward" and shares)
     if spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD:
         return True
-    return _by_tiles(max(spec.head_dim, spec.head_dim_v), rows, spec.max_k)
+    return _has_tile_dims(max(spec.head_dim, spec.head_dim_v))  # there are rows and keys enough for tiles
 
 
 def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine) -> bool:
