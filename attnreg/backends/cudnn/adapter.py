@@ -93,7 +93,7 @@ def _select(
 ) -> tuple[Problem, list[Tensor]]:
     """Return the problem whose execution plan runs a call, and the tensors as it reads them."""
     read = [readable(x, repeats=False) for x in tensors]
-    problem = plans.select(problem_of(kind, read, call))
+    problem, _ = plans.select(problem_of(kind, read, call))
     return problem, [_laid_out(x, strides) for x, strides in zip(read, problem.strides, strict=True)]
 
 
@@ -125,13 +125,15 @@ def specialize(
     if call.seqused_k is not None or not (kind.heads_q and kind.heads_k):
         return None
     # Those of the call would be kept alive.
-    calls = _CallsOfAKind(plans, kind, call._replace(cu_seqlens_q=None, cu_seqlens_k=None))
+    constants = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    calls = _CallsOfAKind(plans, kind, constants, kind.contiguous(Slot.Q))
     # What the functions above copy first needs them.
     if not all(aligned(x, repeats=False) for x in tensors[:LSE]):
         return calls.run
-    empty = is_empty(*_rows(kind, tensors), call)
-    if not empty and not plans.run_on_addresses(problem_of(kind, tensors, call)):
-        return calls.run
+    if not is_empty(*_rows(kind, tensors), call):
+        _, plan = plans.select(problem_of(kind, tensors[:LSE], call))
+        if plan is not None and plan.prepared is None:
+            return calls.run  # this frontend runs none on addresses
     return AddressLauncher(calls.run, calls.prepare)
 
 
@@ -145,15 +147,17 @@ class _CallsOfAKind(NamedTuple):
 
     Attributes:
         constants: the arguments that they have in common.
+        contiguous_query: the strides of a packed query that is contiguous.
     """
 
     plans: ExecutionPlans
     kind: Kind
     constants: Call
+    contiguous_query: Strides
 
     def run(self, *given: Any) -> tuple[Tensor, ...] | None:
         """Run a call; see `contract.launchers`."""
-        plans, kind, call = self
+        plans, kind, call, _ = self
         tensors: Sequence[Any] = given
         all_written = True
         if kind.packed:
@@ -171,9 +175,9 @@ class _CallsOfAKind(NamedTuple):
         self, batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, strides: tuple[Strides, ...]
     ) -> Prepared | None:
         """Return how a call is launched; see `AddressLauncher`."""
-        plans, kind, _ = self
+        plans, kind, _, contiguous_query = self
         if not (batch and max_q and max_k and tokens_q and tokens_k):
             return None
-        if kind.packed and kind.direction == "backward" and strides[1] != kind.contiguous(Slot.Q):
+        if kind.packed and kind.direction == "backward" and strides[1] != contiguous_query:
             return None  # these are copied
         return plans.prepare(kind.problem(batch, max_q, max_k, tokens_q, tokens_k, strides))

@@ -67,42 +67,39 @@ class ExecutionPlans:
         self._building = open_after_fork(threading.Lock())
         self.read = OffsetsRead()
         self._plans: dict[Problem, ExecutionPlan] = {}
-        self._prepared: dict[Problem, Prepared] = {}
         self._declined: dict[Problem, str] = {}
         self._first_tokens = rounding.FirstTokens()
         self._thread = threading.local()
         atexit.register(self._release)
 
-    def select(self, problem: Problem) -> Problem:
-        """Return the problem whose execution plan runs this one: for exactly its tokens, or shared.
+    def select(self, problem: Problem) -> tuple[Problem, ExecutionPlan | None]:
+        """Return the problem whose execution plan runs this one, and that execution plan if it is built.
 
-        One that is built is preferred. A shared one may need tensors with other strides.
+        It is for exactly the tokens, or shared: one that is built is preferred. A shared one may need tensors
+        with other strides.
         """
+        plans = self._plans
         if not problem.kind.packed:
-            return problem
+            return problem, plans.get(problem)
         problem = rounding.exact(problem)
-        if problem in self._plans:
-            return problem
+        plan = plans.get(problem)
+        if plan is not None:
+            return problem, plan
         shared = rounding.shared(problem)
-        if shared in self._plans:
-            return shared
-        # A capture can't build an execution plan, which isn't the first of its kind then.
-        if self._first_tokens.allow_exact(problem) and not torch.cuda.is_current_stream_capturing():
-            return problem
-        return shared
+        plan = plans.get(shared)
+        # A capture can't build an execution plan, so what it asks for isn't the first of its kind.
+        builds = plan is None and not torch.cuda.is_current_stream_capturing()
+        if builds and self._first_tokens.allow_exact(problem):
+            return problem, None
+        return shared, plan
 
     def prepare(self, problem: Problem) -> Prepared | None:
         """Return how the execution plan is launched that runs a problem.
 
         None if it isn't built, or if tensors would have to be copied to have its strides.
         """
-        found = self.select(problem)
-        return self._prepared.get(found) if found.strides == problem.strides else None
-
-    def run_on_addresses(self, problem: Problem) -> bool:
-        """Whether the execution plan that runs a problem can be run on addresses, or isn't built yet."""
-        found = self.select(problem)
-        return found in self._prepared or found not in self._plans
+        selected, plan = self.select(problem)
+        return None if plan is None or selected.strides != problem.strides else plan.prepared
 
     def get(self, problem: Problem) -> ExecutionPlan:
         """Return the execution plan of a problem that `select` has returned; builds it if need be.
@@ -140,7 +137,6 @@ class ExecutionPlans:
         This object does: the routers in torch's dispatcher refer to it.
         """
         self._plans.clear()
-        self._prepared.clear()
         self._thread = threading.local()
 
     def _build_once(self, problem: Problem) -> ExecutionPlan:
@@ -156,18 +152,10 @@ class ExecutionPlans:
                 if problem.exact:
                     self._first_tokens.remember(problem)
                 while len(self._plans) >= _KEPT:
-                    oldest = next(iter(self._plans))
-                    del self._plans[oldest]
-                    self._prepared.pop(oldest, None)
-                self._add(problem, self._build(problem))
+                    del self._plans[next(iter(self._plans))]
+                self._plans[problem] = self._build(problem)
+                self.built[problem.kind.direction] += 1
             return self._plans[problem]
-
-    def _add(self, problem: Problem, plan: ExecutionPlan) -> None:
-        self.built[problem.kind.direction] += 1
-        self.read.add(plan)
-        self._plans[problem] = plan
-        if plan.run_on_addresses is not None:
-            self._prepared[problem] = self._prepared_for(problem, plan)
 
     def _prepared_for(self, problem: Problem, plan: ExecutionPlan) -> Prepared:
         """Return how an execution plan is launched, whatever call it is for.
@@ -216,7 +204,7 @@ class ExecutionPlans:
         try:
             # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
             # above it, and these keep the caller's tensors alive. The handle is this thread's, which waits.
-            return run_in_thread(there)
+            plan = run_in_thread(there)
         except UnsupportedInputError as error:
             if len(self._declined) >= _KEPT:
                 self._declined.clear()
@@ -226,6 +214,10 @@ class ExecutionPlans:
             took = time.monotonic() - began
             if took > _LONG:
                 log.info("cuDNN took %.1f s to build the execution plan of a %s", took, problem)
+        self.read.add(plan)
+        if plan.run_on_addresses is not None:
+            plan.prepared = self._prepared_for(problem, plan)
+        return plan
 
     def handle(self, device: int, stream: int) -> Any:
         """Return this thread's handle of a device, set to a stream."""

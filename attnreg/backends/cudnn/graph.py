@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attnreg.backends.cudnn.problem import GIVEN, OF_KEYS, OF_VALUES, Problem, RaggedOffset, Slot
+from attnreg.contract.launchers import Prepared
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
 # One thread builds at a time, so nothing guards this.
@@ -23,7 +24,7 @@ _ON_ADDRESSES = "(self, user_ptrs_array: int, n_user: int, workspace: int, handl
 log = logging.getLogger("attnreg")
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ExecutionPlan:
     """A built graph: `graph.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
 
@@ -38,6 +39,7 @@ class ExecutionPlan:
         run_on_addresses: `run_on_addresses(addresses, workspace, handle)`, all numbers: where the buffers'
             addresses are, by ascending uid, the workspace, and a handle's `backend_handle`. None if this
             release of the frontend can't.
+        prepared: how it is launched on addresses, whatever call it is for.
     """
 
     graph: Any
@@ -47,6 +49,7 @@ class ExecutionPlan:
     lengths_key: int
     uids: tuple[int, ...]
     run_on_addresses: Callable[[int, int, int], None] | None
+    prepared: Prepared | None = None
 
 
 def build(cudnn: ModuleType, problem: Problem, handle: Any) -> ExecutionPlan:
