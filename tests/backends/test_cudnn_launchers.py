@@ -202,7 +202,9 @@ def test_packed_queries_that_are_not_contiguous_are_copied_for_a_backward(kernel
     tensors, further = (out, wide, key, value, *given), launchers.packed_arguments(call)
     assert forward.on_addresses(wide, key, value, *further) is not None
     assert backward.on_addresses(*tensors, *further) is None
-    for grads in (backward(*tensors, *further), kernels.backward(*tensors, call)):
+    in_python = kernels.specialize("backward", tensors, call)
+    assert not isinstance(in_python, AddressLauncher)
+    for grads in (backward(*tensors, *further), in_python(*tensors, *further)):
         assert all(map(torch.equal, grads, wanted))
 
 
@@ -214,6 +216,8 @@ def heads_first(given):
 
 def test_tensors_whose_strides_follow_from_the_tokens_need_no_execution_plan_for_each_number(kernels, module):
     forward, backward = launchers_of(kernels, heads_first(ragged([3, 9])))
+    assert not isinstance(forward, AddressLauncher)
+    of_others = launchers_of(kernels, ragged([3, 9]))[0]
     graphs = []
     for lens in ([3, 10], [3, 11], [20, 12]):
         query, key, value, call = heads_first(ragged(lens))
@@ -225,7 +229,7 @@ def test_tensors_whose_strides_follow_from_the_tokens_need_no_execution_plan_for
         grads = kernels.backward(out, query, key, value, out, lse, call)
         assert [x.is_contiguous() for x in grads] == [True] * 3
         further = launchers.packed_arguments(call)
-        assert forward.on_addresses(query, key, value, *further) is None, "it would read them as contiguous"
+        assert of_others.on_addresses(query, key, value, *further) is None, "it would read them as contiguous"
         assert torch.equal(forward(query, key, value, *further)[0], out)
         launched = backward(out, query, key, value, out, lse, *further)
         assert all(map(torch.equal, launched, grads))

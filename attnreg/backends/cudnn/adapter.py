@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.execution_plans import ExecutionPlans
 from attnreg.backends.cudnn.lengths import lengths_of
-from attnreg.backends.cudnn.problem import Kind, Problem, Slot, Strides, is_empty, kind_of, problem_of
+from attnreg.backends.cudnn.problem import GIVEN, Kind, Problem, Slot, Strides, is_empty, kind_of, problem_of
 from attnreg.contract import rows
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import LSE, AddressLauncher, Launcher, Prepared
@@ -127,14 +128,22 @@ def specialize(
     # Those of the call would be kept alive.
     constants = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
     calls = _CallsOfAKind(plans, kind, constants, kind.contiguous(Slot.Q))
-    # What the functions above copy first needs them.
-    if not all(aligned(x, repeats=False) for x in tensors[:LSE]):
+    if is_empty(*_rows(kind, tensors), call):
+        return AddressLauncher(calls.run, calls.prepare)
+    if any(_is_copied(kind, slot, x) for slot, x in zip(GIVEN[direction], tensors[:LSE], strict=False)):
         return calls.run
-    if not is_empty(*_rows(kind, tensors), call):
-        _, plan = plans.select(problem_of(kind, tensors[:LSE], call))
-        if plan is not None and plan.prepared is None:
-            return calls.run  # this frontend runs none on addresses
+    _, plan = plans.select(problem_of(kind, tensors[:LSE], call))
+    if plan is not None and plan.prepared is None:
+        return calls.run  # this frontend runs none on addresses
     return AddressLauncher(calls.run, calls.prepare)
+
+
+def _is_copied(kind: Kind, slot: Slot, x: Tensor) -> bool:
+    """Whether the functions above copy a tensor, or do so for most numbers of tokens."""
+    strides = (x.stride(),)
+    if not aligned(x, repeats=False) or (kind.packed and rounding.any_tokens(kind, strides) != strides):
+        return True
+    return kind.packed and kind.direction == "backward" and slot is Slot.Q and not x.is_contiguous()
 
 
 def _rows(kind: Kind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
