@@ -208,6 +208,17 @@ def test_packed_queries_that_are_not_contiguous_are_copied_for_a_backward(kernel
         assert all(map(torch.equal, grads, wanted))
 
 
+def test_a_single_query_whose_strides_are_those_of_a_view_is_described_as_contiguous(kernels):
+    query, key, value, call = ragged([1], [9])
+    expected = both(kernels, (query, key, value, call))[1]
+    view = torch.stack((query, query), 1)[:, 0]
+    assert view.is_contiguous()
+    assert view.stride() == (128, 16, 1)
+    grads = kernels.backward(expected[0], view, key, value, *expected[4:], call)
+    wanted = kernels.backward(expected[0], query, key, value, *expected[4:], call)
+    assert all(map(torch.equal, grads, wanted))
+
+
 def heads_first(given):
     """Return the same call with tensors whose heads lie outside of their tokens."""
     query, key, value, call = given

@@ -78,7 +78,7 @@ def _run_backward(
     grad_out, query, key, value, out, lse = tensors
     inputs = query, key, value
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
-    query = query.contiguous() if kind.packed else query
+    query = _laid_out(query, kind.contiguous(Slot.Q)) if kind.packed else query
     problem, given = _select(plans, kind, (grad_out, query, key, value, out), call)
     lse = with_strides(lse, problem.lse_strides(tuple(lse.shape)))
     shortened = call.seqused_k is not None
@@ -143,7 +143,8 @@ def _is_copied(kind: Kind, slot: Slot, x: Tensor) -> bool:
     strides = (x.stride(),)
     if not aligned(x, repeats=False) or (kind.packed and rounding.any_tokens(kind, strides) != strides):
         return True
-    return kind.packed and kind.direction == "backward" and slot is Slot.Q and not x.is_contiguous()
+    is_query = kind.packed and kind.direction == "backward" and slot is Slot.Q
+    return is_query and x.stride() != kind.contiguous(slot)
 
 
 def _rows(kind: Kind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
