@@ -6,6 +6,7 @@ An execution plan is immutable and may run in several threads; a handle belongs 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import threading
 import time
@@ -126,10 +127,15 @@ class ExecutionPlans:
             stream: a CUDA stream of the device.
         """
         buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
-        workspace = None
+        workspace, handle = None, self.handle(device, stream)
         if plan.workspace:
             workspace = uninitialized((plan.workspace,), (1,), torch.uint8, tensors[0].device)
-        plan.graph.execute(buffers, workspace, handle=self.handle(device, stream), tensor_uids=plan.uids)
+        if plan.run_on_addresses is None:
+            plan.graph.execute(buffers, workspace, handle=handle, tensor_uids=plan.uids)
+            return
+        addresses = (ctypes.c_void_p * len(buffers))(*[x.data_ptr() for x in buffers])
+        place = 0 if workspace is None else workspace.data_ptr()
+        plan.run_on_addresses(ctypes.addressof(addresses), place, handle.backend_handle)
 
     def _release(self) -> None:
         """Drop all of the frontend's objects at the end of the process: it prints a list of what outlives it.
@@ -181,15 +187,14 @@ class ExecutionPlans:
 
         # The execution plan's lengths and ragged offsets come after all tensors.
         order = *GIVEN[kind.direction], *RESULTS[kind.direction]
-        numbers = {int(slot): number for number, slot in enumerate(order)}
-        numbers |= {uid: number for number, uid in enumerate(plan.uids[len(order) :], len(order))}
+        operands = *map(order.index, plan.tensors), *range(len(order), len(plan.uids))
         lse_strides = None
         if kind.direction == "backward":
             rows = problem.tokens_q if kind.packed else problem.max_q
             size = (kind.heads_q, rows) if kind.packed else (problem.batch, kind.heads_q, rows)
             lse_strides = problem.lse_strides(size)
         return Prepared(
-            launch, tuple(numbers[uid] for uid in sorted(plan.uids)), plan.workspace,
+            launch, operands, plan.workspace,
             problem.token_first and kind.direction == "forward", lse_strides, derive if kind.packed else None,
         )  # fmt: skip
 
