@@ -1,5 +1,7 @@
 """Promises of what is kept of offsets."""
 
+import weakref
+
 import pytest
 import torch
 from support.processes import forked
@@ -7,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnreg import InvalidInputError
 from attnreg.contract import offsets
+from attnreg.torchlib import readback
 
 
 class Last:
@@ -63,6 +66,50 @@ def test_properties_that_come_to_hold_are_no_error_and_those_that_no_longer_do_a
     assert (bool(one.differs(other)), bool(one.differs(one))) == (True, False)
 
 
+@pytest.fixture
+def announced(monkeypatch):
+    """Return what listeners hear; of a pair its addresses. Without a GPU torch pins no memory."""
+    heard = []
+    monkeypatch.setattr(offsets, "on_known", [lambda q, k, *tokens: heard.append((id(q), id(k), *tokens))])
+    monkeypatch.setattr(readback, "_pin", lambda: torch.zeros(8, 2, dtype=torch.uint8))
+    readback._free.clear()
+    yield heard
+    readback._free.clear()
+
+
+def pair(*values):
+    return [torch.tensor(ends, dtype=torch.int32) for ends in values]
+
+
+def test_listeners_hear_once_that_every_row_sees_a_key(announced):
+    queries, keys = pair([0, 3, 7], [0, 4, 9])
+    known = offsets._find_facts(7, 9, queries, keys)
+    assert announced == []
+    assert [known.no_unused_rows, known.every_row_sees_a_key, known.every_row_sees_a_key] == [True] * 3
+    assert announced == [(id(queries), id(keys), 7, 9)]
+
+
+@pytest.mark.parametrize("keys", [[0, 4, 6], [0, 7, 7]])
+def test_listeners_hear_nothing_of_offsets_with_a_row_that_may_see_no_key(announced, keys):
+    queries, keys = pair([0, 3, 7], keys)
+    known = offsets._find_facts(7, int(keys[-1]), queries, keys)
+    assert not known.every_row_sees_a_key
+    assert announced == []
+
+
+def test_listeners_hear_nothing_of_offsets_that_were_written_to_or_are_gone(announced):
+    queries, keys = pair([0, 3, 7], [0, 4, 9])
+    written, gone = (offsets._find_facts(7, 9, queries, keys) for _ in range(2))
+    keys[1] = 1
+    assert written.every_row_sees_a_key
+    assert announced == []
+    memory = weakref.ref(queries)
+    del queries
+    assert memory() is None, "what is known of offsets keeps them alive"
+    assert gone.every_row_sees_a_key
+    assert announced == []
+
+
 def test_a_tensor_that_is_collected_while_room_is_made_disturbs_nothing(monkeypatch):
     class Collecting(dict):
         """Loses an entry the first time that somebody iterates over it."""
@@ -88,6 +135,7 @@ def test_a_tensor_that_is_collected_while_room_is_made_disturbs_nothing(monkeypa
 AT_EXIT = """
 import torch
 from attnreg.contract import offsets
+from attnreg.torchlib import readback
 from attnreg.contract.backend import Call
 
 offsets.TRUSTED = 0.0

@@ -14,6 +14,7 @@ LIMITS = {
     "attnreg/**/*.py": 300,
     "attnreg/**/*.h": 300,
     "attnreg/**/*.cpp": 300,
+    "attnreg/**/*.cu": 300,
     "tests/**/*.py": 500,
     "docs/*.md": 200,
     "README.md": 200,

@@ -92,6 +92,27 @@ def test_nothing_is_read_before_its_copy_has_ended():
     assert one.read() == [1, 0]
 
 
+def test_what_a_kernel_writes_to_the_host_is_read_once_it_is_there(blocks):
+    places, on_the_device = [], on_device(1, 0)
+    pending = AsyncReadback(lambda place: places.append(place) or on_the_device)
+    assert pending.result is on_the_device
+    assert pending.read() is None
+    places[0].copy_(torch.tensor([1, 0]))
+    assert pending.read() == [1, 0]
+    assert under_way == []
+
+
+def test_pinned_memory_is_reused_after_a_launch_that_failed(blocks):
+    def refused(place):
+        raise RuntimeError("CUDA error")
+
+    for _ in range(2 * MANY):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            AsyncReadback(refused)
+    assert len(blocks) == 1
+    assert len(readback._free) == MANY
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_half_a_result_is_not_read(first):
     pending = AsyncReadback(on_device(1, 0))

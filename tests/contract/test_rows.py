@@ -1,0 +1,127 @@
+"""Promises of what clears rows, by torch's ops; on a GPU its kernels are compared with these."""
+
+import itertools
+
+import pytest
+import torch
+from support import rows as slow
+
+from attnreg.contract import rows
+
+SEEDS = pytest.mark.parametrize("seed", range(40))
+
+
+def numbers(*shape):
+    """Return numbers none of which is 0, and NaN among them: what a kernel may leave in a row."""
+    return torch.where(torch.rand(shape) < 0.2, torch.nan, torch.rand(shape) + 1)
+
+
+def same(one, other):
+    return torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
+
+
+@SEEDS
+def test_exactly_the_rows_that_see_no_key_get_0_and_minus_infinity(seed):
+    packed = slow.drawn(seed)
+    out, lse = numbers(packed.tokens_q, 2, 3), numbers(2, packed.tokens_q)
+    lse[:, ::3] = torch.inf  # as FA2 marks rows without a key
+    wanted, wanted_lse = out.clone(), lse.clone()
+    for row in range(packed.tokens_q):
+        if not slow.sees_a_key(row, packed):
+            wanted[row], wanted_lse[:, row] = 0.0, -torch.inf
+    rows.clear_forward(out, lse, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.window)
+    assert same(out, wanted)
+    assert same(lse, wanted_lse)
+
+
+@SEEDS
+def test_exactly_the_gradients_of_rows_without_partners_get_0(seed):
+    packed = slow.drawn(seed)
+    dq, dk, dv = (
+        numbers(packed.tokens_q, 4, 3),
+        numbers(packed.tokens_k, 2, 3),
+        numbers(packed.tokens_k, 2, 5),
+    )
+    wanted = [x.clone() for x in (dq, dk, dv)]
+    for row in range(packed.tokens_q):
+        if not slow.has_partners(row, packed.cu_seqlens_q, packed.cu_seqlens_k):
+            wanted[0][row] = 0.0
+    for row in range(packed.tokens_k):
+        if not slow.has_partners(row, packed.cu_seqlens_k, packed.cu_seqlens_q):
+            wanted[1][row], wanted[2][row] = 0.0, 0.0
+    rows.clear_backward(dq, dk, dv, packed.cu_seqlens_q, packed.cu_seqlens_k)
+    assert all(map(same, (dq, dk, dv), wanted))
+
+
+def test_the_drawn_batches_have_rows_of_every_kind():
+    batches = [slow.drawn(seed) for seed in range(40)]
+    seen = [[slow.sees_a_key(row, packed) for row in range(packed.tokens_q)] for packed in batches]
+    assert {any(one) and not all(one) for one in seen} == {True, False}
+    assert any(packed.cu_seqlens_q.shape[0] == 1 for packed in batches)
+    assert any(packed.tokens_q == 0 for packed in batches)
+    assert any(not packed.cu_seqlens_k.is_contiguous() for packed in batches)
+    inside = [
+        (slow.has_partners(row, packed.cu_seqlens_q, packed.cu_seqlens_k), slow.sees_a_key(row, packed))
+        for packed in batches
+        for row in range(packed.tokens_q)
+    ]
+    assert (True, False) in inside  # a window leaves it none
+
+
+@SEEDS
+def test_a_blanked_copy_has_zeros_past_the_last_offset_and_leaves_the_original(seed):
+    packed = slow.drawn(seed)
+    x = numbers(2, packed.tokens_q, 3).transpose(0, 1)
+    before = x.clone()
+    copy = rows.blanked(x, packed.cu_seqlens_q)
+    end = int(packed.cu_seqlens_q[-1])
+    assert same(copy[:end], before[:end])
+    assert copy[end:].count_nonzero() == 0
+    assert same(x, before)
+    assert copy.stride() == torch.empty_like(x).stride()
+    assert copy.data_ptr() != x.data_ptr() or not x.numel()
+
+
+def slow_facts(packed):
+    queries, keys = (x.tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_k))
+    covers = [x[0] == 0 and x[-1] == tokens for x, tokens in ((queries, packed[2]), (keys, packed[3]))]
+    lengths = [[b - a for a, b in itertools.pairwise(x)] for x in (queries, keys)]
+    pairs = list(zip(*lengths, strict=True))
+    no_unused = all(covers) and all((q > 0) == (k > 0) and min(q, k) >= 0 for q, k in pairs)
+    return [no_unused, no_unused and all(k >= q for q, k in pairs)]
+
+
+def test_facts_are_those_of_a_loop_over_the_sequences():
+    seen = set()
+    for seed in range(400):
+        packed = slow.drawn(seed, batch=seed % 4, longest=2)
+        result = rows.facts(*packed[:4])
+        assert result.dtype == torch.uint8
+        assert result.tolist() == slow_facts(packed)
+        seen.add(tuple(result.tolist()))
+    assert seen == {(0, 0), (1, 0), (1, 1)}
+
+
+def test_facts_of_offsets_that_fall_are_false():
+    falling, rising = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 3, 8], [0, 3, 5, 8]))
+    assert rows.facts(rising, rising, 8, 8).tolist() == [1, 1]
+    assert rows.facts(falling, falling, 8, 8).tolist() == [0, 0]
+    assert rows.facts(rising, falling, 8, 8).tolist() == [0, 0]
+
+
+def test_facts_are_written_to_the_place_as_well():
+    offsets, place = torch.tensor([0, 3, 5], dtype=torch.int32), torch.full((2,), 7, dtype=torch.uint8)
+    longer = torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert rows.facts(offsets, longer, 5, 5, place).tolist() == [1, 0]
+    assert place.tolist() == [1, 0]
+
+
+def test_no_window_is_too_wide():
+    offsets = torch.tensor([0, 3], dtype=torch.int32)
+    keys = torch.tensor([0, 2], dtype=torch.int32)
+    out, lse = torch.ones(3, 1, 1), torch.ones(1, 3)
+    rows.clear_forward(out, lse, offsets, keys, (2**31 - 1, 2**31 - 1))
+    assert out.flatten().tolist() == [1, 1, 1]
+    rows.clear_forward(out, lse, offsets, keys, (2**31 - 1, 0))
+    assert out.flatten().tolist() == [0, 1, 1]
+    assert lse.flatten().tolist() == [-torch.inf, 1, 1]
