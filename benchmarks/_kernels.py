@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnreg.backends.cudnn.problem import Problem
     from attnreg.bench.sides import Tensors
     from attnreg.contract.backend import Call
 
@@ -107,7 +108,8 @@ class _Prepared:
         kernel(*arguments)  # plans, if nothing has yet
         planned = plans._plans
         plans._plans = {
-            problem: dataclasses.replace(plan, graph=_Spy(plan.graph)) for problem, plan in planned.items()
+            problem: dataclasses.replace(plan, graph=_Spy(plan.graph), run_on_addresses=None)
+            for problem, plan in planned.items()
         }
         try:
             kernel(*arguments)
@@ -131,7 +133,12 @@ def _cudnn(call: Call, tensors: Tensors) -> Direct:
     kernels = _registry.find("cuDNN").kernels()
     plans = kernels.forward.args[0]  # type: ignore[attr-defined]
     inputs = [x.detach() for x in tensors.inputs()]
-    with mock.patch.object(plans, "select", lambda problem: problem._replace(exact=problem.packed)):
+
+    def select(problem: Problem) -> tuple[Problem, Any]:
+        problem = problem._replace(exact=problem.kind.packed)
+        return problem, plans._plans.get(problem)
+
+    with mock.patch.object(plans, "select", select):
         of_forward = _Prepared(plans, kernels.forward, *inputs, call)
         results = kernels.forward(*inputs, call)
         of_backward = _Prepared(plans, kernels.backward, tensors.grad, *inputs, *results, call)

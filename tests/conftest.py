@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import references
+from support.fake_cudnn import select_by
 
 import attnreg
 from attnreg import _autoload, _registry, aten
@@ -142,10 +143,7 @@ plans_of_this_run = functools.cache(cudnn_backend.ExecutionPlans)
 )
 def plans_of_either_kind(request, gpu_is_there, monkeypatch):
     """Have cuDNN's packed calls run by exact plans, or by shared ones, whatever batch came first."""
-    plans = _registry.find("cuDNN").kernels().forward.args[0]
-    monkeypatch.setattr(
-        plans, "select", lambda problem: request.param(problem) if problem.kind.packed else problem
-    )
+    select_by(monkeypatch, _registry.find("cuDNN").kernels().forward.args[0], request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,19 @@
-"""Promises of the cuDNN backend: right values, what it refuses, what it derives from offsets, its launchers.
+"""Promises of the cuDNN backend: right values, what it refuses, how it is loaded.
 
-Which execution plans it builds and keeps is in test_cudnn_execution_plans.py.
+Which execution plans it builds and keeps is in test_cudnn_execution_plans.py, what it runs further calls of a
+kind by in test_cudnn_launchers.py, what it reads of offsets in test_cudnn_lengths.py.
 """
 
 import dataclasses
+import itertools
+import math
+import re
 from importlib.metadata import PackageNotFoundError
 from unittest.mock import Mock
 
 import pytest
 import torch
-from support import fake_cudnn, launchers
+from support import fake_cudnn
 from support.chosen_cases import is_for_fakes
 from support.fake_cudnn import ragged
 from support.packages import gpu_spec
@@ -18,11 +22,9 @@ from support.truth import assert_accurate
 
 from attnreg import Device
 from attnreg.backends import cudnn
-from attnreg.backends.cudnn import adapter, execution_plans, rounding
-from attnreg.contract import offsets, rows
-from attnreg.contract.backend import Call
+from attnreg.backends.cudnn import rounding
+from attnreg.contract import rows
 from attnreg.contract.discovery import Entry
-from attnreg.contract.launchers import AddressLauncher
 from attnreg.measure import QUICK
 from attnreg.torchlib.readback import AsyncReadback
 
@@ -58,10 +60,8 @@ def kernels(module):
 @pytest.fixture
 def shared_plans(kernels, monkeypatch):
     """Have each packed call run by an execution plan that has room for others, as later batches are."""
-    monkeypatch.setattr(
-        kernels.forward.args[0],
-        "select",
-        lambda problem: rounding.shared(rounding.exact(problem)) if problem.kind.packed else problem,
+    fake_cudnn.select_by(
+        monkeypatch, kernels.forward.args[0], lambda problem: rounding.shared(rounding.exact(problem))
     )
 
 
@@ -134,65 +134,6 @@ def test_a_masked_backward_is_aligned_top_left_where_lengths_are_known_to_agree(
     assert [graph.options["diagonal_alignment"] for graph in module.graphs] == alignments
 
 
-# What is derived from offsets
-
-
-def test_layers_share_what_is_derived_from_offsets_until_these_change(kernels, monkeypatch):
-    made, original = [], execution_plans.Lengths
-    monkeypatch.setattr(execution_plans, "Lengths", lambda *args: made.append(args) or original(*args))
-    query, key, value, call = ragged([3, 9])
-    out, lse = kernels.forward(query, key, value, call)
-    kernels.backward(out, query, key, value, out, lse, call)
-    kernels.forward(query, key, value, call)
-    assert len(made) == 1
-    call.cu_seqlens_q[1] = 5
-    changed, _ = kernels.forward(query, key, value, call)
-    assert len(made) == 2
-    assert torch.equal(changed, kernels.forward(query, key, value, ragged([5, 7])[-1]._replace(max_q=9))[0])
-    for length in (4, 6, 8):  # in memory that the offsets before may have left
-        call.cu_seqlens_q.data = torch.tensor([0, length, 12], dtype=torch.int32)
-        changed, _ = kernels.forward(query, key, value, call)
-        fresh = ragged([length, 12 - length])[-1]._replace(max_q=9)
-        assert torch.equal(changed, kernels.forward(query, key, value, fresh)[0])
-
-
-@pytest.mark.parametrize("what", ["inference tensors", "a capture"])
-def test_nothing_is_kept_of_offsets_whose_changes_leave_no_trace(kernels, monkeypatch, what):
-    query, key, value, call = ragged([3, 9])
-    kernels.forward(query, key, value, call)
-    if what == "a capture":
-        monkeypatch.setattr(offsets, "needs_graph_memory", lambda offsets: True)
-    else:
-        with torch.inference_mode():
-            cu_seqlens = call.cu_seqlens_q.clone()
-        call = call._replace(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    kernels.forward(query, key, value, call)
-    with torch.inference_mode():
-        call.cu_seqlens_q[1] = 5
-        changed, _ = kernels.forward(query, key, value, call)
-        expected, _ = kernels.forward(query, key, value, ragged([5, 7])[-1]._replace(max_q=9))
-    assert torch.equal(changed, expected)
-
-
-class Known(offsets.Facts):
-    no_unused_rows = every_row_sees_a_key = True
-
-
-def test_results_start_as_zeros_until_it_is_known_that_every_row_is_written(kernels, monkeypatch):
-    zeros = []
-    monkeypatch.setattr(
-        torch.Tensor, "new_zeros", lambda self, *a, **k: zeros.append("out") or self.new_full(*a, 0, **k)
-    )
-    query, key, value, call = ragged([3, 9])
-    out, lse = kernels.forward(query, key, value, call)
-    kernels.backward(out, query, key, value, out, lse, call)
-    assert len(zeros) == 4
-    monkeypatch.setattr(adapter, "facts", lambda *_: Known())
-    assert torch.equal(kernels.forward(query, key, value, call)[0], out)
-    kernels.backward(out, query, key, value, out, lse, call)
-    assert len(zeros) == 4
-
-
 @pytest.mark.parametrize(
     ("lens_q", "lens_k", "tokens", "facts"),
     [
@@ -246,6 +187,33 @@ def test_what_it_refuses_and_why(changes, reason, direction):
     assert ENTRY.reasons(gpu_spec(**changes), direction) == ((reason,) if reason else ())
 
 
+def is_reached(cut, lengths):
+    return sum(count * math.prod(lengths[name] for name in names) for count, names in cut.terms) >= cut.at
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_lengths_that_no_cut_parts_are_refused_alike(window, varlen):
+    refusals = {}
+    for max_q, max_k in itertools.product((1, 2, 3, 64, 65), repeat=2):
+        spec = gpu_spec(window=window, varlen=varlen, max_q=max_q, max_k=max_k)
+        lengths = {"max_q": max_q, "max_k": max_k}
+        reached = tuple(is_reached(cut, lengths) for cut in cudnn.BACKEND.cuts(spec))
+        reasons = [re.sub(r"got \d+ and \d+", "got", reason) for reason in cudnn._refuses(spec)]
+        assert refusals.setdefault(reached, reasons) == reasons, lengths
+    assert (len(refusals) > 1) is not varlen
+
+
+def test_the_cuts_of_a_kind_are_the_same_whatever_the_lengths():
+    specs = [gpu_spec(window=(-1, 0), max_q=max_q, max_k=9) for max_q in (1, 9, 10)]
+    assert len({tuple(cudnn.BACKEND.cuts(spec)) for spec in specs}) == 1
+
+
+def test_only_dense_calls_build_an_execution_plan_for_each_shape():
+    assert cudnn.BACKEND.builds(gpu_spec())
+    assert not cudnn.BACKEND.builds(gpu_spec(varlen=True))
+
+
 def test_only_a_backward_is_not_deterministic():
     spec = gpu_spec(deterministic=True)
     assert ENTRY.reasons(spec, "forward") == ()
@@ -274,6 +242,22 @@ def test_its_version_is_cudnns(monkeypatch):
     assert cudnn._version() is None
 
 
+def test_the_version_of_the_frontend_is_read_once(monkeypatch):
+    read = Mock(side_effect=["1.32.0"])
+    monkeypatch.setattr(cudnn, "installed", read)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert {cudnn.BACKEND.version() for _ in range(3)} == {"9.19.0 (frontend 1.32.0)"}
+    read.assert_called_once_with("nvidia-cudnn-frontend")
+
+
+def test_that_the_frontend_is_missing_is_found_once(monkeypatch):
+    read = Mock(side_effect=PackageNotFoundError)
+    monkeypatch.setattr(cudnn, "installed", read)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert {cudnn.BACKEND.version() for _ in range(3)} == {None}
+    assert read.call_count == 1
+
+
 def test_a_missing_library_is_found_at_load(module):
     def absent():
         raise RuntimeError("libcudnn not found")
@@ -281,102 +265,3 @@ def test_a_missing_library_is_found_at_load(module):
     module.backend_version = absent
     with pytest.raises(RuntimeError, match="libcudnn not found"):
         cudnn._load()
-
-
-# Launchers
-
-
-def tensors(given, seed):
-    """Return a call's tensors and a gradient, with other values."""
-    torch.manual_seed(seed)
-    query, key, value, _ = given
-    return [torch.randn_like(x) for x in (query, key, value, query)]
-
-
-@pytest.fixture
-def repeated(kernels):
-    """Run a packed call; return its arguments, its results and the forward's launcher."""
-    *inputs, call = ragged([3, 9, 30])
-    expected = kernels.forward(*inputs, call)
-    given = *inputs, *launchers.packed_arguments(call)
-    return given, expected, kernels.specialize("forward", tuple(inputs), call)
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["a shared plan", "an exact plan"])
-@pytest.mark.parametrize("lens_k", [None, [12, 9, 30]], ids=["one offsets tensor", "two"])
-def test_a_repeated_packed_call_is_the_same_on_other_offsets(request, kernels, module, lens_k, shared):
-    if shared:
-        request.getfixturevalue("shared_plans")
-    given = ragged([3, 9, 30], lens_k)
-    other = ragged([20, 2, 20], lens_k and [20, 20, 11])[-1]._replace(max_q=30, max_k=30)
-    call = given[-1]
-    forward, backwards = launchers.assert_same(kernels, tensors(given, 1), tensors(given, 2), call, other)
-    assert len(backwards) == 2
-    built = len(module.graphs)
-    query, key, value, _ = tensors(given, 3)
-    _, lse = forward(query, key, value, *launchers.packed_arguments(call))
-    assert (lse.t() if shared else lse).is_contiguous(), "it stays as cuDNN has written it"
-    assert len(module.graphs) == built
-
-
-def test_a_repeated_dense_call_is_the_same(kernels):
-    torch.manual_seed(0)
-    given = [torch.randn(2, 6, heads, 16).bfloat16() for heads in (4, 2, 2, 4)]
-    launchers.assert_same(kernels, given, [torch.randn_like(x) for x in given], Call(0.25, 6, 6))
-
-
-def test_there_is_no_launcher_without_a_plan_or_for_what_has_to_be_copied(kernels):
-    query, key, value, call = ragged([3, 9, 30])
-    inputs = query, key, value
-    assert kernels.specialize("forward", inputs, call) is None
-    kernels.forward(*inputs, call)
-    assert kernels.specialize("forward", inputs, call) is not None
-    unaligned = torch.empty(query.numel() + 1).bfloat16()[1:].view(query.shape)
-    assert unaligned.data_ptr() % 16
-    assert kernels.specialize("forward", (unaligned, key, value), call) is None
-    assert kernels.specialize("forward", (query[:0], key, value), call) is None
-    used = call._replace(seqused_k=torch.tensor([3, 9, 30], dtype=torch.int32))
-    assert kernels.specialize("forward", inputs, used) is None
-
-
-def test_a_launcher_does_nothing_once_its_plan_is_dropped(kernels, repeated):
-    given, _, launcher = repeated
-    kernels.forward.args[0]._release()
-    assert launcher(*given) is None
-    assert launcher.launch(0, 0, 7) is False
-    assert launcher.derive(*given[3:]) is None
-
-
-def test_a_launcher_runs_on_addresses_with_the_threads_handle(module, repeated):
-    given, expected, launcher = repeated
-    for times in range(1, 3):
-        assert all(map(torch.equal, launcher.on_addresses(*given), expected))
-        assert [(handle.by_address, handle.set) for handle in module.handles] == [(times, 2)]
-    assert module.handles[0].stream == 0  # that of a CPU, where the tensors are
-
-
-# What a release of the frontend may have changed: of what, the attribute, and what it is then.
-CHANGES = {
-    "no graph below": ("", "_lowered_graph", None),
-    "no plans": ("", "plans", None),
-    "an engine of the frontend's": ("", "selected_engine", object()),
-    "other tensors": ("_lowered_graph", "_get_variant_pack_uids_sorted", lambda: [1, 2]),
-    "another signature": ("_lowered_graph", "_execute_with_raw_ptrs", lambda *_: None),
-    "another handle": ("handle", "backend_handle", None),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_frontend_that_cannot_run_on_addresses_runs_on_tensors(request, module, monkeypatch, change):
-    whose, attribute, value = CHANGES[change]
-    built = fake_cudnn.Graph.build_plans
-
-    def build_plans(graph):
-        built(graph)
-        setattr(getattr(graph, whose) if whose else graph, attribute, value)
-
-    monkeypatch.setattr(fake_cudnn.Graph, "build_plans", build_plans)
-    given, expected, launcher = request.getfixturevalue("repeated")
-    assert not isinstance(launcher, AddressLauncher)
-    assert all(map(torch.equal, launcher(*given), expected))
-    assert [handle.by_address for handle in module.handles] == [0]

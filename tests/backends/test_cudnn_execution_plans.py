@@ -2,8 +2,10 @@
 and dropped, and the handles."""
 
 import contextlib
+import logging
 import random
 import threading
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -90,6 +92,16 @@ def test_the_first_tokens_of_a_kind_have_an_exact_plan_and_others_a_shared_one(k
     assert planned_tokens(kernels, module, [20, 9], [20, 11], scale=0.5)[3:] == [(room, room)]
 
 
+def test_a_shared_plan_that_is_built_runs_the_first_tokens_too(kernels, module):
+    """A batch of theirs may need an exact one for more sequences."""
+    lens = ([5] * 8, [4, 3], [4] * 10, [2] * 20)
+    for one in lens:
+        run_both(kernels, one)
+    built = len(module.graphs)
+    run_both(kernels, [4] * 10)  # 40 tokens, as the first had
+    assert len(module.graphs) == built
+
+
 def test_kinds_are_forgotten_one_by_one(kernels, module, monkeypatch):
     monkeypatch.setattr(rounding, "MOST_KINDS", 4)  # of each scale there are two, one for each direction
     for scale in (0.1, 0.2, 0.3):
@@ -104,9 +116,9 @@ def test_kinds_are_forgotten_one_by_one(kernels, module, monkeypatch):
 @pytest.mark.parametrize("exact_one", ["forward", "backward"])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
 def test_a_forward_and_a_backward_may_have_plans_of_either_kind(kernels, monkeypatch, window, exact_one):
-    monkeypatch.setattr(
+    fake_cudnn.select_by(
+        monkeypatch,
         kernels.forward.args[0],
-        "select",
         lambda problem: exact(problem) if problem.kind.direction == exact_one else shared(exact(problem)),
     )
     lens = (100, 0, 155, 1)
@@ -176,13 +188,13 @@ def test_a_thousand_ragged_batches_need_few_plans(module, monkeypatch, width, sp
         if spread == "in steps of 64":
             lens = [64 * -(-length // 64) for length in lens]
         for direction in plans.built:
-            found = plans.select(packed_problem(direction, lens, width))
-            assert found.batch >= len(lens)
-            assert found.max_q == found.max_k >= max(lens)
+            problem, _ = plans.select(packed_problem(direction, lens, width))
+            assert problem.batch >= len(lens)
+            assert problem.max_q == problem.max_k >= max(lens)
             if direction == "backward":
-                assert found.tokens_q == found.tokens_k >= sum(lens)
-            assert found.tokens_q == sum(lens) or not found.exact
-            plans._build_once(found)
+                assert problem.tokens_q == problem.tokens_k >= sum(lens)
+            assert problem.tokens_q == sum(lens) or not problem.exact
+            plans.get(problem)
     assert 1 < plans.built["forward"] <= plans.built["backward"] <= 24
 
 
@@ -248,6 +260,17 @@ def test_the_number_of_sequences_is_rounded_more_finely_where_they_are_short():
 
 
 # Building and dropping execution plans
+
+
+def test_a_plan_that_takes_long_to_build_is_a_line_in_the_log(kernels, monkeypatch, caplog):
+    clock = iter([10.0, 10.9, 20.0, 22.5])
+    monkeypatch.setattr(execution_plans, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    caplog.set_level(logging.INFO, "attnreg")
+    run_both(kernels, [3, 9], [3, 30])
+    assert [record.getMessage() for record in caplog.records] == [
+        "cuDNN took 2.5 s to build the execution plan of a packed backward of 8 x 4096 queries "
+        "and 4096 keys, 4/2 heads of 16, bfloat16"
+    ]
 
 
 def test_the_oldest_plan_goes_when_there_are_too_many(kernels, monkeypatch):

@@ -476,10 +476,12 @@ def test_flash_attn_4_alone_is_not_the_package(monkeypatch):
     assert flash_attn_package.installed() is None
 
 
-def test_the_version_is_torchs_and_then_the_packages(package):
+def test_the_version_is_torchs_and_then_the_packages_which_is_read_once(package, monkeypatch):
     assert fa2.BACKEND.version() == torch.__version__
     package()
-    assert fa2.BACKEND.version() == f"{torch.__version__} (flash-attn 2.8.3)"
+    monkeypatch.setattr(flash_attn_package, "version", read := Mock(side_effect=["2.8.3"]))
+    assert {fa2.BACKEND.version() for _ in range(3)} == {f"{torch.__version__} (flash-attn 2.8.3)"}
+    read.assert_called_once_with("flash-attn")
 
 
 @pytest.mark.parametrize(

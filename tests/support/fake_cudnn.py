@@ -294,6 +294,16 @@ def install(monkeypatch):
     return made
 
 
+def select_by(monkeypatch, plans, rule):
+    """Have packed calls run by the execution plan of `rule(problem)`, whatever batch came before."""
+
+    def select(problem):
+        problem = rule(problem) if problem.kind.packed else problem
+        return problem, plans._plans.get(problem)
+
+    monkeypatch.setattr(plans, "select", select)
+
+
 def ragged(lens_q, lens_k=None, heads=(4, 2), dim=16, dtype="bfloat16"):
     """Return query, key, value and the causal call of a packed batch; one offsets tensor if lengths agree."""
     lens_k = lens_k or lens_q

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.execution_plans import ExecutionPlans
 from attnreg.backends.cudnn.lengths import lengths_of
-from attnreg.backends.cudnn.problem import Kind, Problem, Slot, Strides, is_empty, kind_of, problem_of
+from attnreg.backends.cudnn.problem import GIVEN, Kind, Problem, Slot, Strides, is_empty, kind_of, problem_of
 from attnreg.contract import rows
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import LSE, AddressLauncher, Launcher, Prepared
@@ -77,7 +78,7 @@ def _run_backward(
     grad_out, query, key, value, out, lse = tensors
     inputs = query, key, value
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
-    query = query.contiguous() if kind.packed else query
+    query = _laid_out(query, kind.contiguous(Slot.Q)) if kind.packed else query
     problem, given = _select(plans, kind, (grad_out, query, key, value, out), call)
     lse = with_strides(lse, problem.lse_strides(tuple(lse.shape)))
     shortened = call.seqused_k is not None
@@ -93,7 +94,7 @@ def _select(
 ) -> tuple[Problem, list[Tensor]]:
     """Return the problem whose execution plan runs a call, and the tensors as it reads them."""
     read = [readable(x, repeats=False) for x in tensors]
-    problem = plans.select(problem_of(kind, read, call))
+    problem, _ = plans.select(problem_of(kind, read, call))
     return problem, [_laid_out(x, strides) for x, strides in zip(read, problem.strides, strict=True)]
 
 
@@ -125,14 +126,25 @@ def specialize(
     if call.seqused_k is not None or not (kind.heads_q and kind.heads_k):
         return None
     # Those of the call would be kept alive.
-    calls = _CallsOfAKind(plans, kind, call._replace(cu_seqlens_q=None, cu_seqlens_k=None))
-    # What the functions above copy first needs them.
-    if not all(aligned(x, repeats=False) for x in tensors[:LSE]):
+    constants = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    calls = _CallsOfAKind(plans, kind, constants, kind.contiguous(Slot.Q))
+    if is_empty(*_rows(kind, tensors), call):
+        return AddressLauncher(calls.run, calls.prepare, call.window)
+    if any(_is_copied(kind, slot, x) for slot, x in zip(GIVEN[direction], tensors[:LSE], strict=False)):
         return calls.run
-    empty = is_empty(*_rows(kind, tensors), call)
-    if not empty and not plans.run_on_addresses(problem_of(kind, tensors, call)):
-        return calls.run
+    _, plan = plans.select(problem_of(kind, tensors[:LSE], call))
+    if plan is not None and plan.prepared is None:
+        return calls.run  # this frontend runs none on addresses
     return AddressLauncher(calls.run, calls.prepare, call.window)
+
+
+def _is_copied(kind: Kind, slot: Slot, x: Tensor) -> bool:
+    """Whether the functions above copy a tensor, or do so for most numbers of tokens."""
+    strides = (x.stride(),)
+    if not aligned(x, repeats=False) or (kind.packed and rounding.any_tokens(kind, strides) != strides):
+        return True
+    is_query = kind.packed and kind.direction == "backward" and slot is Slot.Q
+    return is_query and x.stride() != kind.contiguous(slot)
 
 
 def _rows(kind: Kind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -145,15 +157,17 @@ class _CallsOfAKind(NamedTuple):
 
     Attributes:
         constants: the arguments that they have in common.
+        contiguous_query: the strides of a packed query that is contiguous.
     """
 
     plans: ExecutionPlans
     kind: Kind
     constants: Call
+    contiguous_query: Strides
 
     def run(self, *given: Any) -> tuple[Tensor, ...] | None:
         """Run a call; see `contract.launchers`."""
-        plans, kind, call = self
+        plans, kind, call, _ = self
         tensors: Sequence[Any] = given
         all_written = True
         if kind.packed:
@@ -171,9 +185,9 @@ class _CallsOfAKind(NamedTuple):
         self, batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, strides: tuple[Strides, ...]
     ) -> Prepared | None:
         """Return how a call is launched; see `AddressLauncher`."""
-        plans, kind, _ = self
+        plans, kind, _, contiguous_query = self
         if not (batch and max_q and max_k and tokens_q and tokens_k):
             return None
-        if kind.packed and kind.direction == "backward" and strides[1] != kind.contiguous(Slot.Q):
+        if kind.packed and kind.direction == "backward" and strides[1] != contiguous_query:
             return None  # these are copied
         return plans.prepare(kind.problem(batch, max_q, max_k, tokens_q, tokens_k, strides))

@@ -6,6 +6,7 @@ An execution plan is immutable and may run in several threads; a handle belongs 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import threading
 import time
@@ -67,42 +68,39 @@ class ExecutionPlans:
         self._building = open_after_fork(threading.Lock())
         self.read = OffsetsRead()
         self._plans: dict[Problem, ExecutionPlan] = {}
-        self._prepared: dict[Problem, Prepared] = {}
         self._declined: dict[Problem, str] = {}
         self._first_tokens = rounding.FirstTokens()
         self._thread = threading.local()
         atexit.register(self._release)
 
-    def select(self, problem: Problem) -> Problem:
-        """Return the problem whose execution plan runs this one: for exactly its tokens, or shared.
+    def select(self, problem: Problem) -> tuple[Problem, ExecutionPlan | None]:
+        """Return the problem whose execution plan runs this one, and that execution plan if it is built.
 
-        One that is built is preferred. A shared one may need tensors with other strides.
+        It is for exactly the tokens, or shared: one that is built is preferred. A shared one may need tensors
+        with other strides.
         """
+        plans = self._plans
         if not problem.kind.packed:
-            return problem
+            return problem, plans.get(problem)
         problem = rounding.exact(problem)
-        if problem in self._plans:
-            return problem
+        plan = plans.get(problem)
+        if plan is not None:
+            return problem, plan
         shared = rounding.shared(problem)
-        if shared in self._plans:
-            return shared
-        # A capture can't build an execution plan, which isn't the first of its kind then.
-        if self._first_tokens.allow_exact(problem) and not torch.cuda.is_current_stream_capturing():
-            return problem
-        return shared
+        plan = plans.get(shared)
+        # A capture can't build an execution plan, so what it asks for isn't the first of its kind.
+        builds = plan is None and not torch.cuda.is_current_stream_capturing()
+        if builds and self._first_tokens.allow_exact(problem):
+            return problem, None
+        return shared, plan
 
     def prepare(self, problem: Problem) -> Prepared | None:
         """Return how the execution plan is launched that runs a problem.
 
         None if it isn't built, or if tensors would have to be copied to have its strides.
         """
-        found = self.select(problem)
-        return self._prepared.get(found) if found.strides == problem.strides else None
-
-    def run_on_addresses(self, problem: Problem) -> bool:
-        """Whether the execution plan that runs a problem can be run on addresses, or isn't built yet."""
-        found = self.select(problem)
-        return found in self._prepared or found not in self._plans
+        selected, plan = self.select(problem)
+        return None if plan is None or selected.strides != problem.strides else plan.prepared
 
     def get(self, problem: Problem) -> ExecutionPlan:
         """Return the execution plan of a problem that `select` has returned; builds it if need be.
@@ -129,10 +127,15 @@ class ExecutionPlans:
             stream: a CUDA stream of the device.
         """
         buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
-        workspace = None
+        workspace, handle = None, self.handle(device, stream)
         if plan.workspace:
             workspace = uninitialized((plan.workspace,), (1,), torch.uint8, tensors[0].device)
-        plan.graph.execute(buffers, workspace, handle=self.handle(device, stream), tensor_uids=plan.uids)
+        if plan.run_on_addresses is None:
+            plan.graph.execute(buffers, workspace, handle=handle, tensor_uids=plan.uids)
+            return
+        addresses = (ctypes.c_void_p * len(buffers))(*[x.data_ptr() for x in buffers])
+        place = 0 if workspace is None else workspace.data_ptr()
+        plan.run_on_addresses(ctypes.addressof(addresses), place, handle.backend_handle)
 
     def _release(self) -> None:
         """Drop all of the frontend's objects at the end of the process: it prints a list of what outlives it.
@@ -140,7 +143,6 @@ class ExecutionPlans:
         This object does: the routers in torch's dispatcher refer to it.
         """
         self._plans.clear()
-        self._prepared.clear()
         self._thread = threading.local()
 
     def _build_once(self, problem: Problem) -> ExecutionPlan:
@@ -156,18 +158,10 @@ class ExecutionPlans:
                 if problem.exact:
                     self._first_tokens.remember(problem)
                 while len(self._plans) >= _KEPT:
-                    oldest = next(iter(self._plans))
-                    del self._plans[oldest]
-                    self._prepared.pop(oldest, None)
-                self._add(problem, self._build(problem))
+                    del self._plans[next(iter(self._plans))]
+                self._plans[problem] = self._build(problem)
+                self.built[problem.kind.direction] += 1
             return self._plans[problem]
-
-    def _add(self, problem: Problem, plan: ExecutionPlan) -> None:
-        self.built[problem.kind.direction] += 1
-        self.read.add(plan)
-        self._plans[problem] = plan
-        if plan.run_on_addresses is not None:
-            self._prepared[problem] = self._prepared_for(problem, plan)
 
     def _prepared_for(self, problem: Problem, plan: ExecutionPlan) -> Prepared:
         """Return how an execution plan is launched, whatever call it is for.
@@ -193,15 +187,14 @@ class ExecutionPlans:
 
         # The execution plan's lengths and ragged offsets come after all tensors.
         order = *GIVEN[kind.direction], *RESULTS[kind.direction]
-        numbers = {int(slot): number for number, slot in enumerate(order)}
-        numbers |= {uid: number for number, uid in enumerate(plan.uids[len(order) :], len(order))}
+        operands = *map(order.index, plan.tensors), *range(len(order), len(plan.uids))
         lse_strides = None
         if kind.direction == "backward":
             rows = problem.tokens_q if kind.packed else problem.max_q
             size = (kind.heads_q, rows) if kind.packed else (problem.batch, kind.heads_q, rows)
             lse_strides = problem.lse_strides(size)
         return Prepared(
-            launch, tuple(numbers[uid] for uid in sorted(plan.uids)), plan.workspace,
+            launch, operands, plan.workspace,
             problem.token_first and kind.direction == "forward", lse_strides, derive if kind.packed else None,
         )  # fmt: skip
 
@@ -216,7 +209,7 @@ class ExecutionPlans:
         try:
             # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
             # above it, and these keep the caller's tensors alive. The handle is this thread's, which waits.
-            return run_in_thread(there)
+            plan = run_in_thread(there)
         except UnsupportedInputError as error:
             if len(self._declined) >= _KEPT:
                 self._declined.clear()
@@ -226,6 +219,10 @@ class ExecutionPlans:
             took = time.monotonic() - began
             if took > _LONG:
                 log.info("cuDNN took %.1f s to build the execution plan of a %s", took, problem)
+        self.read.add(plan)
+        if plan.run_on_addresses is not None:
+            plan.prepared = self._prepared_for(problem, plan)
+        return plan
 
     def handle(self, device: int, stream: int) -> Any:
         """Return this thread's handle of a device, set to a stream."""

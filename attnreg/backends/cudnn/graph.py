@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attnreg.backends.cudnn.problem import GIVEN, OF_KEYS, OF_VALUES, Problem, RaggedOffset, Slot
+from attnreg.contract.launchers import Prepared
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
 # One thread builds at a time, so nothing guards this.
@@ -23,7 +24,7 @@ _ON_ADDRESSES = "(self, user_ptrs_array: int, n_user: int, workspace: int, handl
 log = logging.getLogger("attnreg")
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ExecutionPlan:
     """A built graph: `graph.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
 
@@ -34,10 +35,11 @@ class ExecutionPlan:
         lengths: what the other buffers are: lengths and ragged offsets of packed sequences.
         lengths_key: a number that execution plans with the same `lengths` share; looked up faster than they
             are.
-        uids: cuDNN's numbers of all buffers.
+        uids: cuDNN's numbers of all buffers, ascending.
         run_on_addresses: `run_on_addresses(addresses, workspace, handle)`, all numbers: where the buffers'
             addresses are, by ascending uid, the workspace, and a handle's `backend_handle`. None if this
             release of the frontend can't.
+        prepared: how it is launched on addresses, whatever call it is for.
     """
 
     graph: Any
@@ -47,6 +49,7 @@ class ExecutionPlan:
     lengths_key: int
     uids: tuple[int, ...]
     run_on_addresses: Callable[[int, int, int], None] | None
+    prepared: Prepared | None = None
 
 
 def build(cudnn: ModuleType, problem: Problem, handle: Any) -> ExecutionPlan:
@@ -99,8 +102,9 @@ class _Description:
         graph.create_execution_plans([modes.A, modes.FALLBACK])
         graph.check_support()
         graph.build_plans()
-        tensors, lengths = dict(sorted(self._tensors.items())), tuple(self._lengths.values())
-        uids, lengths_key = (*tensors, *self._lengths), _lengths_keys.setdefault(lengths, len(_lengths_keys))
+        tensors, vectors = dict(sorted(self._tensors.items())), dict(sorted(self._lengths.items()))
+        uids, lengths = (*tensors, *vectors), tuple(vectors.values())
+        lengths_key = _lengths_keys.setdefault(lengths, len(_lengths_keys))
         return ExecutionPlan(
             graph, graph.get_workspace_size(), tuple(tensors.values()), lengths, lengths_key, uids,
             _on_addresses(graph, uids, self._handle),
@@ -216,11 +220,10 @@ def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int
     except Exception as error:  # noqa: BLE001 - it can be done without
         log.debug("this execution plan isn't run on addresses: %s: %s", type(error).__name__, error)
         return None
-    ordered = sorted(uids)
-    if ordered != list(expected):
-        log.debug("this execution plan isn't run on addresses: it reads %s, expected %s", expected, ordered)
+    if list(uids) != list(expected):
+        log.debug("this execution plan isn't run on addresses: it reads %s, expected %s", expected, uids)
         return None
-    count, index = len(ordered), -1 if index is None else index
+    count, index = len(uids), -1 if index is None else index
 
     def run(addresses: int, workspace: int, handle: int) -> None:
         execute(addresses, count, workspace, handle, index)

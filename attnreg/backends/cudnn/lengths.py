@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,38 +25,7 @@ MOST = 12
 # Its threads in a block.
 _BLOCK = 256
 
-# Row 0 has the lengths, two vectors of 32 bits; rows 1 and 2 where the sequences of queries and of keys
-# begin, in tokens; the others the same times a token stride. What lies behind the last sequence is empty.
-_write = DeviceKernel(
-    "attnreg_cudnn_lengths",
-    """
-typedef long long i64;
-
-extern "C" __global__ void attnreg_cudnn_lengths(
-    i64* rows, const int* offsets_q, const int* offsets_k, const int* used, i64 step_q, i64 step_k,
-    i64 step_used, i64 batch, i64 width, i64 count, i64 of_keys, i64 s0, i64 s1, i64 s2, i64 s3, i64 s4,
-    i64 s5, i64 s6, i64 s7, i64 s8, i64 s9, i64 s10, i64 s11) {
-  const i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (column >= width) return;
-  const bool there = column < batch;
-  const i64 sequence = there ? column : batch;
-  const i64 begin_q = offsets_q[sequence * step_q], begin_k = offsets_k[sequence * step_k];
-  int queries = 0, keys = 0;
-  if (there) {
-    keys = used ? used[sequence * step_used] : offsets_k[(sequence + 1) * step_k] - (int)begin_k;
-    // cuDNN 9.19 writes NaN for a sequence without keys; one without queries it leaves alone.
-    queries = keys > 0 ? offsets_q[(sequence + 1) * step_q] - (int)begin_q : 0;
-  }
-  ((int*)rows)[column] = queries;
-  ((int*)rows)[width + column] = keys;
-  rows[width + column] = begin_q;
-  rows[2 * width + column] = begin_k;
-  const i64 strides[] = {s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11};
-  for (i64 n = 0; n < count; n++)
-    rows[(3 + n) * width + column] = (of_keys >> n & 1 ? begin_k : begin_q) * strides[n];
-}
-""",
-)
+WRITE = DeviceKernel("attnreg_cudnn_lengths", Path(__file__).with_name("lengths.cu"))
 
 
 class OffsetsRead:
@@ -120,12 +90,12 @@ class Lengths:
         device = cu_seqlens_q.device
         width = (batch + 4) // 4 * 4  # so that each vector begins at a multiple of sixteen bytes
         rows = uninitialized((3 + len(known), width), (width, 1), torch.int64, device)
-        if device.type == "cuda" and _write.available(device):
+        if device.type == "cuda" and WRITE.available(device):
             used, step = (0, 0) if seqused_k is None else (seqused_k, seqused_k.stride(0))
             steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0), step
             sizes = cu_seqlens_q.shape[0] - 1, width
             given = rows, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *numbers
-            _write(-(-width // _BLOCK), _BLOCK, *given, stream=stream)
+            WRITE(-(-width // _BLOCK), _BLOCK, *given, stream=stream)
         else:
             _write_by_ops(rows, known, cu_seqlens_q, cu_seqlens_k, seqused_k)
         lengths, starts_q, starts_k, *others = rows.unbind()
