@@ -152,15 +152,18 @@ class Issue:
 
         An unknown version counts as affected, except on a simulated device.
         """
-        if not self.versions:
-            return True
-        from packaging.specifiers import SpecifierSet
-        from packaging.version import InvalidVersion, Version
+        return not self.versions or _contains(self.versions, version, simulated)
 
-        try:
-            return SpecifierSet(self.versions).contains(Version(version.split()[0]), prereleases=True)
-        except (IndexError, InvalidVersion):
-            return not simulated
+
+@functools.cache
+def _contains(versions: str, version: str, simulated: bool) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return SpecifierSet(versions).contains(Version(version.split()[0]), prereleases=True)
+    except (IndexError, InvalidVersion):
+        return not simulated
 
 
 def read(path: Path) -> tuple[tuple[Issue, ...], tuple[str, ...]]:

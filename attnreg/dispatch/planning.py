@@ -61,28 +61,41 @@ def _directions(spec: AttentionSpec, direction: Direction) -> tuple[Direction, .
 
 
 def _detail(
-    now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision], builds: bool
+    now: State,
+    kind: CallKind,
+    key: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    decisions: Sequence[Decision],
 ) -> Detail:
     """Return what the decisions about a call depend on besides the class of its lengths.
 
     All lengths count where calls are recorded or locked, where a backend that was asked, or whose rank was
-    compared, looks at a length that no cut names, and where times chose a backend that `builds` something for
+    compared, looks at a length that no cut names, and where times chose a backend that builds something for
     each shape.
     """
     if now.policy.lock is not None or trace.is_recording():
         return Detail.EXACT
     by_times = any(one.predicted is not None and one.backend not in one.asked_for for one in decisions)
+    if by_times and _builds(decisions[-1], now.entries, spec):
+        return Detail.EXACT
+    # Which lengths are looked at is the same for all of a class, so that it is found out once.
+    if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions):
+        return Detail.EXACT
+    return Detail.STEPS if by_times else Detail.CLASS
+
+
+def _looks_at_lengths(
+    now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision]
+) -> bool:
     # Times order the backends that can run a call: all were asked.
     names = (name for one in decisions for name in (one.order if one.predicted else one.considered))
     asked = {name.casefold() for name in names}
-    looks_at_lengths = any(
+    return any(
         entry.unnamed_reads(spec, one, ranks_only=name not in asked)
         for name, entry in now.entries.items()
         for one in _directions(spec, direction)
     )
-    if looks_at_lengths or (by_times and builds):
-        return Detail.EXACT
-    return Detail.STEPS if by_times else Detail.CLASS
 
 
 def make_plan(
@@ -117,9 +130,8 @@ def make_plan(
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
         entries = with_reasons(entries, refused)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
-    builds = _builds(decision, entries, spec)
-    detail = _detail(now, spec, direction, (*decisions, decision), builds)
-    if builds and detail is kind.detail_of(key) is Detail.EXACT:
+    detail = _detail(now, kind, key, spec, direction, (*decisions, decision))
+    if detail is kind.detail_of(key) is Detail.EXACT and _builds(decision, entries, spec):
         kind.count_shape()
     key = kind.refine(key, detail, Lengths.of(spec))
     counted, log_fallbacks = _counters(decision)
