@@ -76,8 +76,8 @@ def _detail(
     """
     if now.policy.lock is not None or trace.is_recording():
         return Detail.EXACT
-    by_times = any(one.predicted is not None and one.backend not in one.asked_for for one in decisions)
-    if by_times and _builds(decisions[-1], now.entries, spec):
+    by_times = any(map(_is_by_times, decisions))
+    if _builds_by_times(decisions[-1], now.entries, spec):
         return Detail.EXACT
     # Which lengths are looked at is the same for all of a class, so that it is found out once.
     if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions):
@@ -131,7 +131,7 @@ def make_plan(
         entries = with_reasons(entries, refused)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
     detail = _detail(now, kind, key, spec, direction, (*decisions, decision))
-    if detail is kind.detail_of(key) is Detail.EXACT and _builds(decision, entries, spec):
+    if detail is kind.detail_of(key) is Detail.EXACT and _builds_by_times(decision, entries, spec):
         kind.count_shape()
     key = kind.refine(key, detail, Lengths.of(spec))
     counted, log_fallbacks = _counters(decision)
@@ -169,9 +169,14 @@ def _builders(entries: Mapping[str, Entry], spec: AttentionSpec) -> frozenset[st
     return frozenset(name for name, entry in entries.items() if entry.builds(spec))
 
 
-def _builds(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:
+def _is_by_times(decision: Decision) -> bool:
+    return decision.predicted is not None and decision.backend not in decision.asked_for
+
+
+def _builds_by_times(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:
+    """Whether times chose a backend that builds something for each shape of such calls."""
     entry = entries.get((decision.backend or "").casefold())
-    return entry is not None and entry.builds(spec)
+    return _is_by_times(decision) and entry is not None and entry.builds(spec)
 
 
 def _times(policy: Policy, native: str) -> Adaptive | Tables | None:
