@@ -140,3 +140,28 @@ class AddressLauncher:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...] | None:
         """Return the results for these tensors."""
         return self.run(*tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLauncher:
+    """A C function that is given a call's arguments, so that calls with other lengths need no Python.
+
+    `int64_t function(const void* context, const NativeCall* call)` returns 0, or anything else where it has
+    done nothing: Python then runs the call. It is called without the interpreter's lock.
+
+    Attributes:
+        function: its address.
+        context: the address of what calls of this kind have in common.
+        run: the launcher as a function of tensors; of packed calls these are followed by both offsets,
+            `max_q`, `max_k` and whether every row is known to see a key.
+        keep: what keeps the context alive.
+    """
+
+    function: int
+    context: int
+    run: Callable[..., tuple[Tensor, ...] | None]
+    keep: object
+
+    def __call__(self, *given: Any) -> tuple[Tensor, ...] | None:
+        """Return the results for these arguments."""
+        return self.run(*given)

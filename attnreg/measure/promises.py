@@ -193,6 +193,8 @@ def launched(
 
 def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:
     """Return what a launcher gives for tensors, checked like a kernel's; `own` if it declines."""
-    further = (call.cu_seqlens_q, call.cu_seqlens_k) if call.varlen else ()
+    further: tuple[Any, ...] = ()
+    if call.varlen:
+        further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False
     further = further if call.sinks is None else (call.sinks, *further)
     return _checked(lambda *_: run(*given, *further) or own, direction)(*given, call)

@@ -24,7 +24,6 @@ import attnreg
 from attnreg.backends.cpu import choice, compiled
 from attnreg.backends.cpu.flash import Flash
 from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.launchers import AddressLauncher
 from attnreg.errors import InvalidInputError
 from attnreg.measure.inputs import inputs
 
@@ -119,6 +118,8 @@ def wrong_calls():
     yield call((0, 5, 4)), "5 to 4 at index 1"
     yield call(good, (0, 9000, 8)), "0 to 9000 at index 0"
     yield call(good, (0, 8)), "2 of the query, 1 of the key"
+    yield call((1, 4, 8)), "first offset 1, expected 0"
+    yield call(good)._replace(max_q=3), "max_q: got 3, expected at least 4"
     yield call(good, used=(5, 4)), "got 5 at index 0, expected 0 to 4"
     yield call(good, used=(4, -1)), "got -1 at index 1"
     yield call(good, used=(4,)), "1 counts of keys"
@@ -185,38 +186,6 @@ def test_results_are_rounded_once_to_nearest(kernels, dtype):
         torch.testing.assert_close(got, mean.to(dtype).float(), rtol=0.0, atol=0.0)
 
 
-# ---- launchers
-
-
-def launchers(kernels, q, k, v, grad_out, call):
-    """Return the launchers of a dense call, and what the kernels return for it."""
-    out, lse, *grads = solved(kernels, q, k, v, grad_out, call)
-    forward = kernels.specialize("forward", (q, k, v), call)
-    backward = kernels.specialize("backward", (grad_out, q, k, v, out, lse), call)
-    return forward, backward, (out, lse), tuple(grads)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("layout", "dims"),
-    [("plain", (24, 40)), *((each, (16, 16)) for each in ("bhsd", "fused qkv", "one key head"))],
-)
-def test_a_launcher_returns_what_the_kernel_does_for_other_tensors_of_its_layout(
-    kernels, layout, dims, dtype
-):
-    case = dense(3, 40, heads=(4, 2), dims=dims, dtype=dtype, layout=layout, window=CAUSAL)
-    forward, backward, *_ = launchers(kernels, *inputs(case))
-    assert isinstance(forward, AddressLauncher) and isinstance(backward, AddressLauncher)
-    q, k, v, grad_out, call = inputs(case, seed=1)
-    out, lse, *grads = solved(kernels, q, k, v, grad_out, call)
-    for launch in (forward, forward.on_addresses):
-        assert_same(launch(q, k, v), (out, lse))
-        assert [x.stride() for x in launch(q, k, v)] == [out.stride(), lse.stride()]
-    for launch in (backward, backward.on_addresses):
-        assert_same(launch(grad_out, q, k, v, out, lse), grads)
-    assert_same(backward.on_addresses(grad_out, q, k, v, out, lse.contiguous()), grads)
-
-
 @pytest.mark.parametrize("layout", ["plain", "bhsd"])
 def test_dense_results_have_the_strides_of_torchs_kernel(kernels, layout):
     """So a router needs no copy."""
@@ -228,33 +197,6 @@ def test_dense_results_have_the_strides_of_torchs_kernel(kernels, layout):
     assert found[0].transpose(1, 2).stride() == out.stride()
     assert found[1].stride() == lse.stride()
     assert [x.transpose(1, 2).stride() for x in found[2:]] == [x.stride() for x in grads]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        ragged((40, 40)),
-        dense(2, 40, seqused_k=(40, 7)),
-        dense(2, 40, layout="last dim strided"),
-        dense(2, 20, 40, window=(5, 0)),  # no row sees the first keys
-        dense(2, 40, 20, window=CAUSAL),  # the first rows see no key
-    ],
-    ids=str,
-)
-def test_calls_that_need_more_than_addresses_have_no_launcher(kernels, case):
-    assert launchers(kernels, *inputs(case))[:2] == (None, None)
-
-
-def test_a_launcher_without_memory_or_threads_raises_as_the_kernel_does(cpu_kernel, monkeypatch):
-    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
-    q, k, v, _, call = inputs(dense(1, 9, dtype="float32"))
-    for status, error in ((1, MemoryError), (2, RuntimeError)):
-        broken = cpu_kernel._replace(forward_entry=lambda *arguments, status=status: status)
-        launcher = broken.before(Kernels(refuse, refuse)).specialize("forward", (q, k, v), call)
-        with pytest.raises(error):
-            launcher(q, k, v)
-        with pytest.raises(error):
-            launcher.launch(0, 0, 0)
 
 
 # ---- NaN

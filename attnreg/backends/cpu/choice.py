@@ -23,6 +23,8 @@ from attnreg.torchlib import building
 DTYPES = ("float32", "bfloat16", "float16")
 OPEN = (-1, -1)
 
+_ANY_NUMBER = 2**62
+
 # From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
 _LONG, _ROWS_OF_A_CALL = 256, 1024
 
@@ -83,25 +85,42 @@ def _has_tiles() -> bool:
     return False
 
 
-def _by_tiles(head_dim: int, rows: int, keys: int) -> bool:
-    """Return whether the compiled kernel multiplies such a bfloat16 call by AMX, if the machine lets it."""
-    fits = head_dim % _TILE_DIMS == 0 and head_dim <= _LARGEST_TILE_DIM
-    return fits and rows >= _TILE_ROWS and keys >= _TILE_ROWS and machine().tiles
+def _has_tile_dims(head_dim: int) -> bool:
+    """Return whether the compiled kernel multiplies such bfloat16 heads by AMX, if there are enough rows."""
+    return head_dim % _TILE_DIMS == 0 and head_dim <= _LARGEST_TILE_DIM and machine().tiles
+
+
+class TorchsCalls(NamedTuple):
+    """The bfloat16 forwards that torch's kernel may be the faster one at: all of a kind with such lengths.
+
+    Attributes:
+        keys, tokens: those with so many keys, and query tokens in all.
+        rows: and with fewer rows of a key head.
+    """
+
+    keys: int
+    tokens: int
+    rows: int
+
+
+def torchs_calls(q: Tensor, call: Call) -> TorchsCalls | None:
+    """Return which forwards of a call's kind may be torch's; None if none are.
+
+    Torch's kernel multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a
+    batch's: it doesn't count where the results may not depend on the batch.
+    """
+    if call.batch_invariant or q.dtype != torch.bfloat16 or not machine().amx:
+        return None
+    keys, head_dim = max(_LONG, _AMX_FORWARD // q.size(-1) + 1), q.size(-1)
+    return TorchsCalls(keys, _ROWS_OF_A_CALL, _TILE_ROWS if _has_tile_dims(head_dim) else _ANY_NUMBER)
 
 
 def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
-    """Return whether the backend runs a forward by torch's kernel although the compiled one could.
-
-    Torch's multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a batch's:
-    it doesn't count where the results may not depend on the batch.
-    """
-    if call.batch_invariant or q.dtype != torch.bfloat16:
+    """Return whether the backend runs a forward by torch's kernel although the compiled one could."""
+    limits = torchs_calls(q, call)
+    if limits is None or call.max_k < limits.keys or call.max_q * q.size(-2) // k.size(-2) >= limits.rows:
         return False
-    if call.max_k < _LONG or call.max_k * q.size(-1) <= _AMX_FORWARD or not machine().amx:
-        return False
-    if _by_tiles(q.size(-1), call.max_q * q.size(-2) // k.size(-2), call.max_k):
-        return False
-    return q.shape[:-2].numel() >= _ROWS_OF_A_CALL * len(sequences_of(q, k, call).uniform_batches)
+    return q.shape[:-2].numel() >= limits.tokens * len(sequences_of(q, k, call).uniform_batches)
 
 
 def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:
@@ -140,7 +159,7 @@ def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> b
         return is_causal or (direction == "forward" and shares)
     if spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD:
         return True
-    return _by_tiles(max(spec.head_dim, spec.head_dim_v), rows, spec.max_k)
+    return min(rows, spec.max_k) >= _TILE_ROWS and _has_tile_dims(max(spec.head_dim, spec.head_dim_v))
 
 
 def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine) -> bool:

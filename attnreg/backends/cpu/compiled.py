@@ -1,8 +1,8 @@
 """The compiled kernel (`kernel/module.cpp`), where `attnreg build` has made it.
 
-A call of it is a whole batch, whatever its lengths: it gets the addresses of the tensors and a description of
-everything else, a `Problem`, and shares the work out among torch's threads. The description is the same for
-all calls alike, so it is kept, and a launcher has nothing to do but to pass addresses on.
+A call of it is a whole batch, whatever its lengths, shared out among torch's threads. The library is given
+what belongs to the call's kind and its arguments (`problem.py`), and looks the sequences up itself. So a
+launcher needs no Python.
 """
 
 from __future__ import annotations
@@ -10,28 +10,27 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from attnreg.backends.cpu import choice, torch_path
 from attnreg.backends.cpu.paged import check_pages, gathered_backward
-from attnreg.backends.cpu.problem import DTYPES, addresses_of, option_tensors, problem_of
-from attnreg.backends.cpu.sequences import Sequences, sequences_of
+from attnreg.backends.cpu.problem import DTYPES, Arguments, count_of, kind_of
+from attnreg.backends.cpu.sequences import sequences_of
 from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.launchers import AddressLauncher
+from attnreg.contract.launchers import NativeLauncher
 from attnreg.contract.spec import Direction
-from attnreg.errors import BuildError
+from attnreg.contract.validation import check_values
+from attnreg.errors import BuildError, InvalidInputError
 from attnreg.torchlib import building
 
 log = logging.getLogger("attnreg")
 
-# The library's operands by their places among a call's tensors and then its results: q, k, v, out, lse, and
-# in the backward grad_out, grad_q, grad_k, grad_v. A gradient of the LSE comes last; calls with one have no
-# launcher.
-_FORWARD, _BACKWARD = (0, 1, 2, 3, 4), (1, 2, 3, 4, 5, 0, 6, 7, 8)
+# What the library returns: `Status` in kernel/call.h.
+_NO_MEMORY, _NO_THREADS, _NO_PAGE, _WRONG_LENGTHS, _DECLINED = range(1, 6)
 
 
 class Compiled(NamedTuple):
@@ -50,57 +49,36 @@ class Compiled(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output and the LSE."""
-        sequences = sequences_of(q, k, call)
         q, k, v = _readable(q), _readable(k), _readable(v)
-        out, lse = _forward_results(q, v)
-        if not sequences.of_every_row:
-            out.zero_()
-            lse.fill_(-torch.inf)
-        _run(self.forward_entry, (q, k, v, out, lse), sequences, call)
-        return out, lse
+        results = _forward_results(q, v)
+        _run(self.forward_entry, (q, k, v, *results), q, k, call)
+        return results
 
     @gathered_backward
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value."""
-        sequences = sequences_of(q, k, call)
         if lse.dtype != torch.float32:
             out, lse = torch_path.of_all_keys(self.forward(q, k, v, call), out, lse)
-        grad_q, grad_k, grad_v = _backward_results(q, k, v)
-        if not sequences.of_every_row:
-            grad_q.zero_()
-        if not sequences.of_every_key:
-            grad_k.zero_()
-            grad_v.zero_()
-        q, k, v, out, grad_out = (_readable(x) for x in (q, k, v, out, grad_out))
-        operands = [q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v]
-        if call.grad_lse is not None:
-            operands.append(call.grad_lse.float())
-        _run(self.backward_entry, operands, sequences, call)
-        return grad_q, grad_k, grad_v
+        grad_out, q, k, v, out = (_readable(x) for x in (grad_out, q, k, v, out))
+        grads = _backward_results(q, k, v)
+        of_lse = () if call.grad_lse is None else (call.grad_lse.float(),)
+        _run(self.backward_entry, (grad_out, q, k, v, out, lse, *grads, *of_lse), q, k, call)
+        return grads
 
     def specialize(
         self, direction: Direction, tensors: tuple[Tensor, ...], call: Call
-    ) -> AddressLauncher | None:
-        """Return a launcher for further calls, or None where one needs more than addresses.
-
-        That is where tensors are copied or results filled first, and where calls are packed: their
-        offsets are read and checked each time.
-        """
-        if call.varlen or call.seqused_k is not None:
-            return None
+    ) -> NativeLauncher | None:
+        """Return a launcher for further calls of a kind, or None where one would copy tensors."""
         is_forward = direction == "forward"
-        q, k, v = tensors[:3] if is_forward else tensors[1:4]
-        sequences = sequences_of(q, k, call)
         read, lse = tensors[:5], tensors[5:]  # of a forward there is none
-        if not (sequences.of_every_row and sequences.of_every_key and all(x.stride(-1) == 1 for x in read)):
+        if any(x.stride(-1) != 1 for x in read) or any(x.dtype != torch.float32 for x in lse):
             return None
-        if any(x.dtype != torch.float32 for x in lse):
+        options = call.seqused_k, call.block_table, call.alibi_slopes, call.grad_lse
+        if call.dropout or any(x is not None for x in options):
             return None
-        entry = self.forward_entry if is_forward else self.backward_entry
-        made = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
-        return _launcher(entry, tensors, made, sequences, call)
+        return _launcher(self.forward_entry if is_forward else self.backward_entry, tensors, call)
 
     def before(self, kernels: Kernels) -> Kernels:
         """Return kernels that use the library where it is the faster one, else those given."""
@@ -115,9 +93,9 @@ class Compiled(NamedTuple):
 
         def specialize(
             direction: Direction, tensors: tuple[Tensor, ...], call: Call
-        ) -> AddressLauncher | None:
-            takes: Callable[..., bool] = _takes_forward if direction == "forward" else _takes_backward
-            return self.specialize(direction, tensors, call) if takes(*tensors, call) else None
+        ) -> NativeLauncher | None:
+            takes = _takes_kind(call, *tensors[:5])
+            return self.specialize(direction, tensors, call) if takes else None
 
         return Kernels(forward, backward, specialize, choice.replaces_torch)
 
@@ -134,12 +112,14 @@ def load() -> Compiled | None:
         return None
 
 
-def _takes(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    return q.dtype in DTYPES and call.attn_bias is None and q.numel() > 0 and k.numel() > 0 and v.numel() > 0
+def _takes_kind(call: Call, *tensors: Tensor) -> bool:
+    """Return whether the library has the dtype that all but an LSE have, and takes what else the kind has."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and call.attn_bias is None and all(x.dtype == dtype for x in tensors)
 
 
 def _takes_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    if not _takes(q, k, v, call):
+    if not (_takes_kind(call, q, k, v) and q.numel() and k.numel() and v.numel()):
         return False
     is_only_here = call.softcap or call.dropout or call.alibi_slopes is not None
     return bool(is_only_here) or call.block_table is not None or not choice.leaves_to_torch(q, k, call)
@@ -148,14 +128,14 @@ def _takes_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
 def _takes_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> bool:
-    """Return whether it is given what a forward returns, too: the library trusts shapes and dtypes."""
-    return (
-        _takes(q, k, v, call)
+    """Return whether it is given what a forward returns, too."""
+    return bool(
+        _takes_kind(call, q, k, v, out, grad_out)
+        and q.numel() and k.numel() and v.numel()
         and grad_out.shape == out.shape == (*q.shape[:-1], v.size(-1))
         and lse.shape == (*q.shape[:-3], q.size(-2), q.size(-3))
-        and grad_out.dtype == out.dtype == q.dtype
         and (call.grad_lse is None or call.grad_lse.shape == lse.shape)
-    )
+    )  # fmt: skip
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -184,42 +164,45 @@ def _backward_results(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors)
 
 
-def _run(entry: Any, operands: Sequence[Tensor], sequences: Sequences, call: Call) -> None:
-    options = option_tensors(call)
-    problem = problem_of(operands, sequences, call, options)
-    status = entry(ctypes.byref(problem), addresses_of((*operands, *options)))
-    if status == 3 and call.block_table is not None:
-        check_pages(operands[1], call.block_table, call)
-    _raise_for(status)
+def _run(entry: Any, tensors: Sequence[Tensor], q: Tensor, k: Tensor, call: Call) -> None:
+    count, ends = count_of(q, call), call.cu_seqlens_k
+    counted = [len(x) for x in (call.seqused_k, call.block_table) if x is not None]
+    if any(other != count for other in (*counted, count if ends is None else len(ends) - 1)):
+        _raise_for(_WRONG_LENGTHS, q, k, call)
+    kind = kind_of(q, call)
+    arguments = Arguments(tensors, call.cu_seqlens_q, ends, call.max_q, call.max_k)
+    if status := entry(ctypes.addressof(kind), arguments.address):
+        _raise_for(status, q, k, call)
 
 
-def _launcher(
-    entry: Any, tensors: tuple[Tensor, ...], made: tuple[Tensor, ...], sequences: Sequences, call: Call
-) -> AddressLauncher:
-    """Return a launcher for calls with tensors like these; `made` are results like those to allocate."""
-    order = _FORWARD if len(made) == 2 else _BACKWARD
-    results = tuple((tuple(x.shape), x.stride(), x.dtype) for x in made)
-    both = (*tensors, *made)
-    problem = ctypes.pointer(problem_of([both[number] for number in order], sequences, call))
+def _launcher(entry: Any, tensors: tuple[Tensor, ...], call: Call) -> NativeLauncher:
+    is_forward = len(tensors) == 3
+    query = tensors[not is_forward]
+    # A backward is the same kernel's, whatever ran the forward.
+    kind = kind_of(query, call, choice.torchs_calls(query, call) if is_forward else None)
+    is_packed, context = call.varlen, ctypes.addressof(kind)
 
-    def launch(addresses: int, workspace: int, stream: int) -> bool:
-        _raise_for(entry(problem, addresses))
-        return True
+    def run(*given: Any) -> tuple[Tensor, ...] | None:
+        tensors, lengths = (given[:-5], given[-5:-1]) if is_packed else (given, ())
+        q, k, v = tensors[:3] if is_forward else tensors[1:4]
+        results = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
+        arguments = Arguments((*tensors, *results), *lengths)
+        return None if entry(context, arguments.address) else results
 
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        made = tuple(
-            [torch.empty_strided(size, step, dtype=dtype, device="cpu") for size, step, dtype in results]
-        )
-        both = tensors + made
-        _raise_for(entry(problem, addresses_of([both[number] for number in order])))
-        return made
-
-    strides = None if order is _FORWARD else tensors[-1].stride()
-    return AddressLauncher(run, launch, order, results, lse_strides=strides)
+    address = ctypes.cast(entry, ctypes.c_void_p).value
+    assert address is not None
+    return NativeLauncher(run=run, function=address, context=context, keep=kind)
 
 
-def _raise_for(status: int) -> None:
-    if status == 1:
+def _raise_for(status: int, q: Tensor, k: Tensor, call: Call) -> NoReturn:
+    if status == _NO_MEMORY:
         raise MemoryError("no memory for the blocks that attention works on")
-    if status:
+    if status == _NO_THREADS:
         raise RuntimeError("torch couldn't start its threads for attention on the CPU")
+    if status == _NO_PAGE:
+        check_pages(k, call.block_table, call)
+    if status == _WRONG_LENGTHS:
+        sequences_of(q, k, call)
+        check_values(q, k, call)
+    what = "shapes don't fit" if status == _DECLINED else "lengths or pages changed while it ran"
+    raise InvalidInputError(f"the tensors of a call: {what}")

@@ -1,119 +1,128 @@
-"""A call as the compiled kernel reads it: a description, which is cached, and addresses."""
+"""A call as the compiled kernel reads it (`kernel/call.h`): what belongs to its kind, and its arguments."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from attnreg.backends.cpu.sequences import Sequences
+from attnreg.backends.cpu.choice import TorchsCalls
 from attnreg.contract.backend import Call
 from attnreg.errors import InvalidInputError
 
 # As the library numbers them.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# Which operands are LSEs, or their gradients.
-_LSES = (4, 9)
-_NO_OPTIONS = (0,) * 6
+# A tensor has its address, four sizes and four strides; of one with fewer dimensions the rest is 0.
+_DIMENSIONS = 4
+# What is before the tensors: `NativeCall` in `kernel/call.h`.
+_HEAD = 7
 
 
-class Problem(ctypes.Structure):
-    """`Problem` in `kernel/problem.h`: an operand is an address, left out here, and three strides."""
+class Kind(ctypes.Structure):
+    """`Kind` in `kernel/call.h`."""
 
     _fields_ = (
         ("dtype", ctypes.c_int64),
-        ("operand_count", ctypes.c_int64),
-        ("sizes", ctypes.c_int64 * 5),
-        ("sequences", ctypes.c_int64),
-        ("operands", ctypes.c_int64 * (10 * 4)),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
+        ("window", ctypes.c_int64 * 2),
         ("batch_invariant", ctypes.c_int64),
+        ("torchs_calls", ctypes.c_int64 * 3),
         ("dropout", ctypes.c_double),
-        ("options", ctypes.c_int64 * 6),  # as `_further` returns them
-        ("option_addresses", ctypes.c_int64 * 3),
+        ("rng_state", ctypes.c_void_p),
+        ("slopes", ctypes.c_void_p),
+        ("slope_strides", ctypes.c_int64 * 2),
+        ("used", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("table_width", ctypes.c_int64),
     )
-    owner: Sequences  # of the memory at `sequences`
+    owners: list[Tensor]  # of the memory at the addresses
+
+    def _address(self, x: Tensor) -> int:
+        self.owners.append(x)
+        return x.data_ptr()
+
+    def add_options(self, q: Tensor, call: Call) -> None:
+        """Add what few calls have; raises `InvalidInputError` if it doesn't fit."""
+        self.owners = []
+        if call.dropout:
+            self.dropout, self.rng_state = call.dropout, self._address(_random_state(call))
+        if call.alibi_slopes is not None:
+            slopes = call.alibi_slopes.float()
+            expected = (q.size(-2),), (count_of(q, call), q.size(-2))
+            if slopes.shape not in expected:
+                got = tuple(slopes.shape)
+                raise InvalidInputError(f"alibi_slopes: got shape {got}, expected one of {expected}")
+            self.slopes, self.slope_strides = self._address(slopes), (0, *slopes.stride())[-2:]
+        if call.seqused_k is not None:
+            self.used = self._address(_integers(call.seqused_k))
+        if call.block_table is not None:
+            self.block_table = self._address(_integers(call.block_table))
+            self.table_width = call.block_table.size(1)
 
 
-def addresses_of(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return the addresses of tensors."""
-    return (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])
-
-
-def option_tensors(call: Call) -> tuple[Tensor | None, ...]:
-    """Return the pages, slopes and random state of a call, whose addresses follow; nothing if it has none."""
-    table, slopes, rng_state = call.block_table, call.alibi_slopes, None
-    if call.dropout:
-        rng_state = call.rng_state
-        if rng_state is None:
-            raise InvalidInputError(
-                f"rng_state: got None with dropout_p {call.dropout}, expected a seed and an offset"
-            )
-    if table is None and slopes is None and rng_state is None:
-        return ()
-    return (
-        None if table is None else table.int().contiguous(),
-        None if slopes is None else slopes.float(),
-        None if rng_state is None else rng_state.contiguous(),
+def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> Kind:
+    """Return what a call has in common with others; those that may be torch's are declined."""
+    kind = Kind(
+        DTYPES[q.dtype],
+        call.scale,
+        call.softcap,
+        call.window,
+        call.batch_invariant,
+        torchs_calls or (0, 0, 0),
     )
+    if call.dropout or not (call.alibi_slopes is call.seqused_k is call.block_table is None):
+        kind.add_options(q, call)
+    return kind
 
 
-def problem_of(
-    operands: Sequence[Tensor], sequences: Sequences, call: Call, options: Sequence[Tensor | None] = ()
-) -> Problem:
-    """Return the description of a call, the same for all calls alike."""
-    q, k, v = operands[:3]
-    sizes = (q.size(-2), k.size(-2), q.size(-1), v.size(-1))
-    strides = tuple([x.stride() for x in operands])
-    both = call.softcap, call.batch_invariant
-    further = _further(q, k, sequences, *options) if options else _NO_OPTIONS
-    return _problem(DTYPES[q.dtype], sizes, strides, sequences, call.scale, *both, call.dropout, further)
+def count_of(q: Tensor, call: Call) -> int:
+    """Return how many sequences a call has."""
+    return q.size(0) if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
 
 
-def _further(
-    q: Tensor,
-    k: Tensor,
-    sequences: Sequences,
-    table: Tensor | None,
-    slopes: Tensor | None,
-    rng_state: Tensor | None,
-) -> tuple[int, ...]:
-    """Return what the library is told of the options' tensors, of which it reads what that says."""
-    expected = (q.size(-2),), (sequences.count, q.size(-2))
-    if slopes is not None and slopes.shape not in expected:
-        raise InvalidInputError(f"alibi_slopes: got shape {tuple(slopes.shape)}, expected one of {expected}")
-    if rng_state is not None and rng_state.nbytes != 16:
-        raise InvalidInputError(f"rng_state: got {rng_state!r}, expected a seed and an offset, uint64")
-    strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
-    return (1, *strides, *((0, 0, 0) if table is None else (k.size(0), k.size(1), table.size(1))))
+class Arguments:
+    """The arguments of a call, `NativeCall` in `kernel/call.h`, at `address`.
+
+    Args:
+        tensors: the call's and then its results, and in a backward the gradient of the LSE.
+        cu_seqlens_q, cu_seqlens_k: of packed tensors; as many as the library will read.
+        max_q, max_k: no packed sequence may be longer.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_q: int = 0,
+        max_k: int = 0,
+    ) -> None:
+        ends = _integers(cu_seqlens_q), _integers(cu_seqlens_k)
+        self._owners = ends
+        batch = 0 if ends[0] is None else len(ends[0]) - 1
+        addresses = [0 if x is None else x.data_ptr() for x in ends]
+        numbers = array("q", (0, 0, *addresses, batch, max_q, max_k))
+        for count, x in enumerate(tensors, 1):
+            rest = (0,) * (_DIMENSIONS - x.dim())
+            numbers.extend((x.data_ptr(), *x.shape, *rest, *x.stride(), *rest))
+            numbers[0] = count
+        self._numbers = numbers
+        self.address = numbers.buffer_info()[0]
+        numbers[1] = self.address + _HEAD * numbers.itemsize
 
 
-@functools.lru_cache(maxsize=64)
-def _problem(
-    dtype: int,
-    sizes: tuple[int, ...],
-    strides: tuple[tuple[int, ...], ...],
-    sequences: Sequences,
-    scale: float,
-    softcap: float,
-    batch_invariant: bool,
-    dropout: float,
-    options: tuple[int, ...],
-) -> Problem:
-    operands: list[int] = []
-    for number, each in enumerate(strides):
-        if number in _LSES:  # (B, H, S) or (H, T), as it were (B, S, H, 1) or (T, H, 1)
-            each = (*each[:-2], each[-1], each[-2], 1)
-        operands += 0, each[0] if len(each) == 4 else 0, each[-3], each[-2]
-    address, count = sequences.table.buffer_info()[0], len(sequences.each)
-    problem = Problem(
-        dtype, len(strides), (*sizes, count), address, (*operands,), scale, softcap, batch_invariant,
-        dropout, options,
-    )  # fmt: skip
-    problem.owner = sequences
-    return problem
+def _integers(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.int().contiguous()
+
+
+def _random_state(call: Call) -> Tensor:
+    rng_state = call.rng_state
+    if rng_state is None or rng_state.nbytes != 16:
+        got = f"got {rng_state!r} with dropout_p {call.dropout}"
+        raise InvalidInputError(f"rng_state: {got}, expected a seed and an offset, uint64")
+    return rng_state.contiguous()

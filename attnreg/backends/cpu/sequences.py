@@ -1,4 +1,6 @@
-"""The sequences of a call, checked against its tensors: what each kernel here works through.
+"""The sequences of a call, checked against its tensors: what torch's kernel works through.
+
+The compiled kernel looks them up itself (`kernel/call.h`), by the same rules.
 
 Rows that see no key and keys that no row sees are left out. Both are at the beginning of a sequence, as
 masks are aligned bottom-right.
@@ -7,7 +9,6 @@ masks are aligned bottom-right.
 from __future__ import annotations
 
 import functools
-from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,13 +21,12 @@ Window = tuple[int, int]
 
 
 class Sequence(NamedTuple):
-    """One sequence, as `Sequence` in `kernel/problem.h`: `rows` query rows and `keys` keys.
+    """One sequence: `rows` query rows and `keys` keys.
 
-    It is the one with that `number` in the call. `row` and `key` are the first of them: in entry `batch` of a
-    dense tensor, else in the packed one. `left` and `right` are the window; a bound that hides nothing is -1.
+    `row` and `key` are the first of them: in entry `batch` of a dense tensor, else in the packed one. `left`
+    and `right` are the window; a bound that hides nothing is -1.
     """
 
-    number: int
     batch: int
     row: int
     rows: int
@@ -55,28 +55,18 @@ class Sequences:
     """The sequences of a call, in the order of their rows; compared by identity.
 
     Attributes:
-        count: how many the call has.
         each: those that have something to compute.
-        of_every_row, of_every_key: whether each row, and each key, of the tensors belongs to one of them.
         tokens: how many rows and keys one entry of a dense tensor has; 0 for packed ones.
     """
 
-    count: int
     each: tuple[Sequence, ...]
-    of_every_row: bool
-    of_every_key: bool
     tokens: tuple[int, int]
-
-    @functools.cached_property
-    def table(self) -> array[int]:
-        """Return all numbers of all sequences, as the compiled kernel reads them."""
-        return array("q", (number for one in self.each for number in one))
 
     @functools.cached_property
     def uniform_batches(self) -> tuple[UniformBatch, ...]:
         """Return neighbours of equal length as batches."""
         found: list[UniformBatch] = []
-        for _, batch, row, rows, key, keys, left, right in self.each:
+        for batch, row, rows, key, keys, left, right in self.each:
             first = batch * self.tokens[0] + row, rows, batch * self.tokens[1] + key, keys
             one = UniformBatch(*first, (left, right))
             if found and _continues(found[-1], one):
@@ -106,20 +96,19 @@ def sequences_of(q: Tensor, k: Tensor, call: Call) -> Sequences:
     of_q, of_k = _lengths(call.cu_seqlens_q, q), _lengths(call.cu_seqlens_k, k)
     if call.block_table is not None:
         count, pages = call.block_table.shape
-        of_k = _Lengths(None, pages * k.size(1), count, count * pages * k.size(1))
+        of_k = _Lengths(None, pages * k.size(1), count)
     return _sequences(of_q, of_k, used, call.window)
 
 
 class _Lengths(NamedTuple):
     """Where sequences begin and end: by offsets, or a number of equally long ones.
 
-    `tokens` are those of a packed tensor, or of one entry of a dense one; `all_tokens` those of the tensor.
+    `tokens` are those of a packed tensor, or of one entry of a dense one.
     """
 
     offsets: tuple[int, ...] | None
     tokens: int
     sequences: int
-    all_tokens: int
 
     def of(self, index: int) -> tuple[int, int]:
         """Return the first token of a sequence, in its batch entry, and how many there are."""
@@ -135,9 +124,9 @@ class _Lengths(NamedTuple):
 
 def _lengths(cu_seqlens: Tensor | None, x: Tensor) -> _Lengths:
     if cu_seqlens is None:
-        return _Lengths(None, x.size(1), x.size(0), x.size(0) * x.size(1))
+        return _Lengths(None, x.size(1), x.size(0))
     offsets = tuple(cu_seqlens.tolist())
-    return _Lengths(offsets, x.size(0), len(offsets) - 1, x.size(0))
+    return _Lengths(offsets, x.size(0), len(offsets) - 1)
 
 
 # Cached: a backward has the sequences of its forward, and a layer those of the one before. Checked, although
@@ -162,15 +151,9 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
             keys = used[index]
         if seen := visible(rows, keys, window):
             hidden_rows, hidden_keys, bounds = seen
-            first = index, index if is_dense else 0, row + hidden_rows, rows - hidden_rows
+            first = index if is_dense else 0, row + hidden_rows, rows - hidden_rows
             each.append(Sequence(*first, key + hidden_keys, keys - hidden_keys, *bounds))
-    return Sequences(
-        of_q.sequences,
-        tuple(each),
-        sum(one.rows for one in each) == of_q.all_tokens,
-        sum(one.keys for one in each) == of_k.all_tokens,
-        (of_q.tokens, of_k.tokens) if is_dense else (0, 0),
-    )
+    return Sequences(tuple(each), (of_q.tokens, of_k.tokens) if is_dense else (0, 0))
 
 
 def _continues(batch: UniformBatch, following: UniformBatch) -> bool:

@@ -3,11 +3,11 @@
 // Sequences of any lengths are one call, cut into tasks that torch's threads take one after the other. Matrices
 // are packed into panels (panels.h) in float32, whatever the dtype, and multiplied tile by tile (products.h).
 //
-// vectors.h: vectors of the instruction set · dtypes.h: reading and writing them · panels.h: matrices ·
-// products.h: their products · problem.h: a call and its tasks · options.h: ALiBi slopes and dropout ·
-// softmax.h: scores and their weights · key_sums.h: sums that tasks share · forward.h, backward.h: what a task computes ·
-// few_rows.h: the forward of few rows, as in decoding · tiles.h, forward_tiles.h, backward_tiles.h: the same in bfloat16
-// by AMX
+// call.h: reading a call's arguments · problem.h: what it computes, and its tasks · vectors.h: vectors of the instruction
+// set · dtypes.h: reading and writing them · panels.h: matrices · products.h: their products · options.h: ALiBi slopes
+// and dropout · softmax.h: scores and their weights · key_sums.h: sums that tasks share · forward.h, backward.h: what a
+// task computes · few_rows.h: the forward of few rows, as in decoding · tiles.h, forward_tiles.h, backward_tiles.h: the
+// same in bfloat16 by AMX
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
@@ -20,6 +20,7 @@
 
 #include "backward.h"
 #include "backward_tiles.h"
+#include "call.h"
 #include "forward.h"
 #include "forward_tiles.h"
 
@@ -154,39 +155,25 @@ void backward_by(const Problem& problem) {
       });
 }
 
-// Runs a body for the dtype of a problem whose operands are at the addresses; no exception may leave.
+// Runs a body for the problem that a call is, and its dtype; no exception may leave.
 template <class Body>
-int64_t run_for_dtype(const Problem* description, void* const* addresses, Body&& body) {
+int64_t run_call(const void* context, const NativeCall* call, bool is_forward, Body&& body) {
   try {
-    // A copy: several threads may run calls of one description at once.
-    Problem problem = *description;
-    for (int64_t i = 0; i < problem.operand_count; i++) {
-      problem.operands[i].data = addresses[i];
+    const Kind& kind = *static_cast<const Kind*>(context);
+    CallReader reader(kind, *call, is_forward);
+    if (const Status status = reader.read(); status != kDone) {
+      return status;
     }
-    if (problem.has_options) {
-      const auto options = addresses + problem.operand_count;
-      problem.block_table = static_cast<const int32_t*>(options[0]);
-      problem.slopes = static_cast<const float*>(options[1]);
-      problem.rng_state = static_cast<const uint64_t*>(options[2]);
-    }
-    if (!has_its_pages(problem)) {
-      return 3;
-    }
-    switch (problem.dtype) {
-      case 0:
-        body(Float32(), problem);
-        return 0;
-      case 1:
-        body(BFloat16(), problem);
-        return 0;
-      default:
-        body(Float16(), problem);
-        return 0;
-    }
+    const auto run = [&](auto number) {
+      reader.fill_rest<decltype(number)>();
+      body(number, reader.problem());
+    };
+    kind.dtype == 0 ? run(Float32()) : kind.dtype == 1 ? run(BFloat16()) : run(Float16());
+    return kDone;
   } catch (const std::bad_alloc&) {
-    return 1;
+    return kNoMemory;
   } catch (...) {
-    return 2;
+    return kNoThreads;
   }
 }
 
@@ -203,10 +190,9 @@ int64_t attnreg_has_tiles() {
 #endif
 }
 
-// Return 0, or 1 where there isn't enough memory, or 2 where torch's threads can't be had, or 3 where a page isn't
-// there. There is an address for each operand, and with options one for each of the three tensors, or null.
-int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses) {
-  return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
+// Return a `Status`: 0 where the call has run. Any thread may call them; `context` is a `Kind`.
+int64_t attnreg_forward(const void* context, const attnreg::NativeCall* call) {
+  return attnreg::run_call(context, call, true, [](auto number, const attnreg::Problem& problem) {
 #ifdef ATTNREG_TILES
     if (attnreg::takes_tiles(problem)) {
       return attnreg::forward_by<attnreg::TileForward>(problem);
@@ -216,8 +202,8 @@ int64_t attnreg_forward(const attnreg::Problem* problem, void* const* addresses)
   });
 }
 
-int64_t attnreg_backward(const attnreg::Problem* problem, void* const* addresses) {
-  return attnreg::run_for_dtype(problem, addresses, [](auto number, const attnreg::Problem& problem) {
+int64_t attnreg_backward(const void* context, const attnreg::NativeCall* call) {
+  return attnreg::run_call(context, call, false, [](auto number, const attnreg::Problem& problem) {
 #ifdef ATTNREG_TILES
     if (attnreg::takes_tiles(problem)) {
       return attnreg::backward_by<attnreg::TileBackward>(problem);

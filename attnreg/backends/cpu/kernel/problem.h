@@ -1,4 +1,4 @@
-// A call, as `problem.py` describes it, and the tasks that it is cut into.
+// A call as the workers read it, made of what its caller says (call.h), and the tasks that it is cut into.
 
 #pragma once
 
@@ -40,23 +40,16 @@ struct Sequence {
   }
 };
 
-// Like `Problem` in `problem.py`, where all addresses but that of the sequences are left out. Of a forward there are 5
-// operands, of a backward 9, or 10 with a gradient of the LSE.
+// A gradient of the LSE, and each option, is there if its address isn't null.
 struct Problem {
-  int64_t dtype, operand_count;
+  int64_t dtype;
   int64_t heads, key_heads, size, value_size, count;
-  const Sequence* sequences;
-  union {
-    Operand operands[10];
-    struct {
-      Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v, grad_lse;
-    };
-  };
+  const Sequence* sequences;  // those that have something to compute
+  Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v, grad_lse;
   double scale, softcap;
   int64_t batch_invariant;  // not 0: how a sequence is cut may not depend on the others
-  // Options that few calls have; each pointer is null without its option.
   double dropout;
-  int64_t has_options, slope_batch, slope_head;  // the last two are strides
+  int64_t slope_batch, slope_head;  // strides
   int64_t pages, page_size, table_width;
   const int32_t* block_table;
   const float* slopes;
