@@ -20,12 +20,13 @@ both to one backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from attnreg.contract.capabilities import Capabilities
+from attnreg.contract.lengths import Cut
 from attnreg.contract.spec import LEAST_SCALE
 from attnreg.errors import RegistrationError
 
@@ -218,6 +219,8 @@ class Backend:
     refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
     install: str = ""
     priority: int | Callable[[AttentionSpec], int] = 0
+    cuts: Callable[[AttentionSpec], Iterable[Cut]] | None = None
+    builds: Callable[[AttentionSpec], bool] | None = None
     experimental: bool = False
     compiles: bool = False
 
@@ -246,9 +249,9 @@ def _badly_typed(name: str, value: object) -> str:
     if name == "name":
         named = isinstance(value, str) and value and value == value.strip() and "," not in value
         return "" if named else "a name without commas and outer spaces"
-    if value is None and name in ("backward", "refuses"):
+    if value is None and name in ("backward", "refuses", "cuts", "builds"):
         return ""
-    if name in ("load", "unavailable", "version", "refuses"):
+    if name in ("load", "unavailable", "version", "refuses", "cuts", "builds"):
         return "" if callable(value) else "a function"
     if name == "priority" and callable(value):
         return ""

@@ -4,6 +4,8 @@ import ctypes
 import dataclasses
 import importlib.util
 import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -150,6 +152,38 @@ def test_bfloat16_forwards_go_there_up_to_a_length_where_torch_has_amx_and_float
     on(monkeypatch, amx=True, tiles=True)
     assert replaced(spec(400, dtype="bfloat16")) == BOTH
     assert replaced(spec(400, dtype="bfloat16", dim=40)) == ["backward"]  # no multiple of 32
+
+
+MACHINES = [{}, {"slow_mkl": True, "lanes": 16}, {"amx": True}, {"amx": True, "tiles": True}]
+KINDS = [
+    {"dtype": dtype, "heads": heads, "dim": dim, "window": window, **options}
+    for dtype in ("float32", "bfloat16", "float16", "float64")
+    for heads in ((2, 2), (8, 1))
+    for dim in (8, 32, 40, 512)
+    for window in (OPEN, CAUSAL)
+    for options in ({}, {"positive_scale": False}, {"needs_backward": True}, {"bias": True})
+]
+
+
+@pytest.mark.parametrize("facts", MACHINES)
+def test_lengths_that_no_cut_separates_are_decided_alike(monkeypatch, facts):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    on(monkeypatch, **facts)
+    draw, classes = random.Random(0), 0
+    for kind in KINDS:
+        decided, cuts = {}, [*choice.cuts(spec(7, 9, **kind))]
+        assert cuts == [*choice.cuts(spec(300, 4000, **kind))]  # no length is read
+        for _ in range(150):
+            ranges = (0, 2), (0, 2), (1, 64), (127, 129), (1, 300), (4096, 4096)
+            lengths = [draw.randint(*draw.choice(ranges)) for _ in "qk"]
+            one = dataclasses.replace(spec(*lengths, **kind), batch=draw.choice((1, 2, 3, 4, 9)))
+            key = tuple(
+                sum(n * math.prod(getattr(one, name) for name in names) for n, names in terms) >= at
+                for terms, at in cuts
+            )
+            assert decided.setdefault(key, replaced(one)) == replaced(one), (one, cuts)
+        classes += len({*map(tuple, decided.values())}) > 1
+    assert classes > 20  # of so many kinds the decision does depend on lengths
 
 
 SLOW_OR_AMX = pytest.mark.parametrize("facts", [{"slow_mkl": True}, {"amx": True}])

@@ -81,4 +81,5 @@ BACKEND = Backend(
     load=load,
     version=version,
     refuses=_refuses,
+    cuts=choice.cuts,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from attnreg.backends.cpu.sequences import sequences_of
 from attnreg.contract.backend import Call
+from attnreg.contract.lengths import Cut
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.errors import BuildError
 from attnreg.torchlib import building
@@ -135,20 +137,44 @@ def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
     if spec.bias and spec.dtype == "float64":
         return True  # it reads a float32 mask, which SDPA lets pass, as if that were float64
     # A causal mask of one query hides all keys but the first: the spec is that of one key, without a mask.
-    may_be_causal = spec.window != OPEN or spec.max_q == spec.max_k == 1
-    return may_be_causal and not spec.positive_scale
+    return not spec.positive_scale and (spec.window != OPEN or spec.max_q == spec.max_k == 1)
+
+
+def cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield where `replaces_torch` may change its mind with the lengths of a dense call."""
+    if spec.varlen:
+        return
+    if not spec.positive_scale:
+        yield from (Cut.of(length, at=at) for length in ("max_q", "max_k") for at in (1, 2))
+    here = machine()
+    if not _is_known(spec, here):
+        return
+    group = spec.heads_q // spec.heads_k
+    for rows in (here.lanes + 1, _least_rows(here)):
+        yield Cut(((group, ("max_q",)),), rows)
+    yield Cut(((spec.heads_k, ("batch",)),), torch.get_num_threads())
+    for keys in (_CAUSAL_KEYS, _GROUP_KEYS + 1, _AMX_FORWARD // spec.head_dim + 1):
+        yield Cut.of("max_k", at=keys)
+
+
+def _is_known(spec: AttentionSpec, machine: Machine) -> bool:
+    """Return whether the two kernels were compared at such calls."""
+    return machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
+
+
+def _least_rows(machine: Machine) -> int:
+    return _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
 
 
 def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
     """Return whether the compiled kernel is the faster one: for all but the backward in 16 bits."""
     group = spec.heads_q // spec.heads_k
-    fits = machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
-    if not fits:
+    if not _is_known(spec, machine):
         return False
     rows = spec.max_q * group
     if direction == "forward" and _is_faster_without_packing(spec, rows, machine):
         return True
-    if rows < (_ROWS_SLOW_MKL if machine.slow_mkl else _ROWS):
+    if rows < _least_rows(machine):
         return False
     if machine.slow_mkl:
         return True
@@ -159,7 +185,7 @@ def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> b
         return is_causal or (direction == "forward" and shares)
     if spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD:
         return True
-    return min(rows, spec.max_k) >= _TILE_ROWS and _has_tile_dims(max(spec.head_dim, spec.head_dim_v))
+    return _has_tile_dims(max(spec.head_dim, spec.head_dim_v))  # there are rows and keys enough for tiles
 
 
 def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine) -> bool:

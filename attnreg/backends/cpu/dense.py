@@ -163,7 +163,7 @@ def _row_blocks(len_q: int, len_k: int, window: Window) -> tuple[RowBlock, ...]:
         blocks = _windowed(rows, keys, left, right)
     else:
         blocks = _causal(rows, keys, right)
-    return tuple(block.moved(row, key) for block in blocks)
+    return tuple(blocks if row == key == 0 else [block.moved(row, key) for block in blocks])
 
 
 def _causal(rows: int, keys: int, right: int) -> list[RowBlock]:

@@ -70,7 +70,7 @@ class Sequences:
             first = batch * self.tokens[0] + row, rows, batch * self.tokens[1] + key, keys
             one = UniformBatch(*first, (left, right))
             if found and _continues(found[-1], one):
-                found[-1] = found[-1]._replace(count=found[-1].count + 1)
+                found[-1] = UniformBatch(*found[-1][:-1], found[-1].count + 1)
             else:
                 found.append(one)
         return tuple(found)
@@ -158,5 +158,5 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
 
 def _continues(batch: UniformBatch, following: UniformBatch) -> bool:
     """Return whether a sequence has the lengths of a batch and follows it directly."""
-    rows, keys = batch.count * batch.rows, batch.count * batch.keys
-    return batch._replace(row=batch.row + rows, key=batch.key + keys, count=1) == following
+    row, rows, key, keys, window, count = batch
+    return following == (row + count * rows, rows, key + count * keys, keys, window, 1)
