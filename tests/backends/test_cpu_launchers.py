@@ -227,6 +227,11 @@ def test_forwards_that_may_be_torchs_are_left_to_python_by_their_lengths(cpu_ker
             assert kernels.forward(*tensors, call) != "torch's"
     *tensors, _, call = inputs(ragged((1100,), **kind))
     assert kernels.forward(*tensors, call) == "torch's"
+    *tensors, _, call = inputs(dense(2, 300, **kind))
+    launcher = kernels.specialize("forward", tuple(tensors), call)
+    assert launcher.run(*tensors) is not None
+    *tensors, _, call = inputs(dense(4, 300, **kind))
+    assert launcher.run(*tensors) is None and kernels.forward(*tensors, call) == "torch's"
     kind["dims"] = (64, 64)
     *tensors, _, call = inputs(ragged((1100,), **kind))
     launcher = kernels.specialize("forward", tuple(tensors), call)

@@ -65,7 +65,7 @@ class Compiled(NamedTuple):
         grads = _backward_results(q, k, v)
         of_lse = () if call.grad_lse is None else (call.grad_lse.float(),)
         _run(self.backward_entry, (grad_out, q, k, v, out, lse, *grads, *of_lse), q, k, call)
-        return grads
+        return grads[0], grads[1], grads[2]
 
     def specialize(
         self, direction: Direction, tensors: tuple[Tensor, ...], call: Call
@@ -199,7 +199,7 @@ def _raise_for(status: int, q: Tensor, k: Tensor, call: Call) -> NoReturn:
         raise MemoryError("no memory for the blocks that attention works on")
     if status == _NO_THREADS:
         raise RuntimeError("torch couldn't start its threads for attention on the CPU")
-    if status == _NO_PAGE:
+    if status == _NO_PAGE and call.block_table is not None:
         check_pages(k, call.block_table, call)
     if status == _WRONG_LENGTHS:
         sequences_of(q, k, call)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from array import array
 from collections.abc import Iterable
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -104,16 +106,24 @@ class Arguments:
     ) -> None:
         ends = _integers(cu_seqlens_q), _integers(cu_seqlens_k)
         self._owners = ends
-        batch = 0 if ends[0] is None else len(ends[0]) - 1
         addresses = [0 if x is None else x.data_ptr() for x in ends]
-        numbers = array("q", (0, 0, *addresses, batch, max_q, max_k))
-        for count, x in enumerate(tensors, 1):
+        batch = 0 if ends[0] is None else ends[0].size(0) - 1
+        numbers = [0, 0, *addresses, batch, max_q, max_k]
+        for numbers[0], x in enumerate(tensors, 1):
             rest = (0,) * (_DIMENSIONS - x.dim())
-            numbers.extend((x.data_ptr(), *x.shape, *rest, *x.stride(), *rest))
-            numbers[0] = count
-        self._numbers = numbers
-        self.address = numbers.buffer_info()[0]
-        numbers[1] = self.address + _HEAD * numbers.itemsize
+            numbers += (x.data_ptr(), *x.shape, *rest, *x.stride(), *rest)
+        # By way of bytes: an array takes one number after the other.
+        self._memory = array("q", struct.pack(f"{len(numbers)}q", *numbers))
+        self.address = self._memory.buffer_info()[0]
+        self._memory[1] = self.address + _HEAD * self._memory.itemsize
+
+
+@overload
+def _integers(x: Tensor) -> Tensor: ...
+
+
+@overload
+def _integers(x: Tensor | None) -> Tensor | None: ...
 
 
 def _integers(x: Tensor | None) -> Tensor | None:

@@ -11,14 +11,16 @@
 namespace attnreg {
 
 // A tensor of a call, in the contract's layout: (B, S, H, D), packed (T, H, D); an LSE is (B, H, S), packed (H, T).
-// Numbers that aren't used are 0. Call caches have these two structs, too: contract/launchers.py.
+// Numbers that aren't used are 0. The call cache has the same two structs (dispatch/csrc/native.h): neither library is
+// compiled with a header of the other.
 struct NativeOperand {
   void* data;
   int64_t sizes[4], strides[4];
 };
 
 // The operands of a forward are q, k, v, out, lse; those of a backward grad_out, q, k, v, out, lse, grad_q, grad_k,
-// grad_v, and the gradient of the LSE where there is one. Results may hold anything.
+// grad_v, and the gradient of the LSE where there is one. Results may hold anything. `batch` and the longest lengths
+// are read of packed calls alone.
 struct NativeCall {
   int64_t operand_count;
   const NativeOperand* operands;
@@ -44,6 +46,7 @@ struct Kind {
   int64_t table_width;
 };
 
+// Also in `compiled.py`. Results are whole only with kDone; from kNoPage on nothing was written.
 enum Status : int64_t { kDone, kNoMemory, kNoThreads, kNoPage, kWrongLengths, kDeclined };
 
 // How many numbers a tensor has in each direction, as (batch, token, head, size).
@@ -75,7 +78,8 @@ class CallReader {
 
   // Reads a call, which has to outlive the problem, as this has to. Nothing is written.
   Status read() {
-    if (!read_tensors()) {
+    read_kind();
+    if (!read_tensors() || may_be_torchs()) {
       return kDeclined;
     }
     if (!read_sequences()) {
@@ -129,10 +133,8 @@ class CallReader {
     }
   }
 
-  bool read_tensors() {
-    const NativeOperand* given = call_.operands;
+  void read_kind() {
     Problem& p = problem_;
-    p = {};
     p.dtype = kind_.dtype;
     p.scale = kind_.scale;
     p.softcap = kind_.softcap;
@@ -144,20 +146,26 @@ class CallReader {
     p.slope_head = kind_.slope_head;
     p.block_table = kind_.block_table;
     p.table_width = kind_.table_width;
+  }
+
+  // Returns false if tensors don't fit each other, or can't be read.
+  bool read_tensors() {
+    Problem& p = problem_;
+    const NativeOperand* given = call_.operands;
     const bool packed_q = call_.cu_seqlens_q, packed_k = call_.cu_seqlens_k, paged = kind_.block_table;
     const int64_t expected = is_forward_ ? 5 : 9, first = is_forward_ ? 0 : 1;
     const bool has_grad_lse = !is_forward_ && call_.operand_count == 10;
     if (call_.operand_count != expected + has_grad_lse || (paged ? packed_k || !is_forward_ : packed_q != packed_k)) {
       return false;
     }
-    Shape v, out, lse;
+    Shape v{}, out{}, lse{};
     bool fits = tensor(given[first], packed_q, p.q, q_) && tensor(given[first + 1], packed_k, p.k, k_) &&
                 tensor(given[first + 2], packed_k, p.v, v) && tensor(given[first + 3], packed_q, p.out, out);
     row_numbers(given[first + 4], packed_q, p.lse, lse);
     fits = fits && q_.size == k_.size && v == k_.with_size(v.size) && out == q_.with_size(v.size) &&
            lse == q_.with_size(1) && q_.size > 0 && v.size > 0 && q_.heads > 0 && k_.heads > 0 && q_.heads % k_.heads == 0;
     if (!is_forward_) {
-      Shape grad_out, grad_q, grad_k, grad_v;
+      Shape grad_out{}, grad_q{}, grad_k{}, grad_v{};
       fits = fits && tensor(given[0], packed_q, p.grad_out, grad_out) && tensor(given[6], packed_q, p.grad_q, grad_q) &&
              tensor(given[7], packed_k, p.grad_k, grad_k) && tensor(given[8], packed_k, p.grad_v, grad_v) &&
              grad_out == out && grad_q == q_ && grad_k == k_ && grad_v == v;
@@ -173,12 +181,13 @@ class CallReader {
     p.pages = k_.batch;
     p.page_size = k_.tokens;
     count_ = packed_q ? call_.batch : q_.batch;
-    return fits && (packed_k || paged || k_.batch == q_.batch) && !may_be_torchs();
+    return fits && (packed_k || paged || k_.batch == q_.batch);
   }
 
   bool may_be_torchs() const {
-    return kind_.torchs_keys && call_.max_k >= kind_.torchs_keys && q_.batch * q_.tokens >= kind_.torchs_tokens &&
-           call_.max_q * problem_.group() < kind_.torchs_rows;
+    const int64_t rows = call_.cu_seqlens_q ? call_.max_q : q_.tokens, keys = call_.cu_seqlens_k ? call_.max_k : k_.tokens;
+    return kind_.torchs_keys && keys >= kind_.torchs_keys && q_.batch * q_.tokens >= kind_.torchs_tokens &&
+           rows * problem_.group() < kind_.torchs_rows;
   }
 
   static bool tensor(const NativeOperand& given, bool is_packed, Operand& found, Shape& shape) {
@@ -245,8 +254,8 @@ class CallReader {
   const Kind& kind_;
   const NativeCall& call_;
   const bool is_forward_;
-  Problem problem_;
-  Shape q_, k_;
+  Problem problem_{};
+  Shape q_{}, k_{};
   int64_t count_ = 0;
   std::vector<Sequence> sequences_;
 };
