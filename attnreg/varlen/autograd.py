@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.contract.backend import Call
+from attnreg.contract.memory import check_all_in_memory
 from attnreg.contract.sinks import grad_of_sinks
 from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.dispatch.dropout import forward_choice, run_with_dropout
@@ -167,6 +168,7 @@ def run_backward(
     grad_out, (query, key, value, *results) = _in_memory(grad_out), tensors
 
     inputs = grad_out, query, key, value, *results
+    check_all_in_memory(inputs, call, sinks)
 
     def plan_and_run() -> tuple[Tensor, ...]:
         given = call if sinks is None else call._replace(sinks=sinks)

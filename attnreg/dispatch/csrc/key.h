@@ -65,6 +65,12 @@ inline int64_t bits_of(double number) {
   return bits;
 }
 
+// Whether the memory of a tensor was freed, as FSDP does with parameters that it hasn't gathered. Such a call has no key,
+// so that Python refuses it: kernels would read at address 0.
+inline bool is_freed(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl()->nbytes() == 0 && tensor.numel() != 0;
+}
+
 enum Kind : int64_t { kAbsent, kTensor, kInt, kFalse, kTrue, kDouble };
 
 // A tensor. One that no launcher is given (a mask, the offsets of an aten op) counts with its shape; one that is
@@ -97,6 +103,7 @@ inline Key key_of(int64_t site, int64_t choice, Arguments arguments, size_t desc
     const bool operand = i >= query && i < query + 3;
     if (argument.isTensor() && argument.toTensor().defined()) {
       append(argument.toTensor(), i < described, key);
+      has_key &= !is_freed(argument.toTensor());
       needs_gradient |= operand && argument.toTensor().requires_grad();
     } else if (argument.isTensor() || argument.isNone()) {
       key.push_back(kAbsent);

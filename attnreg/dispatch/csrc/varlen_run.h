@@ -23,7 +23,9 @@ inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tenso
   call.append_to(arguments);
   arguments.emplace_back(tensors[count - 2].is_same(tensors[count - 1]));
   Key key = key_of(site, call.choice, arguments, count, site == kVarlenForward ? 0 : 1);
-  if (sinks.defined() && !key.empty()) {
+  if (sinks.defined() && is_freed(sinks)) {
+    key.clear();
+  } else if (sinks.defined() && !key.empty()) {
     append(sinks, true, key);
   }
   return key;
