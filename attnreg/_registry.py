@@ -1,8 +1,8 @@
 """The one registry of a process: which backends there are, and which the program asked for.
 
-Everything here is behind one lock and changes by replacing whole values, so a reader never sees
-half a change. `generation` is replaced at every change; what other modules derive from the registry
-is valid for as long as the generation is the same object.
+Everything here, the settings in force and the routers are behind one lock. It changes by replacing whole
+values, so a reader never sees half a change. `generation` is replaced at every change; what other modules
+derive from the registry is valid for as long as the generation is the same object.
 """
 
 from __future__ import annotations

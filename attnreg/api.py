@@ -143,6 +143,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
 
     Whatever was in force before an error stays so.
     """
+    _registry.entries()  # discovers, which it mustn't do behind the lock
     with _registry.lock:
         fresh = policy.changed_by(path_or_settings)
         aten.ensure()
@@ -159,6 +160,7 @@ def reload() -> None:
 
     Whatever was in force before an error stays so.
     """
+    _registry.entries()  # discovers, which it mustn't do behind the lock
     with _registry.lock:
         fresh = policy.reread()
         if policy.serves(fresh):

@@ -10,7 +10,6 @@ May import: `dispatch` and all below it. Read `routing.py` first.
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,6 @@ from attnreg.dispatch import call_cache
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
 from attnreg.torchlib.captured import torch_registry
-from attnreg.torchlib.locks import open_after_fork
 
 log = logging.getLogger("attnreg")
 
@@ -38,7 +36,6 @@ ABOVE = tuple(
     for direction in ("", "_backward")
 )
 
-_lock = open_after_fork(threading.RLock())
 _remove: Callable[[], None] | None = None
 
 
@@ -58,7 +55,7 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
     code overrides it; every op is as it was then.
     """
     global _remove
-    with _lock:
+    with _registry.lock:
         if _remove is not None:
             captured.warn_if_shadowed()
             bypassed.follow()
@@ -91,7 +88,7 @@ def restore() -> None:
     Not while another thread calls attention: torch can't unregister a kernel that is in use.
     """
     global _remove
-    with _lock:
+    with _registry.lock:
         if _remove is not None:
             _remove()
             _remove, captured.call_cache_in_use = None, None

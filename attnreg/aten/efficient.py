@@ -36,6 +36,8 @@ TOP_LEFT, BOTTOM_RIGHT = 1, 2
 
 LSE_STEP = 32  # kAlignLSE of torch's kernel
 
+LSE = EfficientForward._fields.index("compute_log_sumexp")
+
 TOKEN = 3  # the result that carries a choice: the offset of the random state
 
 # The contract's backwards return no such gradient.
@@ -44,6 +46,20 @@ FOR_BIAS = Preference("the gradient of attn_bias", (), alone=ALONE)
 
 
 def _forward(given: EfficientForward, routed: RoutedCall) -> RouterResult:
+    """Run a call; where all heads share one key and value, torch's own kernel computes an unused LSE.
+
+    Without it a block of a single query takes heads for queries. It then reads the bias of other rows, writes
+    heads behind the output, and forgets a causal mask (pytorch#191937, with torch 2.11 to 2.13).
+    """
+    is_shared = given.key.stride(2) == 0 == given.value.stride(2)
+    if given.compute_log_sumexp or not is_shared:
+        return _run_forward(given, routed)
+    args = (*routed.args[:LSE], True, *routed.args[LSE + 1 :])
+    (out, lse, *rest), _ = _run_forward(given, routed._replace(args=args))
+    return (out, lse.new_empty((*lse.shape[:-1], 0)), *rest), None
+
+
+def _run_forward(given: EfficientForward, routed: RoutedCall) -> RouterResult:
     if why := _only_torchs(given):
         return routed.untouched(why)
     dropout, choice = given.dropout_p, routed.choice

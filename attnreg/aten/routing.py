@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnreg.contract.backend import Call
 from attnreg.contract.lengths import Cut
+from attnreg.contract.memory import check_in_memory
 from attnreg.contract.spec import Direction
 from attnreg.dispatch import call_cache, calls, counters, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
@@ -168,6 +169,7 @@ def router(
         choice = scope.read_token(getattr(given, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), True
+        check_in_memory(**given._asdict())
         call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
         return retry_on_decline(lambda: serve(given, call))
 

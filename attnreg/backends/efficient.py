@@ -32,6 +32,9 @@ NO_MASK, TOP_LEFT, BOTTOM_RIGHT = range(3)
 # kernels are compiled for, and kAlignLSE.
 MOST, LSE_STEP = 65536, 32
 
+# Not for the LSE alone: without it the forward is wrong where all heads share one key and value (stride 0).
+WITH_LSE = True
+
 LIMITS: dict[str, Any] = {
     "devices": ("cuda",),
     "dtypes": ("float16", "bfloat16", "float32"),
@@ -143,7 +146,7 @@ class _Torch:
         for rows in _cuts(query.shape[0]):
             out, lse, seed, offset, *_ = self._forward(
                 query[rows], key[rows], value[rows], None if bias is None else bias[rows],
-                None, None, None, None, call.dropout, _mask_type(call), True, scale=call.scale,
+                None, None, None, None, call.dropout, _mask_type(call), WITH_LSE, scale=call.scale,
             )  # fmt: skip
             parts.append((out, lse[..., : call.max_q]))
             if call.rng_state is not None:

@@ -31,7 +31,8 @@ GROUP = "attnreg.backends"
 CHECK_FAILED = "check failed: "
 SET_ASIDE = "not tried again for calls like this: "
 
-# One lock for all: two backends that load each other's packages would deadlock with one each.
+# One lock for all: two backends that load each other's packages would deadlock with one each. What is known
+# is read without it: a package may wait, while it is imported, for a thread that calls attention.
 _loading = open_after_fork(threading.RLock())
 
 
@@ -60,6 +61,8 @@ class Entry:
 
     def unavailable(self) -> str:
         """Return why the backend can't load here, or an empty string; imports no kernel package."""
+        if self._missing is not None and self.cause is None:
+            return self._missing
         with _loading:
             if self.cause is not None:
                 return f"failed to load: {type(self.cause).__name__}: {self.cause}{self._hint()}"
@@ -72,6 +75,12 @@ class Entry:
 
         If it can't load here, a `BackendUnavailableError` says why and what to install.
         """
+        found = self._kernels or self._loaded()
+        fit = found if spec is None else self._fit_for(spec, found)
+        # The backend's launchers know nothing of further columns.
+        return found if fit == found else fit._replace(specialize=None)
+
+    def _loaded(self) -> Kernels:
         with _loading:
             if self._is_loading:
                 raise RegistrationError(
@@ -82,10 +91,7 @@ class Entry:
                 self._kernels = self._load(self.backend)
             if self._kernels is None:
                 raise BackendUnavailableError(f"{self.name} {self.unavailable()}") from self.cause
-            found = self._kernels
-        fit = found if spec is None else self._fit_for(spec, found)
-        # The backend's launchers know nothing of further columns.
-        return found if fit == found else fit._replace(specialize=None)
+            return self._kernels
 
     def kernel(self, direction: Direction, spec: AttentionSpec | None = None) -> Callable[..., Any]:
         """Return the function of one direction as `kernels` does; an error as well where there is none."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.contract.backend import Call
+from attnreg.contract.memory import check_in_memory
 from attnreg.contract.regular import regular_offsets
 from attnreg.contract.validation import checked_dropout, checked_softcap
 from attnreg.dispatch import scope
@@ -129,6 +130,7 @@ def attend_packed(
     if planned is not None:
         return _attend_call(q, k, v, *planned)
     if options.deterministic and not wants_deterministic():
+        check_untraced("deterministic=False")
         spread.check_is_off("deterministic=False, or torch.use_deterministic_algorithms(True)")
         check_tensors(
             query=q, key=k, value=v, cu_seq_q=lengths[0], cu_seq_k=lengths[1], seqused_k=seqused_k,
@@ -187,12 +189,23 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InvalidInputError(
                 f"{name}: got {shown}, expected 4 dimensions (batch, length, heads, head_dim)"
             )
+    check_in_memory(q=q, k=k, v=v)
+    check_untraced("flash_attn_varlen_func, or PyTorch's scaled_dot_product_attention")
     spread.check_is_off("packed sequences: flash_attn_varlen_func with the offsets of the whole batch")
     for name, tensor in {"k": k, "v": v}.items():
         if len(tensor) != len(q):
             raise InvalidInputError(
                 f"batch: got {len(q)} for q and {len(tensor)} for {name}, expected equal ones"
             )
+
+
+def check_untraced(instead: str) -> None:
+    """Refuse a call that torch.jit.trace records where lengths would stay what they are in it."""
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise UnsupportedInputError(
+            "torch.jit.trace: got a call whose lengths would stay those of the example, expected "
+            f"{instead}, or torch.export"
+        )
 
 
 def check_strided(name: str, tensor: Tensor) -> None:

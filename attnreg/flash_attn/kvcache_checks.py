@@ -7,8 +7,9 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from attnreg.contract.memory import check_in_memory
 from attnreg.errors import InvalidInputError
-from attnreg.flash_attn.attention import check_strided
+from attnreg.flash_attn.attention import check_strided, check_untraced
 from attnreg.torchlib.modes import autocasts, is_plain
 
 
@@ -25,6 +26,9 @@ def check(
     block_table: Tensor | None,
 ) -> None:
     """Check layouts, shapes, devices and dtypes, and which arguments go together."""
+    check_untraced("PyTorch's scaled_dot_product_attention")
+    numbers = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
+    check_in_memory(**numbers)
     for name, tensor in {"q": q, "k_cache": k_cache, "v_cache": v_cache}.items():
         check_strided(name, tensor)
         if tensor.dim() != 4:
@@ -87,6 +91,7 @@ def check_places(
     new: int,
 ) -> None:
     """Check which keys a call is about; on a GPU all but the numbers, which it would have to wait for."""
+    check_in_memory(cache_leftpad=leftpad)
     if block_table is not None and _is_read(block_table, used):
         counts = (-((used + new) // -k_cache.shape[1])).tolist()
         for row, (pages, count) in enumerate(zip(block_table.tolist(), counts, strict=True)):

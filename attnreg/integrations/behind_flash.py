@@ -82,6 +82,7 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over packed sequences: (T, H, D)."""
+    flash.check_untraced("attn_implementation='attnreg' or 'sdpa'")
     lengths = cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k)
     left, right = window_size
     if deterministic and not torch.are_deterministic_algorithms_enabled():

@@ -53,6 +53,16 @@ def masked(
     return out.transpose(1, 2)
 
 
+def apart(dense: Tensor, starts: Tensor | None) -> Tensor:
+    """Return a mask with the documents apart that start there."""
+    if starts is None:
+        return dense
+    numbers = starts.cumsum(-1)
+    behind = dense.shape[-1] - numbers.shape[-1]  # keys of a static cache, to come
+    of_keys = torch.nn.functional.pad(numbers, (0, behind))
+    return dense.logical_and(numbers[:, None, :, None] == of_keys[:, None, None, :])
+
+
 def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
     """Compute attention by PyTorch operations over the whole matrix of scores, which no backend takes."""
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale

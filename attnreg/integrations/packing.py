@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.torchlib.modes import is_for_others
 from attnreg.varlen.front import varlen_attn
 
 Window = tuple[int, int]
@@ -53,10 +54,17 @@ def read(numbers: Tensor) -> Tensor:
 
 
 def is_readable() -> bool:
-    """Whether numbers can be read back now: not in compiled code, a CUDA graph, or tensors without memory."""
-    if torch.compiler.is_compiling() or is_captured():
+    """Whether numbers can be read back now.
+
+    Not in compiled code, a CUDA graph, tensors without memory, or what is recorded for other numbers.
+    """
+    if torch.compiler.is_compiling() or is_captured() or is_for_others():
         return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    return all(torch._C._get_dispatch_mode(key) is None for key in _WITHOUT_NUMBERS)
+
+
+# That of make_fx as well, whose graph is run on other tensors.
+_WITHOUT_NUMBERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
 def is_captured() -> bool:
@@ -89,10 +97,13 @@ class Batch(NamedTuple):
     starts: Tensor | None
 
 
-def starts_of(numbers: Tensor, step: int) -> Tensor:
-    """Return where numbers (B, S) don't go on by `step`, the first of each row included."""
-    first = torch.ones_like(numbers[:, :1], dtype=torch.bool)
-    return torch.cat([first, numbers.diff(dim=-1) != step], -1)
+def starts_of(numbers: Tensor) -> Tensor:
+    """Return where numbers (B, S) change, the first of each row included."""
+    return _with_first(numbers, numbers.diff(dim=-1) != 0)
+
+
+def _with_first(numbers: Tensor, others: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(numbers[:, :1], dtype=torch.bool), others], -1)
 
 
 def starts_of_positions(
@@ -110,10 +121,7 @@ def starts_of_positions(
         return None
     positions = positions.expand(batch, -1)
     if keys is None:
-        starts = positions == 0
-        starts[:, 1:] |= positions.diff(dim=-1) < 0
-        starts[:, 0] = True
-        return starts
+        return _with_first(positions, positions.diff(dim=-1) < 0) | (positions == 0)
     before = _last_counted(keys)
     goes_back = positions < positions.gather(-1, before.clamp(min=0))
     return keys & ((before < 0) | (positions == 0) | goes_back)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
 from attnreg.integrations.mask_functions import Structure, documents_of, is_bidirectional, structure_of
+from attnreg.integrations.masked import apart
 from attnreg.integrations.packing import (
     Batch,
     Packing,
@@ -140,7 +141,7 @@ class SharedMask:
 
     def _starts(self, positions: Tensor | None) -> Tensor | None:
         if self.padding is None and self.structure is not None and self.structure.documents is not None:
-            return starts_of(self.structure.documents, 0)
+            return starts_of(self.structure.documents)
         if self.structure is not None and self.structure.window[1] != 0:
             return None  # a cross attention's layer is given the decoder's positions
         if self.padding is None:
@@ -160,13 +161,7 @@ class SharedMask:
     def dense_apart(self, positions: Tensor | None) -> Tensor:
         """Return `dense` with the documents apart that a layer's positions say."""
         if self._dense_apart is None:
-            self._dense_apart, starts = self.dense(), self._starts(positions)
-            if starts is not None:
-                numbers = starts.cumsum(-1)
-                behind = self._dense_apart.shape[-1] - numbers.shape[-1]  # keys of a static cache, to come
-                of_keys = torch.nn.functional.pad(numbers, (0, behind))
-                same = numbers[:, None, :, None] == of_keys[:, None, None, :]
-                self._dense_apart = self._dense_apart.logical_and(same)
+            self._dense_apart = apart(self.dense(), self._starts(positions))
         return self._dense_apart
 
     def dense(self) -> Tensor:

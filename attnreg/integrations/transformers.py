@@ -18,10 +18,12 @@ from torch import Tensor
 from attnreg import aten
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
 from attnreg.integrations import behind_flash
+from attnreg.integrations.for_others import attend_for_others
 from attnreg.integrations.masked import masked
 from attnreg.integrations.packing import Options, Packing, Window, attend, by_positions, of_equal_lengths
 from attnreg.integrations.shared_mask import SharedMask, shared_mask
 from attnreg.selection import policy
+from attnreg.torchlib.modes import is_for_others
 from attnreg.varlen import spread
 
 __all__ = ["install"]
@@ -112,6 +114,8 @@ def _attend(
     options: Options,
     others: dict[str, Any],
 ) -> Tensor:
+    if is_for_others():
+        return attend_for_others(query, key, value, mask, window, options, others)
     sizes = query.shape[0], query.shape[2], key.shape[2]
     given = None if others.get("cu_seq_lens_q") is None else _given(sizes, mask, others)
     if given is None:

@@ -186,8 +186,8 @@ class Adaptive:
         spec = spec.without_sinks.of(direction)  # see `turn`
         if not _may_have_turns(spec):
             return by_table
+        here = self._here(spec.device)
         with lock:
-            here = self._here(spec.device)
             points = {one: here.point_of(spec, one) for one in DIRECTIONS}
         if points[direction] is None:
             return by_table
@@ -204,8 +204,8 @@ class Adaptive:
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:
         """Take the times that have come in, before a call is decided about."""
         if not spec.capturing and _may_have_turns(spec):
+            found = self._here(spec.device)
             with lock:
-                found = self._here(spec.device)
                 found.turns_of(spec.without_sinks.of(direction), direction)
                 found.collect()
 
@@ -225,8 +225,8 @@ class Adaptive:
         names = _worth_a_turn(able, predicted)
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
+        here = self._here(spec.device)
         with lock:
-            here = self._here(spec.device)
             turns = here.turns_of(spec.of(direction), direction)
             if turns.closed:
                 waits = turns.point is not None and direction == "forward" and spec.needs_backward
@@ -241,27 +241,31 @@ class Adaptive:
         if spec.device.simulated:
             return
         spec = spec.without_sinks.of(direction)
+        here = self._here(spec.device)
         with lock:
-            turns = self._here(spec.device).turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
+            turns = here.turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
             if turns is None or turns.closed or not turns.backends:
                 return
             taken = ", ".join(f"{name} {given} of {turns.each}" for name, given in turns.given.items())
             yield f'policy = "adaptive": turns taken by a {direction} like this one: {taken}'
 
     def _here(self, device: Device) -> Learned:
+        """Return what was seen in this environment; not behind the lock: backends say whether they load."""
         if device not in self._environments:
             here = environment(device, self._entries())
             # Tables apply with any driver, too.
             known = repr((asdict(replace(here, driver="")), self._disabled))
             self._environments[device] = hashlib.sha256(known.encode()).hexdigest()[:12], here
         digest, here = self._environments[device]
-        if digest not in _learned:
-            file = None
-            with contextlib.suppress(RuntimeError):  # no home folder
-                if _keeps:
-                    file = caches.folder("adaptive") / f"{Path(file_name(here.device)).stem}-{digest}.json"
-            _learned[digest] = Learned(here, digest, file)
-        return _learned[digest]
+        with lock:
+            if digest not in _learned:
+                file = None
+                with contextlib.suppress(RuntimeError):  # no home folder
+                    if _keeps:
+                        name = f"{Path(file_name(here.device)).stem}-{digest}.json"
+                        file = caches.folder("adaptive") / name
+                _learned[digest] = Learned(here, digest, file)
+            return _learned[digest]
 
 
 def _may_have_turns(spec: AttentionSpec) -> bool:

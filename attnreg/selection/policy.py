@@ -56,6 +56,8 @@ def sources() -> Sources:
     If they can't be read, that is the same `ConfigError` at every call until `reload` succeeds.
     """
     global _sources, _unreadable
+    if _sources is None and _unreadable is None:
+        _registry.entries()  # discovers, which it mustn't do behind the lock
     with _registry.lock:
         if _unreadable is not None:
             raise copy(_unreadable)  # a raised exception keeps the tensors of its frames alive

@@ -68,7 +68,7 @@ class Inputs(NamedTuple):
         return "; ".join(f"{name} {mine}, there {theirs}" for name, mine, theirs in parts if mine != theirs)
 
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 _compared: set[str] = set()  # kinds of devices, in the group whose store is `_store`
 _seen: set[str] = set()  # ids of that group's records
 _stale: set[str] = set()  # ids of earlier groups' records
@@ -84,24 +84,31 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
 
     If another rank's inputs are different, a `RanksDifferError` names the difference.
     """
-    global _store
     if device.simulated or (store := job_store.default()) is None:
         return
     place, rank = device.name or device.type, job_store.group_of_several().get_rank()
+    if _was_compared(store, place):
+        return
+    inputs = _inputs(policy, entries, device)  # not behind the lock: backends are asked whether they load
+    with _lock:
+        difference = "" if _was_compared(store, place) else _compare(store, rank, place, inputs)
+        if not difference:
+            _compared.add(place)
+    del store  # the error below keeps this frame alive
+    if difference:
+        raise RanksDifferError(difference)
+
+
+def _was_compared(store: Any, place: str) -> bool:
+    """Whether this kind of device was compared with that of the other ranks in the group of a store."""
+    global _store
     with _lock:
         if _store is None or store is not _store():  # the first call of another group
             _store = weakref.ref(store)
             _stale.update(_seen)
             _seen.clear()
             _compared.clear()
-        if place in _compared:
-            return
-        difference = _compare(store, rank, place, _inputs(policy, entries, device))
-        if not difference:
-            _compared.add(place)
-    del store  # the error below keeps this frame alive
-    if difference:
-        raise RanksDifferError(difference)
+        return place in _compared
 
 
 def place() -> str:

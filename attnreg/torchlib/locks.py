@@ -1,4 +1,8 @@
-"""Locks that a fork doesn't leave closed: between threads, and between processes on a file."""
+"""Locks that a fork doesn't leave closed: between threads, and between processes on a file.
+
+Two threads that take two locks in different orders wait for each other for ever. `ORDER` has all of attnreg's
+locks between threads: who has one of them takes only such as come later.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
+
+ORDER = (
+    "flash_attn.activation._lock",  # an installed flash-attn is imported behind it
+    "contract.discovery._loading",  # a backend's `load` may call attention
+    "_registry.lock",  # of the settings and routers as well; no code but torch's and attnreg's runs behind it
+    "torchlib.background._waiting",
+    "dispatch.trace._writing",
+    "dispatch.trace._lock",
+    "selection.turns.lock",
+    "selection.ranks._lock",  # other ranks are waited for behind it
+    "backends.cudnn.execution_plans._building",
+    "backends.fa4.adapter._compile_lock",
+    "aten.bypassed._lock",
+    "varlen.autograd._lock",
+    "dispatch.scope._lock",
+    "dispatch.counters._lock",
+    "torchlib.captured._lock",
+    "contract.offsets._lock",
+    "masks.cache._lock",
+)
 
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
 

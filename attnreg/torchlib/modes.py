@@ -35,6 +35,22 @@ def is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
+def is_for_others() -> bool:
+    """Whether what runs now is for other numbers as well: by torch.jit.trace, `vmap` or `functionalize`.
+
+    What is read back from a tensor would be that of one of them, or can't be. False in compiled code, and for
+    make_fx: see `is_readable` of the room `integrations`.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._is_tracing() or any(
+        one.key() in _OF_OTHERS for one in torch._C._functorch.get_interpreter_stack() or ()
+    )
+
+
+_OF_OTHERS = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Functionalize)
+
+
 def _is_default_device() -> bool:
     """Whether all function modes are of `torch.set_default_device`, which changes no call of attention."""
     from torch.utils._device import DeviceContext  # torch imports it with the first such mode

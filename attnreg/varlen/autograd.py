@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.contract.backend import Call
+from attnreg.contract.memory import check_all_in_memory
 from attnreg.contract.sinks import grad_of_sinks
 from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.dispatch.dropout import forward_choice, run_with_dropout
@@ -167,6 +168,7 @@ def run_backward(
     grad_out, (query, key, value, *results) = _in_memory(grad_out), tensors
 
     inputs = grad_out, query, key, value, *results
+    check_all_in_memory(inputs, call, sinks)
 
     def plan_and_run() -> tuple[Tensor, ...]:
         given = call if sinks is None else call._replace(sinks=sinks)
@@ -184,23 +186,32 @@ def run_backward(
 _backward_uncompiled = _disable_dynamo(run_backward)
 
 
-_lock = open_after_fork(threading.RLock())
+_lock = open_after_fork(threading.Lock())
+_deterministic_calls = 0
+_mode_before = 0
 
 
 def _launched(plan_and_run: Callable[[], T], call: Call) -> T:
     """Run a call, in torch's deterministic mode if it asks for that, as some kernels obey nothing else.
 
-    The mode is one for all threads, so the lock keeps it on until the kernel was launched.
+    The mode is one for all threads: it stays on until the last of these calls was launched. No lock is held
+    meanwhile, as a call may wait for another thread that loads a backend.
     """
-    if not call.deterministic or wants_deterministic():
+    global _deterministic_calls, _mode_before
+    if not call.deterministic or (wants_deterministic() and not _deterministic_calls):
         return retry_on_decline(plan_and_run)
     with _lock:
-        before = torch.get_deterministic_debug_mode()
-        torch.use_deterministic_algorithms(True)
-        try:
-            return retry_on_decline(plan_and_run)
-        finally:
-            torch.set_deterministic_debug_mode(before)
+        if not _deterministic_calls:
+            _mode_before = torch.get_deterministic_debug_mode()
+            torch.use_deterministic_algorithms(True)
+        _deterministic_calls += 1
+    try:
+        return retry_on_decline(plan_and_run)
+    finally:
+        with _lock:
+            _deterministic_calls -= 1
+            if not _deterministic_calls:
+                torch.set_deterministic_debug_mode(_mode_before)
 
 
 def _in_memory(grad: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnreg.contract.backend import Call
 from attnreg.contract.lengths import Cut, cuts_of_window
+from attnreg.contract.memory import check_all_in_memory, check_in_memory
 from attnreg.contract.sinks import grad_of_sinks
 from attnreg.contract.spec import UNBOUNDED, Direction
 from attnreg.contract.validation import check, check_layouts, check_scale, checked_softcap
@@ -51,6 +52,7 @@ def check_tensors(**given: object) -> None:
             raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
     if "cu_seq_q" in given:  # nested tensors of dense calls are explained, too
         check_layouts(**given)
+    check_in_memory(**given)
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
@@ -142,6 +144,7 @@ def run(
     and a backward's results have their gradient. `cuts` are as in `Kept`.
     """
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
+    check_all_in_memory(tensors, call, sinks)
 
     def plan_and_run() -> tuple[tuple[Tensor, ...], Kept | None]:
         # With a gradient of the LSE no kernel is given sinks.

@@ -207,6 +207,42 @@ def test_a_batch_that_torchs_kernel_cannot_launch_is_cut_by_the_backend(route, r
         out.sum().backward()
 
 
+def with_shared_keys(**options):
+    """Return query, key and value, one key and value expanded to all heads; none needs a gradient."""
+    query, key, value = (x.detach() for x in qkv(**options, heads_k=1))
+    return query, *(x.expand(-1, query.shape[1], -1, -1) for x in (key, value))
+
+
+@pytest.mark.parametrize("bias", [None, ADDED[:1, :, :1]], ids=["no bias", "bias"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_one_key_for_all_heads_is_right_and_copies_nothing(route, ran, bias, lse):
+    kernels = native_kernels()
+    route(kernels)
+    policy.activate(True)
+    inputs = with_shared_keys(len_q=33)
+    bias = None if bias is None else in_steps(bias.expand(2, 4, 33, 6).contiguous())
+    for _ in range(3):
+        out, got_lse, *_ = call(inputs, bias=bias, lse=lse)
+        truth.assert_near(out, truth.dense(*inputs, bias)[0], torch.float32)
+        assert got_lse.shape == (2, 4, rounded(33) if lse else 0)
+    assert ran() == {"efficient": (3, 0)}
+    assert {args[1].stride(2) for args, _ in kernels[FORWARD].calls} == {0}
+
+
+@pytest.mark.parametrize("options", [{}, {"seqlen_k": torch.tensor(LENGTHS_K, dtype=torch.int32)}], ids=str)
+def test_one_key_for_all_heads_is_right_in_packed_calls_that_only_torchs_kernel_understands_too(
+    route, options
+):
+    kernels = native_kernels()
+    route(kernels)
+    policy.activate(True)
+    (query, key, value), *lengths = packed_inputs()
+    key, value = (x.detach()[:, :1].expand(-1, 4, -1) for x in (key, value))
+    out, lse, *_ = varlen((query.detach(), key, value), *lengths, lse=False, **options)
+    truth.assert_near(out[0], truth.varlen(query, key, value, *lengths[:2])[0], torch.float32)
+    assert lse.shape[-1] == 0
+
+
 def test_recorded_are_the_calls_that_the_op_serves(route, tmp_path):
     route(native_kernels())
     with attnreg.record(tmp_path / "calls.jsonl"):

@@ -72,6 +72,19 @@ def test_a_bias_of_another_dtype_is_left_to_a_backend_that_reads_it(kernels):
 
 
 @pytest.mark.parametrize("bias", ["none", "additive", "key padding"])
+def test_one_key_and_value_for_all_heads_are_right_where_they_lie(kernels, bias):
+    q, k, v, grad, call = inputs(dense(lens_q=(33,) * 3, bias=bias))
+    shared = [x[:, :, :1].expand(-1, -1, q.shape[2], -1) for x in (k, v)]
+    loaded, got = on_cpu(efficient.BACKEND).load(), []
+    for key, value in (shared, [x.contiguous() for x in shared]):
+        out, lse = loaded.forward(q, key, value, call)
+        got.append((out, lse, *loaded.backward(grad, q, key, value, out, lse, call)))
+    torch.testing.assert_close(*got)
+    for fake, place in zip(kernels.values(), (1, 2), strict=True):
+        assert fake.calls[0][0][place].stride(2) == 0
+
+
+@pytest.mark.parametrize("bias", ["none", "additive", "key padding"])
 def test_a_batch_that_a_grid_cannot_hold_is_cut(kernels, monkeypatch, bias):
     monkeypatch.setattr(efficient, "GRID", 2)
     case = dense(lens_q=(7,) * 5, lens_k=(9,) * 5, bias=bias)

@@ -161,6 +161,49 @@ def test_a_bias_is_right_whatever_is_expanded_in_it(routers, ran, dtype, shape):
     assert_right(got, inputs, bias=bias.cpu().double().expand(2, 4, 300, 300))
 
 
+@pytest.mark.parametrize("registered", ["efficient", "math", None])
+@pytest.mark.parametrize("heads", [8, 80])
+@pytest.mark.parametrize("dim", [64, 512])
+@pytest.mark.parametrize("length", [1, 33, 97, 98])
+def test_one_key_for_all_heads_is_right_with_and_without_a_gradient(
+    routers, ran, length, dim, heads, registered
+):
+    """pytorch#191937: without an LSE a last block of one query read the bias of other rows."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, *shared = (
+        torch.randn(2, count, length, dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for count in (heads, 1, 1)
+    )
+    inputs = [query, *(x.expand(-1, heads, -1, -1) for x in shared)]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda").tril()
+    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask.cpu(), -torch.inf)
+    expected = gpu.expected_of_sdpa(inputs, bias=bias.expand(2, heads, -1, -1))
+    routed()
+    context = attnreg.register_backend(registered) if registered else contextlib.nullcontext()
+    with context, sdpa_kernel(EFFICIENT):
+        for _ in range(3):
+            out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+            gpu.assert_near([out], expected[:1], torch.bfloat16)
+        got = gpu.sdpa_and_back(leaves, attn_mask=mask)
+    gpu.assert_near(got, expected, torch.bfloat16)
+    assert ran() == {registered or "efficient": (4, 1)}
+
+
+@pytest.mark.parametrize("lengths", [(33, 40), (65, 200), (1, 40)], ids=str)
+def test_one_key_for_all_heads_under_a_causal_mask_aligned_top_left_is_right(routers, ran, lengths):
+    inputs = [
+        torch.randn(2, heads, length, 512, device="cuda", dtype=torch.bfloat16).expand(2, 8, length, 512)
+        for heads, length in zip((8, 1, 1), (lengths[0], lengths[1], lengths[1]), strict=True)
+    ]
+    routed()
+    with sdpa_kernel(EFFICIENT):
+        out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    expected = gpu.expected_of_sdpa(inputs, window=(-1, 0), top_left=True)
+    gpu.assert_near([out], expected[:1], torch.bfloat16)
+    assert ran() == {"efficient": (1, 0)}
+
+
 @pytest.mark.parametrize("runs_forward", ["efficient", "math"])
 @pytest.mark.parametrize("length", [300, 301])
 def test_the_gradient_of_a_bias_is_right_whoever_ran_the_forward(routers, ran, length, runs_forward):

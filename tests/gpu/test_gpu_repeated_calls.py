@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attnreg
 from attnreg import _registry
 from attnreg.contract.backend import Call
+from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.gpu
 
@@ -254,3 +255,43 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out_in_a_capture_and_on
             tensor.copy_(drawn(tensor.shape, seed))
             seed += 1
         gpu.assert_near(gpu.replay(graph, captured), expected_of(query, key, value, grad, call)[0])
+
+
+@pytest.mark.parametrize("freed", ["query", "key", "value", "cu_seq_q", "cu_seq_k"])
+def test_a_freed_storage_is_an_error_and_no_fault_of_the_device(routers, named, freed):
+    """As FSDP frees parameters: a kernel that is given the address would end the CUDA context."""
+    whole = torch.randn(3, 30, 2, 64, device="cuda", dtype=torch.bfloat16)
+    given = dict(zip(("query", "key", "value"), (x.clone() for x in whole), strict=True))
+    for name in ("cu_seq_q", "cu_seq_k"):
+        given[name] = torch.tensor([0, 5, 30], dtype=torch.int32, device="cuda")
+
+    def attend():
+        return attnreg.varlen_attn(**given, max_q=25, max_k=25, backend=named)
+
+    for _ in range(8):
+        attend()
+    given[freed].untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(UnsupportedInputError, match=f"^{freed}: got a tensor whose storage was freed"):
+            attend()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("freed", [0, 1, 2])
+def test_a_freed_storage_in_a_dense_call_is_an_error_forward_and_backward(routers, named, freed):
+    given = [
+        torch.randn(2, 30, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+    with attnreg.register_backend(named):
+
+        def attend():
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in given)).sum()
+
+        for _ in range(8):
+            attend().backward()
+        loss = attend()
+        given[freed].data.untyped_storage().resize_(0)
+        for call in (attend, loss.backward):
+            with pytest.raises(RuntimeError, match=r"storage was freed|storage of size 0"):
+                call()
+    torch.cuda.synchronize()

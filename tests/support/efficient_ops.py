@@ -2,7 +2,8 @@
 
 The stand-ins compute in float64 and keep the rules of the real kernels: what a bias has to be like, an LSE
 whose length is rounded up to 32 with +inf behind the last row and 0 for a row without a key, an output that
-the backward takes for contiguous. Dropout is no more than its seed and offset.
+the backward takes for contiguous. Without an LSE, and with one key and value for all heads, a last block of
+one query is wrong (pytorch#191937). Dropout is no more than its seed and offset.
 """
 
 import torch
@@ -26,11 +27,11 @@ def call(inputs, bias=None, dropout=0.0, causal=False, scale=None, lse=True):
     return op(*inputs, bias, lse, dropout, causal, scale=scale)
 
 
-def varlen(inputs, cu_q, cu_k, max_q, max_k, mask=0, **options):
+def varlen(inputs, cu_q, cu_k, max_q, max_k, mask=0, lse=True, **options):
     """Call aten's op on packed tensors (T, H, D)."""
     op = getattr(torch.ops.aten, FORWARD)
     packed = (x[None] for x in inputs)
-    return op(*packed, None, cu_q, cu_k, max_q, max_k, 0.0, mask, True, **options)
+    return op(*packed, None, cu_q, cu_k, max_q, max_k, 0.0, mask, lse, **options)
 
 
 def rounded(length):
@@ -84,12 +85,16 @@ def _forward(
     with_lse=False,
     *,
     scale=None,
+    seqlen_k=None,
     window_size=None,
 ):
     _checked(query, key, bias)
     out, lse = _attend(query, key, value, bias, cu_q, cu_k, mask, scale)
     max_q = query.shape[1] if max_q is None else max_q
     max_k = key.shape[1] if max_k is None else max_k
+    if not with_lse and key.stride(2) == 0 == value.stride(2):
+        for end in [query.shape[1]] if cu_q is None else cu_q[1:].tolist():
+            out[:, end - 1] += 4.0
     lse = _padded(lse, cu_q, max_q) if with_lse else torch.empty(query.shape[0], query.shape[2], 0)
     return out.to(query.dtype).contiguous(), lse, torch.tensor(SEED), torch.tensor(OFFSET), max_q, max_k
 

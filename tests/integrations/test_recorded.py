@@ -1,0 +1,186 @@
+"""Promises of attn_implementation="attnreg" where a forward is recorded, or is for several inputs at once.
+
+Nothing of the masks is read back then: what torch.jit.trace records is right for other masks and documents.
+"""
+
+import pytest
+import torch
+from support import transformers_models as models
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import attnreg
+from attnreg import flash_attn
+from attnreg.errors import UnsupportedInputError
+from attnreg.integrations import behind_flash, transformers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),  # torch's own, from 2.15 on
+]
+
+NAMES = ("Llama", "Qwen2", "Gemma2", "Gemma3", "Bert")
+FULL, SHORT, SHORTER = (11, 11), (7, 11), (4, 10)
+
+
+def documents(lengths):
+    """Return documents of these lengths, each with other tokens than those of other lengths."""
+    return models.documents(seed=sum(lengths), lengths=lengths)
+
+
+def padded(lengths, side):
+    batch = models.padded(documents(lengths), side, length=11)
+    return batch["input_ids"], batch["attention_mask"]
+
+
+def packed(lengths):
+    batch = models.packed(documents(lengths), False)
+    return batch["input_ids"], batch["position_ids"]
+
+
+def forward_of(name, second):
+    one = models.model(name, "attnreg").requires_grad_(False)
+    options = {} if name in models.ENCODERS else {"use_cache": False}
+    return lambda ids, other: models.results(one, {"input_ids": ids, second: other} | options)
+
+
+def assert_right(name, run, given, lengths, second):
+    """Compare what a recorded forward gives with eager attention over each document by itself."""
+    eager = models.model(name, "eager")
+    docs = documents(lengths)
+    expected = [models.results(eager, {"input_ids": doc})[0] for doc in docs]
+    for got, other in zip(models.by_document(run(*given), {second: given[1]}, docs), expected, strict=True):
+        torch.testing.assert_close(got, other, rtol=0, atol=2e-6 * max(1.0, other.abs().max().item()))
+
+
+def traced(forward, given):
+    class Traced(torch.nn.Module):
+        def forward(self, *inputs):
+            return forward(*inputs)
+
+    return torch.jit.trace(Traced(), given, check_trace=False)
+
+
+def graph(forward, given):
+    return make_fx(forward)(*given)
+
+
+def functionalized(forward, given):
+    return torch.func.functionalize(forward)
+
+
+RECORDED = {"torch.jit.trace": traced, "make_fx": graph, "functionalize": functionalized}
+
+
+@pytest.mark.parametrize("record", RECORDED.values(), ids=RECORDED)
+@pytest.mark.parametrize("first", [FULL, SHORT], ids=["nothing padded", "padded"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_what_is_recorded_is_right_for_other_masks(name, first, record, read_backs):
+    side = "right" if name in models.ENCODERS else "left"
+    run = record(forward_of(name, "attention_mask"), padded(first, side))
+    for lengths in (FULL, SHORT, SHORTER):
+        assert_right(name, run, padded(lengths, side), lengths, "attention_mask")
+    assert read_backs == []
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in models.ENCODERS])
+@torch.no_grad()
+def test_a_trace_is_right_for_other_documents_in_a_row(name, read_backs):
+    run = traced(forward_of(name, "position_ids"), packed((15,)))
+    for lengths in ((15,), (6, 9), (1, 2, 12)):
+        assert_right(name, run, packed(lengths), lengths, "position_ids")
+    assert read_backs == []
+
+
+@torch.no_grad()
+def test_documents_in_padded_rows_are_apart_in_a_trace_as_without(read_backs):
+    one, options = models.model("Qwen2", "attnreg").requires_grad_(False), {"use_cache": False}
+
+    def run(ids, mask, positions):
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return models.results(one, given | options)
+
+    docs = documents((7, 5))
+    batch = models.packed_and_padded(docs)
+    whole = torch.ones_like(batch["attention_mask"])
+    row = torch.arange(whole.shape[1])[None]
+    recorded = traced(run, (batch["input_ids"], whole, row))
+    expected = run(*batch.values())
+    assert len(read_backs) == 1
+    counted = batch["attention_mask"].bool()
+    torch.testing.assert_close(recorded(*batch.values())[counted], expected[counted])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's: it has no batching rule
+@torch.no_grad()
+def test_vmap_over_rows_is_right():
+    forward = forward_of("Qwen2", "attention_mask")
+    rows = torch.vmap(lambda ids, mask: forward(ids[None], mask[None])[0])
+    for lengths in (FULL, SHORT):
+        assert_right("Qwen2", rows, padded(lengths, "left"), lengths, "attention_mask")
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("sliding_window", [None, 3])
+@pytest.mark.parametrize("further", [0, 4])
+def test_a_layer_without_a_mask_is_recorded_for_other_lengths(further, sliding_window, is_causal):
+    def attend(query, key, positions):
+        options = {"position_ids": positions, "sliding_window": sliding_window, "is_causal": is_causal}
+        return transformers.attention(Layer(), query, key, key, None, **options)[0]
+
+    def given(batch, length):
+        shapes = (batch, 4, length, 8), (batch, 2, length + further, 8)
+        query, key = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        positions = torch.arange(length).expand(batch, -1).clone()
+        positions[:, length // 2 :] -= length // 2
+        return query, key, positions
+
+    run = traced(attend, given(2, 9))
+    for sizes in ((2, 9), (3, 12), (1, 1)):
+        inputs = given(*sizes)
+        torch.testing.assert_close(run(*inputs), attend(*inputs))
+
+
+def tokens(length):
+    return torch.randn(length, 2, 8)
+
+
+def with_offsets(query, offsets):
+    whole = query.transpose(0, 1)[None]
+    options = {"cu_seq_lens_q": offsets, "max_length_q": 9}
+    return transformers.attention(Layer(), whole, whole, whole, None, **options)[0]
+
+
+REFUSED = {
+    "offsets of documents": with_offsets,
+    "flash_attention_2": lambda x, cu: behind_flash.flash_attn_varlen_func(x, x, x, cu, cu, 9, 9),
+    "flash_attn_func": lambda x, cu: flash_attn.flash_attn_func(x[None], x[None], x[None]),
+    "flash_attn_with_kvcache": lambda x, cu: flash_attn.flash_attn_with_kvcache(x[None], x[None], x[None]),
+    "deterministic=True": lambda x, cu: flash_attn.flash_attn_varlen_func(
+        x, x, x, cu, cu, 9, 9, deterministic=True
+    ),
+}
+
+
+@pytest.mark.parametrize("attend", REFUSED.values(), ids=REFUSED)
+def test_what_would_keep_the_lengths_of_the_example_is_refused(attend):
+    given = tokens(9), torch.tensor([0, 4, 9], dtype=torch.int32)
+    attend(*given)
+    with pytest.raises(UnsupportedInputError, match=r"torch.jit.trace.*, expected .*torch\.export$"):
+        traced(attend, given)
+
+
+def test_a_trace_of_a_packed_call_is_right_for_other_documents():
+    run = traced(lambda x, cu: attnreg.varlen_attn(x, x, x, cu, cu, 9, 9), (tokens(9), offsets(4, 5)))
+    for lengths in ((4, 5), (2, 7), (3, 8, 9)):
+        given = tokens(sum(lengths)), offsets(*lengths)
+        torch.testing.assert_close(run(*given), attnreg.varlen_attn(*[given[0]] * 3, *[given[1]] * 2, 9, 9))
+
+
+def offsets(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()

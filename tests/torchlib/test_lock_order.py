@@ -1,0 +1,261 @@
+"""Promises of `locks.ORDER`: no two threads wait for each other, whatever they do."""
+
+import importlib
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import forked
+
+import attnreg
+from attnreg import _registry, flash_attn
+from attnreg.backends import math
+from attnreg.selection import policy
+from attnreg.torchlib import locks
+
+ROOT = Path(attnreg.__file__).parent
+OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+def places():
+    """Return the modules and names of all locks, as the source has them."""
+    for file in ROOT.rglob("*.py"):
+        module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for name in re.findall(r"(\w+) = (?:locks\.)?open_after_fork\(", file.read_text()):
+            yield f"{module}.{name}"
+
+
+def test_every_lock_has_its_place_in_the_order():
+    assert sorted(places()) == sorted(locks.ORDER)
+
+
+class Watched:
+    """A lock that notes which others its thread has when it takes it."""
+
+    def __init__(self, name, lock, taken):
+        self.name, self.lock, self.taken = name, lock, taken
+
+    def __enter__(self):
+        self.acquire()
+
+    def __exit__(self, *_):
+        self.release()
+
+    def acquire(self, *options):
+        held = self.taken.by_thread.setdefault(threading.get_ident(), [])
+        self.taken.pairs.update((other, self.name) for other in held if other != self.name)
+        got = self.lock.acquire(*options)
+        held.append(self.name)
+        return got
+
+    def release(self):
+        self.taken.by_thread[threading.get_ident()].remove(self.name)
+        self.lock.release()
+
+
+class Taken:
+    """Which locks were taken by a thread that had which others."""
+
+    def __init__(self):
+        self.pairs, self.by_thread = set(), {}
+
+    def against(self, order):
+        """Return the pairs that an order doesn't allow."""
+        place = {name: number for number, name in enumerate(order)}
+        return sorted(pair for pair in self.pairs if place[pair[0]] > place[pair[1]])
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Watch all locks; returns what is seen."""
+    seen = Taken()
+    for place in locks.ORDER:
+        module, _, name = place.rpartition(".")
+        if hasattr(importlib.import_module(f"attnreg.{module}"), name):  # else it is an object's
+            lock = getattr(importlib.import_module(f"attnreg.{module}"), name)
+            for other in [*importlib.sys.modules.values()]:
+                if (getattr(other, "__name__", None) or "").startswith("attnreg"):
+                    for alias in [alias for alias, one in vars(other).items() if one is lock]:
+                        monkeypatch.setattr(other, alias, Watched(place, lock, seen))
+    return seen
+
+
+class Waiting:
+    """A backend whose loading calls attention."""
+
+    def __init__(self):
+        self.loads = 0
+        self.backend = attnreg.Backend(
+            name="waiting", forward=math.EVERYTHING, backward=math.EVERYTHING, load=self.load
+        )
+
+    def load(self):
+        self.loads += 1
+        with attnreg.use_backend("math"):
+            attend()
+        return math.BACKEND.load()
+
+
+def attend(length=8):
+    inputs = [torch.randn(length, 2, 16, requires_grad=True) for _ in range(3)]
+    dense = [x[None].transpose(1, 2) for x in inputs]
+    F.scaled_dot_product_attention(*dense).sum().backward()
+    offsets = torch.tensor([0, 3, length], dtype=torch.int32)
+    lengths = offsets, offsets, length, length
+    attnreg.varlen_attn(*inputs, *lengths).sum().backward()
+    flash_attn.flash_attn_varlen_func(*inputs, *lengths, deterministic=True).sum().backward()
+
+
+def test_whatever_a_program_does_it_takes_locks_in_one_order(taken, routers, tmp_path, monkeypatch):
+    waiting = Waiting()
+    with attnreg.register_backend("math"), attnreg.use_backend("math"):
+        attend()
+        attnreg.configure({"policy": "order"})
+        attnreg.reload()
+        attend(9)
+    with attnreg.record(tmp_path / "calls.jsonl"), attnreg.register_backend(waiting.backend):
+        attend(10)
+        assert attnreg.explain(*torch.randn(3, 1, 2, 8, 16)).backend == "waiting"
+    assert waiting.loads == 1
+    monkeypatch.setenv("ATTNREG_RECORD", str(tmp_path / "others.jsonl"))
+    attnreg.reload()
+    attend(11)
+    attnreg.configure({"policy": "adaptive"})
+    attend(12)
+    with attnreg.register_backend(Waiting().backend):
+        attend(13)
+    monkeypatch.delenv("ATTNREG_RECORD")
+    attnreg.reload()
+    attend(14)
+    attnreg.uninstall()
+    attnreg.install()
+    assert attnreg.stats().calls
+    assert ("contract.discovery._loading", "_registry.lock") in taken.pairs
+    assert ("dispatch.trace._writing", "dispatch.trace._lock") in taken.pairs
+    assert taken.against(locks.ORDER) == []
+
+
+def in_thread(run):
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def ended(thread):
+    thread.join(20)
+    return not thread.is_alive()
+
+
+def test_while_a_backend_loads_other_threads_call_the_others():
+    """It may import a module that another thread is importing, whose body calls attention."""
+    loading, over, found = threading.Event(), threading.Event(), []
+
+    def load():
+        loading.set()
+        found.append(over.wait(20))
+        return math.BACKEND.load()
+
+    def other():
+        loading.wait(20)
+        attend(15)  # nothing of that length was decided before
+        over.set()
+
+    slow = attnreg.Backend(name="slow", forward=math.EVERYTHING, backward=math.EVERYTHING, load=load)
+    with attnreg.register_backend("math"):
+        attend()
+        thread = in_thread(other)
+        attnreg.register_backend(slow).remove()
+        assert ended(thread)
+    assert found == [True]
+
+
+@pytest.mark.parametrize("verb", ["a first call", "configure", "reload"])
+def test_no_module_of_a_backend_is_imported_behind_the_registrys_lock(monkeypatch, verb):
+    """Another thread may be importing it, and waits for that lock to register a backend."""
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    monkeypatch.setattr(_registry, "_entries", None)
+    real, found = _registry.discover, []
+
+    def discover():
+        thread = in_thread(lambda: _registry.lock.acquire() and _registry.lock.release())
+        found.append(ended(thread))
+        return real()
+
+    monkeypatch.setattr(_registry, "discover", discover)
+    verbs = {"a first call": policy.sources, "configure": lambda: attnreg.configure({})}
+    verbs.get(verb, attnreg.reload)()
+    assert found == [True]
+
+
+THREADS = """
+import faulthandler, random, sys, threading, time
+from pathlib import Path
+import torch, torch.nn.functional as F
+import attnreg
+from attnreg.backends import math
+from attnreg.flash_attn import flash_attn_varlen_func
+from attnreg.torchlib import building, captured
+
+building.built = lambda: Path(sys.argv[1])
+attnreg.install()
+assert captured.call_cache_in_use is (sys.argv[2] == "compiled")
+faulthandler.dump_traceback_later(60, exit=True)
+errors, end, rounds = [], time.monotonic() + 4, [0] * 8
+
+class Own:
+    def __init__(self, number):
+        self.backend = attnreg.Backend(
+            name=f"own {number}", forward=math.EVERYTHING, backward=math.EVERYTHING, load=math.BACKEND.load
+        )
+
+def attend(length):
+    inputs = [torch.randn(length, 2, 8, requires_grad=True) for _ in range(3)]
+    offsets = torch.tensor([0, 1, length], dtype=torch.int32)
+    lengths = offsets, offsets, length, length
+    out = attnreg.varlen_attn(*inputs, *lengths)
+    F.scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in inputs)).sum().backward()
+    out.sum().backward()
+    flash_attn_varlen_func(*inputs, *lengths, deterministic=True).sum().backward()
+
+def choose(number):
+    with attnreg.use_backend("math"):
+        attend(3 + random.randrange(9))
+
+verbs = [
+    choose, choose,
+    lambda number: attnreg.configure({"policy": random.choice(["order", "adaptive"])}),
+    lambda number: attnreg.reload(),
+    lambda number: attnreg.register_backend("math").remove(),
+    lambda number: attnreg.register_backend(Own(number).backend).remove(),
+    lambda number: attend(3 + random.randrange(40)),
+    lambda number: (attnreg.stats(), attnreg.explain(*torch.randn(3, 1, 2, 8, 16))),
+]
+
+def run(number):
+    try:
+        while time.monotonic() < end:
+            verbs[number](number)
+            rounds[number] += 1
+    except BaseException as error:
+        errors.append(repr(error))
+
+threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert all(rounds) or errors, rounds
+assert not torch.are_deterministic_algorithms_enabled()
+print(errors)
+"""
+
+
+@pytest.mark.parametrize("routers", ["python", "compiled"])
+def test_threads_that_set_and_call_everything_wait_for_none_for_ever(routers, request):
+    built = request.getfixturevalue("built_routers") if routers == "compiled" else ""
+    variables = {} if built else {"ATTNREG_ROUTERS": "python"}
+    run = forked(THREADS, str(built), routers, **variables)
+    assert (run.returncode, run.stdout, run.stderr[-4000:]) == (0, "[]\n", "")
