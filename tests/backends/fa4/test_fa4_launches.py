@@ -1,10 +1,10 @@
-"""Promises about FA4's launches by arguments: of which calls, of any lengths, and that the values stay true."""
+"""Promises about FA4's launches by arguments: of which calls, of any lengths, and that values stay true."""
 
 import threading
 
 import pytest
 import torch
-from support import fake_fa4, one_sequence, truth
+from support import fake_fa4_kernels, one_sequence, truth
 from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, entered, packed, true_results
 
 from attnreg import Call
@@ -94,7 +94,7 @@ def test_a_softcap_has_functions_by_its_own_tile(kernels, package):
             seed, len_q=length, len_k=20, dim=128, heads=1, batch=1, softcap=2.0, window=(-1, 0)
         )
         out, _ = kernels.forward(query, key, value, call)
-        scores = fake_fa4.scores(query[0], key[0], call.scale, True, None, None, 2.0)
+        scores = fake_fa4_kernels.scores(query[0], key[0], call.scale, True, None, None, 2.0)
         expected, _ = one_sequence.forward(scores, value[0])
         truth.assert_near(out[0], expected, torch.bfloat16)
         return [given["tile_mn"] for _, given in package.calls]
