@@ -124,9 +124,9 @@ def _looked_at(
     family: Family, of_lengths: Class, arguments: Arguments, call: PackageCall, watcher: Watcher
 ) -> Compiled:
     """Return the compiled functions that a call took; raises RefutedError if it launches otherwise."""
-    wanted = FORWARD if family.direction == "forward" else BACKWARD
+    wanted: tuple[str, ...] = FORWARD if family.direction == "forward" else BACKWARD
     if wanted is BACKWARD and family.group > 1:
-        wanted = (*BACKWARD, *BACKWARD[-1:] * 2)  # of keys and values, too
+        wanted += wanted[-1:] * 2  # of keys and values, too
     found = [one for one in watcher.taken if one.by not in (SUMS_TILES, UNUSED)]
     if tuple(one.by for one in found) != wanted:
         raise RefutedError(f"it launches {', '.join(one.by for one in watcher.taken) or 'nothing'}")

@@ -151,6 +151,16 @@ def test_expanded_tensors_are_a_kind_of_their_own_and_need_no_gradient(kernels, 
     assert not any(x.requires_grad for x in results)
 
 
+def test_expanded_packed_tensors_go_through_the_package(kernels, package, no_unused_rows):
+    """Their copies, where rows may be unused, aren't expanded: that is compiled in."""
+    for seed in range(3):
+        query, key, value, grad, call = packed((5, 28), seed=seed)
+        key, value = (x[:, :1].expand(x.shape) for x in (key, value))
+        no_unused_rows.no_unused_rows = seed == 1
+        assert entered(kernels, package, query, key, value, grad, call) == BOTH
+    assert kernels.specialize("forward", (query, key, value), call) is None
+
+
 def test_gradients_are_laid_out_like_their_tensors(kernels, rounds):
     rounds(2)
     query, key, value, grad, call = dense_call()
