@@ -24,10 +24,10 @@ MANY = 256
 # On GPUs other than Hopper: tile edges are multiples of 16, and none is beyond 256.
 TILE, LONGEST = 16, 256
 
-# Queries and keys of a tile with a softcap, for causal masks and windows with head dims above 96, to 128. One
-# more group of warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an H100
-# five such forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22 to 1.25 (that file isn't
-# kept). It is slower with open masks and few queries.
+# Queries and keys of a tile with a softcap, for causal masks and windows with head dims above 96, to 128.
+# One more group of warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an
+# H100 five such forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22 to 1.25 (that file
+# isn't kept). It is slower with open masks and few queries.
 SOFTCAP_TILE, FEWEST_QUERIES = (192, 80), 129
 
 Repeated = tuple[tuple[bool, ...] | None, ...]
