@@ -154,8 +154,8 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
         found["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
         found["offsets compared at every call"] = compared_at_every_call
         with contextlib.suppress(ImportError):
-            replay = importlib.import_module("attnreg.backends.fa4.replay")
-            found["FA4's replay"] = replaced(replay.Replays, "find", lambda *_: None)
+            trials = importlib.import_module("attnreg.backends.fa4.trials")
+            found["FA4's launches by arguments"] = replaced(trials.Trials, "launcher", lambda *_: None)
     return found
 
 

@@ -8,7 +8,6 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from support import plan_counts
 
 from attnreg import aten
-from attnreg.backends.fa4 import replay
 from attnreg.dispatch import call_cache
 from attnreg.dispatch.state import state
 from attnreg.torchlib import captured
@@ -22,9 +21,8 @@ def crashing_says_where(request):
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_new_process(monkeypatch, no_graph_trees):
-    """Hide what tests before have loaded, and have FA4 compare a recording however many kinds they ran."""
-    monkeypatch.setattr(replay, "FEW", sys.maxsize)
+def as_in_a_new_process(no_graph_trees):
+    """Hide what tests before have loaded."""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from support.sinks import assert_accurate, by_the_formula
 
 import attnreg
 from attnreg.backends import fa4
-from attnreg.backends.fa4 import adapter, recording
+from attnreg.backends.fa4 import adapter, trials
 from attnreg.flash_attn import flash_attn_func
 from attnreg.measure import Case
 from attnreg.measure.reference import attend
@@ -75,7 +75,7 @@ def test_sinks_are_served_by_both_kernels_of_each_backend(named, ran, heads, dty
 
 @pytest.fixture
 def sinks_of_package(monkeypatch):
-    """Return a function that says which directions of FA4 were given sinks since, and whether replayed."""
+    """Return a function that says which directions of FA4 were given sinks since, and if by arguments."""
     seen = []
 
     class Watched(adapter.PackageCall):
@@ -83,19 +83,25 @@ def sinks_of_package(monkeypatch):
             seen.append((self.direction, "learnable_sink" in self.tensors, False))
             return super().__call__()
 
-    replay, usual = recording.Recipe.replay, {5: "forward", 8: "backward"}
+    launcher = trials.Trials.launcher
 
-    def watched(recipe, *tensors):
-        has_sinks = len(tensors) not in usual
-        seen.append((usual[len(tensors) - has_sinks], has_sinks, True))
-        return replay(recipe, *tensors)
+    def watched(self, family, arguments):
+        launch = launcher(self, family, arguments)
+
+        def run(*given):
+            results = launch(*given)
+            if results is not None:
+                seen.append((family.direction, family.sinks is not None, True))
+            return results
+
+        return run
 
     monkeypatch.setattr(adapter, "PackageCall", Watched)
-    monkeypatch.setattr(recording.Recipe, "replay", watched)
+    monkeypatch.setattr(trials.Trials, "launcher", watched)
     attnreg._registry.changed()  # launchers of tests before aren't watched
 
     def read():
-        torch.cuda.synchronize()  # what the device has to report of offsets and recipes arrives
+        torch.cuda.synchronize()  # what the device has to report of offsets and trials arrives
         calls = seen.copy()
         seen.clear()
         return calls
@@ -123,7 +129,7 @@ COUNTED = [
 
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize(("heads", "window", "dim", "dtype", "sinks_dtype"), COUNTED, ids=str)
-def test_fa4_counts_sinks_itself_first_by_its_python_and_then_replayed(
+def test_fa4_counts_sinks_itself_first_by_its_python_and_then_by_arguments(
     named, ran, sinks_of_package, heads, window, dim, dtype, sinks_dtype
 ):
     lengths = (113, 1, 64, 31, 603)
@@ -161,7 +167,7 @@ def test_fa4_with_a_sink_far_above_all_scores_gives_zeros_and_no_gradient(named,
         out = attnreg.varlen_attn(*given, sinks=finite, backend=named)
         assert not torch.autograd.grad(out.sum(), finite)[0].any()
         ways = sinks_of_package()
-    # More where a recording was compared, too.
+    # More where the launches were tried, too.
     assert sum(has for direction, has, _ in ways if direction == "forward") >= 2
 
 

@@ -225,8 +225,10 @@ def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
     if any(x is not None for x in others) or call.dropout or len(offsets) == 1:
         return False
     further = [*inputs[5:], *_further(call).values()]  # the LSE of a backward, sinks, offsets
+    # That a dimension repeats is compiled in, and of packed tensors a copy may run, in which none does.
+    repeats = call.cu_seqlens_q is None
     return (
-        all(map(aligned, inputs[:5]))
+        all(aligned(x, repeats) for x in inputs[:5])
         and all(x.data_ptr() % 16 == 0 for x in further)
         and all(x.stride(0) == 1 for x in offsets)
     )

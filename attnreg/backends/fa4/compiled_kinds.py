@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa4 import softcap
 from attnreg.contract.backend import Call
 from attnreg.contract.spec import AttentionSpec
 
@@ -24,6 +23,12 @@ MANY = 256
 
 # On GPUs other than Hopper: tile edges are multiples of 16, and none is beyond 256.
 TILE, LONGEST = 16, 256
+
+# Queries and keys of a tile with a softcap, for causal masks and windows with head dims above 96, to 128.
+# One more group of warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an
+# H100 five such forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22 to 1.25 (that file
+# isn't kept). It is slower with open masks and few queries.
+SOFTCAP_TILE, FEWEST_QUERIES = (192, 80), 129
 
 Repeated = tuple[tuple[bool, ...] | None, ...]
 Class = tuple[int, int, int]
@@ -142,14 +147,21 @@ def tiles(family: Family, max_q: int) -> tuple[int, int]:
     dim, bounded = family.dim, family.causal or family.left or family.right
     local = bounded and not family.causal
     if family.direction == "forward":
-        if softcap.has_own_tile(family, max_q):
-            return softcap.TILE
+        if has_softcap_tile(family, max_q):
+            return SOFTCAP_TILE
         return 192 if dim <= 96 else 128, key_tile(dim, family.dim_v, bounded, local)
     if dim <= 64:
         return 128, 128
     if dim <= 128:
         return 64 if dim <= 96 or bounded else 80, 128
     return 64, 96 if dim <= 192 else 48
+
+
+def has_softcap_tile(family: Family, max_q: int) -> bool:
+    """Whether a forward is given `SOFTCAP_TILE`. Not with pages: `key_tile` has to know the package's own."""
+    bounded = family.causal or family.left or family.right
+    own = family.softcap and bounded and family.page_size is None and 96 < family.dim <= 128
+    return bool(own) and max_q >= FEWEST_QUERIES
 
 
 def key_tile(dim: int, dim_v: int, bounded: bool, local: bool) -> int:
@@ -174,5 +186,5 @@ def cuts(family: Family) -> tuple[tuple[int, ...], ...]:
         rows, columns = tiles(family, 1)
         return batch, (rows,), (columns,)
     # A tile of the forward has all query heads of a key head.
-    ends = {tiles(family, length)[0] // family.group for length in (1, softcap.FEWEST_QUERIES)}
-    return batch, tuple(sorted(ends | ({softcap.FEWEST_QUERIES - 1} if family.softcap else set()))), ()
+    ends = {tiles(family, length)[0] // family.group for length in (1, FEWEST_QUERIES)}
+    return batch, tuple(sorted(ends | ({FEWEST_QUERIES - 1} if family.softcap else set()))), ()

@@ -84,7 +84,8 @@ def _dense(family: Family, run: Any, find: Any, first: int) -> Launch:
 
 def _packed(family: Family, run: Any, find: Any, first: int, window: tuple[int, int]) -> Launch:
     (of_batch, of_q, of_k), has_sinks = cuts(family), bool(family.sinks)
-    clear, bounds = (clear_backward, ()) if first else (clear_forward, (window,))
+    clear: Any = clear_backward if first else clear_forward
+    bounds = () if first else (window,)
 
     def launch(*given: Any) -> Results | None:
         *tensors, cu_q, cu_k, max_q, max_k, known = given

@@ -11,20 +11,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from attnreg.backends.fa4.compiled_kinds import SOFTCAP_TILE, Family, has_softcap_tile
 from attnreg.contract.backend import Call
-
-if TYPE_CHECKING:  # which asks this module for tiles
-    from attnreg.backends.fa4.compiled_kinds import Family
-
-# Queries and keys of a tile, for causal masks and windows with head dims above 96, to 128. One more group of
-# warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an H100 five such
-# forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22 to 1.25 (that file isn't kept).
-# It is slower with open masks and few queries.
-TILE, FEWEST_QUERIES = (192, 80), 129
 
 
 def options(family: Family, call: Call, *, own: bool) -> dict[str, Any]:
@@ -48,16 +40,9 @@ def options(family: Family, call: Call, *, own: bool) -> dict[str, Any]:
         found["softmax_scale"] = call.scale / call.softcap
     if family.direction == "backward":
         return found | {"score_mod_bwd": gradient}
-    if has_own_tile(family, call.max_q):
-        found["tile_mn"] = TILE
+    if has_softcap_tile(family, call.max_q):
+        found["tile_mn"] = SOFTCAP_TILE
     return found
-
-
-def has_own_tile(family: Family, max_q: int) -> bool:
-    """Whether a forward is given `TILE`. Not with pages: `key_tile` has to know the package's own."""
-    bounded = family.causal or family.left or family.right
-    own = family.softcap and bounded and family.page_size is None and 96 < family.dim <= 128
-    return bool(own) and max_q >= FEWEST_QUERIES
 
 
 @functools.lru_cache(maxsize=64)  # the package tells functions apart by their source and these numbers

@@ -8,28 +8,24 @@ tensors, in memory full of NaN, and the device compares the results with the pac
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnreg.backends.fa4.compiled_kinds import Class, Family, tiles
 from attnreg.backends.fa4.launches import Arguments, Compiled, Launch, Memory, launch_of
-from attnreg.backends.fa4.package import SINKS, PackageCall, functions_with_caches
+from attnreg.backends.fa4.package import SINKS, PackageCall
+from attnreg.backends.fa4.watching import RefutedError, Watcher, compare
 from attnreg.torchlib.layout import uninitialized
 from attnreg.torchlib.readback import AsyncReadback
 
 # Which functions of the package take a compiled one, in order, but for those that sum up tiles.
-TAKEN = {
-    "forward": ("_flash_attn_fwd",),
-    "backward": ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"),
-    "backward of shared heads": ("_bwd_preprocess", "_flash_attn_bwd", *["_bwd_postprocess_convert"] * 3),
-}
+FORWARD = ("_flash_attn_fwd",)
+BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
 SUMS_TILES = "_compute_tile_cumsum"
 # What this one computes is given to no kernel of Hopper.
 UNUSED = "_compute_blocks_to_batch"
@@ -42,10 +38,6 @@ REFUTED, CONFIRMED, INCONCLUSIVE = 0, 1, 3
 NEAR, ROUNDING = 0.02, 1e-4
 
 log = logging.getLogger("attnreg")
-
-
-class _RefutedError(Exception):
-    """The written-down launch isn't the package's; the message says in what."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,12 +80,11 @@ class Trials:
         comparison, compiled = trial.comparison, trial.compiled  # read once: other threads look as well
         reported = None if comparison is None else comparison.read()
         if reported is not None and compiled is not None:
-            trial.over = reported[0] != INCONCLUSIVE
             if reported[0] == CONFIRMED:
                 self._confirmed.setdefault(family, {})[of_lengths] = compiled
             elif reported[0] == REFUTED and trial.comparison is comparison:
                 _log_refuted(family, "launched by arguments it gives other results")
-            trial.comparison = None
+            trial.over, trial.comparison = reported[0] != INCONCLUSIVE, None
         return not trial.over or of_lengths in self._confirmed.get(family, ())
 
     def run(
@@ -108,7 +99,7 @@ class Trials:
         # A trial that shows nothing or finds no memory is repeated at the second, fourth, eighth call.
         if trial.over or trial.comparison is not None or trial.calls & (trial.calls - 1):
             return call()
-        watcher = _Watcher()
+        watcher = Watcher()
         with watcher:
             results = call()
         try:
@@ -129,102 +120,32 @@ def _log_refuted(family: Family, reason: str) -> None:
     log.info("FA4 calls the package's Python for each %s of %s: %s", family.direction, family, reason)
 
 
-# What the package takes and gives
-
-
-class _Taken(NamedTuple):
-    """A compiled function that was called, by which function of the package, and with what."""
-
-    by: str
-    function: Callable[..., object]
-    arguments: tuple[Any, ...]
-
-
-class _Watcher(contextlib.ExitStack):
-    """Sees which compiled functions this thread takes from the package's caches, and what these are given.
-
-    With `launches` False none of them runs, and what isn't compiled yet is an error.
-    """
-
-    def __init__(self, launches: bool = True) -> None:
-        super().__init__()
-        self.launches, self.taken = launches, list[_Taken]()
-        # The program may use the package itself in another thread, without the lock.
-        self.thread = threading.get_ident()
-
-    def __enter__(self) -> _Watcher:
-        for function in functions_with_caches():
-            self.callback(setattr, function, "compile_cache", function.compile_cache)
-            function.compile_cache = _WatchedCache(function.compile_cache, function.__name__, self)
-        return self
-
-    def watching(self, by: str, function: Callable[..., object]) -> Callable[..., object]:
-        """Return the function that notes what it is given, and runs this one if it may."""
-
-        def run(*arguments: Any) -> object:
-            self.taken.append(_Taken(by, function, arguments))
-            return function(*arguments) if self.launches else None
-
-        return run
-
-
-class _WatchedCache:
-    """Takes a compile cache's place while its watcher's thread calls the package."""
-
-    def __init__(self, cache: Any, by: str, watcher: _Watcher) -> None:
-        self._cache, self._by, self._watcher = cache, by, watcher
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-    def __contains__(self, key: object) -> bool:
-        found = key in self._cache
-        if not found and self._is_watched() and not self._watcher.launches:
-            raise _RefutedError(f"{self._by} compiles other functions for other lengths")
-        return found
-
-    def __setitem__(self, key: object, function: object) -> None:
-        self._cache[key] = function
-
-    def __getitem__(self, key: object) -> Any:
-        function = self._cache[key]
-        return self._watcher.watching(self._by, function) if self._is_watched() else function
-
-    def _is_watched(self) -> bool:
-        return threading.get_ident() == self._watcher.thread
-
-
 def _looked_at(
-    family: Family, of_lengths: Class, arguments: Arguments, call: PackageCall, watcher: _Watcher
+    family: Family, of_lengths: Class, arguments: Arguments, call: PackageCall, watcher: Watcher
 ) -> Compiled:
-    """Return the compiled functions that a call took; raises _RefutedError if it launches otherwise."""
-    shared = family.direction == "backward" and family.group > 1
-    wanted = TAKEN["backward of shared heads" if shared else family.direction]
+    """Return the compiled functions that a call took; raises RefutedError if it launches otherwise."""
+    wanted: tuple[str, ...] = FORWARD if family.direction == "forward" else BACKWARD
+    if wanted is BACKWARD and family.group > 1:
+        wanted += wanted[-1:] * 2  # of keys and values, too
     found = [one for one in watcher.taken if one.by not in (SUMS_TILES, UNUSED)]
     if tuple(one.by for one in found) != wanted:
-        raise _RefutedError(f"it launches {', '.join(one.by for one in watcher.taken) or 'nothing'}")
+        raise RefutedError(f"it launches {', '.join(one.by for one in watcher.taken) or 'nothing'}")
     sizes = tiles(family, call.options["max_seqlen_q"])
     compiled = Compiled(tuple(one.function for one in found), *sizes)
     for one in filter(None, (call, _shorter(family, of_lengths, call))):
         taken = watcher.taken
         if one is not call:
-            with _Watcher(launches=False) as rehearsal:
+            with Watcher(launches=False) as rehearsal:
                 one()
             taken = rehearsal.taken
-        with _Watcher(launches=False) as rehearsal:
+        with Watcher(launches=False) as rehearsal:
             functions = tuple(map(rehearsal.watching, wanted, compiled.functions))
             launch = launch_of(family, arguments, {of_lengths: compiled._replace(functions=functions)})
-            launch(*given_of(one, known=True))
-        _compare_taken([x for x in taken if x.by != UNUSED], rehearsal.taken, tuple(one.tensors.values()))
+            packed = "cu_seqlens_q" in one.tensors
+            lengths = (*(one.options[f"max_seqlen_{side}"] for side in "qk"), True) if packed else ()
+            launch(*one.tensors.values(), *lengths)
+        compare([x for x in taken if x.by != UNUSED], rehearsal.taken, tuple(one.tensors.values()))
     return compiled
-
-
-def given_of(call: PackageCall, known: bool) -> list[Any]:
-    """Return what a launcher is called with for such a call."""
-    given: list[Any] = list(call.tensors.values())
-    if "cu_seqlens_q" in call.tensors:
-        given += call.options["max_seqlen_q"], call.options["max_seqlen_k"], known
-    return given
 
 
 def _shorter(family: Family, of_lengths: Class, call: PackageCall) -> PackageCall | None:
@@ -252,45 +173,7 @@ def _shorter(family: Family, of_lengths: Class, call: PackageCall) -> PackageCal
     return call._replace(tensors=tensors, options=options | {"max_seqlen_q": max_q, "max_seqlen_k": max_k})
 
 
-def _compare_taken(expected: Sequence[_Taken], got: Sequence[_Taken], given: tuple[Tensor, ...]) -> None:
-    if [one[:2] for one in expected] != [one[:2] for one in got]:
-        names = ", ".join(one.by for one in expected)
-        raise _RefutedError(
-            f"for lengths like these it launches {names}, and not with the functions that it took"
-        )
-    # Tensors are told apart by the order in which they come up, after those of the call.
-    orders = [dict[int, int]() for _ in range(2)]
-    for order in orders:
-        for x in given:
-            order.setdefault(x.data_ptr(), len(order))
-    for one, other in zip(expected, got, strict=True):
-        right, ours = (
-            [_described(x, order) for x in taken.arguments]
-            for taken, order in zip((one, other), orders, strict=True)
-        )
-        if right != ours:
-            differ = [pair for pair in zip(right, ours, strict=False) if pair[0] != pair[1]]
-            raise _RefutedError(f"{one.by} is given other arguments: {differ[:1] or (len(right), len(ours))}")
-
-
-def _described(argument: Any, order: dict[int, int]) -> Any:
-    if isinstance(argument, torch.Tensor):
-        place = order.setdefault(argument.data_ptr(), len(order))
-        return place, tuple(argument.shape), argument.dtype
-    if isinstance(argument, tuple):
-        return type(argument).__name__, [_described(x, order) for x in argument]
-    return argument
-
-
 # What the device finds
-
-
-def _spoilt(*given: Any) -> Tensor:
-    return _with_nan(uninitialized(*given))
-
-
-def _spoilt_like(x: Tensor) -> Tensor:
-    return _with_nan(torch.empty_like(x))
 
 
 def _with_nan(x: Tensor) -> Tensor:
@@ -298,7 +181,7 @@ def _with_nan(x: Tensor) -> Tensor:
     return x.fill_(torch.nan) if x.is_floating_point() else x
 
 
-SPOILT = Memory(_spoilt, _spoilt_like)
+SPOILT = Memory(lambda *given: _with_nan(uninitialized(*given)), lambda x: _with_nan(torch.empty_like(x)))
 
 
 def _verdict(got: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> Tensor:
@@ -307,7 +190,7 @@ def _verdict(got: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> Tensor
     Few kinds of operations: the first of each has to be loaded onto the device.
     """
     if got is None:
-        raise _RefutedError("nothing was launched")
+        raise RefutedError("nothing was launched")
     pairs = [(_without_inf(x), _without_inf(y)) for x, y in zip(got, expected, strict=True)]
     sizes, errors = (
         torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) for x in ofs])

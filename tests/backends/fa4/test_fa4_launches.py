@@ -1,10 +1,10 @@
-"""Promises about FA4's launches by arguments: which calls they run, of any lengths, with true values."""
+"""Promises about FA4's launches by arguments: of which calls, of any lengths, and that values stay true."""
 
 import threading
 
 import pytest
 import torch
-from support import fake_fa4, one_sequence, truth
+from support import fake_fa4_kernels, one_sequence, truth
 from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, entered, packed, true_results
 
 from attnreg import Call
@@ -94,7 +94,7 @@ def test_a_softcap_has_functions_by_its_own_tile(kernels, package):
             seed, len_q=length, len_k=20, dim=128, heads=1, batch=1, softcap=2.0, window=(-1, 0)
         )
         out, _ = kernels.forward(query, key, value, call)
-        scores = fake_fa4.scores(query[0], key[0], call.scale, True, None, None, 2.0)
+        scores = fake_fa4_kernels.scores(query[0], key[0], call.scale, True, None, None, 2.0)
         expected, _ = one_sequence.forward(scores, value[0])
         truth.assert_near(out[0], expected, torch.bfloat16)
         return [given["tile_mn"] for _, given in package.calls]
@@ -149,6 +149,16 @@ def test_expanded_tensors_are_a_kind_of_their_own_and_need_no_gradient(kernels, 
     assert found == [BOTH, NEITHER, NEITHER]
     assert len({x.data_ptr() for x in results}) == 15, "results are new tensors each time"
     assert not any(x.requires_grad for x in results)
+
+
+def test_expanded_packed_tensors_go_through_the_package(kernels, package, no_unused_rows):
+    """Their copies, where rows may be unused, aren't expanded: that is compiled in."""
+    for seed in range(3):
+        query, key, value, grad, call = packed((5, 28), seed=seed)
+        key, value = (x[:, :1].expand(x.shape) for x in (key, value))
+        no_unused_rows.no_unused_rows = seed == 1
+        assert entered(kernels, package, query, key, value, grad, call) == BOTH
+    assert kernels.specialize("forward", (query, key, value), call) is None
 
 
 def test_gradients_are_laid_out_like_their_tensors(kernels, rounds):
