@@ -2,9 +2,9 @@
 
 `Kernels.specialize` is called after a call has run, with the tensors that it ran on. It returns a launcher
 for every further call of that kind and class of lengths, whatever its lengths, values and addresses. All of
-`Call` but lengths and tensors is the same then; of tensors the dtype, device, heads and head dims, whether sixteen
-bytes can be read at a time from where they begin, and of each stride whether it is 0, 1 or whole steps of
-sixteen bytes. The call cache sees to it that of every call
+`Call` but lengths and tensors is the same then. Of tensors these are the same: dtype, device, heads and head
+dims, whether sixteen bytes can be read at a time from where they begin, and of each stride whether it is 0, 1
+or whole steps of sixteen bytes. The call cache sees to it that of every call
 
 - there are queries and keys, and lengths fit each other,
 - each row of a dense call sees a key,

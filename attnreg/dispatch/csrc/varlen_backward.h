@@ -65,7 +65,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     for (size_t i = 0; i < saved.size(); i++) {
       tensors.push_back(saved[i].unpack(is_result(i) ? getptr() : nullptr));
     }
-    tensors[0] = grads[0].defined() ? as_memory(grads[0]) : at::zeros_like(tensors[4]);
+    tensors[0] = grads[0].defined() ? as_rows(as_memory(grads[0])) : at::zeros_like(tensors[4]);
     const at::Tensor sinks = std::move(tensors.back());
     tensors.pop_back();
     torch::autograd::variable_list results(4);

@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -47,6 +48,13 @@ inline at::Tensor as_memory(const at::Tensor& given) {
     return at::zeros(gradient.sizes(), gradient.options());
   }
   return gradient.resolve_neg().resolve_conj();
+}
+
+// A gradient whose rows kernels can read as they are: a sum's is one number, repeated, and would be copied by each of them.
+inline at::Tensor as_rows(const at::Tensor& gradient) {
+  const at::IntArrayRef strides = gradient.strides();
+  const bool is_repeated = std::find(strides.begin(), strides.end(), 0) != strides.end();
+  return is_repeated || (!strides.empty() && strides.back() != 1) ? gradient.contiguous() : gradient;
 }
 
 inline bool read_int(PyObject* number, int64_t& into) {
