@@ -386,7 +386,7 @@ EVERYTHING = {
     **dict.fromkeys(SWITCHES, True),
 }
 # What `fake` takes for the backend itself, besides limits.
-OPTIONS = {"unavailable", "version", "refuses", "install", "priority", "experimental", "compiles"}
+OPTIONS = {"unavailable", "version", "refuses", "cuts", "install", "priority", "experimental", "compiles"}
 
 
 @pytest.fixture

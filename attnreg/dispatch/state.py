@@ -303,7 +303,7 @@ class State:
             return
         self._plans += 1
         if self._plans > MOST_PLANS:
-            self._plans = 0
+            self._plans = 1
             for kind in list(self.kinds.values()):
                 kind.plans = {}
         plan.kind.plans[plan.key] = plan

@@ -187,7 +187,7 @@ REST = {
 
 
 class PackedPlan(Plan):
-    """The plan of `varlen_attn`, as the tests set it; what it knows of offsets, the tests say.
+    """The plan of `varlen_attn`, as the tests set it.
 
     An output is the query plus 1, an LSE the query's sum; gradients are the incoming one times 1, 2, 3.
     """
@@ -195,21 +195,19 @@ class PackedPlan(Plan):
     def __init__(self, module):
         super().__init__()
         self.module = module
-        self.knows_offsets = True
         module.set_plans(self.plan_forward, self.plan_backward, with_sinks, grad_of_sinks)
 
-    def described(self, direction, query, key, cu_seqlens_q, cu_seqlens_k, *rest):
+    def described(self, direction, cu_seqlens_q, cu_seqlens_k, *rest):
         self.made.append(direction)
         self.given = rest
-        offsets = (cu_seqlens_q, cu_seqlens_k, len(query), len(key)) if self.knows_offsets else None
-        return self.kept(direction, offsets=offsets)
+        return self.kept(direction)
 
     def plan_forward(self, query, key, value, *rest):
-        described = self.described("forward", query, key, *rest)
+        described = self.described("forward", *rest)
         return query + 1, query.sum(-1).t().contiguous(), described
 
     def plan_backward(self, grad, query, key, value, out, lse, *rest):
-        described = self.described("backward", query, key, *rest)
+        described = self.described("backward", *rest)
         of_sinks = () if rest[-1] is None else (rest[-1] * 0,)
         return (grad * 1, grad * 2, grad * 3, *of_sinks), described
 

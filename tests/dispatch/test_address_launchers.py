@@ -1,6 +1,5 @@
 """Promises of kernels that are given addresses: what they read, and when they can't run any more."""
 
-import ctypes
 import gc
 import re
 
@@ -71,47 +70,61 @@ def test_an_lse_is_copied_to_where_a_kernel_wants_it(op):
     assert torch.equal(kernel.lse, lse_of(given[1]).transpose(1, 2).flatten())
 
 
+def test_the_lse_of_a_packed_forward_lies_as_the_kernel_writes_it(packed_plan, pair):
+    for token_first, strides in ((True, (1, 2)), (False, (6, 1))):
+        packed_plan.module.drop()
+        kernel = OnAddresses("forward", PACKED, lse_token_first=token_first)
+        packed_plan.forward = kernel.launcher
+        for _ in range(2):
+            planned, (_, lse) = packed_plan.planned(*tensors(PACKED), pair, pair)
+        assert not planned
+        assert lse.stride() == strides
+
+
+def test_it_is_prepared_again_only_for_other_lengths_or_strides(op):
+    kernel = OnAddresses()
+    op.forward = kernel.launcher
+    for shape in ((2, 6, 2, 8), (2, 6, 2, 8), (3, 9, 2, 8), (3, 9, 2, 8), (2, 6, 2, 8)):
+        q, k, v = tensors(shape)
+        planned, (out, *_) = op.planned(q, k, v)
+        assert planned or torch.equal(out, q * 2)
+    lengths = [lengths for lengths, _ in kernel.prepared]
+    assert lengths == [(2, 6, 6, 12, 12), (3, 9, 9, 27, 27), (2, 6, 6, 12, 12)]
+    # The second row of each sequence is left out: the same lengths and classes of strides.
+    q, k, v = (x[:, ::2] for x in tensors((2, 12, 2, 8)))
+    op.planned(q, k, v)
+    assert kernel.prepared[3:] == []  # it isn't contiguous, which is another kind
+    op.planned(q, k, v)
+    wider = [x[:, ::4] for x in tensors((2, 24, 2, 8))]
+    assert not op.planned(*wider)[0]
+    strides = [strides[0] for _, strides in kernel.prepared[3:]]
+    assert strides == [(192, 32, 8, 1), (384, 64, 8, 1)]
+
+
 def test_in_python_it_runs_as_the_call_cache_runs_it(pair):
     dense, packed = OnAddresses("backward", lse_strides=(12, 1, 2)), OnAddresses("forward", PACKED)
     given = backward_tensors()
     assert_equal(dense.launcher.on_addresses(*given), dense.launcher(*given))
-    inputs = tensors(PACKED)
-    assert_equal(packed.launcher.on_addresses(*inputs, pair, pair), packed.launcher(*inputs, pair, pair))
+    assert dense.prepared == [((2, 6, 6, 12, 12), tuple(x.stride() for x in given))]
+    inputs = (*tensors(PACKED), pair, pair, 4, 4, True)
+    assert_equal(packed.launcher.on_addresses(*inputs), packed.launcher(*inputs))
     assert packed.offsets == [0, 2, 6]
-    for can in (False, None):
+    assert packed.prepared[0][0] == (2, 4, 4, 6, 6)
+    for can in (False, None, ""):
         packed.can = can
-        assert packed.launcher.on_addresses(*inputs, pair, pair) is None
+        assert packed.launcher.on_addresses(*inputs) is None
 
 
-def test_a_backward_with_sinks_gets_their_address_behind_that_of_the_lse_which_is_copied_alone(
-    packed_plan, pair
-):
-    inputs = query, key, value = tensors(PACKED)
-    read = []
-
-    def launch(addresses, workspace, stream):
-        lse, sinks = (ctypes.c_void_p * 2).from_address(addresses)
-        read[:] = (ctypes.c_float * 12).from_address(lse)[:], (ctypes.c_float * 2).from_address(sinks)[:]
-        return True
-
-    results = tuple((tuple(x.shape), x.stride(), x.dtype) for x in (*inputs, torch.ones(2)))
-    launcher = AddressLauncher(
-        run=None, launch=launch, operands=(5, 6), results=results, lse_strides=(1, 2), derive=lambda *_: []
-    )
-    packed_plan.options = {"counts_sinks": True}
-    packed_plan.forward = lambda query, *_: (query + 1, query.sum(-1).t().contiguous())
-    packed_plan.backward = launcher
-    sinks = torch.tensor([0.25, -3.0], requires_grad=True)
-    query.requires_grad_()
-    for number in range(2):
-        _, (out, lse) = packed_plan.planned(*inputs, pair, pair, sinks=sinks)
-        assert packed_plan.planned_back(out, [query, sinks])[0] is (number == 0)
-    wanted = [lse.T.flatten().tolist(), sinks.tolist()]
-    assert read == wanted
-    read.clear()
-    given = out, query, key, value, out, lse, sinks, pair, pair
-    gradients = launcher.on_addresses(*(x.detach() for x in given))
-    assert [x.shape for x in gradients] == [x.shape for x in (*inputs, sinks)] and read == wanted
+def test_rows_that_may_see_no_key_are_cleared_in_python_unless_all_are_known_to_see_one():
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)  # of six rows
+    kernel = OnAddresses("forward", PACKED)
+    inputs = tensors(PACKED)
+    out, lse = kernel.launcher.on_addresses(*inputs, ends, ends, 3, 3, False)
+    assert_equal(out[:5], inputs[0][:5] * 2)
+    assert (out[5] == 0).all()
+    assert (lse[:, 5] == -torch.inf).all()
+    out, _ = kernel.launcher.on_addresses(*inputs, ends, ends, 3, 3, True)
+    assert_equal(out, inputs[0] * 2)
 
 
 # ---- what is derived of offsets
@@ -125,11 +138,11 @@ def test_what_is_derived_of_offsets_is_kept_while_they_are_unchanged(packed, pai
         assert packed.kernel.offsets == given.tolist()
     assert [one[0] is others for one in packed.kernel.derived] == [False, True, False]
     pair[1] = 1
-    assert [packed(pair) for _ in range(2)] == [True, False]
+    assert not packed(pair)
     assert packed.kernel.offsets == [0, 1, 6]
     for begin in (3, 2, 5):  # in memory that the one before may have left
         pair.data = torch.tensor([0, begin, 6], dtype=torch.int32)
-        assert [packed(pair) for _ in range(2)] == [True, False]
+        assert not packed(pair)
         assert packed.kernel.offsets == [0, begin, 6]
 
 
@@ -164,7 +177,7 @@ def test_derived_tensors_that_were_freed_are_derived_anew(packed, pair):
 # ---- a kernel that can't run, and errors
 
 
-@pytest.mark.parametrize("can", [False, None], ids=["launch", "derive"])
+@pytest.mark.parametrize("can", [False, None, ""], ids=["launch", "derive", "prepare"])
 def test_a_kernel_that_cannot_run_any_more_leaves_the_call_to_a_new_plan(packed, pair, can):
     packed(pair)
     packed.kernel.can = can
@@ -178,21 +191,21 @@ def test_a_kernel_that_cannot_run_any_more_leaves_the_call_to_a_new_plan(packed,
 WRONG = {
     "error of launch": ({"launch": fails}, LookupError, "of a kernel"),
     "error of derive": ({"derive": fails}, LookupError, "of a kernel"),
-    "operand": ({"operands": (0, 9)}, IndexError, "AddressLauncher.operands has 9, expected less than 6"),
+    "operand": ({"operands": (0, 9)}, IndexError, "Prepared.operands has 9, expected less than 6"),
     "launch": (
         {"launch": lambda *_: None},
         TypeError,
-        "AddressLauncher.launch returned a NoneType, expected True or False",
+        "Prepared.launch returned a NoneType, expected True or False",
     ),
     "derive": (
         {"derive": lambda *_: (1,)},
         TypeError,
-        "AddressLauncher.derive returned a tuple, expected a list of tensors or None",
+        "Prepared.derive returned a tuple, expected a list of tensors or None",
     ),
     "tensors": (
         {"derive": lambda *_: [3]},
         TypeError,
-        "AddressLauncher.derive returned a list with a int, expected tensors",
+        "Prepared.derive returned a list with a int, expected tensors",
     ),
 }
 
@@ -209,15 +222,34 @@ def test_errors_and_what_breaks_the_contract_are_the_callers_errors_and_not_coun
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("prepare", "error", "message"),
     [
-        ({"operands": [0, 1]}, "AddressLauncher.operands: got [0, 1], expected a tuple"),
-        ({"operands": (0, -1)}, "AddressLauncher: got -1, expected whole numbers from 0"),
-        ({"lse_strides": 0}, "AddressLauncher.lse_strides: got 0, expected a tuple"),
-        ({"workspace": 0.5}, "AddressLauncher: got 0.5, expected whole numbers from 0"),
+        (fails, LookupError, "of a kernel"),
+        (lambda *_: 3, TypeError, "AddressLauncher.prepare returned a int, expected a Prepared or None"),
     ],
 )
-def test_a_launcher_that_makes_no_sense_is_refused(changes, message):
+def test_an_error_of_prepare_or_a_wrong_answer_is_the_callers_error(
+    packed_plan, pair, prepare, error, message
+):
+    packed = Packed(packed_plan)
+    packed_plan.forward = AddressLauncher(forward_function, prepare)
+    packed(pair)
+    with pytest.raises(error, match=re.escape(message)):
+        packed(pair)
+    assert packed.plan.counted() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"operands": [0, 1]}, "Prepared.operands: got [0, 1], expected a tuple"),
+        ({"operands": (0, -1)}, "Prepared: got -1, expected whole numbers from 0"),
+        ({"lse_strides": 0}, "Prepared.lse_strides: got 0, expected a tuple"),
+        ({"workspace": 0.5}, "Prepared: got 0.5, expected whole numbers from 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, message):
+    kernel = OnAddresses(**changes)
     with pytest.raises(RegistrationError) as error:
-        AddressLauncher(**{"run": None, "launch": None, "operands": (), "results": ()} | changes)
+        kernel.launcher.on_addresses(*tensors())
     assert str(error.value) == message

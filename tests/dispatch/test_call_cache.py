@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from support import dense, truth
 from support.dense import assert_right, with_gradients
+from support.known import know
 
 import attnreg
 from attnreg import aten
 from attnreg.aten import routing
+from attnreg.backends import math as math_backend
 from attnreg.dispatch import call_cache, counters, scope
 from attnreg.torchlib import captured
 
@@ -63,6 +65,11 @@ def in_bshd_memory(inputs):
     return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
 
 
+def in_rows_of_nine(inputs):
+    """Return the same tensors with rows that don't all begin where sixteen bytes can be read at a time."""
+    return [x.new_empty(*x.shape[:-1], 9)[..., :8].copy_(x) for x in inputs]
+
+
 def deterministic(call, warn_only=False):
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
@@ -77,11 +84,14 @@ def scoped(call):
 
 
 DIFFERENT = {
-    "length": lambda: attend(qkv(length=9)),
-    "length of the keys": lambda: attend([qkv()[0], *qkv(length=9)[1:]]),
+    "one query": lambda: attend([qkv(length=1)[0], *qkv()[1:]]),
+    "more keys than queries": lambda: attend([qkv()[0], *qkv(length=9)[1:]]),
+    "more queries than keys": lambda: attend([qkv(length=9)[0], *qkv()[1:]]),
     "heads": lambda: attend(qkv(heads=2)),
     "dtype": lambda: attend(qkv(dtype=torch.bfloat16)),
-    "strides": lambda: attend(in_bshd_memory(qkv())),
+    "contiguity": lambda: attend(in_bshd_memory(qkv())),
+    "strides of other classes": lambda: attend(in_rows_of_nine(qkv())),
+    "a stride of 0": lambda: attend([x[:1].expand(2, -1, -1, -1) for x in qkv()]),
     "alignment": lambda: attend(offset_by_one(qkv())),
     "causal": lambda: attend(qkv(), is_causal=True),
     "scale": lambda: attend(qkv(), scale=0.5),
@@ -96,11 +106,43 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("different", DIFFERENT.values(), ids=DIFFERENT)
 def test_a_call_that_differs_is_planned(installed, planned, different):
-    attnreg.register_backend("cpu")
+    attnreg.register_backend("math")
     repeat(lambda: attend(qkv()))
     assert planned(lambda: attend(qkv(seed=1))) == 0
     assert planned(different) == 1
     assert planned(lambda: attend(qkv(seed=2))) == 0
+
+
+@pytest.fixture
+def only_math(monkeypatch):
+    """Have plain math known alone, and serve: no other backend's cuts divide lengths into classes."""
+    know(monkeypatch, math_backend.BACKEND)
+    attnreg.register_backend("math")
+
+
+@pytest.mark.usefixtures("only_math")
+def test_new_lengths_of_a_class_take_no_plan_and_are_right(installed, planned, ran):
+    repeat(lambda: attend_and_back(qkv(grad=True)))
+    assert ran() == {"math": (3, 3)}
+    for length in (12, 4, 100, 16):
+        inputs, results = qkv(length=length, batch=length // 4, grad=True, seed=length), []
+        is_new = length == 4  # a batch of one, whose stride says nothing
+        assert (planned(lambda: results.extend(attend_and_back(inputs))) > 0) == is_new  # noqa: B023
+        assert_right(results, inputs)
+    assert ran() == {"math": (4, 4)}
+
+
+@pytest.mark.usefixtures("only_math")
+def test_other_strides_of_the_same_classes_take_no_plan(installed, planned):
+    def every(step):
+        return [x[:, :, ::step] for x in qkv(length=8 * step, seed=step)]
+
+    repeat(lambda: attend(every(2)))
+    for step in (3, 5):
+        inputs, outs = every(step), []
+        assert planned(lambda: outs.append(attend(inputs))) == 0  # noqa: B023
+        truth.assert_near(outs[0], truth.dense(*inputs)[0])
+    assert planned(lambda: attend(every(1))) == 1  # contiguous ones
 
 
 def test_a_mask_of_another_shape_is_planned(op):
@@ -259,7 +301,7 @@ def test_while_paused_every_call_is_planned_also_by_routers_that_are_put_in_mean
         assert captured.call_cache_in_use is False
         assert planned(lambda: repeat(lambda: attend(qkv()))) == 3
     assert captured.call_cache_in_use
-    attend(qkv())
+    repeat(lambda: attend(qkv()), 2)  # the first one's results are checked against the contract
     assert planned(lambda: attend(qkv())) == 0
 
 

@@ -17,7 +17,7 @@ import attnreg
 from attnreg import aten
 from attnreg.backends import math as math_backend
 from attnreg.backends.cpu import compiled
-from attnreg.contract.launchers import AddressLauncher
+from attnreg.contract.launchers import AddressLauncher, Prepared
 from attnreg.dispatch.counters import Failure
 from attnreg.errors import is_of_device
 from attnreg.selection import ranks
@@ -163,15 +163,13 @@ def raising_function(direction, tensors, call):
     return raising
 
 
-def on_addresses(launch, direction, tensors):
-    """Return a launcher of a (2, 5, 3, D) call as the C++ runs it."""
-    dense, lse = [(x.shape, x.stride(), x.dtype) for x in tensors], ((2, 3, 5), (15, 5, 1), torch.float32)
-    results = (dense[0], lse) if direction == "forward" else tuple(dense[1:4])
-    return AddressLauncher(launch, launch, tuple(range(3)), results)
+def on_addresses(launch):
+    """Return a launcher as the C++ runs it."""
+    return AddressLauncher(launch, lambda *_: Prepared(launch, (0, 1, 2)))
 
 
 def raising_on_addresses(direction, tensors, call):
-    return on_addresses(raising, direction, tensors)
+    return on_addresses(raising)
 
 
 def breaking(direction, tensors, call):
@@ -333,7 +331,7 @@ def refusing(error, refused, kind):
     def specialize(direction, tensors, call):
         if direction != refused:
             return None
-        return launch if kind == "function" else on_addresses(launch, direction, tensors)
+        return launch if kind == "function" else on_addresses(launch)
 
     kernels = failing.backend.load()._replace(specialize=specialize)
     return dataclasses.replace(failing.backend, load=lambda: kernels), failing.called

@@ -1,10 +1,10 @@
 """Promises of launchers: functions, torch's own kernels and kernels on addresses, run by the call cache."""
 
 import ctypes
-import dataclasses
 import functools
 import gc
 import logging
+import math
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.dense import assert_right, with_gradients
+from support.native_calls import NativeCall
 
 import attnreg
 from attnreg.contract import offsets
-from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.contract.launchers import MAX_K, MAX_Q, AddressLauncher, NativeLauncher, OpLauncher, Prepared
 from attnreg.torchlib import captured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,18 +63,31 @@ def define_kernels():
         "attnreg_kernel_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float scale) "
         "-> (Tensor, Tensor, Tensor)"
     )
+    lengths = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_q, int max_k"
+    defined.define(f"attnreg_packed(Tensor q, Tensor k, Tensor v, {lengths}) -> (Tensor, Tensor)")
+    defined.define(
+        "attnreg_packed_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+        f"{lengths}) -> (Tensor, Tensor, Tensor)"
+    )
     kernels = torch.library.Library("aten", "IMPL")
+
+    def packed(q, k, v, *rest):
+        SEEN.append((rest[2:], {}))
+        return forward_function(q, k, v)
 
     def forward(q, k, v, *rest, **options):
         SEEN.append((rest, options))
         return *forward_function(q, k, v), q.new_zeros(2)
 
     kernels.impl("attnreg_kernel", forward, "CPU")
-    kernels.impl("attnreg_kernel_backward", lambda *given: backward_function(*given[:6]), "CPU")
+    kernels.impl("attnreg_packed", packed, "CPU")
+    for op in ("attnreg_kernel_backward", "attnreg_packed_backward"):
+        kernels.impl(op, lambda *given: backward_function(*given[:6]), "CPU")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured, "check_not_overridden", lambda *_: None)
-        for op in ("attnreg_kernel", "attnreg_kernel_backward"):
+        for op in ("attnreg_kernel", "attnreg_packed"):
             captured.capture(op, "CPU")
+            captured.capture(f"{op}_backward", "CPU")
     return defined, kernels
 
 
@@ -95,25 +109,46 @@ class Vector(NamedTuple):
 
 
 class OnAddresses:
-    """A kernel on addresses with the values of the functions above; of packed calls it reads offsets, too."""
+    """A kernel on addresses with the values of the functions above; of packed calls it reads offsets, too.
+
+    Attributes:
+        prepared: the lengths and strides that it was asked about.
+        launched: for each launch whether there was a workspace, and the stream.
+        derived, vectors: the offsets that something was derived of, and weak references to that.
+        can: False where it can't launch any more, None where nothing can be derived, "" where nothing can
+            be prepared.
+        keeps: whether what was derived is kept with the offsets.
+        offsets, lse: what the last launch has read of them.
+    """
 
     def __init__(self, direction="forward", shape=SHAPE, **changes):
-        self.backward, self.shape, self.packed = direction == "backward", shape, len(shape) == 3
-        self.launched, self.derived, self.can, self.keeps = [], [], True, True
+        self.is_backward, self.is_packed, self.changes = direction == "backward", len(shape) == 3, changes
+        self.heads, self.dim = shape[-2:]
+        self.prepared, self.launched, self.derived, self.vectors = [], [], [], []
+        self.can, self.keeps = True, True
         self.offsets = self.lse = None
-        self.vectors = []
-        given = 6 if self.backward else 3
-        like = (shape, torch.empty(shape).stride(), torch.float32)
-        lse = torch.empty(shape[:-1]).transpose(-1, -2)  # its strides are not those of a new tensor
-        results = (like,) * 3 if self.backward else (like, (tuple(lse.shape), lse.stride(), torch.float32))
-        read = (0, 5) if self.backward else (0,)
-        further = (given + len(results),) if self.packed else ()
-        operands = (*read, *range(given, given + len(results)), *further)
-        function = backward_function if self.backward else forward_function
-        made = AddressLauncher(
-            function, self.launch, operands, results, 48, None, self.derive if self.packed else None
+        function = backward_function if self.is_backward else forward_function
+        self.launcher = AddressLauncher(function, self.prepare)
+
+    def prepare(self, *given):
+        *lengths, strides = given
+        self.prepared.append((tuple(lengths), strides))
+        if self.can == "":
+            return None
+        batch, max_q, _, tokens_q, _ = lengths
+        rows = (tokens_q,) if self.is_packed else (batch, max_q)
+        shape = *rows, self.heads, self.dim
+        tensors, results = (6, 3) if self.is_backward else (3, 2)
+        read = (0, 5) if self.is_backward else (0,)
+        further = (tensors + results,) if self.is_packed else ()
+        how = Prepared(
+            functools.partial(self.launch, shape),
+            (*read, *range(tensors, tensors + results), *further),
+            workspace=48,
+            lse_token_first=self.is_packed and not self.is_backward,
+            derive=self.derive if self.is_packed else None,
         )
-        self.launcher = dataclasses.replace(made, **changes)
+        return how._replace(**self.changes)
 
     def derive(self, *pair):
         self.derived.append(pair)
@@ -125,33 +160,82 @@ class OnAddresses:
         self.vectors.append(weakref.ref(vector))
         return [vector]
 
-    def launch(self, addresses, workspace, stream):
-        pointers = list((ctypes.c_void_p * len(self.launcher.operands)).from_address(addresses))
+    def launch(self, shape, addresses, workspace, stream):
+        count = 6 if self.is_backward else 4
+        pointers = list((ctypes.c_void_p * (count - (not self.is_packed))).from_address(addresses))
         ctypes.memset(workspace, 1, 48)
         self.launched.append((workspace != 0, stream))
         if not self.can:
             return False
-        count = torch.empty(self.shape).numel()
-        source = floats(pointers.pop(0), count).clone()
-        if self.backward:
-            self.lse = floats(pointers.pop(0), count // self.shape[-1]).clone()
+        source = floats(pointers.pop(0), math.prod(shape)).clone().view(shape)
+        if self.is_backward:
+            self.lse = floats(pointers.pop(0), math.prod(shape[:-1])).clone()
             for factor in (2, 3, 4):
-                floats(pointers.pop(0), count).copy_(source * factor)
+                floats(pointers.pop(0), math.prod(shape)).view(shape).copy_(source * factor)
         else:
-            floats(pointers.pop(0), count).copy_(source * 2)
-            # The rows of the LSE come first in memory, as in the query.
-            floats(pointers.pop(0), count // self.shape[-1]).copy_(source.view(-1, self.shape[-1]).sum(-1))
-        if self.packed:
+            floats(pointers.pop(0), math.prod(shape)).view(shape).copy_(source * 2)
+            lse = source.sum(-1) if self.is_packed else lse_of(source)
+            floats(pointers.pop(0), lse.numel()).copy_(lse.flatten())
+        if self.is_packed:
             self.offsets = floats(pointers.pop(0), 3).tolist()
         return True
 
 
+class InC:
+    """A C function with the values of the functions above, and what it was given.
+
+    Attributes:
+        calls: `(batch, max_q, max_k, offsets, context)` of each call, offsets as lists or None.
+        status: what it returns.
+    """
+
+    def __init__(self, direction="forward"):
+        self.is_backward, self.calls, self.status = direction == "backward", [], 0
+        self.function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)(self.run)
+        self.launcher = NativeLauncher(
+            backward_function if self.is_backward else forward_function,
+            ctypes.cast(self.function, ctypes.c_void_p).value,
+            context=7,
+            keep=self.function,
+        )
+
+    def run(self, context, address):
+        call = NativeCall.from_address(address)
+        operands = [operand_of(call.operands[n]) for n in range(call.operand_count)]
+        pairs = [
+            (ctypes.c_int32 * (call.batch + 1)).from_address(at)[:] if at else None
+            for at in (call.cu_seqlens_q, call.cu_seqlens_k)
+        ]
+        self.calls.append((call.batch, call.max_q, call.max_k, *pairs, context))
+        if self.status == 0:
+            count = 6 if self.is_backward else 3
+            values = (backward_function if self.is_backward else forward_function)(*operands[:count])
+            for result, value in zip(operands[count:], values, strict=True):
+                result.copy_(value)
+        return self.status
+
+
+def operand_of(operand):
+    """Return the tensor that a `NativeOperand` describes."""
+    rank = sum(size > 0 for size in operand.sizes)
+    sizes, strides = operand.sizes[:rank], operand.strides[:rank]
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return floats(operand.data, reach).as_strided(sizes, strides)
+
+
+def of_torchs(is_packed):
+    if not is_packed:
+        return op_launcher(), op_launcher(op="attnreg_kernel_backward", results=3)
+    lengths = MAX_Q, MAX_K
+    return op_launcher(*lengths, op="attnreg_packed"), op_launcher(
+        *lengths, op="attnreg_packed_backward", results=3
+    )
+
+
 KINDS = {
     "function": lambda shape: (forward_function, backward_function),
-    "torch's kernel": lambda shape: (
-        op_launcher() if len(shape) == 4 else forward_function,
-        op_launcher(op="attnreg_kernel_backward", results=3) if len(shape) == 4 else backward_function,
-    ),
+    "torch's kernel": lambda shape: of_torchs(len(shape) == 3),
+    "C function": lambda shape: (InC("forward").launcher, InC("backward").launcher),
     "addresses": lambda shape: (
         OnAddresses("forward", shape).launcher,
         OnAddresses("backward", shape).launcher,
@@ -195,6 +279,64 @@ def test_each_kind_runs_packed_calls_and_is_counted(packed_plan, pair, make):
         assert planned <= (seed < 2)
         assert torch.equal(grad, torch.ones_like(q) * (1 if planned else 2))
     assert packed_plan.counted() >= 5
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_each_kind_runs_dense_calls_of_whatever_lengths(op, make):
+    op.forward, op.backward = make(SHAPE)
+    for number, (batch, rows) in enumerate([(2, 8), (3, 12), (5, 4), (2, 512), (7, 20)]):
+        given = backward_tensors((batch, rows, 2, 8), number)
+        _, q, k, v, *_ = given
+        planned, (out, lse, *_, length) = op.planned(q, k, v)
+        assert planned == (number == 0)
+        assert_equal((out, lse), (q + 1, lse_of(q)) if planned else forward_function(q, k, v))
+        planned, grads = op.planned_back(*given, torch.zeros(()))
+        assert planned == (number == 0)
+        assert_equal(grads, [given[0] + n for n in (1, 2, 3)] if planned else backward_function(*given))
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_each_kind_runs_packed_calls_of_whatever_lengths(packed_plan, make):
+    packed_plan.forward, packed_plan.backward = make(PACKED)
+    for number, lengths in enumerate([(2, 6), (5, 6, 9), (8, 4), (30, 70), (2, 3, 2, 2, 3)]):
+        ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        q, k, v = tensors((sum(lengths), 2, 8), number)
+        q.requires_grad_()
+        options = {"max_q": max(lengths), "max_k": max(lengths)}
+        planned, (out, lse) = packed_plan.planned(q, k, v, ends, ends, **options)
+        assert planned == (number == 0)
+        assert_equal((out, lse), (q + 1, lse_of(q)) if planned else forward_function(q, k, v))
+        planned, (grad,) = packed_plan.planned_back(out, [q])
+        assert planned <= (number < 2)  # see above
+        assert torch.equal(grad, torch.ones_like(q) * (1 if planned else 2))
+
+
+def test_launchers_are_given_the_lengths_of_each_packed_call(packed_plan):
+    """Functions behind the tensors, torch's kernels in their places, C functions and kernels on addresses."""
+    given, in_c, on_addresses = [], InC(), OnAddresses("forward", PACKED)
+    forward = {
+        "function": lambda *all_given: given.append(all_given[3:]) or forward_function(*all_given),
+        "op": op_launcher(MAX_Q, MAX_K, op="attnreg_packed"),
+        "C": in_c.launcher,
+        "addresses": on_addresses.launcher,
+    }
+    SEEN.clear()
+    for launcher in forward.values():
+        packed_plan.module.drop()
+        packed_plan.forward = launcher
+        for lengths in ((2, 4), (3, 6, 5), (9, 2)):
+            ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+            options = {"max_q": max(lengths), "max_k": max(lengths) + 1}
+            packed_plan.planned(*tensors((sum(lengths), 2, 8)), ends, ends, **options)
+    assert [(list(map(torch.Tensor.tolist, one[:2])), *one[2:]) for one in given] == [
+        ([[0, 3, 9, 14]] * 2, 6, 7, False),
+        ([[0, 9, 11]] * 2, 9, 10, False),
+    ]
+    assert [rest for rest, _ in SEEN] == [(6, 7), (9, 10)]
+    pairs = [0, 3, 9, 14], [0, 9, 11]
+    assert in_c.calls == [(3, 6, 7, pairs[0], pairs[0], 7), (2, 9, 10, pairs[1], pairs[1], 7)]
+    strides = ((16, 8, 1),) * 3
+    assert on_addresses.prepared == [((3, 6, 7, 14, 14), strides), ((2, 9, 10, 11, 11), strides)]
 
 
 def test_results_of_a_launcher_are_laid_out_as_torchs_own_kernels_lay_theirs_out(op):
@@ -243,6 +385,36 @@ def test_a_better_launcher_is_looked_for_ever_more_rarely_and_once_found_stays(o
         planned, (out, *_) = op.planned(*inputs)
         assert not planned
         assert torch.equal(out, inputs[0] * 5)
+
+
+def test_a_c_function_that_has_done_nothing_leaves_the_call_to_a_new_plan(op, packed_plan, pair):
+    in_c = InC()
+    op.forward = packed_plan.forward = in_c.launcher
+    dense, packed = tensors(), tensors(PACKED)
+    op.planned(*dense)
+    packed_plan.planned(*packed, pair, pair)
+    in_c.status = 3
+    planned, (out, *_) = op.planned(*dense)
+    assert planned
+    assert torch.equal(out, dense[0] + 1)
+    planned, (out, _) = packed_plan.planned(*packed, pair, pair)
+    assert planned
+    assert torch.equal(out, packed[0] + 1)
+    in_c.status = 0
+    assert not op.planned(*dense)[0]
+    assert not packed_plan.planned(*packed, pair, pair)[0]
+    assert (op.counted(), packed_plan.counted()) == (1, 1)
+
+
+def test_a_c_function_reads_contiguous_offsets_of_32_bits_only(packed_plan, pair):
+    in_c = InC()
+    packed_plan.forward = in_c.launcher
+    inputs = tensors(PACKED)
+    strided = torch.tensor([0, 9, 2, 9, 6, 9], dtype=torch.int32)[::2]
+    for given in (pair.long(), strided):
+        for _ in range(3):
+            assert packed_plan.planned(*inputs, given, given)[0]
+    assert in_c.calls == []
 
 
 # ---- errors

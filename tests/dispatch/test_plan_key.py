@@ -153,14 +153,43 @@ def test_one_key_serves_calls_of_different_scale_each_with_its_own(plans):
     assert len(state().plans()) == 1
 
 
-def test_plans_of_ever_new_lengths_are_dropped_before_there_are_too_many(plans, monkeypatch, ran):
+def of_length(length):
+    """Return the arguments of a packed call of one sequence."""
+    tensors = [torch.randn(length, 2, 16) for _ in "qkv"]
+    offsets = torch.tensor([0, length], dtype=torch.int32)
+    return *tensors, Call(0.25, length, length, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+
+
+def test_new_lengths_of_a_class_make_no_plan_and_others_do(plans, ran):
+    assert [plans(*of_length(length)) for length in (1, 2, 3, 40, 1000, 1)] == [1, 1, 0, 0, 0, 0]
+    longer_queries = CALL._replace(max_q=5)
+    assert [plans(*PACKED, call) for call in (CALL, longer_queries, CALL)] == [0, 1, 0]
+    assert ran() == {"mine": (9, 0)}
+
+
+def reading_lengths(spec):
+    """Refuse nothing, by lengths that no cut names: each length may be decided otherwise."""
+    return () if spec.max_q >= 0 else ("max_q must be 0 or more",)
+
+
+def test_plans_of_ever_new_lengths_are_dropped_before_there_are_too_many(fake, monkeypatch, ran):
+    """Where lengths count exactly; elsewhere there is one a class."""
     monkeypatch.setattr("attnreg.dispatch.state.MOST_PLANS", 8)
-    made = 0
-    for length in range(1, 41):
-        tensors = [torch.randn(length, 2, 16) for _ in "qkv"]
-        offsets = torch.tensor([0, length], dtype=torch.int32)
-        call = Call(0.25, length, length, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-        made += plans(*tensors, call) > 0
-        assert len(state().plans()) <= 8
-    assert made >= 35  # the others found the plans full
+    made = []
+    with attnreg.register_backend(fake("mine", refuses=reading_lengths).backend):
+        for length in range(1, 41):
+            *tensors, call = of_length(length)
+            plan = plan_for("forward", *tensors, call, None)
+            made.append(not plan.is_checked)
+            plan.run(*tensors, call)
+            assert len(state().plans()) <= 8
+    assert made == [True] * 40
+    assert ran() == {"mine": (40, 0)}
+
+
+def test_kinds_are_dropped_before_there_are_too_many(plans, monkeypatch, ran):
+    monkeypatch.setattr("attnreg.dispatch.state.MOST_PLANS", 8)
+    for dim in range(1, 41):
+        plans(*[torch.randn(6, 2, dim) for _ in "qkv"], CALL)
+        assert len(state().kinds) <= 8
     assert ran() == {"mine": (40, 0)}
