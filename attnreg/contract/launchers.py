@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.contract.rows import clear_backward, clear_forward
+from attnreg.contract.rows import blanked, clear_backward, clear_forward
 from attnreg.errors import RegistrationError
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import contiguous_strides, stream_of, uninitialized, with_strides
@@ -159,6 +159,42 @@ class NativeLauncher:
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""
         return self.run(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionLauncher:
+    """A function of Python's for packed calls, which leaves rows to the call cache.
+
+    Where rows aren't known to belong to sequences with queries and keys, the call cache clears the results'
+    other rows. The function is then called as if that were known.
+
+    Attributes:
+        run: the function.
+        window: (left, right) as in `Call`: rows that see no key are cleared by it.
+        finite: pairs of a tensor's place and 1 if its rows are those of keys, else 0. In a copy of such a
+            tensor, rows past the last offset are zeros: the function reads them, and a NaN would spread.
+    """
+
+    run: Callable[..., tuple[Tensor, ...] | None]
+    window: tuple[int, int]
+    finite: tuple[tuple[int, int], ...] = ()
+
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as the compiled call cache takes it."""
+        return self.run, self.window, self.finite
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        """Return the results for the arguments of a launcher."""
+        tensors, call = split(arguments)
+        if call is None or call.all_rows_see_keys:
+            return self.run(*arguments)
+        of_keys = dict(self.finite)
+        tensors = tuple(
+            blanked(x, call.offsets[of_keys[place]]) if place in of_keys else x
+            for place, x in enumerate(tensors)
+        )
+        results = self.run(*tensors, *call.offsets, *call.longest, True)
+        return None if results is None else call.cleared(results, self.window)
 
 
 class Prepared(NamedTuple):

@@ -23,6 +23,7 @@ from attnreg.contract import offsets, rows
 from attnreg.contract.backend import Call
 from attnreg.contract.launchers import (
     AddressLauncher,
+    FunctionLauncher,
     Launcher,
     NativeLauncher,
     OpLauncher,
@@ -156,7 +157,7 @@ def _provide_device_code(device: torch.device) -> None:
     """Give the module the kernels for packed calls on a GPU, once."""
     if device in _with_device_code or active is None:
         return
-    kernels = rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.FACTS
+    kernels = rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.FACTS, rows.BLANK
     addresses = [kernel.address(device) for kernel in kernels]
     if None in addresses:
         return  # Python runs packed calls with rows of which nothing is known
@@ -227,7 +228,12 @@ def described(kept: Kept | bool | None) -> Any:
     return launcher, plan.counters, decline_reason, kept.is_final, *auxiliary, kept.counts_sinks, classes
 
 
-_FORMS = {OpLauncher: "op", NativeLauncher: "native", AddressLauncher: "addresses"}
+_FORMS = {
+    OpLauncher: "op",
+    NativeLauncher: "native",
+    AddressLauncher: "addresses",
+    FunctionLauncher: "function",
+}
 
 
 @functools.lru_cache(maxsize=256)

@@ -98,16 +98,8 @@ class Lengths:
             WRITE(-(-width // _BLOCK), _BLOCK, *given, stream=stream)
         else:
             _write_by_ops(rows, known, cu_seqlens_q, cu_seqlens_k, seqused_k)
-        lengths, starts_q, starts_k, *others = rows.unbind()
-        queries, keys = lengths.view(torch.int32).chunk(2)
-        self._rows = rows
-        self._inputs: dict[Slot | RaggedOffset, Tensor] = {
-            Slot.SEQ_LEN_Q: queries,
-            Slot.SEQ_LEN_K: keys,
-            RaggedOffset(False, 1): starts_q,
-            RaggedOffset(True, 1): starts_k,
-            **dict(zip(known, others, strict=True)),
-        }
+        self._rows, self._known = rows, known
+        self._inputs: dict[Slot | RaggedOffset, Tensor] = {}
         self._of_plans: dict[int, list[Tensor]] = {}
 
     def differs(self, newer: Lengths) -> Tensor:
@@ -119,15 +111,30 @@ class Lengths:
 
         Lengths are int32 (batch,), ragged offsets int64 (batch + 1,).
         """
-        found = self._of_plans.get(plan.lengths_key)
-        if found is None:
-            inputs = self._inputs
-            for wanted in plan.lengths:
-                if isinstance(wanted, RaggedOffset) and wanted not in inputs:
-                    # The plan was built after this batch was first seen.
-                    inputs[wanted] = inputs[RaggedOffset(wanted.of_keys, 1)] * wanted.token_stride
-            found = self._of_plans[plan.lengths_key] = [inputs[wanted] for wanted in plan.lengths]
-        return found
+        inputs = self._of_plans.get(plan.lengths_key)
+        if inputs is None:
+            inputs = self._of_plans[plan.lengths_key] = [self._input(wanted) for wanted in plan.lengths]
+        return inputs
+
+    def _input(self, wanted: Slot | RaggedOffset) -> Tensor:
+        """Return one input: a view of the rows, made when a plan first reads it."""
+        kept = self._inputs.get(wanted)
+        if kept is None:
+            kept = self._inputs[wanted] = self._made(wanted)
+        return kept
+
+    def _made(self, wanted: Slot | RaggedOffset) -> Tensor:
+        rows = self._rows
+        if not isinstance(wanted, RaggedOffset):
+            width = rows.shape[1]
+            start = 0 if wanted is Slot.SEQ_LEN_Q else width
+            return rows[0].view(torch.int32)[start : start + width]
+        of_keys, stride = wanted
+        if stride == 1:
+            return rows[1 + of_keys]
+        if wanted in self._known:
+            return rows[3 + self._known.index(wanted)]
+        return rows[1 + of_keys] * stride  # the plan was built after this batch was first seen
 
 
 def _write_by_ops(

@@ -244,7 +244,9 @@ def _given(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
     """Return what a launcher is called with. Rows of calls with sinks are known to see keys."""
     given: list[Any] = [*inputs, *_further(call).values()]
     if call.cu_seqlens_q is not None:
-        given += call.max_q, call.max_k, call.sinks is not None
+        query, key = inputs[:2] if len(inputs) == 3 else inputs[1:3]
+        known = call.sinks is not None or _none_unused(query, key, call)
+        given += call.max_q, call.max_k, known
     return given
 
 

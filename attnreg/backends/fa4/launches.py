@@ -17,9 +17,8 @@ from torch import Tensor
 
 from attnreg.backends.fa4.compiled_kinds import MANY, Class, Family, cuts
 from attnreg.backends.fa4.package import INTERFACE
-from attnreg.contract.offsets import facts_of
-from attnreg.contract.rows import blanked, clear_backward, clear_forward
-from attnreg.torchlib.layout import stream_of, uninitialized
+from attnreg.contract.launchers import FunctionLauncher
+from attnreg.torchlib.layout import uninitialized
 
 Results = tuple[Tensor, ...]
 # Called with the tensors of a dense call. Of a packed one sinks follow if it has some, then both offsets, the
@@ -84,40 +83,23 @@ def _dense(family: Family, run: Any, find: Any, first: int) -> Launch:
 
 def _packed(family: Family, run: Any, find: Any, first: int, window: tuple[int, int]) -> Launch:
     (of_batch, of_q, of_k), has_sinks = cuts(family), bool(family.sinks)
-    clear: Any = clear_backward if first else clear_forward
-    bounds = () if first else (window,)
 
-    def launch(*given: Any) -> Results | None:
-        *tensors, cu_q, cu_k, max_q, max_k, known = given
+    def launch(*arguments: Any) -> Results | None:
+        *tensors, cu_q, cu_k, max_q, max_k, _ = arguments
         sinks = tensors.pop() if has_sinks else None
         query, key = tensors[first : first + 2]
         batch = cu_q.shape[0] - 1
         compiled = find((bisect_left(of_batch, batch), bisect_left(of_q, max_q), bisect_left(of_k, max_k)))
         if compiled is None or not query.numel() or not key.numel():
             return None
-        if sinks is not None and (not known or sinks.data_ptr() & 15):
+        if sinks is not None and sinks.data_ptr() & 15:
             return None  # the package copies sinks that aren't aligned
-        if not known and cu_q is not cu_k:  # of one pair the caller knows as much
-            stream = stream_of(query) if query.is_cuda else 0
-            known = facts_of(cu_q, cu_k, query.shape[0], key.shape[0], stream).no_unused_rows
-        if known:
-            return run(compiled, batch, max_q, max_k, cu_q, cu_k, sinks, *tensors)  # type: ignore[no-any-return]
-        results = run(compiled, batch, max_q, max_k, cu_q, cu_k, None, *_finite(tensors, cu_q, cu_k))
-        clear(*results, cu_q, cu_k, *bounds)
-        return results  # type: ignore[no-any-return]
+        return run(compiled, batch, max_q, max_k, cu_q, cu_k, sinks, *tensors)  # type: ignore[no-any-return]
 
-    return launch
-
-
-def _finite(tensors: list[Tensor], cu_q: Tensor, cu_k: Tensor) -> Results:
-    """Return the tensors with zeros in rows past the last offset, in copies, where they have to be finite."""
-    if len(tensors) == 3:
-        # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
-        query, key, value = tensors
-        return query, key, blanked(value, cu_k)
-    # Here each row is a factor of a sum over a whole tile.
-    grad, query, key, value, *rest = tensors
-    return blanked(grad, cu_q), blanked(query, cu_q), blanked(key, cu_k), blanked(value, cu_k), *rest
+    # Weights of unused keys are zero, whatever is in the keys: of a forward only the values matter. In a
+    # backward each row is a factor of a sum over a whole tile.
+    finite = ((0, 0), (1, 0), (2, 1), (3, 1)) if first else ((2, 1),)
+    return FunctionLauncher(launch, window, finite)
 
 
 def _forward(family: Family, arguments: Arguments, memory: Memory) -> Any:

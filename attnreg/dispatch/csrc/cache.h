@@ -55,6 +55,8 @@ struct Entry {  // how a call is run: by one of the four, or by torch's own kern
   std::shared_ptr<const NativeLauncher> native;
   std::shared_ptr<const AddressLauncher> addresses;
   Window window{};  // of a packed call on a GPU: by it rows are cleared that aren't known to see a key
+  bool clears = false;  // whether they are cleared after a function of Python's; after the others they always are
+  std::vector<std::pair<size_t, bool>> finite{};  // tensors whose rows of no sequence have to be finite, and (true) of keys
   Tallies tallies;
   Object decline_reason;  // counts an error, and returns None unless the backend declines the call with it
   bool is_final = true;
@@ -111,14 +113,20 @@ bool run_unless_declined(const Entry& entry, const Run& run) {
   }
 }
 
-// What the host knows of a pair of offsets: nothing as long as the device was only asked, then whether every row sees a
-// key. After a while it is asked again, whether that is so still.
-enum class Known { kAsked, kYes, kNo, kAskedAgain };
+// What the host knows of a pair of offsets: nothing as long as the device was only asked, then what it answered. After a
+// while it is asked again, whether that is so still.
+enum class Known { kAsked, kAnswered, kNothing, kAskedAgain };
+
+struct Facts {
+  bool fills_rows = false;  // whether every row belongs to a sequence that has queries and keys
+  bool knows_rows = false;  // whether every row also sees a key, whatever the mask
+};
 
 struct Offsets {
   SeenOffsets seen;
   int64_t tokens_q, tokens_k;
-  Known known = Known::kNo;
+  Known known = Known::kNothing;
+  Facts facts{};
   int64_t slot = -1;  // where the device answers
 };
 
@@ -316,16 +324,28 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
   if (device.is_cuda()) {
     there.reset_device(device);
   }
-  if (entry.python) {
-    return launch(entry.python.get(), call, results);
-  }
   if (entry.native) {
     return launch(*entry.native, call, results);
   }
-  const bool clears = call.is_packed && !call.knows_rows && device.is_cuda();
+  const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
+  const bool clears = call.is_packed && is_unknown && device.is_cuda();
   const DeviceCode* code = clears ? device_code_of(device) : nullptr;
   if (clears && !code) {
     return false;
+  }
+  if (entry.python) {
+    if (!clears) {
+      return launch(entry.python.get(), call, results);
+    }
+    Tensors tensors(call.tensors.begin(), call.tensors.end());
+    for (const auto& [place, of_keys] : entry.finite) {
+      tensors[place] = blanked(*code, tensors[place], call.offsets(of_keys));
+    }
+    if (!launch(entry.python.get(), Launch{tensors, call.lengths, true, true, true, call.is_forward}, results)) {
+      return false;
+    }
+    clear(*code, call, entry.window, results);
+    return true;
   }
   if (entry.op) {
     launch(*entry.op, call, keys, results, spare);

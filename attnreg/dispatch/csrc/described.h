@@ -108,6 +108,19 @@ inline void read_address_launcher(PyObject* described, Entry& entry) {
   entry.addresses = std::move(addresses);
 }
 
+inline void read_function_launcher(PyObject* described, Entry& entry) {
+  const char* kind = nullptr;
+  PyObject *launcher = nullptr, *run = nullptr, *finite = nullptr;
+  long long left = -1, right = -1;
+  if (!PyArg_ParseTuple(described, "sOO(LL)O!", &kind, &launcher, &run, &left, &right, &PyTuple_Type, &finite)) {
+    throw_error_of_python();
+  }
+  entry.python = held(run);
+  entry.window = {left, right};
+  entry.clears = true;
+  entry.finite = places_of(finite);
+}
+
 // Read the cuts of a kind of calls: pairs of terms, each a coefficient and lengths as bits, and of a number.
 inline Classes read_classes(PyObject* cuts) {
   Classes classes;
@@ -158,6 +171,8 @@ inline void keep_described(
       read_op_launcher(launcher, tensors + counts_sinks, *entry);
     } else if (kind == std::string("native")) {
       read_native_launcher(launcher, *entry);
+    } else if (kind == std::string("function")) {
+      read_function_launcher(launcher, *entry);
     } else {
       read_address_launcher(launcher, *entry);
     }

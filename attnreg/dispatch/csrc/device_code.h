@@ -18,7 +18,7 @@ struct Window {
 struct DeviceCode {
   using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   LaunchKernel launch = nullptr;
-  void *clear_forward = nullptr, *clear_backward = nullptr, *facts = nullptr;
+  void *clear_forward = nullptr, *clear_backward = nullptr, *facts = nullptr, *blank = nullptr;
 };
 
 constexpr int64_t kMostDevices = 64, kBlock128 = 128;  // the block is that of `rows.BLOCK`, for as many rows
@@ -51,6 +51,18 @@ inline void launch_on(
       function, static_cast<unsigned>(blocks), 1, 1, static_cast<unsigned>(threads), 1, 1, 0, stream_of(tensor).native_handle(),
       pointers.data(), nullptr);
   TORCH_CHECK(error == 0, "a kernel for packed calls failed with CUDA error ", error);
+}
+
+// A copy of a packed tensor with zeros in the rows past the last offset.
+inline at::Tensor blanked(const DeviceCode& code, const at::Tensor& x, const at::Tensor& offsets) {
+  at::Tensor copy = at::empty(x.sizes(), x.options());
+  const int64_t size = static_cast<int64_t>(x.element_size()), rows = x.size(0);
+  if (rows > 0) {
+    launch_on(code, code.blank, (rows * 32 + kBlock128 - 1) / kBlock128, kBlock128, x,
+              {address_of(copy), address_of(x), address_of(offsets), offsets.size(0) - 1, rows, x.size(1), x.size(2) * size,
+               copy.stride(0) * size, copy.stride(1) * size, x.stride(0) * size, x.stride(1) * size, offsets.stride(0)});
+  }
+  return copy;
 }
 
 // Clear the results of a packed forward or backward; nothing if they have no rows.

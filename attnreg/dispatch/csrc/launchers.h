@@ -112,6 +112,7 @@ struct Launch {
   const Lengths& lengths;
   bool is_packed;
   bool knows_rows;  // whether every row of a packed call is known to see a key
+  bool fills_rows;  // whether every row is known to belong to a sequence that has queries and keys
   bool is_forward;
 
   size_t operands() const {

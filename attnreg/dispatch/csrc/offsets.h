@@ -38,6 +38,16 @@ inline void ask_device(
             {place, place, address_of(queries), address_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
 }
 
+inline Facts read_answer(int64_t slot) {
+  const uint16_t answer = answers[slot];
+  return {(answer & 0xff) == 1, answer >> 8 == 1};
+}
+
+// Whether something isn't so any more.
+inline bool is_less(Facts now, Facts before) {
+  return (before.fills_rows && !now.fills_rows) || (before.knows_rows && !now.knows_rows);
+}
+
 [[noreturn]] inline void throw_changed() {
   const WithGil gil;
   const Object module = owned(PyImport_ImportModule("attnreg.contract.offsets"));
@@ -48,12 +58,12 @@ inline void ask_device(
   throw_error_of_python();
 }
 
-// Whether it is known of a pair of offsets that every row sees a key, and they are as they were. The first call with them
-// asks the device; what it answered is used for a while, then it is asked again.
-inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
+// What is known of the rows of a pair of offsets, if these are as they were. The first call with them asks the device;
+// what it answered is used for a while, then it is asked again.
+inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
   const DeviceCode* code = device_code_of(queries.device());
   if (!code || !counts_versions(queries) || !counts_versions(keys) || queries.scalar_type() != at::kInt || keys.scalar_type() != at::kInt) {
-    return false;
+    return {};
   }
   const c10::Stream stream = stream_of(queries);
   int64_t slot = -1;
@@ -66,7 +76,7 @@ inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& ke
     });
     if (pair == cache.offsets.end()) {
       slot = dropped.slot = take_answer();
-      dropped.known = slot < 0 ? Known::kNo : Known::kAsked;
+      dropped.known = slot < 0 ? Known::kNothing : Known::kAsked;
       if (cache.offsets.size() < kMostOffsets) {
         cache.offsets.push_back(std::move(dropped));
       } else {
@@ -74,20 +84,21 @@ inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& ke
         release_answer(oldest);
         std::swap(oldest, dropped);
       }
-    } else if (pair->known == Known::kYes) {
+    } else if (pair->known == Known::kAnswered) {
       if (Clock::now() < pair->seen.until) {
-        return true;
+        return pair->facts;
       }
       slot = pair->slot = take_answer();
-      pair->known = slot < 0 ? Known::kNo : Known::kAskedAgain;
-    } else if (pair->known != Known::kNo && answers[pair->slot] != kPending) {
-      const bool yes = answers[pair->slot] >> 8 == 1;
-      has_changed = !yes && pair->known == Known::kAskedAgain;
+      pair->known = slot < 0 ? Known::kNothing : Known::kAskedAgain;
+    } else if (pair->known != Known::kNothing && answers[pair->slot] != kPending) {
+      const Facts now = read_answer(pair->slot);
+      has_changed = pair->known == Known::kAskedAgain && is_less(now, pair->facts);
       release_answer(*pair);
-      pair->known = yes ? Known::kYes : Known::kNo;
+      pair->known = Known::kAnswered;
+      pair->facts = now;
       pair->seen.until = Clock::now() + trusted.load(std::memory_order_relaxed);
-      if (yes) {
-        return true;
+      if (!has_changed) {
+        return now;
       }
     }
   }
@@ -97,14 +108,14 @@ inline bool every_row_sees_a_key(const at::Tensor& queries, const at::Tensor& ke
   if (has_changed) {
     throw_changed();
   }
-  return false;
+  return {};
 }
 
 // Whether offsets were found to have changed since their rows were last known, of which no call came to say it.
 inline bool offsets_have_changed() {
   const std::unique_lock lock(guard);
   return std::any_of(cache.offsets.begin(), cache.offsets.end(), [](const Offsets& pair) {
-    return pair.known == Known::kAskedAgain && answers[pair.slot] != kPending && answers[pair.slot] >> 8 != 1;
+    return pair.known == Known::kAskedAgain && answers[pair.slot] != kPending && is_less(read_answer(pair.slot), pair.facts);
   });
 }
 

@@ -137,7 +137,7 @@ class Router final : public c10::OperatorKernel {
     }
     Tensors given = to_contract(layout_, arguments), results;
     Spare spare;
-    if (!run(entry, Launch{given, lengths, false, true, !layout_.is_backward()}, keys, results, spare)) {
+    if (!run(entry, Launch{given, lengths, false, true, true, !layout_.is_backward()}, keys, results, spare)) {
       return false;
     }
     to_op(layout_, arguments, given, results);

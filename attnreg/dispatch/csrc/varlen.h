@@ -22,7 +22,7 @@ inline bool is_observed() {
 }
 
 inline void record(
-    const Tensors& tensors, const at::Tensor& sinks, const VarlenCall& call, bool known, bool returns_lse, Tensors& results) {
+    const Tensors& tensors, const at::Tensor& sinks, const VarlenCall& call, Facts known, bool returns_lse, Tensors& results) {
   const auto node = make_node<VarlenBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], sinks));
   node->call = call;
@@ -92,7 +92,7 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   // A kernel isn't given sinks where the program gets the LSE: see `varlen.sinks`.
   const bool returns_lse = arguments[12] == Py_True;
   const at::Tensor to_count = returns_lse ? at::Tensor() : sinks;
-  bool known = false;
+  Facts known;
   {
     RECORD_FUNCTION("attnreg::varlen_attn", std::vector<c10::IValue>({tensors[0], tensors[1], tensors[2]}));
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -38,7 +38,7 @@ auto make_node(Given&&... given) {
 struct VarlenBackward final : public torch::autograd::Node {
   std::array<torch::autograd::SavedVariable, 8> saved;  // query, key, value, output, LSE, both offsets, sinks
   VarlenCall call{};
-  bool known = false;  // whether every row was known to see a key
+  Facts known;  // what was known of the rows
   bool returns_lse = false;  // whether the LSE is a result of the node, too
   bool released = false;
 
@@ -183,7 +183,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors, 1, sinks, lengths) : Key{};
     const LookedUp found = look_up(key, lengths);
     Tensors results;
-    bool knows_rows = known;
+    Facts knows_rows = known;
     if (!run_varlen(key, lengths, found, tensors, 1, knows_rows, sinks, results)) {
       results = planned(key, lengths, found.generation, tensors, grad_lse, sinks);
     }

@@ -82,26 +82,26 @@ inline Tensors with_sinks_given(const Tensors& tensors, const at::Tensor& sinks)
 }
 
 // Run a kept call; false where there is none, or it can't be run so. The caller counts `sinks` that the entry doesn't.
-// `known` is whether every row is known to see a key, which is found out unless it is.
+// `known` is what is known of rows, which is found out unless every row sees a key.
 inline bool run_varlen(
-    const Key& key, const Lengths& lengths, const LookedUp& found, const Tensors& tensors, size_t query, bool& known,
+    const Key& key, const Lengths& lengths, const LookedUp& found, const Tensors& tensors, size_t query, Facts& known,
     const at::Tensor& sinks, Tensors& results) {
   const Entry* entry = found.entry.get();
   if (!entry || entry->is_due() || entry->is_native()) {
     return false;
   }
   const size_t count = tensors.size();
-  if (!known && tensors[query].is_cuda()) {
-    known = every_row_sees_a_key(tensors[count - 2], tensors[count - 1], lengths.numbers[Lengths::kTokensQ], lengths.numbers[Lengths::kTokensK]);
+  if (!known.knows_rows && tensors[query].is_cuda()) {
+    known = facts_of(tensors[count - 2], tensors[count - 1], lengths.numbers[Lengths::kTokensQ], lengths.numbers[Lengths::kTokensK]);
   }
-  if (entry->counts_sinks && !known && tensors[query].is_cuda()) {
+  if (entry->counts_sinks && !known.knows_rows && tensors[query].is_cuda()) {
     return false;  // a kernel's LSE of a row without a key may be the sink
   }
   const auto run_and_check = [&] {
     Spare spare;
     const auto keys = tensors[query].key_set();
     const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
-    const Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known, query == 0};
+    const Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known.knows_rows, known.fills_rows, query == 0};
     const bool done = run(*entry, call, keys, results, spare);
     if (done) {
       check_results(tensors, query, entry->counts_sinks ? sinks : at::Tensor(), results);
