@@ -47,20 +47,28 @@ def cuts(backend: str, spec: AttentionSpec) -> tuple[tuple[Cut, ...], frozenset[
     places: list[Cut] = []
     beyond: set[str] = set()
     for row in _rows():
-        tests = [test for test in row.where if test[0] in LENGTHS]
+        tests = [test for test in row.where if _lengths_of(test)]
         others = all(_holds(spec, *test) for test in row.where if test not in tests)
         if row.backend.casefold() != backend.casefold() or not others:
             continue
         for field, test, operand in tests:
             if test not in _STEPS:
-                beyond.add(field)
-                continue
-            if isinstance(operand, Sum) and operand.field in LENGTHS:
+                beyond |= _lengths_of((field, test, operand))
+            elif field not in LENGTHS:  # something else, say a side of the window, is compared with a length
+                number = (_value(spec, field) or 0) - operand.added
+                places += (Cut.of(operand.field, at=number + step) for step in (0, 1))
+            elif isinstance(operand, Sum) and operand.field in LENGTHS:
                 places += (Cut.beyond(field, operand.field, operand.added + step) for step in _STEPS[test])
-                continue
-            number = _value(spec, operand.field) + operand.added if isinstance(operand, Sum) else operand
-            places += (Cut.of(field, at=math.ceil(number) + step) for step in _STEPS[test])
+            else:
+                number = _value(spec, operand.field) + operand.added if isinstance(operand, Sum) else operand
+                places += (Cut.of(field, at=math.ceil(number) + step) for step in _STEPS[test])
     return tuple(places), frozenset(beyond)
+
+
+def _lengths_of(test: tuple[str, str, Any]) -> frozenset[str]:
+    """Return the lengths that a test is about, on either side."""
+    field, _, operand = test
+    return frozenset((field, operand.field if isinstance(operand, Sum) else "")) & {*LENGTHS}
 
 
 # Which lengths from an operand on a test changes its outcome at.

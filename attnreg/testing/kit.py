@@ -23,6 +23,7 @@ from attnreg.measure import Case, Error, inputs, measure_taken
 from attnreg.measure.inputs import Guarded
 from attnreg.measure.promises import check_new
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
+from attnreg.testing.classes import difference
 from attnreg.testing.fronts import against, measure_front
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -160,7 +161,7 @@ class Conformance:
         kernels = self._entry.kernels(spec)
         forward = self._entry.reasons(spec, "forward")
         backward = self._entry.reasons(spec, "backward")
-        unclear = self._unclear(spec, (*forward, *backward))
+        unclear = self._unclear(spec, (*forward, *backward)) or difference(self._entry, spec, self.seed)
         if forward := forward or against(check.front, check.case, self.device):
             return Outcome(check, {}, forward, unclear)
         try:

@@ -10,6 +10,7 @@ from attnreg import _registry
 from attnreg.aten.bypassed import ROUTED
 from attnreg.contract import known_issues
 from attnreg.contract.discovery import Entry
+from attnreg.contract.lengths import Cut
 from attnreg.measure import Case
 from attnreg.testing import Conformance
 
@@ -347,3 +348,33 @@ def test_importing_and_listing_read_no_row():
     )
     run = forked(script)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+WHERE = [  # what a row tests, and where its outcome changes with lengths for a window of (16, 16)
+    ("{ max_q = { at_least = 5 } }", {Cut.of("max_q", at=5)}),
+    ("{ max_q = { at_most = 5 } }", {Cut.of("max_q", at=5), Cut.of("max_q", at=6)}),
+    ('{ max_k = { less_than = "max_q - 1" } }', {Cut.beyond("max_k", "max_q", -1)}),
+    ('{ window_right = { at_least = "max_k" } }', {Cut.of("max_k", at=16), Cut.of("max_k", at=17)}),
+    ('{ window_right = { less_than = "max_q - 1" } }', {Cut.of("max_q", at=17), Cut.of("max_q", at=18)}),
+    # The other test fails for a window of 16, whatever the lengths.
+    ("{ window_left = 3, max_q = { at_least = 5 } }", set()),
+]
+
+
+@pytest.mark.parametrize(("where", "expected"), WHERE)
+def test_a_row_divides_lengths_where_its_outcome_changes(tmp_path, monkeypatch, where, expected):
+    file = tmp_path / "known_issues.toml"
+    file.write_text(toml({**ROW, "where": where}))
+    rows, problems = known_issues.read(file)
+    assert problems == ()
+    monkeypatch.setattr(known_issues, "_rows", lambda: rows)
+    places, beyond = known_issues.cuts("mine", spec(window=(16, 16)))
+    assert (set(places), beyond) == (expected, frozenset())
+
+
+def test_lengths_that_a_row_tests_as_no_cut_can_say_are_named(tmp_path, monkeypatch):
+    file = tmp_path / "known_issues.toml"
+    file.write_text(toml({**ROW, "where": "{ max_q = { multiple_of = 8 } }"}))
+    rows, _ = known_issues.read(file)
+    monkeypatch.setattr(known_issues, "_rows", lambda: rows)
+    assert known_issues.cuts("mine", spec()) == ((), frozenset({"max_q"}))

@@ -11,6 +11,7 @@ from support import plan_counts
 import attnreg
 from attnreg import aten
 from attnreg.aten.routing import Layout
+from attnreg.contract.launchers import MAX_Q
 from attnreg.contract.sinks import grad_of_sinks
 from attnreg.dispatch import call_cache, counters, state
 from attnreg.dispatch.call_cache import Kept
@@ -140,9 +141,8 @@ class RoutedOp(Plan):
     def plan_forward(self, *given, **options):
         self.made.append("forward")
         self.given = given, options
-        query = given[0]
-        models = torch.empty(2, device="meta"), torch.empty((), device="meta"), query.shape[1]
-        return planned_forward(query), self.kept("forward", auxiliary=models)
+        models = torch.empty(2, device="meta"), torch.empty((), device="meta"), MAX_Q
+        return planned_forward(given[0]), self.kept("forward", auxiliary=models)
 
     def plan_backward(self, grad, *given):
         self.made.append("backward")

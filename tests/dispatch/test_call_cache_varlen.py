@@ -221,9 +221,8 @@ def test_a_launcher_of_a_packed_call_on_a_cpu_is_told_that_nothing_is_known_of_r
         for lengths in ((2, 0, 6), (2, 0, 6), (4, 8), (0, 7, 0, 5)):
             counts.append(planned(lambda: assert_right(packed(lengths))))  # noqa: B023
     assert counts == [2, 2, 0, 0]
-    assert given == [
-        ("forward", 8, 8, False), ("backward", 8, 8, False), ("forward", 7, 7, False), ("backward", 7, 7, False),
-    ]  # fmt: skip
+    both = ("forward", "backward")
+    assert given == [(direction, longest, longest, False) for longest in (8, 7) for direction in both]
 
 
 def test_offsets_that_were_written_to_or_replaced_take_no_plan(packed_plan, pair):

@@ -288,7 +288,7 @@ def test_each_kind_runs_dense_calls_of_whatever_lengths(op, make):
         given = backward_tensors((batch, rows, 2, 8), number)
         _, q, k, v, *_ = given
         planned, (out, lse, *_, length) = op.planned(q, k, v)
-        assert planned == (number == 0)
+        assert (planned, length) == (number == 0, rows)
         assert_equal((out, lse), (q + 1, lse_of(q)) if planned else forward_function(q, k, v))
         planned, grads = op.planned_back(*given, torch.zeros(()))
         assert planned == (number == 0)

@@ -1,0 +1,113 @@
+"""Whether a backend's decisions are those of the classes of lengths that its cuts make.
+
+Calls of a kind whose lengths are of one class are decided once (`contract.lengths`). Here lengths are drawn,
+as often just around a cut as far from all, and what is decided about two of one class is compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from attnreg.contract.discovery import Entry
+from attnreg.contract.lengths import OF_ALL, Cut, Lengths
+from attnreg.contract.spec import AttentionSpec, Direction
+from attnreg.dispatch.state import CallKind
+
+# How far lengths are drawn: of sequences and the longest as kernels count them, of tokens as memory has them.
+MOST_SEQUENCES, LONGEST, MOST_TOKENS = 2**20, 2**31 - 1, 2**40
+
+LIMITS = {
+    "batch": MOST_SEQUENCES,
+    **dict.fromkeys(("max_q", "max_k"), LONGEST),
+    **dict.fromkeys(("tokens_q", "tokens_k"), MOST_TOKENS),
+}
+
+
+def draw_spec(draw: random.Random, spec: AttentionSpec, cuts: Sequence[Cut]) -> AttentionSpec:
+    """Return a call of a spec's kind with lengths of which every second lies at a cut, or one off it."""
+    drawn = _sized(spec, batch=_number(draw, 2**17), max_q=_number(draw, 2**18), max_k=_number(draw, 2**18))
+    for name, longest in (("tokens_q", drawn.max_q), ("tokens_k", drawn.max_k)):
+        drawn = _sized(drawn, **{name: draw.randint(longest, max(longest, drawn.batch * longest))})
+    if cuts and draw.random() < 0.5:
+        drawn = _near(draw, drawn, draw.choice(cuts))
+    return drawn
+
+
+def _number(draw: random.Random, most: int) -> int:
+    """Draw a number, small ones as often as large ones."""
+    return int(2 ** draw.uniform(0.0, most.bit_length() - 1)) - (draw.random() < 0.03)
+
+
+def _sized(spec: AttentionSpec, **lengths: int) -> AttentionSpec:
+    """Return a spec of other lengths; those of a dense call follow from three, and with pages the keys'."""
+    changed = {name: lengths.get(name, getattr(spec, name)) for name in LIMITS}
+    if not spec.varlen:
+        changed["tokens_q"] = changed["batch"] * changed["max_q"]
+    if not spec.varlen or spec.page_size is not None:
+        changed["tokens_k"] = changed["batch"] * changed["max_k"]
+    return spec.but(**changed)
+
+
+def _near(draw: random.Random, spec: AttentionSpec, cut: Cut) -> AttentionSpec:
+    """Return a spec with one length such that it lies at a cut or beside it; the same where none does."""
+    name = draw.choice(sorted(cut.names))
+    if not spec.varlen and name.startswith("tokens"):
+        name = draw.choice(("batch", name.replace("tokens", "max")))
+    low, high = 0, LIMITS[name]
+
+    def is_reached(number: int) -> bool:
+        return cut.is_reached(Lengths.of(_sized(spec, **{name: number})))
+
+    at_first = is_reached(low)
+    if is_reached(high) is at_first:
+        return spec
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_reached(middle) is at_first else (low, middle)
+    return _sized(spec, **{name: max(high + draw.choice((-1, 0, 1)), 0)})
+
+
+def by_class(specs: Iterable[AttentionSpec], cuts: Iterable[Cut]) -> list[list[AttentionSpec]]:
+    """Return specs of one kind in groups of one class."""
+    kind, groups = CallKind(cuts), defaultdict(list)
+    for spec in specs:
+        groups[kind.key(Lengths.of(spec))].append(spec)
+    return list(groups.values())
+
+
+def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) -> str:
+    """Return which two calls of a spec's kind a backend's cuts don't tell apart, though it decides otherwise.
+
+    Empty if there are none among `count` calls drawn for each direction, or where they are decided by exact
+    lengths anyway.
+    """
+    draw = random.Random(f"{seed} {spec}")
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        cuts = (*OF_ALL, *entry.cuts(spec, direction))
+        drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
+        for group in by_class(drawn, cuts):
+            first = next((one for one in group if not entry.unnamed_reads(one, direction)), None)
+            for other in group if first is not None else ():
+                if decided(entry, other, direction) != decided(entry, first, direction):
+                    return _told(entry, direction, first, other)
+    return ""
+
+
+def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bool, int]:
+    """Return what a backend's limits decide about a call: whether it runs it, and its rank."""
+    return not entry.reasons(spec, direction), entry.priority(spec)
+
+
+def _told(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
+    said = (
+        "; ".join(entry.reasons(spec, direction)) or f"none, and rank {entry.priority(spec)}" for spec in pair
+    )
+    lengths = (str(dict(zip(Lengths._fields, Lengths.of(spec), strict=True))) for spec in pair)
+    first, second = (f"{text} for {of}" for text, of in zip(said, lengths, strict=True))
+    return (
+        f"cuts: got lengths of one class with different reasons against a {direction}, {first}, "
+        f"and {second}; expected a Cut between them, wherever the backend decides by a length"
+    )

@@ -1,0 +1,234 @@
+"""Promises about classes of lengths: what is decided for one call of a class is right for all."""
+
+import random
+import types
+
+import pytest
+import torch
+from support.length_kinds import draw_backend, draw_cut, draw_kind
+from test_launchers import forward_function
+
+import attnreg
+from attnreg import _registry
+from attnreg.contract.discovery import Entry
+from attnreg.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
+from attnreg.dispatch import state
+from attnreg.dispatch.planning import decide, kind_of
+from attnreg.dispatch.state import CallKind, Detail
+from attnreg.selection.decision import Policy
+from attnreg.testing.classes import by_class, draw_spec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CALLS_OF_A_KIND = 60
+
+
+def directions(spec):
+    return ("forward", "backward") if spec.needs_backward else ("forward",)
+
+
+def replaces(entry, spec, direction):
+    """Whether a backend runs a call that torch's selector has sent to the kernel of its name."""
+    if entry._kernels is None or entry._kernels.replaces_native is None or spec.varlen:
+        return False
+    return not entry.reasons(spec, direction) and entry._kernels.replaces_native(direction, spec)
+
+
+def decided(entries, spec):
+    """Return all that a decision about a call is made of, without the numbers that reasons name."""
+    found = []
+    for direction in directions(spec):
+        decision = decide(spec, direction, entries, Policy())
+        replacing = [name for name, entry in entries.items() if replaces(entry, spec, direction)]
+        builds = [name for name, entry in entries.items() if entry.builds(spec)]
+        able = [name for name in decision.order if name not in decision.rejected]
+        found.append((decision.backend, able, replacing, builds))
+    return found
+
+
+def looks_at_lengths(entries, spec):
+    """Whether calls like this one are decided by exact lengths."""
+    return any(
+        entry.unnamed_reads(spec, direction) for entry in entries.values() for direction in directions(spec)
+    )
+
+
+def check_pairs(entries, spec, draw, pairs):
+    """Compare what is decided about pairs of one class; returns how many there were, and of exact ones."""
+    cuts = kind_of(types.SimpleNamespace(entries=entries), spec, "forward").cuts
+    drawn = [draw_spec(draw, spec, cuts) for _ in range(CALLS_OF_A_KIND)]
+    compared = exact = 0
+    for group in by_class(drawn, cuts):
+        first = group[0]
+        if looks_at_lengths(entries, first):
+            exact += len(group) - 1
+            continue
+        expected = decided(entries, first) if len(group) > 1 else None
+        for other in group[1:]:
+            assert decided(entries, other) == expected, f"{first}\n{other}"
+            compared += 1
+            if compared == pairs:
+                return compared, exact
+    return compared, exact
+
+
+def check_many(entries_of, seed, pairs):
+    """Check so many pairs of kinds that are drawn; returns how many more are decided by exact lengths."""
+    draw, compared, exact = random.Random(seed), 0, 0
+    while compared < pairs:
+        more = check_pairs(entries_of(draw), draw_kind(draw), draw, pairs - compared)
+        compared, exact = compared + more[0], exact + more[1]
+    return exact
+
+
+@pytest.fixture
+def built_in():
+    """Return all built-in backends, with the kernels of those that load here."""
+    entries = dict(_registry.entries())
+    for name in ("cpu", "math"):
+        entries[name].kernels()
+    return entries
+
+
+FEW, MANY = 3_000, pytest.param(100_000, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("pairs", [FEW, MANY])
+def test_built_in_backends_decide_alike_about_all_lengths_of_a_class(built_in, pairs):
+    exact = check_many(lambda _: built_in, 0, pairs)
+    assert exact <= pairs // 10, "most calls are decided by class"
+
+
+@pytest.mark.parametrize("pairs", [FEW, MANY])
+def test_backends_with_cuts_of_any_form_decide_alike_about_all_lengths_of_a_class(pairs):
+    def made_up(draw):
+        made = [draw_backend(draw, f"made{number}") for number in range(draw.randint(1, 3))]
+        return {one.name: Entry(one.name, "a test", one) for one in made}
+
+    exact = check_many(made_up, 1, pairs)
+    assert exact > pairs // 20, "some look at lengths that they don't declare"
+
+
+@pytest.mark.parametrize("wrong_by", [-1, 1])
+def test_the_check_of_pairs_finds_a_cut_that_is_wrong_by_one(fake, wrong_by):
+    def refuses(spec):
+        return (f"max_k must be below 4096, got {spec.max_k}",) if spec.max_k >= 4096 else ()
+
+    cut = Cut.of("max_k", at=4096 + wrong_by)
+    mine = fake("mine", refuses=refuses, cuts=lambda _: [cut]).backend
+    with pytest.raises(AssertionError, match=f"{4096 + min(wrong_by, 0)}"):
+        check_many(lambda _: {"mine": Entry("mine", "a test", mine)}, 2, FEW)
+
+
+# ---- through calls
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_lengths_that_no_cut_names_are_decided_exactly(packed, fake, ran, planned, declared):
+    """The values, and which backend ran: of three keys more than whole eights another one."""
+
+    def refuses(spec):
+        return (f"max_k must not be 3 modulo 8, got {spec.max_k}",) if spec.max_k % 8 == 3 else ()
+
+    def cuts(spec):
+        return [Cut.of("max_k", at=at) for at in range(3, 64) if at % 8 in (3, 4)]
+
+    options = {"cuts": cuts} if declared else {}
+    first, second = fake("first", refuses=refuses, **options), fake("second")
+    with attnreg.register_backend(second.backend), attnreg.register_backend(first.backend):
+        for lengths in [(5, 9), (9, 2), (11, 1), (9, 3), (3, 3), (11, 4), (12, 12), (19,), (8, 8)] * 3:
+            inputs = packed(lengths)
+            out = attnreg.varlen_attn(*inputs)
+            out.sum().backward()
+            expected = "second" if max(lengths) % 8 == 3 else "first"
+            assert ran() == {expected: (1, 1)}, lengths
+
+
+def test_after_a_decline_lengths_of_the_class_are_decided_exactly(packed, fake, ran):
+    """A kernel that declines calls of some lengths, which its limits don't know, runs the others."""
+    first, second = fake("first"), fake("second")
+    made = first.backend.load()
+
+    def forward(q, k, v, call):
+        if call.max_q % 2:
+            raise attnreg.UnsupportedInputError("no engine for an odd length")
+        return made.forward(q, k, v, call)
+
+    choosy = fake("first", load=lambda: made._replace(forward=forward)).backend
+    with attnreg.register_backend(second.backend), attnreg.register_backend(choosy):
+        for lengths in [(4, 2), (6, 2), (5, 1), (8, 4), (7, 1), (6, 6), (5, 5), (4, 2)] * 3:
+            attnreg.varlen_attn(*packed(lengths, grad=False))
+            assert ran() == {"second" if max(lengths) % 2 else "first": (1, 0)}, lengths
+
+
+# ---- in C++ as in Python
+
+
+def tensors_of(lengths):
+    """Return query, key, value and one tensor of offsets of a packed call."""
+    generator = torch.Generator().manual_seed(0)
+    sides = lengths.tokens_q, lengths.tokens_k, lengths.tokens_k
+    inputs = [torch.randn(rows, 2, 8, generator=generator) for rows in sides]
+    return *inputs, torch.zeros(lengths.batch + 1, dtype=torch.int32)
+
+
+def sizes_of(lengths):
+    """Return what the key has of lengths besides their class: whether a tensor has none, one or more."""
+    return min(lengths.tokens_q, 2), min(lengths.tokens_k, 2), min(lengths.batch, 1)
+
+
+def draw_near(draw, cuts):
+    """Return small lengths, of which every second lie at a cut or one beside it."""
+    most = {"batch": 12, "max_q": 2**31 - 1, "max_k": 2**31 - 1, "tokens_q": 90, "tokens_k": 90}
+    drawn = Lengths(*(draw.randint(0, min(at, draw.choice((3, 12, 100)))) for at in most.values()))
+    cut = draw.choice(cuts)
+    name = draw.choice(sorted(cut.names))
+    places = [
+        number
+        for number in range(min(most[name], 200))
+        if cut.is_reached(drawn._replace(**{name: number}))
+        is not cut.is_reached(drawn._replace(**{name: number + 1}))
+    ]
+    if not places or draw.random() < 0.5:
+        return drawn
+    return drawn._replace(**{name: min(max(draw.choice(places) + draw.choice((0, 1, 2)), 0), most[name])})
+
+
+@pytest.mark.parametrize("count", [1, 3, 70], ids=["a cut", "three", "more cuts than a word has bits"])
+@pytest.mark.parametrize("detail", Detail)
+def test_the_compiled_cache_tells_the_same_lengths_apart_as_python(packed_plan, count, detail):
+    """A call is planned if, and only if, none of what Python calls its class came before."""
+    packed_plan.forward = forward_function
+    draw = random.Random(f"{count} {detail}")
+    kind = CallKind((*OF_ALL, *(draw_cut(draw, most=2**12) for _ in range(count))))
+    drawn = [draw_near(draw, kind.cuts) for _ in range(200)]
+    of_class, seen = {}, set()
+    for lengths in [*drawn, *draw.choices(drawn, k=200)]:
+        place = CallKind(kind.cuts).key(lengths)
+        # Of every second class more counts than the class.
+        if of_class.setdefault(place, len(of_class) % 2 == 0) and detail is not Detail.CLASS:
+            kind.details[place] = detail
+        key = kind.key(lengths)
+        packed_plan.plan = state.Plan("tests", None, False, (packed_plan.counter,), kind=kind, key=key)
+        query, *rest, offsets = tensors_of(lengths)
+        options = {"max_q": lengths.max_q, "max_k": lengths.max_k}
+        planned, (out, _) = packed_plan.planned(query, *rest, offsets, offsets, **options)
+        assert planned == ((sizes_of(lengths), key) not in seen), lengths
+        assert torch.equal(out, query + 1 if planned else query * 2)
+        seen.add((sizes_of(lengths), key))
+    assert 20 < len(seen) <= 200
+    assert {name for cut in kind.cuts for name in cut.names} == {*LENGTHS}
+
+
+def test_cuts_that_come_later_divide_what_was_kept(packed_plan):
+    """A kind of the cache's may be several of Python's: whatever cut one of them names counts for all."""
+    packed_plan.forward = forward_function
+    inputs = tensors_of(Lengths(2, 8, 8, 12, 12))
+
+    def planned(longest):
+        return packed_plan.planned(*inputs, inputs[3], max_q=longest, max_k=longest)[0]
+
+    assert [planned(8), planned(20)] == [True, False]
+    packed_plan.options = {"cuts": (Cut.of("max_q", at=16),)}
+    assert planned(1)  # of a class of its own: its entry brings the cut
+    assert [planned(8), planned(20), planned(15), planned(16)] == [True, True, False, False]

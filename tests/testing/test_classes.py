@@ -1,0 +1,77 @@
+"""Promises of the conformance kit about cuts: it finds a backend that decides otherwise within a class."""
+
+import re
+
+import pytest
+
+from attnreg.contract.discovery import Entry
+from attnreg.contract.lengths import Cut
+from attnreg.contract.spec import Device
+from attnreg.measure import Case
+from attnreg.testing import check_backend
+from attnreg.testing.classes import difference
+
+CASES = ["drawn 1", "heads 4:2"]
+SMALL = Case(name="small", lens_q=(5,), lens_k=(7,), dtype="float32", varlen=True)
+
+
+def below(spec):
+    """Refuse keys from 4,096 on."""
+    return (f"max_k must be below 4096, got {spec.max_k}",) if spec.max_k >= 4096 else ()
+
+
+def odd(spec):
+    return (f"max_k must be even, got {spec.max_k}",) if spec.max_k > 130 and spec.max_k % 2 else ()
+
+
+def many(spec):
+    amount = spec.tokens_q + 128 * spec.batch
+    return (f"tokens + 128 * sequences must be below 2**16, got {amount}",) if amount >= 2**16 else ()
+
+
+SUM = ((1, ("tokens_q",)), (128, ("batch",)))
+RIGHT = {
+    "a length": (below, (Cut.of("max_k", at=4096),)),
+    "a sum": (many, (Cut(SUM, 2**16),)),
+    "more cuts than are needed": (below, (Cut.of("max_k", at=4096), Cut.of("max_k", at=5))),
+    "a remainder that no cut names": (odd, ()),
+}
+WRONG = {
+    "one too low": (below, (Cut.of("max_k", at=4095),)),
+    "one too high": (below, (Cut.of("max_k", at=4097),)),
+    "somewhere else": (below, (Cut.of("max_k", at=70_000),)),
+    "a remainder": (odd, (Cut.of("max_k", at=131),)),
+    "a sum": (many, (Cut(((1, ("tokens_q",)), (64, ("batch",))), 2**16),)),
+}
+
+
+@pytest.mark.parametrize(("refuses", "cuts"), RIGHT.values(), ids=RIGHT)
+def test_a_backend_with_right_cuts_passes(fake, refuses, cuts):
+    mine = fake("mine", refuses=refuses, cuts=lambda _: cuts).backend
+    assert check_backend(mine, device="cpu", cases=CASES).passed
+
+
+@pytest.mark.parametrize(("refuses", "cuts"), WRONG.values(), ids=WRONG)
+def test_a_backend_with_wrong_cuts_fails_and_is_told_two_lengths(fake, refuses, cuts):
+    mine = fake("mine", refuses=refuses, cuts=lambda _: cuts).backend
+    with pytest.raises(AssertionError, match="got lengths of one class with different reasons") as raised:
+        check_backend(mine, device="cpu", cases=CASES)
+    first, second = re.findall(r"for (\{.*?\})", str(raised.value))[:2]
+    assert first != second
+
+
+def test_a_rank_that_changes_within_a_class_is_found_too(fake):
+    mine = fake(
+        "mine", priority=lambda spec: 5 + (spec.max_q >= 1000), cuts=lambda _: [Cut.of("max_q", at=999)]
+    ).backend
+    with pytest.raises(AssertionError, match=r"none, and rank [56] for .*none, and rank [56] for "):
+        check_backend(mine, device="cpu", cases=CASES)
+
+
+def test_the_difference_names_the_direction_the_reason_and_both_lengths(fake):
+    mine = fake("mine", refuses=below, cuts=lambda _: [Cut.of("max_k", at=4097)]).backend
+    said = difference(Entry("mine", "a test", mine), SMALL.spec(Device("cpu")), 0, 200)
+    assert said.startswith("cuts: got lengths of one class with different reasons against a forward, ")
+    assert said.endswith("; expected a Cut between them, wherever the backend decides by a length")
+    assert "max_k must be below 4096, got 4096 for {'batch': " in said
+    assert "none, and rank 0 for {'batch': " in said
