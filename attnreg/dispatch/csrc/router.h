@@ -110,7 +110,7 @@ class Router final : public c10::OperatorKernel {
         }
         const bool is_lse = lse_ && i == *lse_;
         const uint32_t of_tensor = i < described ? layout_.lengths_of(is_lse) : kAll;
-        append(argument.toTensor(), i < described, is_packed ? kNone : of_tensor, key);
+        append(argument.toTensor(), i < described, is_packed ? kNone : of_tensor, key, is_lse);
       } else if (!is_packed && argument.isInt() && is_length_[i]) {
         key.push_back(kInt);  // the lengths of the tensors say it
       } else if (!append_value(argument.isTensor() ? c10::IValue() : argument, key)) {
