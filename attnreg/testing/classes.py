@@ -90,8 +90,8 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
         drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
         for group in by_class(drawn, cuts):
             first = next((one for one in group if not entry.unnamed_reads(one, direction)), None)
-            for other in group if first is not None else ():
-                if decided(entry, other, direction) != decided(entry, first, direction):
+            for other in group:
+                if first is not None and decided(entry, other, direction) != decided(entry, first, direction):
                     return _told(entry, direction, first, other)
     return ""
 
