@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from attnreg.contract.backend import Backend, Call, Kernels
     from attnreg.contract.capabilities import Capabilities, Range
+    from attnreg.contract.lengths import Cut
     from attnreg.contract.spec import AttentionSpec, Device
     from attnreg.dispatch.counters import Stats, reset_stats, stats
     from attnreg.dispatch.first_calls import FirstCall, warmup
@@ -59,6 +60,7 @@ _HOMES = {
     "api": "Handle configure install list_backends record register_backend reload uninstall use_backend",
     "contract.backend": "Backend Call Kernels",
     "contract.capabilities": "Capabilities Range",
+    "contract.lengths": "Cut",
     "contract.spec": "AttentionSpec Device",
     "dispatch.counters": "Stats reset_stats stats",
     "dispatch.first_calls": "FirstCall warmup",
@@ -84,7 +86,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "stats", "Stats", "reset_stats", "record", "warmup", "FirstCall",
     "varlen_attn", "varlen_attn_out", "AuxRequest",
     "context_parallel", "ContextParallel", "Layout", "Piece", "spread_documents", "explain_context_parallel",
-    "Backend", "Kernels", "Call", "Capabilities", "Range",
+    "Backend", "Kernels", "Call", "Capabilities", "Range", "Cut",
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
     "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError",
 ]  # fmt: skip

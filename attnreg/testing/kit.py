@@ -266,7 +266,7 @@ def check_backend(
     cases: Iterable[str] | None = None,
     full: bool = False,
 ) -> Report:
-    """Check a backend's values, shapes, memory, repeatability and reasons, also through each front.
+    """Check a backend's values, shapes, memory, repeatability, reasons and cuts, also through each front.
 
     Args:
         backend, device, dtypes, seed, full: as for `Conformance`.

@@ -5,16 +5,16 @@ import re
 
 import pytest
 import torch
-from test_launchers import (
+from support.launcher_kinds import (
     PACKED,
     OnAddresses,
     assert_equal,
     backward_tensors,
-    fails,
     forward_function,
     lse_of,
     tensors,
 )
+from test_launchers import fails
 
 from attnreg.contract.launchers import AddressLauncher
 from attnreg.errors import RegistrationError

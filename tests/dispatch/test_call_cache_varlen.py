@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import torch
+from support.launcher_kinds import PACKED, forward_function, lse_of, tensors
 from support.varlen_calls import LENGTHS, assert_right, attend
 from test_call_cache import deterministic, offset_by_one, scoped
-from test_launchers import PACKED, fails, forward_function, lse_of, tensors
+from test_launchers import fails
 
 import attnreg
 from attnreg import aten

@@ -1,250 +1,36 @@
 """Promises of launchers: functions, torch's own kernels and kernels on addresses, run by the call cache."""
 
-import ctypes
-import functools
 import gc
 import logging
-import math
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.dense import assert_right, with_gradients
-from support.native_calls import NativeCall
+from support.launcher_kinds import (
+    KINDS,
+    PACKED,
+    SEEN,
+    SHAPE,
+    InC,
+    OnAddresses,
+    assert_equal,
+    backward_function,
+    backward_tensors,
+    define_kernels,
+    forward_function,
+    lse_of,
+    op_launcher,
+    tensors,
+)
 
 import attnreg
-from attnreg.contract import offsets
-from attnreg.contract.launchers import MAX_K, MAX_Q, AddressLauncher, NativeLauncher, OpLauncher, Prepared
-from attnreg.torchlib import captured
+from attnreg.contract.launchers import MAX_K, MAX_Q, OpLauncher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SHAPE = (2, 6, 2, 8)  # (B, S, H, D); the LSE is (B, H, S)
-PACKED = (6, 2, 8)  # (T, H, D); the LSE is (H, T)
-
-
-def tensors(shape=SHAPE, seed=0, count=3):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for _ in range(count)]
-
-
-def backward_tensors(shape=SHAPE, seed=0):
-    """Return a gradient, query, key, value, output and LSE."""
-    grad, q, k, v, out = tensors(shape, seed, 5)
-    return [grad, q, k, v, out, lse_of(q)]
-
-
-def lse_of(query):
-    return query.sum(-1).transpose(-1, -2).contiguous()
-
-
-def forward_function(q, k, v, *_):
-    return q * 2, lse_of(q)
-
-
-def backward_function(grad, q, k, v, out, lse, *_):
-    return grad * 2, grad * 3, grad * 4
-
-
-SEEN = []  # the arguments behind the tensors that a kernel of "torch's" was given
-
-
-@functools.cache
-def define_kernels():
-    """Define ops with kernels for a CPU and no router."""
-    defined = torch.library.Library("aten", "FRAGMENT")
-    rest = "float scale, bool is_causal=False, *, int? window=7, float? cap=None"
-    defined.define(f"attnreg_kernel(Tensor q, Tensor k, Tensor v, {rest}) -> (Tensor, Tensor, Tensor)")
-    defined.define(
-        "attnreg_kernel_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float scale) "
-        "-> (Tensor, Tensor, Tensor)"
-    )
-    lengths = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_q, int max_k"
-    defined.define(f"attnreg_packed(Tensor q, Tensor k, Tensor v, {lengths}) -> (Tensor, Tensor)")
-    defined.define(
-        "attnreg_packed_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-        f"{lengths}) -> (Tensor, Tensor, Tensor)"
-    )
-    kernels = torch.library.Library("aten", "IMPL")
-
-    def packed(q, k, v, *rest):
-        SEEN.append((rest[2:], {}))
-        return forward_function(q, k, v)
-
-    def forward(q, k, v, *rest, **options):
-        SEEN.append((rest, options))
-        return *forward_function(q, k, v), q.new_zeros(2)
-
-    kernels.impl("attnreg_kernel", forward, "CPU")
-    kernels.impl("attnreg_packed", packed, "CPU")
-    for op in ("attnreg_kernel_backward", "attnreg_packed_backward"):
-        kernels.impl(op, lambda *given: backward_function(*given[:6]), "CPU")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured, "check_not_overridden", lambda *_: None)
-        for op in ("attnreg_kernel", "attnreg_packed"):
-            captured.capture(op, "CPU")
-            captured.capture(f"{op}_backward", "CPU")
-    return defined, kernels
-
-
-def op_launcher(*rest, op="attnreg_kernel", results=2, **options):
-    define_kernels()
-    return OpLauncher(op, "CPU", rest or (0.5,), options, results)
-
-
-def floats(address, count):
-    """Return the memory at an address as a tensor."""
-    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
-
-
-class Vector(NamedTuple):
-    tensor: torch.Tensor
-
-    def differs(self, newer):
-        return (self.tensor != newer.tensor).any()
-
-
-class OnAddresses:
-    """A kernel on addresses with the values of the functions above; of packed calls it reads offsets, too.
-
-    Attributes:
-        prepared: the lengths and strides that it was asked about.
-        launched: for each launch whether there was a workspace, and the stream.
-        derived, vectors: the offsets that something was derived of, and weak references to that.
-        can: False where it can't launch any more, None where nothing can be derived, "" where nothing can
-            be prepared.
-        keeps: whether what was derived is kept with the offsets.
-        offsets, lse: what the last launch has read of them.
-    """
-
-    def __init__(self, direction="forward", shape=SHAPE, **changes):
-        self.is_backward, self.is_packed, self.changes = direction == "backward", len(shape) == 3, changes
-        self.heads, self.dim = shape[-2:]
-        self.prepared, self.launched, self.derived, self.vectors = [], [], [], []
-        self.can, self.keeps = True, True
-        self.offsets = self.lse = None
-        function = backward_function if self.is_backward else forward_function
-        self.launcher = AddressLauncher(function, self.prepare)
-
-    def prepare(self, *given):
-        *lengths, strides = given
-        self.prepared.append((tuple(lengths), strides))
-        if self.can == "":
-            return None
-        batch, max_q, _, tokens_q, _ = lengths
-        rows = (tokens_q,) if self.is_packed else (batch, max_q)
-        shape = *rows, self.heads, self.dim
-        tensors, results = (6, 3) if self.is_backward else (3, 2)
-        read = (0, 5) if self.is_backward else (0,)
-        further = (tensors + results,) if self.is_packed else ()
-        how = Prepared(
-            functools.partial(self.launch, shape),
-            (*read, *range(tensors, tensors + results), *further),
-            workspace=48,
-            lse_token_first=self.is_packed and not self.is_backward,
-            derive=self.derive if self.is_packed else None,
-        )
-        return how._replace(**self.changes)
-
-    def derive(self, *pair):
-        self.derived.append(pair)
-        if self.can is None:
-            return None
-        vector = pair[0].float()
-        if self.keeps:
-            vector = offsets.derived_from(pair, 0, (id(self),), lambda *_: Vector(vector)).tensor
-        self.vectors.append(weakref.ref(vector))
-        return [vector]
-
-    def launch(self, shape, addresses, workspace, stream):
-        count = 6 if self.is_backward else 4
-        pointers = list((ctypes.c_void_p * (count - (not self.is_packed))).from_address(addresses))
-        ctypes.memset(workspace, 1, 48)
-        self.launched.append((workspace != 0, stream))
-        if not self.can:
-            return False
-        source = floats(pointers.pop(0), math.prod(shape)).clone().view(shape)
-        if self.is_backward:
-            self.lse = floats(pointers.pop(0), math.prod(shape[:-1])).clone()
-            for factor in (2, 3, 4):
-                floats(pointers.pop(0), math.prod(shape)).view(shape).copy_(source * factor)
-        else:
-            floats(pointers.pop(0), math.prod(shape)).view(shape).copy_(source * 2)
-            lse = source.sum(-1) if self.is_packed else lse_of(source)
-            floats(pointers.pop(0), lse.numel()).copy_(lse.flatten())
-        if self.is_packed:
-            self.offsets = floats(pointers.pop(0), 3).tolist()
-        return True
-
-
-class InC:
-    """A C function with the values of the functions above, and what it was given.
-
-    Attributes:
-        calls: `(batch, max_q, max_k, offsets, context)` of each call, offsets as lists or None.
-        status: what it returns.
-    """
-
-    def __init__(self, direction="forward"):
-        self.is_backward, self.calls, self.status = direction == "backward", [], 0
-        self.function = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)(self.run)
-        self.launcher = NativeLauncher(
-            backward_function if self.is_backward else forward_function,
-            ctypes.cast(self.function, ctypes.c_void_p).value,
-            context=7,
-            keep=self.function,
-        )
-
-    def run(self, context, address):
-        call = NativeCall.from_address(address)
-        operands = [operand_of(call.operands[n]) for n in range(call.operand_count)]
-        pairs = [
-            (ctypes.c_int32 * (call.batch + 1)).from_address(at)[:] if at else None
-            for at in (call.cu_seqlens_q, call.cu_seqlens_k)
-        ]
-        self.calls.append((call.batch, call.max_q, call.max_k, *pairs, context))
-        if self.status == 0:
-            count = 6 if self.is_backward else 3
-            values = (backward_function if self.is_backward else forward_function)(*operands[:count])
-            for result, value in zip(operands[count:], values, strict=True):
-                result.copy_(value)
-        return self.status
-
-
-def operand_of(operand):
-    """Return the tensor that a `NativeOperand` describes."""
-    rank = sum(size > 0 for size in operand.sizes)
-    sizes, strides = operand.sizes[:rank], operand.strides[:rank]
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return floats(operand.data, reach).as_strided(sizes, strides)
-
-
-def of_torchs(is_packed):
-    if not is_packed:
-        return op_launcher(), op_launcher(op="attnreg_kernel_backward", results=3)
-    lengths = MAX_Q, MAX_K
-    return op_launcher(*lengths, op="attnreg_packed"), op_launcher(
-        *lengths, op="attnreg_packed_backward", results=3
-    )
-
-
-KINDS = {
-    "function": lambda shape: (forward_function, backward_function),
-    "torch's kernel": lambda shape: of_torchs(len(shape) == 3),
-    "C function": lambda shape: (InC("forward").launcher, InC("backward").launcher),
-    "addresses": lambda shape: (
-        OnAddresses("forward", shape).launcher,
-        OnAddresses("backward", shape).launcher,
-    ),
-}
-
-
-assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
-
 
 # ---- each kind
 

@@ -5,8 +5,8 @@ import types
 
 import pytest
 import torch
+from support.launcher_kinds import forward_function
 from support.length_kinds import draw_backend, draw_cut, draw_kind
-from test_launchers import forward_function
 
 import attnreg
 from attnreg import _registry

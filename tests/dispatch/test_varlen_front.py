@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 from support import truth
+from support.launcher_kinds import PACKED, tensors
 from support.varlen_calls import LENGTHS, assert_right, attend
-from test_launchers import PACKED, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -19,7 +19,7 @@ class Router final : public c10::OperatorKernel {
       is_length_.push_back(name == "max_q" || name == "max_k");
       if (layout_.is_backward() && name == "out") {
         out_ = i;
-      } else if (layout_.is_backward() && name == "logsumexp") {
+      } else if (layout_.is_backward() && (name == "logsumexp" || name == "lse")) {
         lse_ = i;
       }
       if (name.rfind("cum_seq", 0) == 0 || name.rfind("cu_seqlens", 0) == 0) {
