@@ -90,9 +90,11 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
         drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
         for group in by_class(drawn, cuts):
             first = next((one for one in group if not entry.unnamed_reads(one, direction)), None)
-            for other in group if first is not None else ():
+            if first is None:
+                continue
+            for other in group:
                 if decided(entry, other, direction) != decided(entry, first, direction):
-                    return _told(entry, direction, first, other)
+                    return _described(entry, direction, first, other)
     return ""
 
 
@@ -101,7 +103,7 @@ def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bo
     return not entry.reasons(spec, direction), entry.priority(spec)
 
 
-def _told(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
+def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
     said = (
         "; ".join(entry.reasons(spec, direction)) or f"none, and rank {entry.priority(spec)}" for spec in pair
     )
