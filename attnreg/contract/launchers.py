@@ -282,7 +282,8 @@ class AddressLauncher:
             )
         else:
             results = tuple(
-                uninitialized(x.shape, contiguous_strides(x.shape), x.dtype, device) for x in tensors[1:4]
+                uninitialized(tuple(x.shape), contiguous_strides(x.shape), x.dtype, device)
+                for x in tensors[1:4]
             )
         derived: list[Tensor] = []
         if how.derive is not None and call is not None:

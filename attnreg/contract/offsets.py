@@ -119,7 +119,7 @@ def derived_from(
     found = _cache.get(source)
     if found is not None and all(map(operator.is_, found.given(), tensors)):
         if found.comparison is not None or time.monotonic() - found.compared > TRUSTED:
-            _compare(source, found)
+            _compare(found)
         return found.value  # type: ignore[no-any-return]
     storages, now = [x.untyped_storage() for x in there], time.monotonic()
     made = make(*tensors)
@@ -138,7 +138,7 @@ def _sources() -> list[tuple[object, ...]]:
             return list(_cache)
 
 
-def _compare(source: tuple[object, ...], kept: _Kept) -> None:
+def _compare(kept: _Kept) -> None:
     """See what came of the comparison under way, and begin the next one when it is time."""
     comparison = kept.comparison  # read once: another thread may clear it meanwhile
     if comparison is not None:
@@ -147,9 +147,6 @@ def _compare(source: tuple[object, ...], kept: _Kept) -> None:
             return
         kept.comparison = None
         if numbers[0]:
-            for other in _sources():
-                if not {*other[2:]}.isdisjoint({*source[2:]} - {None}):
-                    _cache.pop(other, None)
             raise_changed()
     if time.monotonic() - kept.compared > TRUSTED:
         kept.compared, kept.comparison = time.monotonic(), AsyncReadback(kept.changed())
@@ -157,6 +154,7 @@ def _compare(source: tuple[object, ...], kept: _Kept) -> None:
 
 def raise_changed() -> NoReturn:
     """Raise the error of offsets that were written to without a trace, after all has forgotten them."""
+    _cache.clear()
     for forget in on_changed:
         forget()
     raise InvalidInputError(CHANGED)

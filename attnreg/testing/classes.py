@@ -90,10 +90,8 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
         drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
         for group in by_class(drawn, cuts):
             first = next((one for one in group if not entry.unnamed_reads(one, direction)), None)
-            if first is None:
-                continue
             for other in group:
-                if decided(entry, other, direction) != decided(entry, first, direction):
+                if first is not None and decided(entry, other, direction) != decided(entry, first, direction):
                     return _described(entry, direction, first, other)
     return ""
 

@@ -192,11 +192,12 @@ def test_an_implementation_can_be_activated_after_also_where_torch_allows_one_ov
 
 @pytest.mark.parametrize("moment", ["a plan of varlen_attn", "register_backend", "install"])
 def test_an_implementation_activated_after_is_warned_of_once(fa4, packed, caplog, moment):
-    lengths = itertools.count(1)
+    heads = itertools.count(1)
 
     def comes():
         if moment == "a plan of varlen_attn":
-            attnreg.varlen_attn(*packed([3, next(lengths)]))
+            number = next(heads)
+            attnreg.varlen_attn(*packed([3, 2], heads=number))
         else:
             attnreg.install() if moment == "install" else attnreg.register_backend("math")
 

@@ -27,7 +27,7 @@ from support.dense import CAUSAL, OPEN, assert_right, qkv, with_gradients
 from support.fake_cudnn import memory
 
 import attnreg
-from attnreg.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.contract.launchers import AddressLauncher, OpLauncher, Prepared
 from attnreg.torchlib import captured
 from attnreg.torchlib.layout import contiguous_strides
 
@@ -93,12 +93,17 @@ def test_a_repeated_call_is_right_and_planned_again_only_in_python(
                 results.append(result)
             assert_alike(results[0], results[3])
         planned.clear()
-        for other in (qkv(8, 8), qkv(heads_k=2), qkv(dtype=torch.bfloat16)):
+        longer = qkv(8, 8)
+        result = everything_of(kind, longer, causal=causal, scale=0.3)
+        assert_call_right(kind, result, longer, result[-3:], window=window, scale=0.3)
+        assert planned == ([] if captured.call_cache_in_use else both)  # of the same kind
+        planned.clear()
+        for other in (qkv(heads_k=2), qkv(dtype=torch.bfloat16)):
             assert_call_right(
                 kind, call(kind, other, causal=True, scale=0.3), other, window=CAUSAL, scale=0.3
             )
         assert_call_right(kind, call(kind, inputs, scale=0.7), inputs, scale=0.7)
-        assert planned == both * 4
+        assert planned == both * 3
     assert [len(kernels[op].calls) for op in both] == ([12, 12] if native else [0, 0])
 
 
@@ -168,26 +173,33 @@ def unrouted_op(self, *given):
 def on_addresses(self, direction, tensors, call):
     """Return the backend's own kernel as a launcher that is given addresses."""
     kernel = getattr(self.kernels, direction)
-    models = tensors[:1] if direction == "forward" else tensors[1:4]
-    results = [(tuple(x.shape), contiguous_strides(x.shape), x.dtype) for x in models]
-    if direction == "forward":
-        batch, rows, heads, _ = tensors[0].shape
-        results.append(((batch, heads, rows), contiguous_strides((batch, heads, rows)), torch.float32))
-    sizes = [*((x.shape, x.stride()) for x in tensors), *(one[:2] for one in results)]
+    shapes = [x.shape for x in tensors]  # their lengths may be others in later calls
+    of_keys = (1, 2) if direction == "forward" else (2, 3)
 
-    def launch(addresses, workspace, stream):
-        assert (workspace, stream) == (0, 0)
-        self.called.append(direction)
-        pointers = (ctypes.c_void_p * len(sizes)).from_address(addresses)
-        operands = [memory(at, torch.float32, *how) for at, how in zip(pointers, sizes, strict=True)]
-        values = kernel(*operands[: len(tensors)], call)
-        for result, value in zip(operands[len(tensors) :], values, strict=True):
-            result.copy_(value)
-        return True
+    def prepare(batch, max_q, max_k, tokens_q, tokens_k, strides):
+        assert (tokens_q, tokens_k) == (batch * max_q, batch * max_k)
+        rows = [max_k if place in of_keys else max_q for place in range(len(shapes))]
+        given = [
+            (batch, shape[1], count) if len(shape) == 3 else (batch, count, *shape[2:])
+            for shape, count in zip(shapes, rows, strict=True)
+        ]
+        heads = shapes[0][2]
+        results = [given[0], (batch, heads, max_q)] if direction == "forward" else given[1:4]
+        sizes = [*zip(given, strides, strict=True), *((x, contiguous_strides(x)) for x in results)]
 
-    return AddressLauncher(
-        lambda *given: kernel(*given, call), launch, tuple(range(len(sizes))), tuple(results)
-    )
+        def launch(addresses, workspace, stream):
+            assert (workspace, stream) == (0, 0)
+            self.called.append(direction)
+            pointers = (ctypes.c_void_p * len(sizes)).from_address(addresses)
+            operands = [memory(at, torch.float32, *how) for at, how in zip(pointers, sizes, strict=True)]
+            values = kernel(*operands[: len(shapes)], call._replace(max_q=max_q, max_k=max_k))
+            for result, value in zip(operands[len(shapes) :], values, strict=True):
+                result.copy_(value)
+            return True
+
+        return Prepared(launch, tuple(range(len(sizes))))
+
+    return AddressLauncher(lambda *given: kernel(*given, call), prepare)
 
 
 LAUNCHERS = {"its kernel": None, "an op": flash_op, "an unrouted op": unrouted_op, "addresses": on_addresses}

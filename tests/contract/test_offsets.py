@@ -47,6 +47,15 @@ def test_a_write_that_torch_does_not_count_is_an_error_after_a_while(trust_offse
     assert [last(given) for _ in range(3)] == [8] * 3
 
 
+def test_what_the_call_cache_finds_has_all_forgotten_that_is_known_here():
+    given = torch.tensor([0, 3, 7], dtype=torch.int32)
+    assert last(given) == 7
+    given.numpy()[2] = 8
+    with pytest.raises(InvalidInputError, match="written to"):
+        offsets.raise_changed()
+    assert last(given) == 8
+
+
 def test_a_write_that_is_reported_is_seen_at_once(trust_offsets):
     trust_offsets(0.0)
     given = torch.tensor([0, 3, 7], dtype=torch.int32)

@@ -29,6 +29,7 @@ def test_both_directions_run_on_the_backend_that_is_named(named, varlen):
 def test_longer_calls_of_a_kind_need_nothing_compiled(named):
     for one in attnreg.warmup({**KIND, "varlen": True}, backend=named):
         longer = replace(one.kind, batch=5, max_q=4000, max_k=4000, tokens_q=9000, tokens_k=9000)
-        assert compiled_kinds.kind_of_spec(one.direction, longer) in compiled_kinds.have_run
+        family = compiled_kinds.family_of_spec(one.direction, longer)
+        assert (family, family.class_of(5, 4000, 4000)) in compiled_kinds.have_run
         captured = replace(longer, capturing=True)
         assert _registry.find(named).reasons(captured, one.direction) == ()

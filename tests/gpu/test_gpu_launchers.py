@@ -6,34 +6,55 @@ import functools
 import pytest
 import torch
 from support import gpu, truth
-from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, dense, kernels, ragged
+from support.launchers import packed_arguments
+from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, RAGGED, dense, kernels, ragged
 
 import attnreg
 from attnreg import _registry
+from attnreg.contract import rows
 from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.launchers import AddressLauncher, OpLauncher
-from attnreg.contract.offsets import facts
+from attnreg.contract.launchers import AddressLauncher, FunctionLauncher, OpLauncher
 from attnreg.measure import measure
 from attnreg.torchlib import captured
-from attnreg.torchlib.layout import stream_of
 
 pytestmark = pytest.mark.gpu
 
-# In each of them every row sees a key: that is promised to a launcher.
 SAME = [(n, n) for n in (113, 1, 33, 203)]
 LONGER = ((113, 203), (1, 65), (31, 33))
+alike = functools.partial(ragged, *SAME, one_cu_seqlens=True)
 CASES = (
     *(dense(113, 203, window=window) for window in (OPEN, CAUSAL, (8, 2), (100, -1))),
-    *(ragged(*SAME, window=window) for window in (OPEN, CAUSAL, (8, 2))),
+    *(alike(window=window) for window in (OPEN, CAUSAL, (8, 2))),
     *(ragged(*LONGER, window=window) for window in (OPEN, CAUSAL)),
     dense(65, 65, heads=(8, 2), dims=(128, 128)),
-    ragged(*SAME, heads=(8, 2), dims=(128, 128), window=CAUSAL),
-    ragged(*SAME, dtype="float16", scale=0.2),
-    *(ragged(*SAME, (162, 162), window=window) for window in (OPEN, CAUSAL)),  # 512 tokens: an LSE in order
-    *(ragged(*SAME, layout=layout, heads=(4, 4)) for layout in LAYOUTS),
+    alike(heads=(8, 2), dims=(128, 128), window=CAUSAL),
+    alike(dtype="float16", scale=0.2),
+    # 512 tokens: an LSE in order
+    *(ragged(*SAME, (162, 162), one_cu_seqlens=True, window=window) for window in (OPEN, CAUSAL)),
+    *(alike(layout=layout, heads=(4, 4)) for layout in LAYOUTS),
+    # Rows that see no key, and of no sequence.
+    alike(window=CAUSAL, tail=5, poison=True),
+    *(ragged(*RAGGED, window=window, tail=5, poison=True) for window in (OPEN, CAUSAL)),
 )
 # So many calls a backend may want to see before it offers a launcher.
 SEEN = 6
+
+
+def offers(name, direction, case):
+    """Whether a backend has a launcher of such calls; FA2's backward is told of rows without a key."""
+    marks_rows = name == "FA2" and direction == "backward" and case.varlen and not case.one_cu_seqlens
+    return name != "math" and not marks_rows
+
+
+def ways_of(launcher, tensors, call):
+    """Return the results of each way to call a launcher: by Python, on addresses, with what may be known."""
+    known = [False]
+    if call.varlen:
+        query, key = tensors[:2] if len(tensors) == 3 else tensors[1:3]
+        _, sees_keys = rows.facts(call.cu_seqlens_q, call.cu_seqlens_k, len(query), len(key)).tolist()
+        known += [True] * sees_keys
+    runs = [launcher, launcher.on_addresses] if isinstance(launcher, AddressLauncher) else [launcher]
+    return [run(*tensors, *packed_arguments(call, one)) for one in known for run in runs]
 
 
 def with_launchers(forward, backward, used):
@@ -43,21 +64,15 @@ def with_launchers(forward, backward, used):
         for _ in range(SEEN):
             results = kernel(*tensors, call)
             torch.cuda.synchronize()  # so that the device has reported
-        query, key = tensors[:2] if direction == "forward" else tensors[1:3]
-        pair = (call.cu_seqlens_q, call.cu_seqlens_k) if call.varlen else ()
-        if pair:
-            found = facts(call, len(query), len(key), stream_of(query))
-            torch.cuda.synchronize()  # `math` asks for nothing by itself
-            assert found.every_row_sees_a_key
         launcher = specialize(direction, tensors, call) if specialize is not None else None
         if launcher is None:
             return results
         used.append(direction)
-        if isinstance(launcher, AddressLauncher):  # in C++ it is as right as in Python
-            for one, other in zip(launcher(*tensors, *pair), results, strict=True):
-                assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02)
-            return launcher.on_addresses(*tensors, *pair)
-        return launcher(*tensors, *pair)
+        found = ways_of(launcher, tensors, call)
+        for one in found:
+            for result, other in zip(one, results, strict=True):
+                assert torch.allclose(result.float(), other.float(), rtol=0.02, atol=0.02)
+        return found[-1]
 
     return Kernels(
         lambda q, k, v, call: done("forward", forward.forward, forward.specialize, (q, k, v), call),
@@ -75,20 +90,23 @@ def assert_right(tested, case):
 def test_a_launcher_keeps_the_rule(named, case):
     used = []
     assert_right(with_launchers(kernels(named), kernels(named), used), case)
-    # Tensors that have to be copied first take the kernel; `math` offers no launcher.
-    may_lack = named == "math" or "layout" in str(case)
-    assert used == ["forward", "backward"] or may_lack
+    wanted = [direction for direction in ("forward", "backward") if offers(named, direction, case)]
+    # Tensors that have to be copied first take the kernel.
+    assert used == wanted or "layout" in str(case)
 
 
 def test_any_forward_launcher_pairs_with_any_backward_launcher(named, other):
-    for case in (dense(113, 203, window=CAUSAL), ragged(*SAME, window=CAUSAL), ragged(*LONGER)):
+    for case in (dense(113, 203, window=CAUSAL), alike(window=CAUSAL), ragged(*LONGER)):
         used = []
         assert_right(with_launchers(kernels(named), kernels(other), used), case)
-        # A backward's may want the LSE as the kernel gives it.
         wanted = [
-            direction for direction, name in (("forward", named), ("backward", other)) if name != "math"
+            direction
+            for direction, name in (("forward", named), ("backward", other))
+            if offers(name, direction, case)
         ]
-        assert used in (wanted, wanted[:1])
+        # The LSE of cuDNN's forward may have the token first, and FA2's kernel reads it in order.
+        may_copy = (named, other) == ("cuDNN", "FA2")
+        assert used == wanted or (may_copy and used == ["forward"])
 
 
 def test_layers_whose_tensors_have_other_strides_have_entries_of_their_own(named, ran):
@@ -115,14 +133,21 @@ def record_launches(monkeypatch, named):
     entry, launched = _registry.find(named), []
     original = entry.kernels()
 
+    def recorded(direction, run):
+        return lambda *given: launched.append(direction) or run(*given)
+
     def specialize(direction, tensors, call):
         launcher = original.specialize(direction, tensors, call)
+        if isinstance(launcher, FunctionLauncher):
+            return dataclasses.replace(launcher, run=recorded(direction, launcher.run))
         if not isinstance(launcher, AddressLauncher):
-            return launcher and (lambda *given: launched.append(direction) or launcher(*given))
-        launch = launcher.launch
-        return dataclasses.replace(
-            launcher, run=None, launch=lambda *numbers: launched.append(direction) or launch(*numbers)
-        )
+            return launcher and recorded(direction, launcher)
+
+        def prepare(*lengths):
+            how = launcher.prepare(*lengths)
+            return how and how._replace(launch=recorded(direction, how.launch))
+
+        return dataclasses.replace(launcher, run=None, prepare=prepare)
 
     monkeypatch.setattr(entry, "_kernels", original._replace(specialize=specialize))
     return launched
@@ -152,11 +177,25 @@ def test_the_call_cache_runs_launchers_of_packed_calls(named, compiled_cache, mo
             gpu.assert_near(got, right)
     assert launched[-2:] == ["forward", "backward"]
     assert launched.count("forward") >= 4
-    assert (kind is AddressLauncher) == (named == "cuDNN")
-    assert (kind is OpLauncher) == (named == "FA2")
+    assert kind is {"FA2": OpLauncher, "FA4": FunctionLauncher, "cuDNN": AddressLauncher}[named]
 
 
-def test_a_call_that_differs_from_a_kept_one_does_not_run_its_launcher(
+@pytest.mark.only_for("FA2", "FA4", "math")
+def test_calls_of_new_lengths_are_run_by_what_was_kept_before_them(named, compiled_cache, planned, ran):
+    attend, results = functools.partial(attnreg.varlen_attn, enable_gqa=True), []
+    with attnreg.register_backend(named):
+        for _ in range(8):
+            gpu.run(attend, gpu.packed((40, 300, 7), heads=(4, 2)))
+            torch.cuda.synchronize()
+        ran()
+        for lengths in ((39, 280, 90), (301, 2, 0, 60, 7), (290,)):  # no sum a multiple of 4, as the first
+            given = gpu.packed(lengths, heads=(4, 2))
+            assert planned(lambda given=given: results.append(gpu.run(attend, given))) == 0
+            assert ran() == {named: (1, 1)}
+            gpu.assert_near(results[-1], gpu.expected(given)[0])
+
+
+def test_a_call_of_another_kind_does_not_run_a_launcher_and_one_of_other_values_does(
     named, compiled_cache, is_kept, planned, ran
 ):
     given = gpu.packed((40, 300, 7), heads=(4, 2))
@@ -186,9 +225,9 @@ def test_a_call_that_differs_from_a_kept_one_does_not_run_its_launcher(
         assert is_kept(call)
         with torch.autocast("cuda", torch.bfloat16):
             assert is_kept(call)
-        given.cu_seqlens_q[1] += 1  # in place: other sequences now
+        given.cu_seqlens_q[1] += 1  # in place: other sequences now, which a kept call follows
         right, right_lse = gpu.expected(given)
-        assert planned(call) >= 1
+        assert is_kept(call)
 
 
 @pytest.mark.only_for("FA2")

@@ -176,7 +176,7 @@ def relative_error(got, wanted):
 KERNELS = {
     "FA2": re.compile(r"^(?!.*(flash_attn|sm\d+flashattention|cudnn)).*flash_(fwd|bwd)", re.IGNORECASE),
     "FA4": re.compile(r"flash_?attn.*cute|flashattention(forward|backward)|flash_(fwd|bwd)_sm\d+", re.I),
-    "cuDNN": re.compile(r"cudnn", re.IGNORECASE),
+    "cuDNN": re.compile(r"^(?!attnreg_).*cudnn", re.IGNORECASE),  # attnreg_cudnn_lengths is our own
 }
 
 

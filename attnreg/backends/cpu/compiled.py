@@ -165,7 +165,8 @@ def _backward_results(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run(entry: Any, tensors: Sequence[Tensor], q: Tensor, k: Tensor, call: Call) -> None:
-    count, ends = count_of(q, call), call.cu_seqlens_k
+    # Pages have no offsets, whether the call has some or not: `seqused_k` says how many keys count.
+    count, ends = count_of(q, call), None if call.block_table is not None else call.cu_seqlens_k
     counted = [len(x) for x in (call.seqused_k, call.block_table) if x is not None]
     if any(other != count for other in (*counted, count if ends is None else len(ends) - 1)):
         _raise_for(_WRONG_LENGTHS, q, k, call)

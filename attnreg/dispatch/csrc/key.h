@@ -14,6 +14,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
@@ -97,7 +98,8 @@ inline bool is_freed(const at::Tensor& tensor) {
 // A tensor: what isn't a length as it is, of a length whether it is 0, 1 or more. A tensor that a launcher is given is
 // `described` with the classes of its strides, and whether sixteen bytes can be read at a time. The words are written
 // in place, as a hit takes much of its time here.
-inline void append(const at::Tensor& tensor, bool described, uint32_t lengths, Key& key) {
+// Of an LSE only those strides are told apart that are 0 or 1: other strides follow from lengths.
+inline void append(const at::Tensor& tensor, bool described, uint32_t lengths, Key& key, bool is_lse = false) {
   const at::IntArrayRef sizes = tensor.sizes();
   const bool is_aligned = described && tensor.has_storage() && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
   const bool is_contiguous = described && tensor.is_contiguous();
@@ -114,7 +116,8 @@ inline void append(const at::Tensor& tensor, bool described, uint32_t lengths, K
   const auto item_size = static_cast<int64_t>(tensor.element_size());
   for (size_t i = 0; i < sizes.size(); i++) {
     const bool is_length = lengths >> i & 1;
-    classes = classes << 2 | (described ? stride_class(tensor.strides()[i], item_size) : 0);
+    const int64_t of_stride = described ? stride_class(tensor.strides()[i], item_size) : 0;
+    classes = classes << 2 | (is_lse ? std::min<int64_t>(of_stride, 2) : of_stride);
     if (is_length) {
       classes = classes << 2 | (sizes[i] > 1 ? 2 : sizes[i]);
     } else {

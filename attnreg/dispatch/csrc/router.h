@@ -17,6 +17,11 @@ class Router final : public c10::OperatorKernel {
     for (size_t i = 0; i < schema.arguments().size(); i++) {
       const std::string& name = schema.arguments()[i].name();
       is_length_.push_back(name == "max_q" || name == "max_k");
+      if (layout_.is_backward() && name == "out") {
+        out_ = i;
+      } else if (layout_.is_backward() && name == "logsumexp") {
+        lse_ = i;
+      }
       if (name.rfind("cum_seq", 0) == 0 || name.rfind("cu_seqlens", 0) == 0) {
         offsets_.push_back(i);
       }
@@ -59,10 +64,16 @@ class Router final : public c10::OperatorKernel {
     if (tensor(k).size(0) != batch || tensor(v).size(0) != batch || tensor(v).size(rows) != max_k) {
       return false;
     }
-    if (layout_.is_backward()) {  // a gradient and results that the caller has put together
-      const at::Tensor &grad = tensor(0), &out = tensor(v + 1), &lse = tensor(v + 2);
-      if (!grad.defined() || !out.defined() || !lse.defined() || grad.sizes() != out.sizes() || out.dim() != 4 ||
-          out.size(0) != batch || out.size(rows) != max_q || lse.dim() < 3 || lse.size(0) != batch || lse.size(2) != max_q) {
+    if (out_ && lse_) {  // of a gradient and results that the caller has put together
+      for (const size_t place : {size_t{0}, *out_, *lse_}) {
+        if (!arguments[place].isTensor() || !tensor(place).defined()) {
+          return false;
+        }
+      }
+      const at::Tensor &grad = tensor(0), &out = tensor(*out_), &lse = tensor(*lse_);
+      // Torch's efficient kernel has an LSE of more rows than there are queries.
+      if (grad.sizes() != out.sizes() || out.dim() != 4 || out.size(0) != batch || out.size(rows) != max_q || lse.dim() < 3 ||
+          lse.size(0) != batch || lse.size(2) < max_q || (*lse_ < layout_.tensors() && lse.size(2) != max_q)) {
         return false;
       }
     }
@@ -97,9 +108,9 @@ class Router final : public c10::OperatorKernel {
           key.clear();
           return key;
         }
-        const bool is_lse = layout_.is_backward() && i + 1 == described;
+        const bool is_lse = lse_ && i == *lse_;
         const uint32_t of_tensor = i < described ? layout_.lengths_of(is_lse) : kAll;
-        append(argument.toTensor(), i < described, is_packed ? kNone : of_tensor, key);
+        append(argument.toTensor(), i < described, is_packed ? kNone : of_tensor, key, is_lse);
       } else if (!is_packed && argument.isInt() && is_length_[i]) {
         key.push_back(kInt);  // the lengths of the tensors say it
       } else if (!append_value(argument.isTensor() ? c10::IValue() : argument, key)) {
@@ -107,8 +118,8 @@ class Router final : public c10::OperatorKernel {
         return key;
       }
     }
-    if (layout_.is_backward()) {  // torch 2.11 keeps its cuDNN graphs by the strides of all but the gradient
-      key.push_back(arguments[0].toTensor().strides() == arguments[query + 3].toTensor().strides());
+    if (out_ && !is_packed) {  // torch 2.11 keeps its cuDNN graphs by the strides of all but the gradient
+      key.push_back(arguments[0].toTensor().strides() == arguments[*out_].toTensor().strides());
     }
     return key;
   }
@@ -232,6 +243,7 @@ class Router final : public c10::OperatorKernel {
   Object plan_;
   std::vector<bool> is_length_;  // of each of the op's arguments, whether it is a longest length
   std::vector<size_t> offsets_;  // the places of the op's offsets
+  std::optional<size_t> out_, lse_;  // of a backward, the places of the forward's results
 };
 
 }  // namespace attnreg

@@ -45,7 +45,7 @@ inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tenso
               call.left, call.right, call.scale ? bits_of(*call.scale) : 0, call.scale.has_value()});
   for (size_t i = 0; i < count; i++) {
     const bool is_lse = query == 1 && i == kLse;
-    append(tensors[i], true, is_lse ? kRowsOfLse : kFirst, key);
+    append(tensors[i], true, is_lse ? kRowsOfLse : kFirst, key, is_lse);
   }
   if (sinks.defined()) {
     append(sinks, true, kNone, key);

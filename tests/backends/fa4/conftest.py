@@ -65,5 +65,4 @@ def no_unused_rows(monkeypatch):
     """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
     found = types.SimpleNamespace(no_unused_rows=True)
     monkeypatch.setattr(adapter, "facts", lambda *arguments: found)
-    monkeypatch.setattr(launches, "facts_of", lambda *arguments: found)
     return found

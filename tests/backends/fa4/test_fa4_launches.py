@@ -9,6 +9,7 @@ from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, en
 
 from attnreg import Call
 from attnreg.backends.fa4 import adapter, compiled_kinds, launches
+from attnreg.contract import launchers as contract_launchers
 from attnreg.torchlib.layout import uninitialized
 
 
@@ -252,13 +253,13 @@ def test_where_it_is_known_that_no_row_is_unused_nothing_is_copied_or_cleared(
 ):
     ran = []
     for name in ("blanked", "clear_forward", "clear_backward"):
-        function = getattr(launches, name)
+        function = getattr(contract_launchers, name)
 
         def noting(*given, name=name, function=function):
             ran.append(name)
             return function(*given)
 
-        monkeypatch.setattr(launches, name, noting)
+        monkeypatch.setattr(contract_launchers, name, noting)
     found = [entered(kernels, package, *packed((5, 28), seed=seed)) for seed in range(2)]
     assert (found, ran) == ([BOTH, NEITHER], [])
     no_unused_rows.no_unused_rows = False

@@ -113,7 +113,6 @@ def test_a_launcher_is_given_sinks_in_front_of_the_offsets(calls, kernels, packa
     other = packed(4, (9, 3, 20, 6))
     *tensors, grad, later = other
     further = later.sinks, later.cu_seqlens_q, later.cu_seqlens_k, later.max_q, later.max_k
-    assert launch(*tensors, *further, False) is None, "of no row it is known whether it sees a key"
     results = launch(*tensors, *further, True)
     launch = kernels.specialize("backward", (grad, *tensors, *results), later)
     results += launch(grad, *tensors, *results, *further, True)
