@@ -24,7 +24,7 @@ LONGER = {
     "docs/benchmarks.md": 295,
     "docs/faults.md": 203,
     "attnreg/contract/discovery.py": 357,
-    "attnreg/contract/launchers.py": 315,
+    "attnreg/contract/launchers.py": 312,
     "attnreg/dispatch/call_cache.py": 325,
     "attnreg/dispatch/csrc/cache.h": 367,
     "attnreg/dispatch/csrc/launchers.h": 412,
