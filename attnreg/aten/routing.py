@@ -25,9 +25,10 @@ from attnreg.contract.memory import check_in_memory
 from attnreg.contract.spec import Direction
 from attnreg.dispatch import call_cache, calls, counters, scope
 from attnreg.dispatch.call_cache import Kept, kept_for
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.dispatch.planning import Native
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.dispatch.state import Plan, retry_on_decline, state
+from attnreg.dispatch.state import Plan, state
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.layout import inductor_is_running, readable
 

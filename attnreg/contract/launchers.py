@@ -285,12 +285,9 @@ class AddressLauncher:
                 uninitialized(tuple(x.shape), contiguous_strides(x.shape), x.dtype, device)
                 for x in tensors[1:4]
             )
-        derived: list[Tensor] = []
-        if how.derive is not None and call is not None:
-            of_offsets = how.derive(*call.offsets)
-            if of_offsets is None:
-                return None
-            derived = of_offsets
+        derived = [] if how.derive is None or call is None else how.derive(*call.offsets)
+        if derived is None:
+            return None
         operands = *tensors, *results, *derived
         addresses = (ctypes.c_void_p * len(how.operands))(*(operands[n].data_ptr() for n in how.operands))
         workspace = uninitialized((how.workspace,), (1,), torch.uint8, device)

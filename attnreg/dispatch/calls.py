@@ -16,7 +16,8 @@ from attnreg.contract.backend import Call
 from attnreg.contract.lengths import Lengths
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.contract.validation import check, check_scale, check_values
-from attnreg.dispatch.planning import Native, decide, kind_of, make_plan, spec_of
+from attnreg.dispatch.kinds import kind_of
+from attnreg.dispatch.planning import Native, decide, make_plan, spec_of
 from attnreg.dispatch.scope import ScopedChoice
 from attnreg.dispatch.state import Plan, state
 from attnreg.errors import UnsupportedInputError

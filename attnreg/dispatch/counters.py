@@ -13,8 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from attnreg.contract.capabilities import one_line
+from attnreg.contract.discovery import SET_ASIDE
 from attnreg.contract.spec import Direction
 from attnreg.errors import InvalidInputError
+from attnreg.selection.decision import Decision
+from attnreg.selection.render import fallback_line
 from attnreg.torchlib.locks import open_after_fork
 
 __all__ = ["Bypass", "Failure", "Fallback", "MaskSeen", "Stats", "reset_stats", "stats"]
@@ -189,6 +192,26 @@ def not_yet_logged(counter: Counter, level: int) -> bool:
     with _lock:
         before, counter.level = counter.level, max(counter.level, level)
         return level > before
+
+
+def for_decision(decision: Decision) -> tuple[tuple[Counter, ...], Callable[[], None]]:
+    """Return the counters of a decision's call and fallbacks, and what logs each fallback, once."""
+    name = decision.backend or ""
+    found = [call_counter(name, decision.direction)]
+    fallbacks = []
+    for passed in decision.passed_over:
+        reason = "; ".join(decision.rejected[passed])
+        broken = reason.startswith(SET_ASIDE)
+        level = logging.WARNING if broken or passed in decision.asked_for else logging.INFO
+        found.append(fallback_counter(passed, reason))
+        fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
+
+    def log_fallbacks() -> None:
+        for counter, level, line in fallbacks:
+            if not_yet_logged(counter, level):
+                log.log(level, "%s", line)
+
+    return tuple(found), log_fallbacks
 
 
 def count(counters: tuple[Counter, ...]) -> None:

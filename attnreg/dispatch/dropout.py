@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
+from attnreg.dispatch.declined import DeclinedError
 from attnreg.dispatch.scope import ScopedChoice, make_choice
-from attnreg.dispatch.state import DeclinedError, Plan
+from attnreg.dispatch.state import Plan
 from attnreg.selection.decision import tied_to
 
 

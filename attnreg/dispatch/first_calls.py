@@ -18,7 +18,8 @@ from attnreg import _registry
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Device, Direction
 from attnreg.dispatch import planning, scope
-from attnreg.dispatch.state import state, with_reasons
+from attnreg.dispatch.declined import with_reasons
+from attnreg.dispatch.state import state
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.selection.decision import Policy
 from attnreg.selection.render import refuse

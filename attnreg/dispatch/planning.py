@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from attnreg.contract.backend import Call
-from attnreg.contract.discovery import SET_ASIDE, Entry
-from attnreg.contract.lengths import OF_ALL, Lengths
+from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
 from attnreg.contract.validation import checked_against_contract
 from attnreg.dispatch import counters, trace
-from attnreg.dispatch.state import CallKind, Detail, JudgedEntry, Plan, State, declined, with_reasons
+from attnreg.dispatch.declined import JudgedEntry, declined, with_reasons
+from attnreg.dispatch.kinds import builders, refined_key
+from attnreg.dispatch.state import CallKind, Plan, State
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import ranks
 from attnreg.selection.adaptive import Adaptive
 from attnreg.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
-from attnreg.selection.render import fallback_line, refuse
+from attnreg.selection.render import refuse
 from attnreg.selection.turns import Turn
 from attnreg.torchlib import building, captured
 from attnreg.tuning.tables import Tables
@@ -46,58 +47,6 @@ class Native(NamedTuple):
     positive_scale: bool = False
 
 
-def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
-    """Return the kind of calls that a spec is one of, with the places where its decisions change."""
-    directions = _directions(spec, direction)
-    cuts = [*OF_ALL]
-    for entry in now.entries.values():
-        for one in directions:
-            cuts += entry.cuts(spec, one)
-    return CallKind(cuts)
-
-
-def _directions(spec: AttentionSpec, direction: Direction) -> tuple[Direction, ...]:
-    return ("forward", "backward") if direction == "forward" and spec.needs_backward else (direction,)
-
-
-def _detail(
-    now: State,
-    kind: CallKind,
-    key: tuple[object, ...],
-    spec: AttentionSpec,
-    direction: Direction,
-    decisions: Sequence[Decision],
-) -> Detail:
-    """Return what the decisions about a call depend on besides the class of its lengths.
-
-    All lengths count where calls are recorded or locked, where a backend that was asked, or whose rank was
-    compared, looks at a length that no cut names, and where times chose a backend that builds something for
-    each shape.
-    """
-    if now.policy.lock is not None or trace.is_recording():
-        return Detail.EXACT
-    by_times = any(map(_is_by_times, decisions))
-    if _builds_by_times(decisions[-1], now.entries, spec):
-        return Detail.EXACT
-    # Which lengths are looked at is the same for all of a class, so that it is found out once.
-    if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions):
-        return Detail.EXACT
-    return Detail.STEPS if by_times else Detail.CLASS
-
-
-def _looks_at_lengths(
-    now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision]
-) -> bool:
-    # Times order the backends that can run a call: all were asked.
-    names = (name for one in decisions for name in (one.order if one.predicted else one.considered))
-    asked = {name.casefold() for name in names}
-    return any(
-        entry.unnamed_reads(spec, one, ranks_only=name not in asked)
-        for name, entry in now.entries.items()
-        for one in _directions(spec, direction)
-    )
-
-
 def make_plan(
     now: State,
     kind: CallKind,
@@ -119,7 +68,7 @@ def make_plan(
         native = None  # torch's selector looks at the batch, too, and its kernels aren't told of the policy
     ranks.agree(now.policy, entries, spec.device)
     decisions = []
-    building_names = _builders(entries, spec) if kind.brings_new_shapes else frozenset()
+    building_names = builders(entries, spec) if kind.brings_new_shapes else frozenset()
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
         decisions.append(_settle(spec, "backward", entries, policy, native, building_names)[0])
@@ -130,11 +79,8 @@ def make_plan(
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
         entries = with_reasons(entries, refused)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
-    detail = _detail(now, kind, key, spec, direction, (*decisions, decision))
-    if detail is kind.detail_of(key) is Detail.EXACT and _builds_by_times(decision, entries, spec):
-        kind.count_shape()
-    key = kind.refine(key, detail, Lengths.of(spec))
-    counted, log_fallbacks = _counters(decision)
+    key = refined_key(now, kind, key, spec, direction, (*decisions, decision))
+    counted, log_fallbacks = counters.for_decision(decision)
     counted += trace.counters(spec, direction)
     made = Plan(decision.backend or "", kernel, kernel is None, counted, kind=kind, key=key, turn=turn)
     if made.is_native:
@@ -144,9 +90,7 @@ def make_plan(
         now.keep(made)
         return made
     entry = entries[made.backend.casefold()]
-    if torch.is_deterministic_algorithms_warn_only_enabled():
-        against = entry.reasons(replace(spec, deterministic=True, sinks=False), direction)
-        _warn_not_deterministic(entry.name, direction, against)
+    _warn_not_deterministic(entry, spec, direction)
     set_aside = functools.partial(entry.set_aside, spec, direction)
     counts_sinks = functools.cache(lambda: entry.counts_sinks(spec, direction))
     made = made._replace(set_aside=set_aside, counts_sinks=counts_sinks)
@@ -159,24 +103,8 @@ def make_plan(
         if not spec.capturing and turn is None:
             now.keep(made)
 
-    run = made.kernel if turn is None else functools.partial(_timed, turn, made.kernel)
-    checked = checked_against_contract(run, direction, made.backend, passed)
+    checked = checked_against_contract(_timed(made.kernel, turn), direction, made.backend, passed)
     return made._replace(kernel=checked, is_checked=False)
-
-
-def _builders(entries: Mapping[str, Entry], spec: AttentionSpec) -> frozenset[str]:
-    """Return the names, in lower case, of the backends that build something for each shape of such calls."""
-    return frozenset(name for name, entry in entries.items() if entry.builds(spec))
-
-
-def _is_by_times(decision: Decision) -> bool:
-    return decision.predicted is not None and decision.backend not in decision.asked_for
-
-
-def _builds_by_times(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:
-    """Whether times chose a backend that builds something for each shape of such calls."""
-    entry = entries.get((decision.backend or "").casefold())
-    return _is_by_times(decision) and entry is not None and entry.builds(spec)
 
 
 def _times(policy: Policy, native: str) -> Adaptive | Tables | None:
@@ -343,13 +271,21 @@ def _faster_than_native(
     return entry.kernel(direction, spec)
 
 
-def _timed(turn: Turn, kernel: Callable[..., Any], *arguments: Any) -> Any:
-    return turn.timed(lambda: kernel(*arguments), arguments[0])
+def _timed(kernel: Callable[..., Any], turn: Turn | None) -> Callable[..., Any]:
+    """Return a kernel that is timed where it is a backend's turn."""
+    return kernel if turn is None else lambda *given: turn.timed(lambda: kernel(*given), given[0])
+
+
+def _warn_not_deterministic(entry: Entry, spec: AttentionSpec, direction: Direction) -> None:
+    """Say why deterministic algorithms would have refused a backend, were they not asked to warn only."""
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        _warn_once(
+            entry.name, direction, entry.reasons(replace(spec, deterministic=True, sinks=False), direction)
+        )
 
 
 @functools.cache
-def _warn_not_deterministic(name: str, direction: Direction, reasons: tuple[str, ...]) -> None:
-    """Say why deterministic algorithms would have refused a backend, had they not been asked to warn only."""
+def _warn_once(name: str, direction: Direction, reasons: tuple[str, ...]) -> None:
     if reasons:
         said = "; ".join(reasons)
         log.warning("%s runs a %s that isn't deterministic, as torch only warns: %s", name, direction, said)
@@ -361,23 +297,3 @@ def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, sourc
     serves = entry.backend is None or spec.device.type in entry.backend.devices
     if serves and entry.unavailable():
         raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}") from entry.cause
-
-
-def _counters(decision: Decision) -> tuple[tuple[counters.Counter, ...], Callable[[], None]]:
-    """Return the counters of a decision's call and fallbacks, and what logs each fallback, once."""
-    name = decision.backend or ""
-    found = [counters.call_counter(name, decision.direction)]
-    fallbacks = []
-    for passed in decision.passed_over:
-        reason = "; ".join(decision.rejected[passed])
-        broken = reason.startswith(SET_ASIDE)
-        level = logging.WARNING if broken or passed in decision.asked_for else logging.INFO
-        found.append(counters.fallback_counter(passed, reason))
-        fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
-
-    def log_fallbacks() -> None:
-        for counter, level, line in fallbacks:
-            if counters.not_yet_logged(counter, level):
-                log.log(level, "%s", line)
-
-    return tuple(found), log_fallbacks

@@ -1,39 +1,28 @@
-"""What decisions are made from, as one value that is replaced whole when any of it changes; and plans.
-
-What some packages can run only they know, and only at the call: cuDNN when it builds an execution plan. A
-kernel that finds out that it can't run a call which its backend's limits admit *declines* it: it raises
-`UnsupportedInputError` before it has done anything. The call is then decided once more without that backend,
-whose reason is what the kernel said. A kernel that can't be loaded, compiled or built raises
-`BackendUnavailableError` likewise, and its backend is set aside for further calls like this one as well: all
-plans are dropped, as those for other lengths would try it again. Any other error may come from a kernel that
-was launched: it is counted, and passes through.
-"""
+"""What decisions are made from, as one value that is replaced whole when any of it changes; and plans."""
 
 from __future__ import annotations
 
 import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
 from copy import copy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from attnreg import _registry
-from attnreg.contract.backend import Backend, Call
+from attnreg.contract.backend import Call
 from attnreg.contract.capabilities import one_line
 from attnreg.contract.discovery import Entry
 from attnreg.contract.launchers import Launcher
 from attnreg.contract.lengths import Cut, Lengths, step_of
 from attnreg.contract.spec import AttentionSpec, Direction
 from attnreg.dispatch import counters, trace
+from attnreg.dispatch.declined import DeclinedError
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 from attnreg.selection import policy, ranks
 from attnreg.selection.decision import Policy
 from attnreg.selection.turns import Turn
-
-T = TypeVar("T")
 
 log = logging.getLogger("attnreg")
 
@@ -183,81 +172,6 @@ class CallKind:
     def brings_new_shapes(self) -> bool:
         """Whether what a backend builds for each shape counts in full."""
         return self.shapes >= FEW_SHAPES
-
-
-class DeclinedError(UnsupportedInputError):
-    """A kernel has declined a call.
-
-    Attributes:
-        declined: whose kernel it was, and why it can't run the call.
-    """
-
-    def __init__(self, backend: str, reason: str) -> None:
-        super().__init__(reason)
-        self.declined = backend, reason
-
-
-_declined: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("attnreg_declined", default=())
-
-
-def declined() -> dict[str, str]:
-    """Return which backends have declined the call that is being decided, and why."""
-    return dict(_declined.get())
-
-
-def retry_on_decline(run: Callable[[], T]) -> T:
-    """Return what `run` returns, which decides about a call and runs it; once more after each decline."""
-    if not _declined.get():
-        return _retried(run)
-    token = _declined.set(())  # a call that is made inside of another's retry
-    try:
-        return _retried(run)
-    finally:
-        _declined.reset(token)
-
-
-def _retried(run: Callable[[], T]) -> T:
-    try:
-        return run()
-    except DeclinedError as error:
-        declined: tuple[tuple[str, str], ...] = (
-            error.declined,
-        )  # not the error: its frames refer to tensors
-    while True:
-        token = _declined.set(declined)
-        try:
-            return run()
-        except DeclinedError as error:
-            declined = (*declined, error.declined)
-        finally:
-            _declined.reset(token)
-
-
-class JudgedEntry(Entry):
-    """A backend about whose kernel more is known than its declaration says; it has loaded."""
-
-    def __init__(
-        self, name: str, origin: str, backend: Backend | None = None, reasons: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(name, origin, backend)
-        self._reasons = reasons
-
-    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        return self._reasons
-
-    def unavailable(self) -> str:
-        return ""
-
-
-def with_reasons(entries: Mapping[str, Entry], declined: Mapping[str, str]) -> Mapping[str, Entry]:
-    """Return the backends, with the reasons of those that have declined a call against them."""
-    known = {name: (entries.get(name.casefold()), reason) for name, reason in declined.items()}
-    judged = {
-        name.casefold(): JudgedEntry(entry.name, entry.origin, entry.backend, (reason,))
-        for name, (entry, reason) in known.items()
-        if entry is not None
-    }
-    return {**entries, **judged}
 
 
 class State:

@@ -18,9 +18,9 @@ from attnreg.aten.bypassed import SDPA, SdpaCall, why_refused
 from attnreg.contract.backend import UNTRIED
 from attnreg.contract.discovery import Entry
 from attnreg.contract.spec import AttentionSpec, Direction
-from attnreg.dispatch import counters, scope
+from attnreg.dispatch import counters, declined, scope
 from attnreg.dispatch.planning import decide, entries_with_native
-from attnreg.dispatch.state import state, with_reasons
+from attnreg.dispatch.state import state
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.explanation.call_spec import (
     FLASH,
@@ -207,7 +207,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     for direction in directions:
         if direction == "backward":
             policy = policy.with_first(described.for_backward)
-        able = with_reasons(entries, now.declined.get((direction, spec.of(direction)), {}))
+        able = declined.with_reasons(entries, now.declined.get((direction, spec.of(direction)), {}))
         decision = decided[direction] = _decision(spec, direction, able, policy, native)
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))

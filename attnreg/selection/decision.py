@@ -6,7 +6,7 @@ that it can't run goes to the next one that can, and the decision keeps every re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -194,6 +194,16 @@ class _Reasons:
         return isinstance(name, str) and not self[name]
 
 
+def _preferred(wanted: Iterable[Preference], known: Container[str]) -> dict[str, str]:
+    """Return the backends that are asked for, the first choice first, with the source of each's position."""
+    ranked: dict[str, str] = {}
+    for preference in wanted:
+        for name in map(str.casefold, preference.names):
+            if name in known:  # a `use_backend` scope may still name one that has left the registry
+                ranked.setdefault(name, preference.source)
+    return ranked
+
+
 def _selected(
     spec: AttentionSpec,
     direction: Direction,
@@ -214,11 +224,7 @@ def _selected(
 
     reasons = _Reasons(reasons_of)
     # Every backend, the first choice first, with the source of its position.
-    ranked: dict[str, str] = {}
-    for preference in wanted:
-        for name in map(str.casefold, preference.names):
-            if name in entries:  # a `use_backend` scope may still name one that has left the registry
-                ranked.setdefault(name, preference.source)
+    ranked = _preferred(wanted, entries)
     preferred = set(ranked)
     priority = {name: entry.priority(spec) for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))

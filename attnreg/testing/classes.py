@@ -93,8 +93,13 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
             if first is None:
                 continue
             for other in group:
+<<<<<<< HEAD
                 if decided(entry, other, direction) != decided(entry, first, direction):
                     return _message(entry, direction, first, other)
+=======
+                if first is not None and decided(entry, other, direction) != decided(entry, first, direction):
+                    return _described(entry, direction, first, other)
+>>>>>>> h-docs
     return ""
 
 
@@ -103,8 +108,13 @@ def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bo
     return not entry.reasons(spec, direction), entry.priority(spec)
 
 
+<<<<<<< HEAD
 def _message(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
     texts = (
+=======
+def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
+    said = (
+>>>>>>> h-docs
         "; ".join(entry.reasons(spec, direction)) or f"none, and rank {entry.priority(spec)}" for spec in pair
     )
     lengths = (str(dict(zip(Lengths._fields, Lengths.of(spec), strict=True))) for spec in pair)

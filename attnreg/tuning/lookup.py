@@ -168,13 +168,9 @@ def predict(
         without = ", without sinks" * (kind.extras.count("sinks") > index.family.extras.count("sinks"))
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}{without}")
     points = tuple(
-        Source(
-            point,
-            point.kind.ratio == kind.ratio,
-            dist(place, at) if outside else distance,
-            distance < EXACT and point.place == (kind, size),
-        )
+        Source(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)
         for distance, (place, point, _) in near
+        for itself in (distance < EXACT and point.place == (kind, size),)
     )
     return Prediction(table, _ranked(found), points, tuple(notes))
 

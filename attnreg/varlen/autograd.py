@@ -18,9 +18,10 @@ from attnreg.contract.backend import Call
 from attnreg.contract.memory import check_all_in_memory
 from attnreg.contract.sinks import grad_of_sinks
 from attnreg.dispatch.calls import plan_for, wants_deterministic, wants_gradient
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.dispatch.state import Plan, retry_on_decline
+from attnreg.dispatch.state import Plan
 from attnreg.errors import UnsupportedInputError
 from attnreg.torchlib.locks import open_after_fork
 from attnreg.torchlib.modes import differentiable_once, in_memory

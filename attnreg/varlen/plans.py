@@ -26,8 +26,9 @@ from attnreg.dispatch.calls import (
     wants_batch_invariant,
     wants_deterministic,
 )
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.dispatch.scope import ScopedChoice
-from attnreg.dispatch.state import Plan, retry_on_decline
+from attnreg.dispatch.state import Plan
 from attnreg.errors import InvalidInputError
 from attnreg.torchlib.layout import needs_graph_memory
 from attnreg.varlen.sinks import counted, may_be_counted, with_sinks

@@ -9,7 +9,7 @@ import attnreg
 import torch.nn.functional as F
 from pathlib import Path
 from attnreg.aten import routing
-from attnreg.dispatch.state import retry_on_decline
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.torchlib import building, captured
 from attnreg.varlen import plans
 building.built = lambda: Path(sys.argv[1])

@@ -19,8 +19,9 @@ from attnreg.backends import math as math_backend
 from attnreg.contract.discovery import Entry
 from attnreg.contract.lengths import Lengths
 from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.dispatch.declined import retry_on_decline
 from attnreg.dispatch.planning import Native, make_plan
-from attnreg.dispatch.state import CallKind, retry_on_decline, state
+from attnreg.dispatch.state import CallKind, state
 from attnreg.measure import Case
 from attnreg.testing import Conformance
 from attnreg.tuning.checks import Checks

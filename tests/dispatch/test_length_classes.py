@@ -13,7 +13,8 @@ from attnreg import _registry
 from attnreg.contract.discovery import Entry
 from attnreg.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
 from attnreg.dispatch import state
-from attnreg.dispatch.planning import decide, kind_of
+from attnreg.dispatch.kinds import kind_of
+from attnreg.dispatch.planning import decide
 from attnreg.dispatch.state import CallKind, Detail
 from attnreg.selection.decision import Policy
 from attnreg.testing.classes import by_class, draw_spec

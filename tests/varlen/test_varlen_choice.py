@@ -155,7 +155,7 @@ def test_a_scope_of_one_thread_is_unknown_to_another(front, packed, mine, ran):
 @pytest.fixture
 def deterministic():
     """Ask for deterministic algorithms: `deterministic(warn_only=True)`."""
-    planning._warn_not_deterministic.cache_clear()
+    planning._warn_once.cache_clear()
     yield functools.partial(torch.use_deterministic_algorithms, True)
     torch.use_deterministic_algorithms(False)
 
