@@ -90,16 +90,9 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
         drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
         for group in by_class(drawn, cuts):
             first = next((one for one in group if not entry.unnamed_reads(one, direction)), None)
-            if first is None:
-                continue
             for other in group:
-<<<<<<< HEAD
-                if decided(entry, other, direction) != decided(entry, first, direction):
-                    return _message(entry, direction, first, other)
-=======
                 if first is not None and decided(entry, other, direction) != decided(entry, first, direction):
                     return _described(entry, direction, first, other)
->>>>>>> h-docs
     return ""
 
 
@@ -108,17 +101,12 @@ def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bo
     return not entry.reasons(spec, direction), entry.priority(spec)
 
 
-<<<<<<< HEAD
-def _message(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
-    texts = (
-=======
 def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
     said = (
->>>>>>> h-docs
         "; ".join(entry.reasons(spec, direction)) or f"none, and rank {entry.priority(spec)}" for spec in pair
     )
     lengths = (str(dict(zip(Lengths._fields, Lengths.of(spec), strict=True))) for spec in pair)
-    first, second = (f"{text} for {of}" for text, of in zip(texts, lengths, strict=True))
+    first, second = (f"{text} for {of}" for text, of in zip(said, lengths, strict=True))
     return (
         f"cuts: got lengths of one class with different reasons against a {direction}, {first}, "
         f"and {second}; expected a Cut between them, wherever the backend decides by a length"
