@@ -101,7 +101,8 @@ class OpLauncher:
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the results for the arguments of a launcher."""
         tensors, call = split(arguments)
-        max_q, max_k = (tensors[0].shape[1], tensors[1].shape[1]) if call is None else call.longest
+        query, key = tensors[:2] if len(tensors) == FORWARD else tensors[1:3]
+        max_q, max_k = (query.shape[1], key.shape[1]) if call is None else call.longest
         rest = with_lengths(self.rest, max_q, max_k)
         offsets = () if call is None else call.offsets
         results = tuple(self._run(*tensors, *offsets, *rest, **self.options)[: self.results])

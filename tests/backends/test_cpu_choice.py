@@ -358,6 +358,7 @@ def test_a_lock_of_the_compiled_kernel_is_refused_where_torchs_kernel_runs(
     installed.unlink()  # the file that is loaded stays whole
     installed.write_bytes(damaged)
     _environment.cache_clear()  # as in the next process
+    monkeypatch.setattr(_registry.entries()["cpu"], "_version", None)
     attnreg.reload()
     with pytest.raises(UnsupportedInputError, match=r"locked with cpu .* \(compiled kernel\), here it is "):
         attend(8)
