@@ -64,20 +64,22 @@ def _detail(
     """
     if now.policy.lock is not None or trace.is_recording():
         return Detail.EXACT
-    by_times = any(map(_is_by_times, decisions))
+    # Backends may have turns at such calls before there are times.
+    has_turns = now.policy.adaptive is not None and any(one.backend not in one.asked_for for one in decisions)
+    by_times = has_turns or any(map(_is_by_times, decisions))
     if _builds_by_times(decisions[-1], now.entries, spec):
         return Detail.EXACT
     # Which lengths are looked at is the same for all of a class, so that it is found out once.
-    if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions):
+    if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions, by_times):
         return Detail.EXACT
     return Detail.STEPS if by_times else Detail.CLASS
 
 
 def _looks_at_lengths(
-    now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision]
+    now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision], by_times: bool
 ) -> bool:
     # Times order the backends that can run a call: all were considered.
-    names = (name for one in decisions for name in (one.order if one.predicted else one.considered))
+    names = (name for one in decisions for name in (one.order if by_times else one.considered))
     considered = {name.casefold() for name in names}
     return any(
         entry.unnamed_reads(spec, one, ranks_only=name not in considered)

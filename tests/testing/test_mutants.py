@@ -208,7 +208,9 @@ class KeepingSinks:
         run = getattr(MATH, direction)
 
         def launch(*given):
-            now = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), given[-2:], strict=True)) if call.varlen else {}
+            now = (
+                dict(zip(("cu_seqlens_q", "cu_seqlens_k"), given[-5:-3], strict=True)) if call.varlen else {}
+            )
             return run(*given[: len(tensors)], call._replace(**now))
 
         return launch
