@@ -31,6 +31,7 @@ ORDER = (
     "dispatch.scope._lock",
     "dispatch.counters._lock",
     "torchlib.captured._lock",
+    "torchlib.device_code._lock",  # NVRTC compiles behind it
     "contract.offsets._lock",
     "masks.cache._lock",
 )
