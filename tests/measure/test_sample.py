@@ -9,6 +9,7 @@ from attnreg import _registry
 from attnreg.contract.backend import Kernels
 from attnreg.contract.sinks import with_rescaling
 from attnreg.measure import Case, Sample, copies
+from attnreg.measure.inputs import inputs
 
 CPU = torch.device("cpu")
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -128,3 +129,26 @@ def test_a_forward_alone_is_compared_without_gradients():
     sample = Sample(case, given, backward=False)
     forward = {"out": found["out"], "lse": found["lse"]}
     assert sample.verdict(forward).wrong == "" and sample.verdict({"out": found["out"] * 2}).wrong
+
+
+def flash_attention_in_bfloat16(given):
+    """Compute a causal sequence as flash kernels do: in float32, the backward from the rounded `out`."""
+    q, k, v, grad = (x[0].transpose(0, 1).float() for x in (given.q, given.k, given.v, given.grad_out))
+    scale = q.shape[-1] ** -0.5
+    scores = (q @ k.mT * scale).masked_fill(torch.ones(q.shape[1], k.shape[1]).triu(1).bool(), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    out = (weights.bfloat16().float() @ v).bfloat16()
+    delta = (grad * out.float()).sum(-1, keepdim=True)
+    of_scores = (weights * (grad @ v.mT - delta)).bfloat16().float()
+    dq, dk, dv = of_scores @ k * scale, of_scores.mT @ q * scale, weights.mT @ grad
+    results = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    return {name: x.transpose(0, 1)[None].bfloat16() for name, x in results.items()} | {"lse": lse[None]}
+
+
+@pytest.mark.parametrize("length", [7, 9, 23])
+def test_a_right_backward_of_few_rows_passes_whatever_its_values(length):
+    case = dense(length, batch=1, dims=(64, 64), window=(-1, 0), dtype="bfloat16")
+    for seed in range(30):
+        given = inputs(case, CPU, seed)
+        assert Sample(case, given).verdict(flash_attention_in_bfloat16(given)).wrong == ""
