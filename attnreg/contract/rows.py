@@ -1,7 +1,8 @@
 """Rows of packed tensors that belong to no sequence or see no key, found on the device without a wait.
 
-Each function is one small CUDA kernel, and torch's ops wherever that can't run. The host never learns what
-the offsets are: a CUDA graph may hold these calls, and its replays read the offsets that are there then.
+Each function launches a small CUDA kernel. Where that can't run, torch's ops do the same. The host never
+learns what the offsets are: a CUDA graph may hold these calls, and its replays read the offsets that are
+there then.
 """
 
 from __future__ import annotations

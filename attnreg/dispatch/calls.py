@@ -145,8 +145,8 @@ def keys_used(seqused_k: Tensor | None, cu_seq_k: Tensor | None, block_table: Te
 def with_aliased_offsets(call: Call) -> Call:
     """Return a call with offsets that are tensors of their own, in the same memory.
 
-    Inductor's code writes new values to a tensor that it no longer needs, which then is the same one at the
-    same address and version: what was derived of it for another call must not be found.
+    Inductor's code reuses a tensor that it no longer needs: it writes new offsets to it, at the same address
+    and version. What was derived from the old offsets must not be found then.
     """
     queries, keys, used = (
         None if x is None else x.detach() for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k)

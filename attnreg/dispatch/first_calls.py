@@ -36,7 +36,7 @@ PREPARING_S = 0.03
 
 
 class FirstCall(NamedTuple):
-    """What came of running one direction of a kind of call on one backend.
+    """The result of a first call: a direction of a kind, on a backend.
 
     Attributes:
         kind: the call that was run for the kind, with its lengths.
@@ -77,9 +77,9 @@ def warmup(
         attnreg.warmup({"dtype": "bf16", "heads_q": 32, "heads_k": 8, "head_dim": 128, "varlen": True,
                         "window": (-1, 0), "needs_backward": True})
 
-    Kernels go where those of other calls go: into this process, and those that a backend keeps on disk, as
-    FA4 does, into its cache folder. cuDNN's execution plans are for one process, and of dense calls for
-    exactly their shapes. The calls are in no counter and no recording. Each is logged at level info.
+    What is compiled stays in this process. A backend that keeps kernels on disk, as FA4 does, also writes
+    them to its cache folder. cuDNN's execution plans last as long as the process; a dense plan is for exactly
+    its shape. The calls are in no counter and no recording. Each is logged at level info.
 
     Args:
         kinds: an `AttentionSpec`, which is run with its own lengths; or a dict of its fields: `dtype`
@@ -88,12 +88,12 @@ def warmup(
             runs at a few hundred tokens, on each backend that runs it at some usual length. With
             `needs_backward` its backward is run as well.
         backend: the backend to run, in any case; unless given, those that would run such calls here.
-        device: where to run: "cpu", "cuda", "cuda:1". Unless given, that of the kind, else the GPU if
-            there is one.
+        device: where to run: "cpu", "cuda", "cuda:1". Unless given, the kind's device, else the GPU if
+            the machine has one.
 
     Returns:
-        A result for each kind, direction and backend, in order. One that can't run has its reasons in
-        `error`; nothing is raised for it, and the others run all the same.
+        A result for each kind, direction and backend, in order. A kind that can't run has the
+        reasons in the result's `error`; nothing is raised for it, and the other kinds run.
 
     Raises:
         UnknownBackendError: there is no such backend; lists the known ones and the nearest.

@@ -26,7 +26,7 @@ LIMITS = {
 
 
 def draw_spec(draw: random.Random, spec: AttentionSpec, cuts: Sequence[Cut]) -> AttentionSpec:
-    """Return a call of a spec's kind with lengths of which every second lies at a cut, or one off it."""
+    """Return a call of a spec's kind with new lengths; half of the calls lie at a cut, or beside it."""
     drawn = _sized(spec, batch=_number(draw, 2**17), max_q=_number(draw, 2**18), max_k=_number(draw, 2**18))
     for name, longest in (("tokens_q", drawn.max_q), ("tokens_k", drawn.max_k)):
         drawn = _sized(drawn, **{name: draw.randint(longest, max(longest, drawn.batch * longest))})
@@ -36,7 +36,7 @@ def draw_spec(draw: random.Random, spec: AttentionSpec, cuts: Sequence[Cut]) -> 
 
 
 def _number(draw: random.Random, most: int) -> int:
-    """Draw a number, small ones as often as large ones."""
+    """Draw a number up to `most`; each power of two is as likely as the next."""
     return int(2 ** draw.uniform(0.0, most.bit_length() - 1)) - (draw.random() < 0.03)
 
 
@@ -70,7 +70,7 @@ def _near(draw: random.Random, spec: AttentionSpec, cut: Cut) -> AttentionSpec:
 
 
 def by_class(specs: Iterable[AttentionSpec], cuts: Iterable[Cut]) -> list[list[AttentionSpec]]:
-    """Return specs of one kind in groups of one class."""
+    """Return specs of the same kind, grouped by their length class."""
     kind, groups = CallKind(cuts), defaultdict(list)
     for spec in specs:
         groups[kind.key(Lengths.of(spec))].append(spec)

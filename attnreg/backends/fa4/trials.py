@@ -27,7 +27,7 @@ from attnreg.torchlib.readback import AsyncReadback
 FORWARD = ("_flash_attn_fwd",)
 BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
 SUMS_TILES = "_compute_tile_cumsum"
-# What this one computes is given to no kernel of Hopper.
+# No kernel of Hopper reads what this function computes.
 UNUSED = "_compute_blocks_to_batch"
 
 # What the device reports of a comparison; 2 is `readback.PENDING`. Results that aren't finite show nothing.

@@ -39,7 +39,7 @@ TURN_SECONDS, FEWEST = 4.0, 5
 
 
 class Stream(NamedTuple):
-    """Where the batches of a turn come from: a new one for each call, or one that all of it repeat."""
+    """The source of a turn's batches: each call gets a new batch, or all calls repeat the same."""
 
     draw: Callable[[], Any]
     repeats: bool = False
@@ -114,7 +114,7 @@ class _Clock:
 
 
 class _Turns:
-    """The turns of one side with one stream, and who ran in them."""
+    """The turns of a side with a stream, and which backends ran in them."""
 
     def __init__(self, side: Way, stream: Stream, clock: _Clock) -> None:
         self._side, self._stream, self._clock = side, stream, clock
