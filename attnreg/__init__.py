@@ -27,12 +27,16 @@ if TYPE_CHECKING:
         uninstall,
         use_backend,
     )
-    from attnreg.contract.backend import Backend, Call, Kernels
-    from attnreg.contract.capabilities import Capabilities, Range
-    from attnreg.contract.lengths import Cut
-    from attnreg.contract.spec import AttentionSpec, Device
-    from attnreg.dispatch.counters import Stats, reset_stats, stats
-    from attnreg.dispatch.first_calls import FirstCall, warmup
+    from attnreg.core.contract.backend import Backend, Call, Kernels
+    from attnreg.core.contract.capabilities import Capabilities, Range
+    from attnreg.core.contract.lengths import Cut
+    from attnreg.core.contract.spec import AttentionSpec, Device
+    from attnreg.core.dispatch.counters import Stats, reset_stats, stats
+    from attnreg.core.dispatch.first_calls import FirstCall, warmup
+    from attnreg.core.explanation import Explanation, explain
+    from attnreg.core.selection.decision import Decision
+    from attnreg.core.settings.config import Settings
+    from attnreg.core.varlen.front import AuxRequest, varlen_attn, varlen_attn_out
     from attnreg.errors import (
         AttnregError,
         BackendUnavailableError,
@@ -44,15 +48,11 @@ if TYPE_CHECKING:
         UnknownBackendError,
         UnsupportedInputError,
     )
-    from attnreg.explanation import Explanation, explain
     from attnreg.parallel.balance import spread_documents
     from attnreg.parallel.context import ContextParallel
     from attnreg.parallel.front import context_parallel
     from attnreg.parallel.layout import Layout, Piece
     from attnreg.parallel.methods import explain_context_parallel
-    from attnreg.selection.decision import Decision
-    from attnreg.settings.config import Settings
-    from attnreg.varlen.front import AuxRequest, varlen_attn, varlen_attn_out
 
 __version__ = "0.1.0"
 

@@ -57,10 +57,10 @@ def activate() -> None:
     from attnreg.errors import ConfigError
 
     try:
-        from attnreg import aten
-        from attnreg.selection import policy
-        from attnreg.selection.sources import masks
-        from attnreg.settings.environment import RECOGNISE
+        from attnreg.core import aten
+        from attnreg.core.selection import policy
+        from attnreg.core.selection.sources import masks
+        from attnreg.core.settings.environment import RECOGNISE
 
         aten.ensure()
         policy.current()
@@ -99,7 +99,7 @@ def _stand_in_for_flash_attn() -> None:
 
 def _install_behind_transformers() -> None:
     """Do what ATTNREG_TRANSFORMERS says, now or when the program imports transformers."""
-    from attnreg.settings import environment
+    from attnreg.core.settings import environment
 
     mode = environment.read().transformers
     if mode in ("", "0"):
@@ -181,14 +181,14 @@ def offer() -> None:
 def _load_op(name: str) -> object:
     """Define the ops of `varlen_attn` when `torch.ops.attnreg` is asked for one, as by a saved program."""
     if name in ("_varlen_attn", "_varlen_attn_backward"):
-        importlib.import_module("attnreg.varlen.custom_op")
+        importlib.import_module("attnreg.core.varlen.custom_op")
     raise AttributeError(name)  # torch's own look-up is next, and says what is missing
 
 
 def _activated_by_torch() -> SimpleNamespace:
     """Serve PyTorch's own functions; return what torch's registry keeps while "attnreg" is active."""
-    from attnreg import aten
-    from attnreg.selection import policy
+    from attnreg.core import aten
+    from attnreg.core.selection import policy
 
     installed_before = aten.installed()
     aten.ensure()

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 
-from attnreg import _registry, aten
-from attnreg.aten import bypassed
-from attnreg.contract.backend import Backend
-from attnreg.contract.discovery import Entry
-from attnreg.contract.spec import Device
-from attnreg.dispatch import scope, trace
+from attnreg.core import aten, registry
+from attnreg.core.aten import bypassed
+from attnreg.core.contract.backend import Backend
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import Device
+from attnreg.core.dispatch import scope, trace
+from attnreg.core.selection import policy
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.masks import serving
-from attnreg.selection import policy
-from attnreg.tuning.traces import check_writable
+from attnreg.tools.tuning.traces import check_writable
 
 if TYPE_CHECKING:  # it takes 0.1 s to import, and most programs need no settings file
-    from attnreg.settings.config import Settings
+    from attnreg.core.settings.config import Settings
 
 __all__ = [
     "Handle", "configure", "install", "list_backends", "record", "register_backend", "reload",
@@ -43,7 +43,7 @@ class Handle:
     A context manager, too: the registration ends with the `with` block.
     """
 
-    def __init__(self, registration: _registry.Registration | None, entry: Entry) -> None:
+    def __init__(self, registration: registry.Registration | None, entry: Entry) -> None:
         self._registration = registration
         self._entry = entry
 
@@ -60,8 +60,8 @@ class Handle:
         """
         registration, self._registration = self._registration, None
         if registration is not None:
-            _registry.forget(registration)
-        _registry.discard(self._entry)
+            registry.forget(registration)
+        registry.discard(self._entry)
 
     def __enter__(self) -> Self:
         return self
@@ -100,12 +100,12 @@ def register_backend(
     Whatever was active before an error stays active.
     """
     policy.sources()  # settings that can't be read are an error here, before anything changes
-    known = _registry.entries().values()
+    known = registry.entries().values()
     if isinstance(backend, Backend):
         caller = sys._getframe(1)  # for messages about two backends of one name
-        entry = _registry.add(backend, f"registered at {caller.f_code.co_filename}:{caller.f_lineno}")
+        entry = registry.add(backend, f"registered at {caller.f_code.co_filename}:{caller.f_lineno}")
     else:
-        entry = _registry.find(backend)
+        entry = registry.find(backend)
     try:
         led = _devices(entry, devices)
         if not entry.unavailable():
@@ -119,16 +119,16 @@ def register_backend(
             return Handle(None, entry)
     except BaseException:
         if entry not in known:
-            _registry.discard(entry)
+            registry.discard(entry)
         raise
     if source := policy.current().disabled.get(entry.name.casefold()):
         log.warning("%s is registered, but it is disabled by %s and won't run", entry.name, source)
-    return Handle(_registry.prefer(entry, led), entry)
+    return Handle(registry.prefer(entry, led), entry)
 
 
 def list_backends() -> list[str]:
     """Return the names of all known backends, whether or not they can load here."""
-    return [entry.name for entry in _registry.entries().values()]
+    return [entry.name for entry in registry.entries().values()]
 
 
 def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> None:
@@ -143,8 +143,8 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
 
     Whatever was in force before an error stays so.
     """
-    _registry.entries()  # discovers, which it mustn't do behind the lock
-    with _registry.lock:
+    registry.entries()  # discovers, which it mustn't do behind the lock
+    with registry.lock:
         fresh = policy.changed_by(path_or_settings)
         aten.ensure()
         policy.apply(fresh)
@@ -160,8 +160,8 @@ def reload() -> None:
 
     Whatever was in force before an error stays so.
     """
-    _registry.entries()  # discovers, which it mustn't do behind the lock
-    with _registry.lock:
+    registry.entries()  # discovers, which it mustn't do behind the lock
+    with registry.lock:
         fresh = policy.reread()
         if policy.serves(fresh):
             aten.ensure()

@@ -12,18 +12,18 @@ from unittest import mock
 
 import torch
 
-from attnreg import _registry
-from attnreg.backends.cudnn.problem import Slot
-from attnreg.torchlib import captured
+from attnreg.core import registry
+from attnreg.core.backends.cudnn.problem import Slot
+from attnreg.core.torchlib import captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from attnreg.backends.cudnn.problem import Problem
-    from attnreg.bench.sides import Tensors
-    from attnreg.contract.backend import Call
+    from attnreg.core.backends.cudnn.problem import Problem
+    from attnreg.core.contract.backend import Call
+    from attnreg.tools.bench.sides import Tensors
 
     Kernel = Callable[..., tuple[Tensor, ...]]
     Direct = tuple[Kernel, Kernel]
@@ -60,7 +60,7 @@ def _fa2(call: Call) -> Direct:
 
 
 def _fa4(call: Call) -> Direct:
-    from attnreg.backends.fa4.package import functions
+    from attnreg.core.backends.fa4.package import functions
 
     run_forward, run_backward = functions()
     shared = {
@@ -130,7 +130,7 @@ class _Prepared:
 
 
 def _cudnn(call: Call, tensors: Tensors) -> Direct:
-    kernels = _registry.find("cuDNN").kernels()
+    kernels = registry.find("cuDNN").kernels()
     plans = kernels.forward.args[0]  # type: ignore[attr-defined]
     inputs = [x.detach() for x in tensors.inputs()]
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import measure
 from attnreg.parallel import estimates, exchange, stepwise
+from attnreg.tools import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

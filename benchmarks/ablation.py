@@ -27,15 +27,15 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg import _registry, aten
-from attnreg.bench.report import save, show, show_machine
-from attnreg.contract import offsets
-from attnreg.contract.backend import Backend, Call, Kernels
-from attnreg.contract.capabilities import Capabilities
-from attnreg.contract.launchers import AddressLauncher, OpLauncher
-from attnreg.dispatch import call_cache
-from attnreg.measure import Case, inputs
-from attnreg.measure.timing import interleaved, per_call, timer_for
+from attnreg.core import aten, registry
+from attnreg.core.contract import offsets
+from attnreg.core.contract.backend import Backend, Call, Kernels
+from attnreg.core.contract.capabilities import Capabilities
+from attnreg.core.contract.launchers import AddressLauncher, OpLauncher
+from attnreg.core.dispatch import call_cache
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.timing import interleaved, per_call, timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -154,7 +154,7 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
         found["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
         found["offsets compared at every call"] = compared_at_every_call
         with contextlib.suppress(ImportError):
-            trials = importlib.import_module("attnreg.backends.fa4.trials")
+            trials = importlib.import_module("attnreg.core.backends.fa4.trials")
             found["FA4's launches by arguments"] = replaced(trials.Trials, "launcher", lambda *_: None)
     return found
 
@@ -188,9 +188,9 @@ def calls_of(tokens: int, device: torch.device) -> dict[str, Callable[[], object
 def off(switch: Context) -> Iterator[None]:
     """Have a mechanism off, and what calls are kept as dropped before and after."""
     with switch():
-        _registry.changed()
+        registry.changed()
         yield
-    _registry.changed()
+    registry.changed()
 
 
 def measured(call: Callable[[], object], context: Context, device: torch.device) -> float:

@@ -35,9 +35,9 @@ import torch
 from _clients import CLIENTS, SIZES, Program, programs
 
 import attnreg
-from attnreg.bench.report import save, show, show_machine
 from attnreg.errors import BackendUnavailableError
-from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,8 +28,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import attnreg
-from attnreg.bench.report import machine, show_machine
 from attnreg.parallel.machine import exchanges
+from attnreg.tools.bench.report import machine, show_machine
 from benchmarks._spread import ONE, Case, Place, cases, sides, sides_of_torch
 
 if TYPE_CHECKING:

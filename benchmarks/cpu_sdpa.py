@@ -11,9 +11,9 @@ With `--masked` each call has a boolean mask of padded keys, which torch's kerne
 compiled kernel takes no mask: it is given how many keys of each sequence count. With `--decode` calls are
 forwards of one to four queries.
 
-`attnreg/backends/cpu/choice.py` decides by what was measured here. The table shows how good its decisions
-are: geometric mean and worst ratio of the calls that it moves to the compiled kernel, geometric mean and best
-of those that it leaves to torch.
+`backends/cpu/choice.py` decides by what was measured here. The table shows how good its decisions are:
+geometric mean and worst ratio of the calls that it moves to the compiled kernel, geometric mean and best of
+those that it leaves to torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.backends import cpu
-from attnreg.backends.cpu import choice, compiled
-from attnreg.backends.cpu.flash import Flash
-from attnreg.bench.report import save, show, show_machine
-from attnreg.contract.spec import AttentionSpec, Device, Direction
-from attnreg.measure import Case, Inputs, Sample, inputs
-from attnreg.measure.reference import Results
-from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call
+from attnreg.core.backends import cpu
+from attnreg.core.backends.cpu import choice, compiled
+from attnreg.core.backends.cpu.flash import Flash
+from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure import Case, Inputs, Sample, inputs
+from attnreg.tools.measure.reference import Results
+from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ def drawn_decode(draw: random.Random, dtype: str) -> AttentionSpec:
 
 
 def case_of(spec: AttentionSpec) -> Case:
-    """Return a drawn call as `attnreg.measure` describes it, (B, H, S, D) in memory as those of SDPA are."""
+    """Return a drawn call as a `Case`, (B, H, S, D) in memory as those of SDPA are."""
     return Case(
         name="drawn", lens_q=(spec.max_q,) * spec.batch, lens_k=(spec.max_k,) * spec.batch,
         heads=(spec.heads_q, spec.heads_k), dims=(spec.head_dim, spec.head_dim), window=spec.window,

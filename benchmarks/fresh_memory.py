@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg.bench.report import save, show_machine
+from attnreg.tools.bench.report import save, show_machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

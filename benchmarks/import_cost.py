@@ -14,8 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from attnreg.bench.report import save, show, show_machine
-from attnreg.measure.timing import interleaved, median_ratio
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure.timing import interleaved, median_ratio
 
 TIMED = "import time; {}; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
 HOOK = "from attnreg._autoload import activate; activate()"

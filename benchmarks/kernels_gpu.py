@@ -29,19 +29,19 @@ from _kernels import direct
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import _registry
-from attnreg.bench.compare import Batch, checked
-from attnreg.bench.report import Job, save, show, show_machine
-from attnreg.bench.shapes import dense, packed
-from attnreg.bench.sides import STEPS, Side, by_default, called_directly, torch_alone
+from attnreg.core import registry
 from attnreg.errors import BackendUnavailableError
-from attnreg.measure.timing import calls_for, interleaved, median_ratio
+from attnreg.tools.bench.compare import Batch, checked
+from attnreg.tools.bench.report import Job, save, show, show_machine
+from attnreg.tools.bench.shapes import dense, packed
+from attnreg.tools.bench.sides import STEPS, Side, by_default, called_directly, torch_alone
+from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from attnreg.bench.sides import Tensors
+    from attnreg.tools.bench.sides import Tensors
 
 LARGE, RATIO, ADDED = 0.5e-3, 1.02, 4e-6
 OURS, DIRECT, TORCH = "attnreg", "called directly", "torch's SDPA"
@@ -76,7 +76,7 @@ def available() -> list[str]:
     found = []
     for name in ("FA2", "FA4", "cuDNN"):
         try:
-            _registry.find(name).kernels()
+            registry.find(name).kernels()
         except BackendUnavailableError as error:
             print(f"left out: {error}")
         else:

@@ -23,9 +23,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnreg
-from attnreg.bench.report import save, show, show_machine
 from attnreg.integrations.transformers import install
-from attnreg.measure.timing import timer_for
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure.timing import timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

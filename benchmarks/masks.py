@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 import attnreg
-from attnreg.bench.report import save, show, show_machine
 from attnreg.masks.cache import find
-from attnreg.measure import Case, Inputs, Sample, inputs
-from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure import Case, Inputs, Sample, inputs
+from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import attnreg
-from attnreg.bench.report import save, show, show_machine
-from attnreg.measure import Case, inputs
-from attnreg.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import attnreg
-from attnreg.bench.report import save, show, show_machine
-from attnreg.measure import Case, Inputs, Sample, inputs
-from attnreg.measure.timing import interleaved, median_ratio, per_call
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure import Case, Inputs, Sample, inputs
+from attnreg.tools.measure.timing import interleaved, median_ratio, per_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ SETTINGS = (
 
 
 def case_of(setting: Setting, dtype: str, causal: bool) -> Case:
-    """Return the call as `attnreg.measure` describes it."""
+    """Return the call as `attnreg.tools.measure` describes it."""
     lengths = tuple(setting.lengths())
     return Case(
         name=setting.name, lens_q=lengths, lens_k=lengths, varlen=True, heads=(HEADS, HEADS), dims=(DIM, DIM),

@@ -14,10 +14,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from attnreg.bench.fresh.tables import markdown
-from attnreg.bench.losses import summary, worst_of
-from attnreg.bench.plots import TITLES, draw
-from attnreg.bench.shapes import BOTH, FORWARD
+from attnreg.tools.bench.fresh.tables import markdown
+from attnreg.tools.bench.losses import summary, worst_of
+from attnreg.tools.bench.plots import TITLES, draw
+from attnreg.tools.bench.shapes import BOTH, FORWARD
 
 
 def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,24 +18,24 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnreg import _registry
-from attnreg.bench.losses import MUCH, losses_of
-from attnreg.bench.random_shapes import draw
-from attnreg.bench.report import save, show
-from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
-from attnreg.bench.summary import FIXED
-from attnreg.contract.spec import Device
-from attnreg.tuning import table
-from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import PROCESSORS
-from attnreg.tuning.lookup import predict, predict_both
-from attnreg.tuning.review import choice
+from attnreg.core import registry
+from attnreg.core.contract.spec import Device
+from attnreg.tools.bench.losses import MUCH, losses_of
+from attnreg.tools.bench.random_shapes import draw
+from attnreg.tools.bench.report import save, show
+from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
+from attnreg.tools.bench.summary import FIXED
+from attnreg.tools.tuning import table
+from attnreg.tools.tuning.index import Kinds
+from attnreg.tools.tuning.kinds import PROCESSORS
+from attnreg.tools.tuning.lookup import predict, predict_both
+from attnreg.tools.tuning.review import choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attnreg.bench.shapes import Shape
-    from attnreg.tuning.lookup import Prediction
+    from attnreg.tools.bench.shapes import Shape
+    from attnreg.tools.tuning.lookup import Prediction
 
 SHIPPED = Path(table.__file__).parent / "shipped" / "nvidia-h200.json"
 DEVICE = Device.parse("sm_90")
@@ -76,7 +76,7 @@ def by_run(kinds: Kinds, results: Mapping[str, Any], compiled: bool) -> dict[str
     for shape, step, losses in (random_shapes if "seed" in results else fixed_shapes)(results):
         able = {name.removeprefix(FIXED): loss for name, loss in losses.items() if name.startswith(FIXED)}
         prediction = chosen(kinds, shape, step, compiled)
-        name = choice(prediction, shape.spec(DEVICE), able, _registry.entries())
+        name = choice(prediction, shape.spec(DEVICE), able, registry.entries())
         found.setdefault(step, []).append({"case": str(shape), "chosen": name, "loss": able[name]})
     summed = {}
     for step, rows in found.items():

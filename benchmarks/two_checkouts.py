@@ -121,8 +121,8 @@ def main() -> None:
         return
     if len(options.checkouts) != 2:
         parser.error(f"got {len(options.checkouts)} checkouts, expected two")
-    from attnreg.bench.report import save, show, show_machine
-    from attnreg.measure.timing import median_ratio
+    from attnreg.tools.bench.report import save, show, show_machine
+    from attnreg.tools.measure.timing import median_ratio
 
     processes = [started(checkout, options.device, options.backend) for checkout in options.checkouts]
     rounds: list[list[dict[str, float]]] = [[], []]

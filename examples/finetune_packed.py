@@ -19,8 +19,8 @@ import transformers
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import attnreg
-from attnreg.demo.batches import corpus, draw
 from attnreg.integrations.transformers import install
+from attnreg.tools.demo.batches import corpus, draw
 
 PAD = 256  # the first number that is no byte
 

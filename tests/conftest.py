@@ -22,20 +22,21 @@ from support import references
 from support.fake_cudnn import select_by
 
 import attnreg
-from attnreg import _autoload, _registry, aten
-from attnreg.aten import bypassed
-from attnreg.backends import cudnn as cudnn_backend
-from attnreg.backends import math as math_backend
-from attnreg.backends.cpu import compiled as cpu_compiled
-from attnreg.backends.cudnn import rounding
-from attnreg.contract import discovery, offsets
-from attnreg.dispatch import call_cache, counters, scope, trace
+from attnreg import _autoload
+from attnreg.core import aten, registry
+from attnreg.core.aten import bypassed
+from attnreg.core.backends import cudnn as cudnn_backend
+from attnreg.core.backends import math as math_backend
+from attnreg.core.backends.cpu import compiled as cpu_compiled
+from attnreg.core.backends.cudnn import rounding
+from attnreg.core.contract import discovery, offsets
+from attnreg.core.dispatch import call_cache, counters, scope, trace
+from attnreg.core.selection import adaptive, policy
+from attnreg.core.torchlib import building, caches, layout, libraries
+from attnreg.core.varlen import front
 from attnreg.errors import BuildError
-from attnreg.measure import rule
-from attnreg.selection import adaptive, policy
-from attnreg.torchlib import building, caches, layout, libraries
-from attnreg.tuning import tables
-from attnreg.varlen import front
+from attnreg.tools.measure import rule
+from attnreg.tools.tuning import tables
 
 
 def pytest_addoption(parser):
@@ -143,7 +144,7 @@ plans_of_this_run = functools.cache(cudnn_backend.ExecutionPlans)
 )
 def plans_of_either_kind(request, gpu_is_there, monkeypatch):
     """Have cuDNN's packed calls run by exact plans, or by shared ones, whatever batch came first."""
-    select_by(monkeypatch, _registry.find("cuDNN").kernels().forward.args[0], request.param)
+    select_by(monkeypatch, registry.find("cuDNN").kernels().forward.args[0], request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -202,9 +203,9 @@ def fresh_registry(monkeypatch):
         monkeypatch.setattr(policy, name, value)
     for name, value in (("_recordings", ()), ("_followed", None)):
         monkeypatch.setattr(trace, name, value)
-    monkeypatch.setattr(_registry, "_entries", None)
+    monkeypatch.setattr(registry, "_entries", None)
     monkeypatch.setattr(discovery, "entry_points", lambda group: points_on(tuple(sys.path), group))
-    monkeypatch.setattr(_registry, "_registrations", ())
+    monkeypatch.setattr(registry, "_registrations", ())
     for name, value in (("_learned", {}), ("_keeps", False)):
         monkeypatch.setattr(adaptive, name, value)
     monkeypatch.setattr(counters, "_fallbacks", {})
@@ -212,7 +213,7 @@ def fresh_registry(monkeypatch):
     # A table that comes with attnreg would order the backends of a GPU that it was measured on.
     monkeypatch.setattr(tables, "SHIPPED", tables.SHIPPED / "none")
     tables._read.cache_clear()
-    _registry.changed()
+    registry.changed()
     bypassed.follow()  # as nothing asks for it, torch's functions are its own
     attnreg.reset_stats()
     level = logging.getLogger("attnreg").level
@@ -220,7 +221,7 @@ def fresh_registry(monkeypatch):
     logging.getLogger("attnreg").setLevel(level)
     assert scope.current() is None, "the test left a use_backend scope open"
     tables._read.cache_clear()
-    _registry.changed()
+    registry.changed()
 
 
 # Compiled once for all processes of a run, and for those to come; `make clean` takes it away. What another

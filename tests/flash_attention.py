@@ -40,10 +40,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import attnreg  # noqa: E402
-from attnreg import _registry  # noqa: E402
-from attnreg.bench.report import save, show_machine  # noqa: E402
+from attnreg import registry  # noqa: E402
 from attnreg.errors import UnsupportedInputError  # noqa: E402
 from attnreg.flash_attn import activation  # noqa: E402
+from attnreg.tools.bench.report import save, show_machine  # noqa: E402
 
 TESTS = "tests/test_flash_attn.py"
 CHOSEN = "chosen"
@@ -217,7 +217,7 @@ def run(file: Path, runner: Runner) -> int:
     """Run a file's tests in this process, through attnreg."""
     for name in attnreg.list_backends():  # FA4 looks for its package below the name that the stand-in takes
         with contextlib.suppress(attnreg.BackendUnavailableError):
-            _registry.find(name).kernels()
+            registry.find(name).kernels()
     stand_in()
     attnreg.configure({"strict": bool(runner.backend), "log_level": "error"})
     if runner.backend:

@@ -40,10 +40,10 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
+from attnreg.core.selection.decision import tied_to
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure.inputs import Inputs, inputs
-from attnreg.measure.rule import Error
-from attnreg.selection.decision import tied_to
+from attnreg.tools.measure.inputs import Inputs, inputs
+from attnreg.tools.measure.rule import Error
 
 REPEATS, OF_NEW_LENGTHS = 3, 5
 # One in so many is a turn of several threads.

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
 
-from attnreg.bench.report import machine
+from attnreg.tools.bench.report import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results" / "versions.json"

@@ -12,10 +12,11 @@ from support.sdpa import sdpa
 from torch.nn import attention
 
 import attnreg
-from attnreg import _autoload, aten
+from attnreg import _autoload
+from attnreg.core import aten
+from attnreg.core.selection import policy
+from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError, UnknownBackendError
-from attnreg.selection import policy
-from attnreg.torchlib import captured
 
 # A training step of a program that imports torch only. What it prints at its end is for the tests.
 PROGRAM = """\
@@ -31,7 +32,7 @@ at_end = sorted(name for name in sys.modules if name.partition(".")[0] in ("attn
 
 import json, attnreg
 try:
-    installed = __import__("attnreg.aten").aten.installed()
+    installed = __import__("attnreg.core.aten").aten.installed()
     calls = attnreg.stats().calls
 finally:
     print(json.dumps([at_start, at_end, error, installed, calls]))
@@ -158,7 +159,7 @@ def test_a_registry_of_torchs_that_has_changed_is_a_warning_and_the_routers_are_
 
 def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
     # Importing torch imports attnreg again, which is half-way in then.
-    program = "import attnreg.dispatch.planning, torch\nprint('[1]')"
+    program = "import attnreg.core.dispatch.planning, torch\nprint('[1]')"
     printed, errors = run(program=program, ATTNREG_BACKEND="math")
     assert printed == [1]
     assert "UserWarning: attnreg is not active: ImportError: cannot import name" in errors[0]

@@ -10,12 +10,13 @@ from support.known import know
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import aten, errors, explain, flash_attn
-from attnreg.aten import efficient
-from attnreg.aten.bypassed import ROUTED
-from attnreg.contract.discovery import Entry
-from attnreg.explanation import UNASKED, call_spec
-from attnreg.torchlib import captured
+from attnreg import errors, explain, flash_attn
+from attnreg.core import aten
+from attnreg.core.aten import efficient
+from attnreg.core.aten.bypassed import ROUTED
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.explanation import UNASKED, call_spec
+from attnreg.core.torchlib import captured
 
 NOTHING_ASKS = "nothing asks for a backend: torch's functions run torch's own kernels"
 NOT_SERVED = NOTHING_ASKS.replace("torch's f", "attnreg.varlen_attn runs as explained, torch's f")

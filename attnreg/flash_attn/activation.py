@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import RegistrationError
 from attnreg.flash_attn import bert_padding, functions, kvcache, rotary
-from attnreg.torchlib.locks import open_after_fork
 
 NAME, DISTRIBUTION = "flash_attn", "flash-attn"
 VERSION = "2.8.3+attnreg"

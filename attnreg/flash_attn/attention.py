@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from attnreg.contract.backend import Call
-from attnreg.contract.memory import check_in_memory
-from attnreg.contract.regular import regular_offsets
-from attnreg.contract.validation import checked_dropout, checked_softcap
-from attnreg.dispatch import scope
-from attnreg.dispatch.calls import plan_for, wants_deterministic
-from attnreg.dispatch.state import Plan
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.memory import check_in_memory
+from attnreg.core.contract.regular import regular_offsets
+from attnreg.core.contract.validation import checked_dropout, checked_softcap
+from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.calls import plan_for, wants_deterministic
+from attnreg.core.dispatch.state import Plan
+from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
+from attnreg.core.varlen import autograd, spread
+from attnreg.core.varlen.front import AuxRequest, varlen_attn
+from attnreg.core.varlen.plans import call_of, check_tensors, window
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.torchlib.modes import autocast, in_memory, is_plain
-from attnreg.varlen import autograd, spread
-from attnreg.varlen.front import AuxRequest, varlen_attn
-from attnreg.varlen.plans import call_of, check_tensors, window
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from attnreg.contract.backend import Call
-from attnreg.dispatch import scope
-from attnreg.dispatch.calls import plan_for, wants_gradient
-from attnreg.dispatch.dropout import generator_of
-from attnreg.dispatch.scope import ScopedChoice
+from attnreg.core.contract.backend import Call
+from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.calls import plan_for, wants_gradient
+from attnreg.core.dispatch.dropout import generator_of
+from attnreg.core.dispatch.scope import ScopedChoice
+from attnreg.core.torchlib.modes import autocast, is_plain
+from attnreg.core.varlen import autograd, spread
+from attnreg.core.varlen.plans import check_tensors
 from attnreg.errors import UnsupportedInputError
 from attnreg.flash_attn.attention import Lengths, Options
-from attnreg.measure import reference
-from attnreg.torchlib.modes import autocast, is_plain
-from attnreg.varlen import autograd, spread
-from attnreg.varlen.plans import check_tensors
+from attnreg.tools.measure import reference
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Lengths) -> tuple[Tensor, ...]:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnreg.contract.regular import regular_offsets
+from attnreg.core.contract.regular import regular_offsets
+from attnreg.core.varlen import spread
+from attnreg.core.varlen.plans import check_tensors, window
 from attnreg.flash_attn.attention import (
     OF_DENSE,
     Options,
@@ -19,8 +21,6 @@ from attnreg.flash_attn.attention import (
 from attnreg.flash_attn.functions import Window
 from attnreg.flash_attn.kvcache_checks import check, check_places, lengths_of
 from attnreg.flash_attn.rotary import check_compiled, positions, rotated
-from attnreg.varlen import spread
-from attnreg.varlen.plans import check_tensors, window
 
 Pair = tuple[Tensor, Tensor]
 

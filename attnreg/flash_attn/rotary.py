@@ -7,9 +7,9 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.modes import is_plain
+from attnreg.core.varlen.plans import check_tensors
 from attnreg.errors import InvalidInputError
-from attnreg.torchlib.modes import is_plain
-from attnreg.varlen.plans import check_tensors
 
 
 def apply_rotary_emb(

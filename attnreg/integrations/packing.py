@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.torchlib.modes import is_for_others
-from attnreg.varlen.front import varlen_attn
+from attnreg.core.torchlib.modes import is_for_others
+from attnreg.core.varlen.front import varlen_attn
 
 Window = tuple[int, int]
 

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnreg import aten
+from attnreg.core import aten
+from attnreg.core.selection import policy
+from attnreg.core.torchlib.modes import is_for_others
+from attnreg.core.varlen import spread
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
 from attnreg.integrations import behind_flash
 from attnreg.integrations.for_others import attend_for_others
 from attnreg.integrations.masked import masked
 from attnreg.integrations.packing import Options, Packing, Window, attend, by_positions, of_equal_lengths
 from attnreg.integrations.shared_mask import SharedMask, shared_mask
-from attnreg.selection import policy
-from attnreg.torchlib.modes import is_for_others
-from attnreg.varlen import spread
 
 __all__ = ["install"]
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.layout import stream_of
+from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.masks.structure import Sizes, Structure, describe, structure_of
-from attnreg.torchlib.layout import stream_of
-from attnreg.torchlib.locks import open_after_fork
 
 # Masks of a model's kinds of layers, in a few micro-batches; each has a few numbers for each token.
 _MOST_KEPT = 64

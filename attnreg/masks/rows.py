@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.torchlib.layout import in_large_elements
-from attnreg.torchlib.modes import differentiable_once
+from attnreg.core.torchlib.layout import in_large_elements
+from attnreg.core.torchlib.modes import differentiable_once
 
 # Whether a row is in one packed call, in several, or in one of them several times.
 APART, OVERLAPPING, REPEATED = "apart", "overlapping", "repeated"

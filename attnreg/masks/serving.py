@@ -12,27 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnreg.aten import bypassed
-from attnreg.aten.bypassed import SdpaCall
-from attnreg.contract.spec import AttentionSpec
-from attnreg.dispatch import counters, scope
-from attnreg.dispatch.calls import (
+from attnreg.core.aten import bypassed
+from attnreg.core.aten.bypassed import SdpaCall
+from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.dispatch import counters, scope
+from attnreg.core.dispatch.calls import (
     decisions,
     packed_bounds,
     wants_batch_invariant,
     wants_deterministic,
     wants_gradient,
 )
-from attnreg.dispatch.planning import device_of
-from attnreg.dispatch.state import state
+from attnreg.core.dispatch.planning import device_of
+from attnreg.core.dispatch.state import state
+from attnreg.core.selection.sources import REFERENCE
+from attnreg.core.torchlib.layout import needs_graph_memory
+from attnreg.core.torchlib.modes import autocast, is_plain
+from attnreg.core.varlen.front import varlen_attn
 from attnreg.errors import AttnregError
 from attnreg.masks.cache import find
 from attnreg.masks.rows import chosen, joined
 from attnreg.masks.structure import Part, Structure
-from attnreg.selection.sources import REFERENCE
-from attnreg.torchlib.layout import needs_graph_memory
-from attnreg.torchlib.modes import autocast, is_plain
-from attnreg.varlen.front import varlen_attn
 
 LEFT = "as given: "
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch._C._distributed_c10d as torch_dist
 import torch.distributed as dist
 
+from attnreg.core.torchlib.modes import is_plain
 from attnreg.errors import AttnregError, RanksDifferError
-from attnreg.torchlib.modes import is_plain
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 

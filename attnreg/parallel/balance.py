@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attnreg.core.varlen.plans import window
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.parallel.estimates import (
     ALL_GATHER,
@@ -31,7 +32,6 @@ from attnreg.parallel.layout import (
     zigzag,
 )
 from attnreg.parallel.needs import Needs
-from attnreg.varlen.plans import window
 
 __all__ = ["spread_documents"]
 

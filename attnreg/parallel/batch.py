@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attnreg.core.varlen import plans
+from attnreg.core.varlen.spread import note_whole_batch
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.agreement import BatchAgreement, refuse
 from attnreg.parallel.calls import check_offsets, check_tokens, texts_of_layout
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import on_device
-from attnreg.varlen import plans
-from attnreg.varlen.spread import note_whole_batch
 
 # So many offsets aren't read once more: a program that makes new ones for each call has no use for them.
 MOST_OFFSETS = 16

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.contract.backend import Call
-from attnreg.contract.sinks import grad_of_sinks
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.sinks import grad_of_sinks
+from attnreg.core.torchlib.layout import copy
+from attnreg.core.torchlib.modes import differentiable_once
+from attnreg.core.varlen.autograd import run_backward, run_forward
+from attnreg.core.varlen.plans import call_of
+from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import Places, Run, on_device, taken
 from attnreg.parallel.stepwise import Options, without_values
-from attnreg.torchlib.layout import copy
-from attnreg.torchlib.modes import differentiable_once
-from attnreg.varlen.autograd import run_backward, run_forward
-from attnreg.varlen.plans import call_of
-from attnreg.varlen.sinks import with_sinks
 
 # A group's query, key and value take so many bytes on a rank: smaller messages take longer than they hide.
 ENOUGH, MOST_GROUPS = 64 * 2**20, 4

@@ -12,20 +12,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.contract.backend import Call
-from attnreg.contract.spec import AttentionSpec, canonical_dtype
-from attnreg.contract.validation import check_scale, checked_softcap
-from attnreg.dispatch import scope
-from attnreg.dispatch.calls import bounds, decisions, wants_gradient
-from attnreg.dispatch.planning import device_of, spec_of
-from attnreg.dispatch.state import state
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
+from attnreg.core.contract.validation import check_scale, checked_softcap
+from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.calls import bounds, decisions, wants_gradient
+from attnreg.core.dispatch.planning import device_of, spec_of
+from attnreg.core.dispatch.state import state
+from attnreg.core.explanation import explain
+from attnreg.core.selection.render import refuse
+from attnreg.core.varlen.plans import check_sinks, window
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.explanation import explain
 from attnreg.parallel.estimates import Shape
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.stepwise import Options
-from attnreg.selection.render import refuse
-from attnreg.varlen.plans import check_sinks, window
 
 
 class Arguments(NamedTuple):

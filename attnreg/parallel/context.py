@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnreg.dispatch import scope
-from attnreg.dispatch.calls import bounds
+from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.calls import bounds
+from attnreg.core.torchlib.modes import autocast, is_transformed
+from attnreg.core.varlen.spread import spread_over
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.parallel.agreement import refuse
 from attnreg.parallel.batch import SpreadBatch
@@ -38,8 +40,6 @@ from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import prepared
 from attnreg.parallel.steps import gathering, rotating
 from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
-from attnreg.torchlib.modes import autocast, is_transformed
-from attnreg.varlen.spread import spread_over
 
 __all__ = ["ContextParallel"]
 

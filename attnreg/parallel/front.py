@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnreg.core.varlen.plans import window
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.agreement import refuse
 from attnreg.parallel.balance import spread_documents
@@ -16,7 +17,6 @@ from attnreg.parallel.context import ContextParallel
 from attnreg.parallel.estimates import Rates
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.methods import check_asked
-from attnreg.varlen.plans import window
 
 __all__ = ["context_parallel"]
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from attnreg.core.varlen.plans import window
 from attnreg.errors import InvalidInputError
-from attnreg.varlen.plans import window
 
 __all__ = ["Layout", "Piece"]
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from attnreg.core.torchlib.modes import is_plain
 from attnreg.parallel.estimates import Rates
-from attnreg.torchlib.modes import is_plain
 
 # By group, once its ranks have told each other.
 _least_memory: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

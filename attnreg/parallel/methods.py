@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from attnreg.contract.spec import canonical_dtype
+from attnreg.core.contract.spec import canonical_dtype
+from attnreg.core.varlen.plans import window
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.parallel.by_heads import unsupported
 from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, Estimate, Rates, Shape, estimates
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.needs import Needs
-from attnreg.varlen.plans import window
 
 __all__ = ["Choice", "explain_context_parallel"]
 

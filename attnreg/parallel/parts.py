@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.layout import in_large_elements
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.spans import Range, Span, grouped, row_count
 from attnreg.parallel.steps import Step
-from attnreg.torchlib.layout import in_large_elements
 
 # So many results of a row may be rounded to its dtype one after the other, before they are summed in float32.
 MOST_ROUNDED = 4

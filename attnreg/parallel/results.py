@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.layout import in_large_elements
 from attnreg.parallel.parts import Put
-from attnreg.torchlib.layout import in_large_elements
 
 ALL = slice(None)  # heads
 

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.contract.backend import Call
-from attnreg.contract.sinks import grad_of_sinks
-from attnreg.dispatch.scope import ScopedChoice
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.sinks import grad_of_sinks
+from attnreg.core.dispatch.scope import ScopedChoice
+from attnreg.core.torchlib.layout import copy
+from attnreg.core.torchlib.modes import differentiable_once
+from attnreg.core.varlen.autograd import run_backward, run_forward
+from attnreg.core.varlen.plans import call_of
+from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.parts import Move, Part, Plan, Put, Run, taken
 from attnreg.parallel.results import ALL, Sums, put_or_merge, wide
-from attnreg.torchlib.layout import copy
-from attnreg.torchlib.modes import differentiable_once
-from attnreg.varlen.autograd import run_backward, run_forward
-from attnreg.varlen.plans import call_of
-from attnreg.varlen.sinks import with_sinks
 
 
 class Options(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from attnreg.contract.backend import Backend
-from attnreg.contract.capabilities import Capabilities, Range
-from attnreg.measure import CASES, QUICK, Case
-from attnreg.measure.cases import DIMS, Layout
+from attnreg.core.contract.backend import Backend
+from attnreg.core.contract.capabilities import Capabilities, Range
 from attnreg.testing.fronts import FRONTS
+from attnreg.tools.measure import CASES, QUICK, Case
+from attnreg.tools.measure.cases import DIMS, Layout
 
 # Most models compute in the first.
 DTYPES_BY_USE = ("bfloat16", "float16", "float32", "float64")

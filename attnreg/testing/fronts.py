@@ -15,14 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnreg import _registry, api, aten
-from attnreg.contract.backend import Backend
-from attnreg.dispatch import counters
+from attnreg import api
+from attnreg.core import aten, registry
+from attnreg.core.contract.backend import Backend
+from attnreg.core.dispatch import counters
+from attnreg.core.varlen.front import AuxRequest, varlen_attn
 from attnreg.errors import RegistrationError
-from attnreg.measure import Case, Error, Inputs, inputs
-from attnreg.measure.reference import Results, attention
-from attnreg.measure.rule import compare
-from attnreg.varlen.front import AuxRequest, varlen_attn
+from attnreg.tools.measure import Case, Error, Inputs, inputs
+from attnreg.tools.measure.reference import Results, attention
+from attnreg.tools.measure.rule import compare
 
 CALLS = 3
 
@@ -74,15 +75,15 @@ def against(front: str, case: Case, device: torch.device) -> tuple[str, ...]:
 @contextmanager
 def _known(backend: Backend) -> Iterator[None]:
     """Have the registry know a backend; leaves it and torch's ops as they were."""
-    installed, before = aten.installed(), _registry.entries().get(backend.name.casefold())
-    entry = _registry.add(backend, "attnreg.testing")
+    installed, before = aten.installed(), registry.entries().get(backend.name.casefold())
+    entry = registry.add(backend, "attnreg.testing")
     try:
         yield
     finally:
         if not installed:
             aten.restore()
         if before is None:
-            _registry.discard(entry)
+            registry.discard(entry)
 
 
 def _chosen(front: str, backend: Backend) -> AbstractContextManager[object]:

@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 import torch
 
-from attnreg import _registry
-from attnreg.contract.backend import Backend
-from attnreg.contract.discovery import CHECK_FAILED, Entry
-from attnreg.contract.spec import AttentionSpec, canonical_dtype
-from attnreg.dispatch.planning import device_of
+from attnreg.core import registry
+from attnreg.core.contract.backend import Backend
+from attnreg.core.contract.discovery import CHECK_FAILED, Entry
+from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
+from attnreg.core.dispatch.planning import device_of
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
-from attnreg.measure import Case, Error, inputs, measure_taken
-from attnreg.measure.inputs import Guarded
-from attnreg.measure.promises import check_new
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
 from attnreg.testing.classes import difference
 from attnreg.testing.fronts import against, measure_front
+from attnreg.tools.measure import Case, Error, inputs, measure_taken
+from attnreg.tools.measure.inputs import Guarded
+from attnreg.tools.measure.promises import check_new
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 # In cases of so few query tokens kernels run twice more: one that keeps memory for results does so in any.
@@ -134,9 +134,9 @@ class Conformance:
         *,
         full: bool = False,
     ) -> None:
-        found = backend if isinstance(backend, Backend) else _registry.find(backend).backend
+        found = backend if isinstance(backend, Backend) else registry.find(backend).backend
         if found is None:
-            raise BackendUnavailableError(f"{backend} {_registry.find(str(backend)).unavailable()}")
+            raise BackendUnavailableError(f"{backend} {registry.find(str(backend)).unavailable()}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InvalidInputError(f"seed: got {seed!r}, expected an integer")
         self.backend, self.seed, self.dtypes = found, seed, _dtypes(dtypes)
@@ -221,7 +221,7 @@ class Conformance:
 
 def _place(error: Exception) -> str:
     """Return the line of the backend's code that an exception comes from, such as "kernels.py:42: "."""
-    ours, torchs = (Path(module.__file__ or "").parent for module in (_registry, torch))
+    ours, torchs = (Path(module.__file__ or "").parent for module in (registry, torch))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "backends")

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnreg
-from attnreg.aten.routing import TORCH_VERSION
+from attnreg.core.aten.routing import TORCH_VERSION
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("routers")

@@ -13,13 +13,13 @@ from support.known import know
 from support.packages import on_cpu
 
 import attnreg
-from attnreg.aten.efficient import ALONE
-from attnreg.backends import efficient as backend
-from attnreg.backends import math
+from attnreg.core.aten.efficient import ALONE
+from attnreg.core.backends import efficient as backend
+from attnreg.core.backends import math
+from attnreg.core.selection import policy
+from attnreg.core.torchlib import captured
 from attnreg.errors import UnsupportedInputError
-from attnreg.selection import policy
-from attnreg.torchlib import captured
-from attnreg.tuning import traces
+from attnreg.tools.tuning import traces
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ from support.dense import qkv
 from support.kernels import PLACES, attend, is_ours, same, table, tables
 
 import attnreg
-from attnreg import aten
+from attnreg.core import aten
+from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError
-from attnreg.torchlib import captured
 
 pytestmark = pytest.mark.usefixtures("uninstalled")
 

@@ -17,11 +17,11 @@ from torch.nn.attention import _registry as torch_registry
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
-from attnreg import aten
-from attnreg.aten.routing import Layout, Route
-from attnreg.dispatch.planning import Native
+from attnreg.core import aten
+from attnreg.core.aten.routing import Layout, Route
+from attnreg.core.dispatch.planning import Native
+from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError
-from attnreg.torchlib import captured
 
 pytestmark = pytest.mark.usefixtures("uninstalled")
 

@@ -9,8 +9,8 @@ from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import aten
-from attnreg.aten.nested import KERNELS
+from attnreg.core import aten
+from attnreg.core.aten.nested import KERNELS
 from attnreg.errors import InvalidInputError
 
 pytestmark = [

@@ -19,10 +19,10 @@ from support.cuda_ops import (
 from support.dense import CAUSAL, SCATTERING, assert_near, random_like, with_gradients
 
 import attnreg
-from attnreg.aten import cudnn
-from attnreg.aten.routing import router
-from attnreg.contract.capabilities import Range
-from attnreg.dispatch.planning import Native
+from attnreg.core.aten import cudnn
+from attnreg.core.aten.routing import router
+from attnreg.core.contract.capabilities import Range
+from attnreg.core.dispatch.planning import Native
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -27,9 +27,9 @@ from support.dense import CAUSAL, OPEN, assert_right, qkv, with_gradients
 from support.fake_cudnn import memory
 
 import attnreg
-from attnreg.contract.launchers import AddressLauncher, OpLauncher, Prepared
-from attnreg.torchlib import captured
-from attnreg.torchlib.layout import contiguous_strides
+from attnreg.core.contract.launchers import AddressLauncher, OpLauncher, Prepared
+from attnreg.core.torchlib import captured
+from attnreg.core.torchlib.layout import contiguous_strides
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

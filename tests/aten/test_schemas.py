@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import attnreg
-from attnreg import aten
-from attnreg.aten import schemas
-from attnreg.aten.routing import Layout, Route, router
-from attnreg.dispatch.planning import Native
+from attnreg.core import aten
+from attnreg.core.aten import schemas
+from attnreg.core.aten.routing import Layout, Route, router
+from attnreg.core.dispatch.planning import Native
 from attnreg.errors import RegistrationError, UnsupportedInputError
 
 VERSIONS = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from support.cpu_calls import CAUSAL, dense
 
 import attnreg
-from attnreg import measure
-from attnreg.measure.reference import attention
-from attnreg.measure.rule import compare
+from attnreg.tools import measure
+from attnreg.tools.measure.reference import attention
+from attnreg.tools.measure.rule import compare
 
 pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 

@@ -8,14 +8,14 @@ import torch
 from support import gpu
 from support.chosen_cases import is_among_fewer
 
-from attnreg import _registry
-from attnreg.backends import cpu as cpu_backend
-from attnreg.backends import math as math_backend
-from attnreg.backends.cpu import bfloat16
-from attnreg.contract.backend import Kernels
-from attnreg.contract.spec import Device
-from attnreg.measure import CASES, QUICK, measure
+from attnreg.core import registry
+from attnreg.core.backends import cpu as cpu_backend
+from attnreg.core.backends import math as math_backend
+from attnreg.core.backends.cpu import bfloat16
+from attnreg.core.contract.backend import Kernels
+from attnreg.core.contract.spec import Device
 from attnreg.testing import Conformance
+from attnreg.tools.measure import CASES, QUICK, measure
 
 CPU = Device("cpu")
 BY_NAME = {str(case): case for case in QUICK}
@@ -97,7 +97,7 @@ H200 = Device("cuda", (9, 0), name="NVIDIA H200", simulated=True)
 
 @pytest.mark.parametrize("name", gpu.ADMITTED)
 def test_the_limits_of_gpu_backends_admit_as_many_cases_as_the_gpu_tests_count(name):
-    entry = _registry.find(name)
+    entry = registry.find(name)
     for admitted, cases in (
         (gpu.ADMITTED, QUICK),
         (gpu.HEAVY_ADMITTED, [case for case in CASES if case.heavy]),

@@ -15,18 +15,18 @@ from support.sdpa import attend
 from support.truth import assert_accurate
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import cpu
-from attnreg.backends.cpu import choice, compiled, torch_path
-from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.core import registry
+from attnreg.core.backends import cpu
+from attnreg.core.backends.cpu import choice, compiled, torch_path
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.selection.lockfile import Lockfile, Row
+from attnreg.core.torchlib import building, caches
 from attnreg.errors import BuildError, UnsupportedInputError
-from attnreg.measure.inputs import inputs
-from attnreg.selection.lockfile import Lockfile, Row
-from attnreg.torchlib import building, caches
-from attnreg.tuning import traces
-from attnreg.tuning.environments import _environment, environment, matched
-from attnreg.tuning.table import Environment
+from attnreg.tools.measure.inputs import inputs
+from attnreg.tools.tuning import traces
+from attnreg.tools.tuning.environments import _environment, environment, matched
+from attnreg.tools.tuning.table import Environment
 
 DTYPES = ("float32", "bfloat16", "float16")
 BOTH = ["forward", "backward"]
@@ -346,7 +346,7 @@ def test_a_lock_of_the_compiled_kernel_is_refused_where_torchs_kernel_runs(
         attend(8)
     assert ran() == {"cpu": (1, 0)}
     (one,) = traces.read(tmp_path / "trace.jsonl")
-    here = environment(one.spec.device, _registry.entries())
+    here = environment(one.spec.device, registry.entries())
     assert here.backends["cpu"] == f"{torch.__version__} (compiled kernel)"
     rows = (Row(one.spec, "forward", "cpu", "a test"),)
     Lockfile(tmp_path / "lock.json", "cpu", here, rows).save()
@@ -358,7 +358,7 @@ def test_a_lock_of_the_compiled_kernel_is_refused_where_torchs_kernel_runs(
     installed.unlink()  # the file that is loaded stays whole
     installed.write_bytes(damaged)
     _environment.cache_clear()  # as in the next process
-    monkeypatch.setattr(_registry.entries()["cpu"], "_version", None)
+    monkeypatch.setattr(registry.entries()["cpu"], "_version", None)
     attnreg.reload()
     with pytest.raises(UnsupportedInputError, match=r"locked with cpu .* \(compiled kernel\), here it is "):
         attend(8)

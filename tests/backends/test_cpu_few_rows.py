@@ -5,9 +5,9 @@ import torch
 from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
 from support.truth import assert_accurate
 
-from attnreg.backends.cpu import choice
-from attnreg.contract.backend import Call, Kernels
-from attnreg.measure.inputs import inputs
+from attnreg.core.backends.cpu import choice
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.tools.measure.inputs import inputs
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
 # Keys of one block and of several, and what a vector of keys is short of.

@@ -21,11 +21,11 @@ from support.truth import assert_accurate
 from torch._subclasses import FakeTensorMode
 
 import attnreg
-from attnreg.backends.cpu import choice, compiled
-from attnreg.backends.cpu.flash import Flash
-from attnreg.contract.backend import Call, Kernels
+from attnreg.core.backends.cpu import choice, compiled
+from attnreg.core.backends.cpu.flash import Flash
+from attnreg.core.contract.backend import Call, Kernels
 from attnreg.errors import InvalidInputError
-from attnreg.measure.inputs import inputs
+from attnreg.tools.measure.inputs import inputs
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
 HALVES = (torch.bfloat16, torch.float16)
@@ -255,8 +255,8 @@ def run(code, file):
     """Run code in a process of its own, where `kernel` is the compiled kernel."""
     prelude = """
 import ctypes, resource, sys, torch
-from attnreg.contract.backend import Call
-from attnreg.backends.cpu.compiled import Compiled
+from attnreg.core.contract.backend import Call
+from attnreg.core.backends.cpu.compiled import Compiled
 torch.set_num_threads(2)
 kernel = Compiled.of(ctypes.CDLL(sys.argv[1]))
 """

@@ -11,11 +11,11 @@ import torch
 from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
 from support.native_calls import launched, results_of, status_of
 
-from attnreg.backends.cpu import choice, sequences
-from attnreg.backends.cpu.problem import Kind
-from attnreg.contract.backend import Kernels
-from attnreg.contract.launchers import NativeLauncher
-from attnreg.measure.inputs import inputs
+from attnreg.core.backends.cpu import choice, sequences
+from attnreg.core.backends.cpu.problem import Kind
+from attnreg.core.contract.backend import Kernels
+from attnreg.core.contract.launchers import NativeLauncher
+from attnreg.tools.measure.inputs import inputs
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
 

@@ -10,14 +10,14 @@ from support import truth
 from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
 from support.truth import assert_accurate
 
-from attnreg.backends import cpu as cpu_backend
-from attnreg.backends import math as math_backend
-from attnreg.backends.cpu import choice, compiled, torch_path
-from attnreg.backends.cpu.flash import Flash
-from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.spec import Device
+from attnreg.core.backends import cpu as cpu_backend
+from attnreg.core.backends import math as math_backend
+from attnreg.core.backends.cpu import choice, compiled, torch_path
+from attnreg.core.backends.cpu.flash import Flash
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.measure.inputs import inputs
+from attnreg.tools.measure.inputs import inputs
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
 STATE = torch.tensor([2**63 + 2**40 + 7, 2**35 + 3], dtype=torch.uint64)

@@ -18,10 +18,10 @@ from support.cpu_calls import (
 )
 from support.truth import assert_accurate
 
-from attnreg.backends.cpu import choice, compiled
-from attnreg.contract.backend import Kernels
-from attnreg.measure.inputs import inputs
-from attnreg.torchlib import building
+from attnreg.core.backends.cpu import choice, compiled
+from attnreg.core.contract.backend import Kernels
+from attnreg.core.torchlib import building
+from attnreg.tools.measure.inputs import inputs
 
 EMULATED = building.CPU_KERNEL._replace(flags=(*building.CPU_KERNEL.flags, "-DATTNREG_EMULATED_TILES"))
 

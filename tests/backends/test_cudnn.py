@@ -21,12 +21,12 @@ from support.sinks import assert_kernels_are_accurate
 from support.truth import assert_accurate
 
 from attnreg import Device
-from attnreg.backends import cudnn
-from attnreg.backends.cudnn import rounding
-from attnreg.contract import rows
-from attnreg.contract.discovery import Entry
-from attnreg.measure import QUICK
-from attnreg.torchlib.readback import AsyncReadback
+from attnreg.core.backends import cudnn
+from attnreg.core.backends.cudnn import rounding
+from attnreg.core.contract import rows
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.torchlib.readback import AsyncReadback
+from attnreg.tools.measure import QUICK
 
 H200 = Device("cuda", (9, 0), simulated=True)
 ENTRY = Entry("cuDNN", "a test", cudnn.BACKEND)

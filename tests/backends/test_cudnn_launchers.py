@@ -9,11 +9,11 @@ import torch
 from support import fake_cudnn, launchers
 from support.fake_cudnn import ragged
 
-from attnreg.backends import cudnn
-from attnreg.backends.cudnn import execution_plans, rounding
-from attnreg.contract.backend import Call
-from attnreg.contract.launchers import AddressLauncher
-from attnreg.torchlib import layout
+from attnreg.core.backends import cudnn
+from attnreg.core.backends.cudnn import execution_plans, rounding
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.launchers import AddressLauncher
+from attnreg.core.torchlib import layout
 
 
 @pytest.fixture

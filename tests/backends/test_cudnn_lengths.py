@@ -7,12 +7,12 @@ import torch
 from support import fake_cudnn
 from support.fake_cudnn import ragged
 
-from attnreg.backends import cudnn
-from attnreg.backends.cudnn import adapter, lengths
-from attnreg.backends.cudnn.graph import ExecutionPlan
-from attnreg.backends.cudnn.problem import RaggedOffset, Slot
-from attnreg.contract import offsets, rows
-from attnreg.contract.launchers import AddressLauncher
+from attnreg.core.backends import cudnn
+from attnreg.core.backends.cudnn import adapter, lengths
+from attnreg.core.backends.cudnn.graph import ExecutionPlan
+from attnreg.core.backends.cudnn.problem import RaggedOffset, Slot
+from attnreg.core.contract import offsets, rows
+from attnreg.core.contract.launchers import AddressLauncher
 
 
 @pytest.fixture

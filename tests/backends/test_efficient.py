@@ -8,14 +8,14 @@ from support import efficient_ops
 from support.packages import gpu_spec, on_cpu, verified
 
 import attnreg
-from attnreg.backends import efficient
-from attnreg.contract.discovery import Entry
-from attnreg.dispatch.planning import Native, decide, entries_with_native
+from attnreg.core.backends import efficient
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.dispatch.planning import Native, decide, entries_with_native
+from attnreg.core.selection.decision import Policy
+from attnreg.core.torchlib import captured
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure import QUICK, inputs
-from attnreg.measure.cases import Case
-from attnreg.selection.decision import Policy
-from attnreg.torchlib import captured
+from attnreg.tools.measure import QUICK, inputs
+from attnreg.tools.measure.cases import Case
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ from support.packages import SHORT, gpu_spec, on_cpu, verified
 from support.sinks import assert_kernels_are_accurate
 
 import attnreg
-from attnreg.backends import fa2
-from attnreg.backends.fa2 import flash_attn_package, native
-from attnreg.contract.discovery import Entry
-from attnreg.contract.launchers import OpLauncher
-from attnreg.contract.regular import regular_offsets
+from attnreg.core.backends import fa2
+from attnreg.core.backends.fa2 import flash_attn_package, native
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.launchers import OpLauncher
+from attnreg.core.contract.regular import regular_offsets
+from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError
-from attnreg.measure import QUICK, Case, inputs
 from attnreg.testing import Conformance
-from attnreg.torchlib import captured
+from attnreg.tools.measure import QUICK, Case, inputs
 
 
 @pytest.fixture

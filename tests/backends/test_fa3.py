@@ -12,12 +12,12 @@ from support import packages, truth
 from support.packages import SHORT, gpu_spec, on_cpu, verified
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import fa3
-from attnreg.cli.info import collected
-from attnreg.contract.discovery import Entry
+from attnreg.core import registry
+from attnreg.core.backends import fa3
+from attnreg.core.contract.discovery import Entry
 from attnreg.errors import BackendUnavailableError
-from attnreg.measure import QUICK, Case, inputs
+from attnreg.tools.cli.info import collected
+from attnreg.tools.measure import QUICK, Case, inputs
 
 FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
@@ -294,7 +294,7 @@ def test_a_package_that_does_not_import_is_an_error_with_its_cause(monkeypatch):
 def test_info_marks_it_as_experimental(package, monkeypatch):
     package()
     entry = Entry("FA3", "a test", dataclasses.replace(fa3.BACKEND, unavailable=lambda: None))
-    monkeypatch.setattr(_registry, "_entries", {"fa3": entry})
-    _registry.changed()
+    monkeypatch.setattr(registry, "_entries", {"fa3": entry})
+    registry.changed()
     (listed,) = collected()["backends"]
     assert (listed["name"], listed["state"]) == ("FA3", "experimental")

@@ -10,12 +10,12 @@ from support.truth import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnreg.backends import math as reference
-from attnreg.backends.math import batch, mask
-from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.spec import Device
+from attnreg.core.backends import math as reference
+from attnreg.core.backends.math import batch, mask
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError
-from attnreg.measure import CASES, QUICK, Case, inputs, measure
+from attnreg.tools.measure import CASES, QUICK, Case, inputs, measure
 
 forward, backward, *_ = reference.BACKEND.load()
 CAUSAL = (-1, 0)

@@ -12,12 +12,13 @@ from matplotlib.image import imread
 from support.command_line import invoke, words
 
 import attnreg
-from attnreg import _registry, aten, tuning
-from attnreg.bench import selection
-from attnreg.bench.report import Job
-from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
-from attnreg.bench.summary import CHOSEN, DIRECT, SAME_FRONT
-from attnreg.selection import policy
+from attnreg.core import aten, registry
+from attnreg.core.selection import policy
+from attnreg.tools import tuning
+from attnreg.tools.bench import selection
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
+from attnreg.tools.bench.summary import CHOSEN, DIRECT, SAME_FRONT
 
 COMMANDS = ("varlen", "sdpa", "overhead", "selection", "fresh")
 OF_A_GPU = str(Path(tuning.__file__).parent / "shipped" / "nvidia-h200.json")
@@ -43,7 +44,7 @@ def bench(monkeypatch):
         "fresh.turns.FIRST": 2,
         "fresh.turns.CHECKED": 1,
     }.items():
-        monkeypatch.setattr(f"attnreg.bench.{name}", value)
+        monkeypatch.setattr(f"attnreg.tools.bench.{name}", value)
     monkeypatch.setenv("COLUMNS", "100")
     return lambda *arguments: invoke("bench", *arguments, "--device", "cpu")
 
@@ -166,7 +167,7 @@ def test_where_nothing_was_measured_nothing_can_run(bench):
 
 
 def test_without_a_backend_or_a_yardstick_that_runs_nothing_is_measured(bench, monkeypatch):
-    monkeypatch.setattr("attnreg.bench.varlen.checked", lambda *_: {})
+    monkeypatch.setattr("attnreg.tools.bench.varlen.checked", lambda *_: {})
     ended = bench("varlen", "--quick", "--rounds", "1")
     assert ended.exit_code == 1
     assert "are the yardsticks, and neither runs here" in words(ended)
@@ -228,7 +229,7 @@ def test_settings_and_routers_are_afterwards_as_they_were(bench, monkeypatch):
     attnreg.reload()
     before, installed = policy.sources(), aten.installed()
     assert bench("selection", "--quick", "--rounds", "1", "--backend", "math").exit_code == 0
-    assert (policy.sources(), aten.installed(), _registry.registrations()) == (before, installed, ())
+    assert (policy.sources(), aten.installed(), registry.registrations()) == (before, installed, ())
     assert not policy._active
 
 

@@ -15,12 +15,12 @@ import torch
 from support.command_line import invoke
 
 import attnreg
-from attnreg.bench.fresh import attention, llama, tables, turns
-from attnreg.bench.fresh.attention import dense_shapes, growing, packed_shapes, settings_of
-from attnreg.bench.report import Job
-from attnreg.bench.shapes import BOTH, FORWARD
-from attnreg.cli.bench import PARTS
-from attnreg.dispatch import call_cache
+from attnreg.core.dispatch import call_cache
+from attnreg.tools.bench.fresh import attention, llama, tables, turns
+from attnreg.tools.bench.fresh.attention import dense_shapes, growing, packed_shapes, settings_of
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.shapes import BOTH, FORWARD
+from attnreg.tools.cli.bench import PARTS
 
 CPU = torch.device("cpu")
 BENCHMARKS = Path(attnreg.__file__).parents[1] / "benchmarks"
@@ -206,7 +206,7 @@ def test_a_row_that_breaks_is_left_out_and_the_others_kept(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return turns.measured(row, job)
 
-    monkeypatch.setattr("attnreg.bench.fresh.measured", broken)
+    monkeypatch.setattr("attnreg.tools.bench.fresh.measured", broken)
     ended, found = run("--part", "varlen", "--backend", "cpu")
     assert ended.exit_code == 0 and {row["step"] for row in found["results"]["rows"]} == {BOTH}
     (line,) = found["left_out"]

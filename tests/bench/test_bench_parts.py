@@ -8,22 +8,23 @@ import pytest
 import torch
 
 import attnreg
-from attnreg import _registry, aten, tuning
-from attnreg.bench import fronts, overhead, overhead_cpu, plots, selection, shapes, sides
-from attnreg.bench.compare import Batch
-from attnreg.bench.report import Job
-from attnreg.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
-from attnreg.bench.sides import called_directly, wrong_backend
-from attnreg.bench.summary import CHOSEN, DIRECT, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
-from attnreg.contract.spec import Device
+from attnreg.core import aten, registry
+from attnreg.core.contract.spec import Device
+from attnreg.core.selection import policy
+from attnreg.core.selection.sources import Sources, without_implementation
+from attnreg.core.torchlib import captured
 from attnreg.errors import ConfigError
-from attnreg.measure.timing import Timer
-from attnreg.selection import policy
-from attnreg.selection.sources import Sources, without_implementation
-from attnreg.torchlib import captured
-from attnreg.tuning.kinds import MANY, ONE, kind_of, size_of
-from attnreg.tuning.table import load
-from attnreg.tuning.workload import grid
+from attnreg.tools import tuning
+from attnreg.tools.bench import fronts, overhead, overhead_cpu, plots, selection, shapes, sides
+from attnreg.tools.bench.compare import Batch
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
+from attnreg.tools.bench.sides import called_directly, wrong_backend
+from attnreg.tools.bench.summary import CHOSEN, DIRECT, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
+from attnreg.tools.measure.timing import Timer
+from attnreg.tools.tuning.kinds import MANY, ONE, kind_of, size_of
+from attnreg.tools.tuning.table import load
+from attnreg.tools.tuning.workload import grid
 
 CPU = torch.device("cpu")
 SHIPPED = Path(tuning.__file__).parent / "shipped"
@@ -216,7 +217,7 @@ def test_gains_over_torch_are_by_front_and_reach_their_aims_or_not():
 
 
 def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
-    kernels, directions = _registry.find("math").kernels(), []
+    kernels, directions = registry.find("math").kernels(), []
 
     def noting(direction):
         def run(*given):
@@ -243,7 +244,7 @@ def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
 
 
 def test_overhead_on_a_cpu_measures_every_call_in_every_state_and_both_fronts(monkeypatch, routers):
-    monkeypatch.setattr("attnreg.bench.overhead_cpu.QUICK_CALLS", 2)
+    monkeypatch.setattr("attnreg.tools.bench.overhead_cpu.QUICK_CALLS", 2)
     monkeypatch.setattr(overhead, "QUICK_CPU_SECONDS", 1e-6)
     job = Job(CPU, ("cpu",), rounds=1, quick=True)
     overhead.measure(job)

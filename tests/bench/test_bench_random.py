@@ -10,13 +10,13 @@ import torch
 from support.command_line import invoke
 from support.known import know
 
-from attnreg.backends import math as math_backend
-from attnreg.bench import random_shapes
-from attnreg.bench.losses import ALL, BY_DEVICE, BY_HOST, losses, percentile, summary, worst_of
-from attnreg.bench.random_shapes import draw
-from attnreg.bench.shapes import BOTH, FORWARD
-from attnreg.bench.summary import ADAPTIVE, CHOSEN, ORDER
-from attnreg.measure.timing import Timer
+from attnreg.core.backends import math as math_backend
+from attnreg.tools.bench import random_shapes
+from attnreg.tools.bench.losses import ALL, BY_DEVICE, BY_HOST, losses, percentile, summary, worst_of
+from attnreg.tools.bench.random_shapes import draw
+from attnreg.tools.bench.shapes import BOTH, FORWARD
+from attnreg.tools.bench.summary import ADAPTIVE, CHOSEN, ORDER
+from attnreg.tools.measure.timing import Timer
 
 
 def test_a_seed_and_a_number_are_always_the_same_shape_and_others_are_others():

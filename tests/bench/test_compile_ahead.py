@@ -9,9 +9,9 @@ import pytest
 from support.known import know
 from support.tuned import spec_with
 
-from attnreg import _registry
-from attnreg.bench import ahead
-from attnreg.tuning.kinds import kind_of
+from attnreg.core import registry
+from attnreg.tools.bench import ahead
+from attnreg.tools.tuning.kinds import kind_of
 
 # Eight kinds, two sizes of each.
 KINDS = [
@@ -59,7 +59,7 @@ def test_a_backend_that_compiles_is_called_at_every_size_in_both_directions_and_
 ):
     compiling, other = fake("compiling", compiles=True), fake("other")
     know(monkeypatch, compiling.backend, other.backend)
-    assert ahead.compile_ahead(KINDS, _registry.entries().values(), 60.0) == 3
+    assert ahead.compile_ahead(KINDS, registry.entries().values(), 60.0) == 3
     assert [len(share) for share in inline] == [3, 3, 2]
     assert {kind for share in inline for kind in share} == {kind_of(spec, "forward") for spec in KINDS}
     assert (other.forwards, other.backwards) == ([], [])
@@ -83,13 +83,13 @@ def test_this_process_does_something_else_meanwhile_and_knows_when_the_others_ar
         monkeypatch.setattr(Inline, "is_alive", lambda process: False)
         seen.append(going_on())
 
-    ahead.compile_ahead(KINDS, _registry.entries().values(), 60.0, meanwhile)
+    ahead.compile_ahead(KINDS, registry.entries().values(), 60.0, meanwhile)
     assert seen == [3, True, False]
     # The time is up, whatever they do; and where nothing is started there is no meanwhile.
     monkeypatch.setattr(Inline, "terminate", lambda process: None, raising=False)
     monkeypatch.setattr(Inline, "is_alive", lambda process: True)
-    ahead.compile_ahead(KINDS, _registry.entries().values(), 0.0, lambda going_on: seen.append(going_on()))
-    ahead.compile_ahead(KINDS[:2], _registry.entries().values(), 60.0, lambda going_on: seen.append("called"))
+    ahead.compile_ahead(KINDS, registry.entries().values(), 0.0, lambda going_on: seen.append(going_on()))
+    ahead.compile_ahead(KINDS[:2], registry.entries().values(), 60.0, lambda going_on: seen.append("called"))
     assert seen[3:] == [False]
 
 
@@ -97,7 +97,7 @@ def test_what_fails_in_a_process_does_not_keep_the_rest_from_being_compiled(monk
     broken = fake("broken", compiles=True, load=lambda: 1 / 0)
     right = fake("right", compiles=True)
     know(monkeypatch, broken.backend, right.backend)
-    ahead.compile_ahead(KINDS, _registry.entries().values(), 60.0)
+    ahead.compile_ahead(KINDS, registry.entries().values(), 60.0)
     assert {call[-1].max_q for call in right.backwards} >= {20, 40}
 
 
@@ -110,7 +110,7 @@ def test_nothing_is_started_for_few_kinds_with_few_cores_or_without_such_a_backe
     one = fake("one", compiles=compiles)
     know(monkeypatch, one.backend)
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
-    assert ahead.compile_ahead(kinds, _registry.entries().values(), 60.0) == 0
+    assert ahead.compile_ahead(kinds, registry.entries().values(), 60.0) == 0
     assert (inline, one.forwards) == ([], [])
 
 
@@ -119,6 +119,6 @@ def test_processes_that_are_not_done_in_time_are_ended(monkeypatch, fake):
     one = fake("cpu", compiles=True)  # the processes find the backend of this name
     know(monkeypatch, one.backend)
     started = time.monotonic()
-    assert ahead.compile_ahead(KINDS, _registry.entries().values(), 0.0) == 2
+    assert ahead.compile_ahead(KINDS, registry.entries().values(), 0.0) == 2
     assert not multiprocessing.active_children()
     assert time.monotonic() - started < 30

@@ -5,8 +5,8 @@ from importlib.metadata import EntryPoint
 import pytest
 from support.command_line import invoke
 
-from attnreg.backends import math as math_backend
-from attnreg.contract import discovery
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract import discovery
 
 
 @pytest.fixture(autouse=True)

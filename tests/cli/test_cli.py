@@ -14,8 +14,8 @@ from support.processes import COMMAND, environment, forked
 from typer.main import get_command
 
 import attnreg
-from attnreg import cli
-from attnreg.settings import config
+from attnreg.core.settings import config
+from attnreg.tools import cli
 
 CALL = ("--q", "2,64,4,32", "--kv", "2,48,2,32", "--device", "cpu")
 
@@ -52,7 +52,7 @@ def test_output_that_an_encoding_lacks_is_replaced(tmp_path):
 def test_help_imports_neither_torch_nor_anything_else_that_is_slow():
     code = """
 import sys
-from attnreg.cli import main
+from attnreg.tools.cli import main
 sys.argv = ["attnreg", "--help"]
 try:
     main()
@@ -97,7 +97,7 @@ def test_wrong_usage_is_exit_code_2(call, arguments):
 
 def test_a_command_whose_file_cannot_be_imported_breaks_no_other():
     broken = cli._function("no-such-command")
-    assert "No module named 'attnreg.cli.no_such_command'" in broken.__doc__
+    assert "No module named 'attnreg.tools.cli.no_such_command'" in broken.__doc__
     with pytest.raises(attnreg.AttnregError, match="no-such-command can't be loaded: No module named"):
         broken()
 
@@ -229,7 +229,7 @@ def test_tables_fit_80_columns_and_have_no_colours_on_a_pipe(call, fake, plugins
 WITHOUT_NUMPY = """
 import sys
 sys.modules["numpy"] = sys.modules["matplotlib"] = None
-from attnreg import cli
+from attnreg.tools import cli
 for line in sys.stdin:
     sys.argv = ["attnreg", *line.split()]
     try:

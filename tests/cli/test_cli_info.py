@@ -8,8 +8,8 @@ import torch
 from support.command_line import broken_loader, rows, words
 
 import attnreg
-from attnreg.dispatch import planning
-from attnreg.torchlib import captured
+from attnreg.core.dispatch import planning
+from attnreg.core.torchlib import captured
 
 
 def test_info_has_a_row_for_every_state_of_a_backend(call, fake, plugins, monkeypatch):

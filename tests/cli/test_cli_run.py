@@ -12,8 +12,9 @@ from support.command_line import in_a_process
 from support.processes import COMMAND, forked
 
 import attnreg
-from attnreg import _registry, cli
-from attnreg.cli.run import _print_stats
+from attnreg.core import registry
+from attnreg.tools import cli
+from attnreg.tools.cli.run import _print_stats
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_program_that_imports_only_torch_runs_on_the_backend(here):
 
 PICKY = """
     from attnreg import Backend, Capabilities
-    from attnreg.backends.math import BACKEND as reference
+    from attnreg.core.backends.math import BACKEND as reference
 
     BACKEND = Backend(
         name="picky", forward=Capabilities(devices=("cpu",), dtypes=("float16",)), load=reference.load
@@ -168,7 +169,7 @@ def test_a_program_sees_what_python_would_have_shown_it(here, run, program, tmp_
 
 
 def test_the_variables_are_set_for_the_program_and_for_its_children(here, run, fake, tmp_path, monkeypatch):
-    _registry.add(fake("other").backend, "here")
+    registry.add(fake("other").backend, "here")
     here("site.toml", "strict = false\n")
     here(
         "parent.py",

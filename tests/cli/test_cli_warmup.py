@@ -8,8 +8,8 @@ from support.command_line import words
 from support.tuned import spec_with
 
 import attnreg
-from attnreg.contract.capabilities import Range
-from attnreg.tuning import traces
+from attnreg.core.contract.capabilities import Range
+from attnreg.tools.tuning import traces
 
 DIRECTIONS = ("forward", "backward")
 KINDS = ("warmup", "--device", "cpu")

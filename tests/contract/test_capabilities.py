@@ -8,7 +8,7 @@ import pytest
 from support.refusals import refusal
 
 from attnreg import AttentionSpec, Capabilities, Device, Range, RegistrationError
-from attnreg.contract.capabilities import ANY_SIZE
+from attnreg.core.contract.capabilities import ANY_SIZE
 
 # As little as one can declare, and a call that still fits.
 LEAST = {"devices": ("cpu",), "dtypes": ("float32",)}

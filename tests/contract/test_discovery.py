@@ -14,9 +14,9 @@ from support.policies import SPEC
 from support.processes import forked
 
 import attnreg
-from attnreg import _registry
-from attnreg.contract import discovery
-from attnreg.contract.discovery import Entry, discover
+from attnreg.core import registry
+from attnreg.core.contract import discovery
+from attnreg.core.contract.discovery import Entry, discover
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 
 ROOT = Path(attnreg.__file__).parent
@@ -24,7 +24,7 @@ ROOT = Path(attnreg.__file__).parent
 # What a plugin's module holds: the reference under another name.
 SOURCE = """\
 import attnreg
-from attnreg.backends.math import BACKEND as MATH
+from attnreg.core.backends.math import BACKEND as MATH
 
 BACKEND = attnreg.Backend(name={name!r}, forward=MATH.forward, backward=MATH.backward, load=MATH.load)
 """
@@ -63,8 +63,8 @@ def backend_names():
 
 
 def test_every_file_or_folder_is_a_backend_unless_its_name_begins_with_an_underscore():
-    origins = {entry.origin for entry in discover() if entry.origin.startswith("attnreg.backends.")}
-    assert origins == {f"attnreg.backends.{name}" for name in backend_names()}
+    origins = {entry.origin for entry in discover() if entry.origin.startswith("attnreg.core.backends.")}
+    assert origins == {f"attnreg.core.backends.{name}" for name in backend_names()}
     assert {"math", "fa3"} < backend_names()
 
 
@@ -78,7 +78,7 @@ def test_a_file_added_to_a_copy_of_the_package_is_a_backend_and_no_other_file_ha
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); torch._import_device_backends()\n"
         "import attnreg, torch, torch.nn.functional as F\n"
         "F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))\n"
-        "broken = attnreg._registry.find('broken')\n"
+        "broken = attnreg.core.registry.find('broken')\n"
         "print(attnreg.__file__, 'Extra' in attnreg.list_backends(), attnreg.stats().calls)\n"
         "print(broken.origin, broken.unavailable())\n",
         TORCH_DEVICE_BACKEND_AUTOLOAD="0", ATTNREG_BACKEND="extra",
@@ -86,7 +86,7 @@ def test_a_file_added_to_a_copy_of_the_package_is_a_backend_and_no_other_file_ha
     assert run.stderr == ""
     assert run.stdout.splitlines() == [
         f"{copy / '__init__.py'} True {{'Extra': {{'forward': 1, 'backward': 0}}}}",
-        "attnreg.backends.broken failed to load: ZeroDivisionError: division by zero",
+        "attnreg.core.backends.broken failed to load: ZeroDivisionError: division by zero",
     ]
 
 
@@ -120,16 +120,16 @@ BROKEN = {
 @pytest.mark.parametrize(("source", "reason"), BROKEN.items(), ids=BROKEN.values())
 def test_a_broken_plugin_is_kept_with_its_cause_and_hides_no_other(plugin, source, reason):
     before = attnreg.list_backends()
-    _registry._entries = None
+    registry._entries = None
     origin = plugin("broken", source)
     good = plugin("good", SOURCE.format(name="Good"))
     assert attnreg.list_backends() == [*before, "broken", "Good"]
-    entry = _registry.find("broken")
+    entry = registry.find("broken")
     expected = f"failed to load: {reason.format(origin=origin)}"
     assert entry.unavailable() == expected
     assert entry.reasons(SPEC, "forward") == entry.reasons(SPEC, "backward") == (expected,)
     assert (entry.backend, entry.version(), type(entry.cause).__name__) == (None, "", reason.split(": ")[0])
-    assert _registry.find("good").origin == good
+    assert registry.find("good").origin == good
     with pytest.raises(BackendUnavailableError) as error:
         attnreg.register_backend("broken")
     assert str(error.value) == f"broken {expected}"
@@ -150,7 +150,7 @@ def test_a_module_that_registers_while_another_thread_discovers_it_waits_for_nob
     run = forked(
         f"import importlib, os, sys, threading; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import attnreg, main\n"
-        "from attnreg.contract import discovery\n"
+        "from attnreg.core.contract import discovery\n"
         "from importlib.metadata import EntryPoint\n"
         "point, found = EntryPoint('mine', 'mine:BACKEND', discovery.GROUP), discovery.entry_points\n"
         "def points(group):\n"
@@ -164,7 +164,7 @@ def test_a_module_that_registers_while_another_thread_discovers_it_waits_for_nob
         "print(other.is_alive(), flush=True)\n"
         "other.is_alive() and os._exit(1)\n"
         "importlib.import_module('mine')\n"
-        "print('Mine' in attnreg.list_backends(), attnreg._registry.registrations()[0].name)\n"
+        "print('Mine' in attnreg.list_backends(), attnreg.core.registry.registrations()[0].name)\n"
     )
     assert run.stdout.split() == ["False", "True", "Mine"], run.stderr
 
@@ -204,10 +204,10 @@ def test_of_two_backends_of_one_name_the_first_is_used_and_a_warning_names_both_
     third = plugin("math", SOURCE.format(name="Math"))
     names = attnreg.list_backends()
     assert [name in names for name in ("Extra", "eXTRA", "math", "Math")] == [True, False, True, False]
-    assert _registry.find("EXTRA").origin == first
-    assert _registry.find("math").origin == "attnreg.backends.math"
+    assert registry.find("EXTRA").origin == first
+    assert registry.find("math").origin == "attnreg.core.backends.math"
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", f"two backends are named 'Math': attnreg.backends.math is used, {third} is not"),
+        ("WARNING", f"two backends are named 'Math': attnreg.core.backends.math is used, {third} is not"),
         ("WARNING", f"two backends are named 'eXTRA': {first} is used, {second} is not"),
     ]
 
@@ -216,7 +216,7 @@ def test_nothing_is_discovered_before_it_is_needed(monkeypatch):
     def never():
         raise AssertionError("discovered")
 
-    monkeypatch.setattr(_registry, "discover", never)
+    monkeypatch.setattr(registry, "discover", never)
     attnreg.reset_stats()
     assert attnreg.stats().calls == {}
     with pytest.raises(AssertionError, match="discovered"):
@@ -228,7 +228,7 @@ def test_discovering_loads_and_probes_no_backend(fake, monkeypatch):
         raise AssertionError("touched")
 
     backend = fake("mine", load=never, unavailable=never, version=never).backend
-    monkeypatch.setattr(_registry, "discover", lambda: [Entry("mine", "a test", backend)])
+    monkeypatch.setattr(registry, "discover", lambda: [Entry("mine", "a test", backend)])
     assert attnreg.list_backends() == ["mine"]
     with pytest.raises(AssertionError, match="touched"):
         backend.unavailable()
@@ -240,9 +240,9 @@ def test_a_call_that_no_working_backend_can_run_names_the_broken_ones_with_their
     plugin("broken", "raise ImportError('no _C')")
     *tensors, max_q, max_k = packed((3,))
     monkeypatch.setattr(
-        _registry, "_entries", {name: e for name, e in _registry.entries().items() if name == "broken"}
+        registry, "_entries", {name: e for name, e in registry.entries().items() if name == "broken"}
     )
-    _registry.changed()
+    registry.changed()
     with pytest.raises(UnsupportedInputError) as error:
         attnreg.varlen_attn(*tensors, max_q, max_k)
     assert error.value.rejected == {"broken": ("failed to load: ImportError: no _C",)}
@@ -257,7 +257,7 @@ def test_the_backends_of_attnreg_are_found_and_listed_without_a_look_at_a_gpu(ro
     attnreg.install()
     assert {"math", "FA2", "FA3", "FA4", "cuDNN", "efficient"} < set(attnreg.list_backends())
     assert called == []
-    assert _registry.find("FA2").unavailable()
+    assert registry.find("FA2").unavailable()
     assert called == ["is_available"]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attnreg
-from attnreg.backends import math as math_backend
-from attnreg.dispatch.state import state
+from attnreg.core.backends import math as math_backend
+from attnreg.core.dispatch.state import state
 
 
 def backend(forward=None, backward=None):

@@ -6,13 +6,13 @@ import pytest
 from support.processes import forked
 
 import attnreg
-from attnreg import _registry
-from attnreg.aten.bypassed import ROUTED
-from attnreg.contract import known_issues
-from attnreg.contract.discovery import Entry
-from attnreg.contract.lengths import Cut
-from attnreg.measure import Case
+from attnreg.core import registry
+from attnreg.core.aten.bypassed import ROUTED
+from attnreg.core.contract import known_issues
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lengths import Cut
 from attnreg.testing import Conformance
+from attnreg.tools.measure import Case
 
 ROW = {"backend": "mine", "directions": "both", "reason": "it is wrong", "link": "https://example.org/1"}
 
@@ -307,7 +307,7 @@ def test_a_malformed_row_costs_a_warning_and_no_call(rows, tmp_path, monkeypatch
 def test_the_rows_that_are_shipped_are_well_formed_of_existing_backends_and_worded_as_all_reasons():
     issues, problems = known_issues.read(known_issues.FILE)
     assert problems == () and issues
-    known = {one.name for one in _registry.entries().values()} | {one.name for one in ROUTED.values()}
+    known = {one.name for one in registry.entries().values()} | {one.name for one in ROUTED.values()}
     assert {issue.backend for issue in issues} <= known
     for issue in issues:
         assert not issue.reason[0].isupper() and "\n" not in issue.reason, issue
@@ -343,7 +343,7 @@ def test_what_is_shipped_describes_the_calls_that_were_reported(backend, version
 
 def test_importing_and_listing_read_no_row():
     script = (
-        "import attnreg; from attnreg.contract import discovery, known_issues; attnreg.list_backends(); "
+        "import attnreg; from attnreg.core.contract import discovery, known_issues; attnreg.list_backends(); "
         "assert not known_issues._rows.cache_info().currsize"
     )
     run = forked(script)

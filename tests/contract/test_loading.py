@@ -14,8 +14,9 @@ from support.policies import SPEC
 from support.refusals import refusal
 
 import attnreg
-from attnreg import AttentionSpec, Device, _registry
-from attnreg.contract.discovery import Entry, discover
+from attnreg import AttentionSpec, Device
+from attnreg.core import registry
+from attnreg.core.contract.discovery import Entry, discover
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
 
@@ -118,7 +119,7 @@ def test_a_load_that_runs_attention_itself_has_to_name_another_backend(
             F.scaled_dot_product_attention(*inputs)
         return usual.backend.load()
 
-    entry = _registry.add(dataclasses.replace(usual.backend, load=load), "a test")
+    entry = registry.add(dataclasses.replace(usual.backend, load=load), "a test")
     monkeypatch.setenv("ATTNREG_BACKEND", "mine")
     attnreg.reload()
     try:
@@ -133,7 +134,7 @@ def test_a_load_that_runs_attention_itself_has_to_name_another_backend(
                 "use_backend('math')"
             )
     finally:
-        _registry.discard(entry)
+        registry.discard(entry)
 
 
 def test_a_backend_that_declares_no_backward_loads_without_one(fake):
@@ -247,11 +248,11 @@ def test_eight_threads_that_load_at_once_get_one_object_of_one_load(fake):
 
 def test_eight_threads_that_discover_at_once_get_one_whole_registry(monkeypatch):
     found, calls = counted(discover(), 0.05)
-    monkeypatch.setattr(_registry, "discover", found)
-    seen = in_threads(_registry.entries)
+    monkeypatch.setattr(registry, "discover", found)
+    seen = in_threads(registry.entries)
     assert len({id(entries) for entries in seen}) == 1
     assert "math" in seen[0]
-    _registry.entries()
+    registry.entries()
     assert 1 <= len(calls) <= 8
 
 

@@ -8,15 +8,15 @@ from support import flash
 from support.lse_gradients import beyond_the_rule, drawn
 
 import attnreg
-from attnreg import _registry
-from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.capabilities import Range
-from attnreg.contract.discovery import Entry
-from attnreg.contract.lse_columns import with_columns
-from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.measure import Case
-from attnreg.measure.reference import attention
+from attnreg.core import registry
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.capabilities import Range
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lse_columns import with_columns
+from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.testing import Conformance
+from attnreg.tools.measure import Case
+from attnreg.tools.measure.reference import attention
 
 FORWARD, BACKWARD = (
     getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")
@@ -245,7 +245,7 @@ SERVED = [
 
 @pytest.mark.parametrize(("name", "device", "changes", "reason"), SERVED)
 def test_which_gpu_kernels_are_given_columns(name, device, changes, reason):
-    found = _registry.find(name).reasons(spec(device=device, **changes), "backward")
+    found = registry.find(name).reasons(spec(device=device, **changes), "backward")
     if not reason:
         assert found == ()
     else:

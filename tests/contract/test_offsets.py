@@ -6,7 +6,7 @@ from support.processes import forked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnreg import InvalidInputError
-from attnreg.contract import offsets
+from attnreg.core.contract import offsets
 
 
 class Last:
@@ -96,9 +96,9 @@ def test_a_tensor_that_is_collected_while_room_is_made_disturbs_nothing(monkeypa
 
 AT_EXIT = """
 import torch
-from attnreg.contract import offsets
-from attnreg.torchlib import readback
-from attnreg.contract.backend import Call
+from attnreg.core.contract import offsets
+from attnreg.core.torchlib import readback
+from attnreg.core.contract.backend import Call
 
 offsets.TRUSTED = 0.0
 given = torch.tensor([0, 3, 7], dtype=torch.int32)

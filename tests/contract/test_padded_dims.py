@@ -7,15 +7,15 @@ import torch
 from support import flash
 
 import attnreg
-from attnreg import _registry
-from attnreg.contract.backend import Call
-from attnreg.contract.capabilities import Range
-from attnreg.contract.discovery import Entry
-from attnreg.contract.padded_dims import padded, with_padding
-from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.explanation.call_spec import ODD_DIMS
-from attnreg.measure import Case
+from attnreg.core import registry
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.capabilities import Range
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.padded_dims import padded, with_padding
+from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.explanation.call_spec import ODD_DIMS
 from attnreg.testing import Conformance
+from attnreg.tools.measure import Case
 
 STEPS = {"head_dim": Range(8, 256, 8), "head_dim_v": Range(8, 256, 8)}
 TENSORS = {"out", "lse", "dq", "dk", "dv"}
@@ -198,7 +198,7 @@ def test_explain_says_how_many_columns_padded_head_dims_have_with_a_gradient_of_
         f"backward on FA2: {given}",
     ]
     wide = spec(device=H100, head_dim=251, head_dim_v=251, grad_lse=True)
-    (reason,) = _registry.find("FA2").reasons(wide, "backward")
+    (reason,) = registry.find("FA2").reasons(wide, "backward")
     assert reason == (
         "head dims padded from 251 to 256: grad_lse takes 8 more columns of the head dim: "
         "head_dim must be 8 to 256 in steps of 8, got 264"
@@ -227,8 +227,8 @@ def test_that_torch_keeps_calls_of_odd_head_dims_to_its_math_kernel_has_a_note(c
 
 def test_fa4s_wrong_gradients_are_refused_of_padded_head_dims_too():
     call = spec(device=H100, head_dim=111, head_dim_v=111, varlen=True)
-    assert _registry.find("FA4").reasons(call, "forward") == ()
-    (reason,) = _registry.find("FA4").reasons(call, "backward")
+    assert registry.find("FA4").reasons(call, "forward") == ()
+    (reason,) = registry.find("FA4").reasons(call, "backward")
     assert reason.startswith("head dims padded from 111 to 112: head_dim must not be 8, 16, ")
 
 
@@ -243,7 +243,7 @@ def test_by_default_math_runs_no_16_bit_call_of_such_head_dims_on_a_gpu():
 
 def test_cpu_and_math_get_the_head_dims_of_the_call():
     for name in ("cpu", "math"):
-        entry = _registry.find(name)
+        entry = registry.find(name)
         # The second has a value that `cpu` takes, but not beside this query.
         for call in (spec(), spec(head_dim=64)):
             assert all(entry.padded(call, direction) is call for direction in ("forward", "backward"))

@@ -8,7 +8,7 @@ import torch
 from support.refusals import refusal
 
 from attnreg import AttentionSpec, Device, InvalidInputError
-from attnreg.contract.spec import canonical_dtype
+from attnreg.core.contract.spec import canonical_dtype
 
 DENSE = {
     "device": Device("cpu"), "dtype": "float32", "batch": 2, "max_q": 16, "max_k": 32, "heads_q": 4,

@@ -14,9 +14,9 @@ from support.command_line import invoke
 from support.processes import COMMAND, forked
 
 import attnreg
-from attnreg.demo import batches
-from attnreg.demo.batches import corpus, draw
-from attnreg.demo.train import LAYERS, LAYOUTS, TOLERANCE, ByteTransformer, Result, Step
+from attnreg.tools.demo import batches
+from attnreg.tools.demo.batches import corpus, draw
+from attnreg.tools.demo.train import LAYERS, LAYOUTS, TOLERANCE, ByteTransformer, Result, Step
 
 DOCUMENTS = [b"ab", b"a longer document", b"and one between"]
 
@@ -37,8 +37,9 @@ def documents():
 @pytest.fixture
 def demo(monkeypatch, tmp_path, routers, documents):
     """Run the demo in this process, on the beginnings of documents: it takes a second."""
-    monkeypatch.setattr("attnreg.demo.batches.corpus", lambda context: [text[:64] for text in documents])
-    monkeypatch.setattr("attnreg.cli.demo.BATCH", 4)
+    beginnings = [text[:64] for text in documents]
+    monkeypatch.setattr("attnreg.tools.demo.batches.corpus", lambda context: beginnings)
+    monkeypatch.setattr("attnreg.tools.cli.demo.BATCH", 4)
 
     return functools.partial(invoke, "demo", "--steps", "3", "--out", tmp_path)
 
@@ -135,7 +136,7 @@ def test_the_first_step_and_padding_count_in_no_speed(result):
 
 def test_a_slower_packed_training_is_said_to_be_slower(demo, result, monkeypatch):
     slower = result([3.0, 2.0], [3.0, 2.0], packed=4.0, padded=2.0)
-    monkeypatch.setattr("attnreg.cli.demo._train", lambda *_: slower)
+    monkeypatch.setattr("attnreg.tools.cli.demo._train", lambda *_: slower)
     assert "packed is 0.50 times as fast: it is slower here" in demo().stdout
 
 

@@ -9,14 +9,14 @@ import torch
 from support import plan_counts
 
 import attnreg
-from attnreg import aten
-from attnreg.aten.routing import Layout
-from attnreg.contract.launchers import MAX_Q
-from attnreg.contract.sinks import grad_of_sinks
-from attnreg.dispatch import call_cache, counters, state
-from attnreg.dispatch.call_cache import Kept
-from attnreg.torchlib import captured
-from attnreg.varlen.sinks import with_sinks
+from attnreg.core import aten
+from attnreg.core.aten.routing import Layout
+from attnreg.core.contract.launchers import MAX_Q
+from attnreg.core.contract.sinks import grad_of_sinks
+from attnreg.core.dispatch import call_cache, counters, state
+from attnreg.core.dispatch.call_cache import Kept
+from attnreg.core.torchlib import captured
+from attnreg.core.varlen.sinks import with_sinks
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def op(compiled_routers):
     made = RoutedOp(compiled_routers.load())
     yield made
     made.module.remove_routers()
-    attnreg._registry.changed()
+    attnreg.core.registry.changed()
 
 
 # What the front is given behind the tensors, in order.
@@ -228,7 +228,7 @@ class PackedPlan(Plan):
 def packed_plan(compiled_routers, monkeypatch):
     """Return the plan of `varlen_attn`'s calls, in the place of attnreg's own."""
     module = compiled_routers.load()
-    attnreg._registry.changed()
+    attnreg.core.registry.changed()
     yield PackedPlan(module)
     module.set_plans(*call_cache._plans)
-    attnreg._registry.changed()
+    attnreg.core.registry.changed()

@@ -12,11 +12,11 @@ from support.dense import assert_right, with_gradients
 from support.known import know
 
 import attnreg
-from attnreg import aten
-from attnreg.aten import routing
-from attnreg.backends import math as math_backend
-from attnreg.dispatch import call_cache, counters, scope
-from attnreg.torchlib import captured
+from attnreg.core import aten
+from attnreg.core.aten import routing
+from attnreg.core.backends import math as math_backend
+from attnreg.core.dispatch import call_cache, counters, scope
+from attnreg.core.torchlib import captured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from support.compiled_files import whole
 
 import attnreg
-from attnreg import _registry, aten
-from attnreg.backends.cpu import choice
-from attnreg.dispatch import call_cache
+from attnreg.core import aten, registry
+from attnreg.core.backends.cpu import choice
+from attnreg.core.dispatch import call_cache
+from attnreg.core.selection import policy
+from attnreg.core.torchlib import building, caches, captured
 from attnreg.errors import BuildError, ConfigError
-from attnreg.selection import policy
-from attnreg.torchlib import building, caches, captured
-from attnreg.tuning.points import Front
+from attnreg.tools.tuning.points import Front
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,7 +72,7 @@ def test_attnreg_routers_compiled_without_a_compiled_library_is_an_error_that_sa
     with pytest.raises(ConfigError, match=r"ATTNREG_ROUTERS=compiled: .*isn't compiled .*`attnreg build`"):
         attnreg.register_backend("cpu")
     assert not aten.installed()
-    assert _registry.registrations() == ()
+    assert registry.registrations() == ()
 
 
 @pytest.mark.parametrize(("value", "used"), [("", True), ("compiled", True), ("Python", False)])

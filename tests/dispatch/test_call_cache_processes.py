@@ -8,10 +8,10 @@ warnings.simplefilter("error")
 import attnreg
 import torch.nn.functional as F
 from pathlib import Path
-from attnreg.aten import routing
-from attnreg.dispatch.declined import retry_on_decline
-from attnreg.torchlib import building, captured
-from attnreg.varlen import plans
+from attnreg.core.aten import routing
+from attnreg.core.dispatch.declined import retry_on_decline
+from attnreg.core.torchlib import building, captured
+from attnreg.core.varlen import plans
 building.built = lambda: Path(sys.argv[1])
 torch.set_num_threads(1)
 q = torch.randn(1, 2, 8, 16, requires_grad=True)

@@ -15,10 +15,10 @@ from test_call_cache import deterministic, offset_by_one, scoped
 from test_launchers import fails
 
 import attnreg
-from attnreg import aten
-from attnreg.contract.backend import Call
+from attnreg.core import aten
+from attnreg.core.contract.backend import Call
+from attnreg.core.varlen import plans
 from attnreg.errors import InvalidInputError
-from attnreg.varlen import plans
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
 
@@ -379,7 +379,7 @@ def test_a_launcher_that_counts_sinks_and_returns_no_gradient_of_them_is_an_erro
         "got the gradient of sinks": lambda grad, *_: (grad * 1, grad * 2, grad * 3, grad),
     }
     for message, backward in wrong.items():
-        attnreg._registry.changed()
+        attnreg.core.registry.changed()
         packed_plan.backward = backward
         for number in range(2):
             _, (out, _) = packed_plan.planned(query, key, value, pair, pair, sinks=sinks)

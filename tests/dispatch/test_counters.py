@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg.dispatch import call_cache, counters
-from attnreg.dispatch.counters import Bypass, Failure, Fallback, MaskSeen, Stats
-from attnreg.torchlib import building
+from attnreg.core.dispatch import call_cache, counters
+from attnreg.core.dispatch.counters import Bypass, Failure, Fallback, MaskSeen, Stats
+from attnreg.core.torchlib import building
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_a_fallback_is_counted_each_time_and_logged_once_at_warning_if_it_was_as
 
 
 def test_a_fallback_logged_at_info_is_logged_at_warning_once_the_backend_is_preferred(fake, packed, caplog):
-    attnreg._registry.add(fake("first", dtypes=("float16",), priority=1000).backend, "a test")
+    attnreg.core.registry.add(fake("first", dtypes=("float16",), priority=1000).backend, "a test")
     with caplog.at_level(logging.DEBUG, "attnreg"):
         for length in (3, 4):  # in the default order
             attnreg.varlen_attn(*packed((length,), grad=False))

@@ -14,17 +14,17 @@ from support import truth
 from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
-from attnreg import aten
-from attnreg.backends import math as math_backend
-from attnreg.contract.discovery import Entry
-from attnreg.contract.lengths import Lengths
-from attnreg.contract.spec import AttentionSpec, Device
-from attnreg.dispatch.declined import retry_on_decline
-from attnreg.dispatch.planning import Native, make_plan
-from attnreg.dispatch.state import CallKind, state
-from attnreg.measure import Case
+from attnreg.core import aten
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lengths import Lengths
+from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.dispatch.declined import retry_on_decline
+from attnreg.core.dispatch.planning import Native, make_plan
+from attnreg.core.dispatch.state import CallKind, state
 from attnreg.testing import Conformance
-from attnreg.tuning.checks import Checks
+from attnreg.tools.measure import Case
+from attnreg.tools.tuning.checks import Checks
 
 REASON = "no engine for calls of this size"
 MATH = math_backend.BACKEND.load()

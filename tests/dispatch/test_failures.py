@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
-from attnreg import aten
-from attnreg.backends import math as math_backend
-from attnreg.backends.cpu import compiled
-from attnreg.contract.launchers import AddressLauncher, Prepared
-from attnreg.dispatch.counters import Failure
+from attnreg.core import aten
+from attnreg.core.backends import math as math_backend
+from attnreg.core.backends.cpu import compiled
+from attnreg.core.contract.launchers import AddressLauncher, Prepared
+from attnreg.core.dispatch.counters import Failure
+from attnreg.core.selection import ranks
 from attnreg.errors import is_of_device
-from attnreg.selection import ranks
 
 LIMITS = attnreg.Capabilities(
     devices=("cpu",), dtypes=("float32", "float64"), varlen=True, causal=True, dropout=True
@@ -264,7 +264,7 @@ def test_a_kernel_that_cannot_be_set_up_gives_way_to_the_next_backend(attend, di
         for _ in range(before - 1):
             attend()
         if not before:
-            attnreg._registry.changed()  # no plan is left
+            attnreg.core.registry.changed()  # no plan is left
         ran()
         failing.errors[direction] = attnreg.BackendUnavailableError(PROBLEM)
         failing.called.clear()
@@ -293,7 +293,7 @@ def test_a_backend_is_set_aside_for_other_lengths_as_well_but_not_for_other_call
         failing.errors.clear()
         F.scaled_dot_product_attention(*qkv(5, 5, heads=3, dtype=torch.float64))
         assert ran() == {"failing": (1, 0)}
-        attnreg._registry.changed()  # settings change: that doesn't make it compile
+        attnreg.core.registry.changed()  # settings change: that doesn't make it compile
         F.scaled_dot_product_attention(*qkv(5, 5, heads=3))
         assert ran() == {"cpu": (1, 0)}
     assert [row.count for row in attnreg.stats().failures] == []  # `ran` has reset them

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import attnreg
-from attnreg.contract.capabilities import Range
-from attnreg.dispatch import first_calls
-from attnreg.dispatch.first_calls import FirstCall
+from attnreg.core.contract.capabilities import Range
+from attnreg.core.dispatch import first_calls
+from attnreg.core.dispatch.first_calls import FirstCall
 
 KIND = {"dtype": "fp32", "heads_q": 4, "heads_k": 2, "head_dim": 16}
 SPEC = attnreg.AttentionSpec(

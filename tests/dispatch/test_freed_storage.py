@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import attnreg
 from attnreg import flash_attn
-from attnreg.backends import math
-from attnreg.dispatch import call_cache
+from attnreg.core.backends import math
+from attnreg.core.dispatch import call_cache
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

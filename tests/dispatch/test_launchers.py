@@ -28,7 +28,7 @@ from support.launcher_kinds import (
 )
 
 import attnreg
-from attnreg.contract.launchers import MAX_K, MAX_Q, OpLauncher
+from attnreg.core.contract.launchers import MAX_K, MAX_Q, OpLauncher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -318,7 +318,7 @@ def test_an_error_of_specialize_costs_no_call_and_is_logged(compiled_routers, fa
 def test_specialize_is_given_what_the_kernel_was_and_its_launcher_runs_further_calls(
     compiled_routers, fake, ran
 ):
-    attnreg.aten.restore()
+    attnreg.core.aten.restore()
     asked, launched = [], []
 
     def specialize(mine, direction, given, call):
@@ -330,7 +330,7 @@ def test_specialize_is_given_what_the_kernel_was_and_its_launcher_runs_further_c
         for seed in range(4):
             inputs = [x.transpose(1, 2).requires_grad_() for x in tensors(seed=seed)]
             assert_right(with_gradients(F.scaled_dot_product_attention(*inputs), inputs), inputs)
-    attnreg.aten.restore()
+    attnreg.core.aten.restore()
     assert ran() == {"mine": (4, 4)}
     assert launched == ["forward", "backward"] * 2
     assert [direction for direction, *_ in asked] == ["forward", "backward"]

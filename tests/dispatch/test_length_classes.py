@@ -9,14 +9,14 @@ from support.launcher_kinds import forward_function
 from support.length_kinds import draw_backend, draw_cut, draw_kind
 
 import attnreg
-from attnreg import _registry
-from attnreg.contract.discovery import Entry
-from attnreg.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
-from attnreg.dispatch import state
-from attnreg.dispatch.kinds import kind_of
-from attnreg.dispatch.planning import decide
-from attnreg.dispatch.state import CallKind, Detail
-from attnreg.selection.decision import Policy
+from attnreg.core import registry
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
+from attnreg.core.dispatch import state
+from attnreg.core.dispatch.kinds import kind_of
+from attnreg.core.dispatch.planning import decide
+from attnreg.core.dispatch.state import CallKind, Detail
+from attnreg.core.selection.decision import Policy
 from attnreg.testing.classes import by_class, draw_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,7 +85,7 @@ def check_many(entries_of, seed, pairs):
 @pytest.fixture
 def built_in():
     """Return all built-in backends, with the kernels of those that load here."""
-    entries = dict(_registry.entries())
+    entries = dict(registry.entries())
     for name in ("cpu", "math"):
         entries[name].kernels()
     return entries

@@ -5,12 +5,12 @@ import torch
 from support import truth
 
 import attnreg
-from attnreg.contract.backend import KEYED_BY, Call
-from attnreg.dispatch import calls, scope
-from attnreg.dispatch.calls import plan_for
-from attnreg.dispatch.planning import Native
-from attnreg.dispatch.state import CallKind, state
-from attnreg.selection.decision import Preference
+from attnreg.core.contract.backend import KEYED_BY, Call
+from attnreg.core.dispatch import calls, scope
+from attnreg.core.dispatch.calls import plan_for
+from attnreg.core.dispatch.planning import Native
+from attnreg.core.dispatch.state import CallKind, state
+from attnreg.core.selection.decision import Preference
 
 PACKED = [torch.randn(6, 2, 16) for _ in "qkv"]
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -174,7 +174,7 @@ def reading_lengths(spec):
 
 def test_plans_of_ever_new_lengths_are_dropped_before_there_are_too_many(fake, monkeypatch, ran):
     """Where lengths count exactly; elsewhere there is one a class."""
-    monkeypatch.setattr("attnreg.dispatch.state.MOST_PLANS", 8)
+    monkeypatch.setattr("attnreg.core.dispatch.state.MOST_PLANS", 8)
     made = []
     with attnreg.register_backend(fake("mine", refuses=reading_lengths).backend):
         for length in range(1, 41):
@@ -188,7 +188,7 @@ def test_plans_of_ever_new_lengths_are_dropped_before_there_are_too_many(fake, m
 
 
 def test_kinds_are_dropped_before_there_are_too_many(plans, monkeypatch, ran):
-    monkeypatch.setattr("attnreg.dispatch.state.MOST_PLANS", 8)
+    monkeypatch.setattr("attnreg.core.dispatch.state.MOST_PLANS", 8)
     for dim in range(1, 41):
         plans(*[torch.randn(6, 2, dim) for _ in "qkv"], CALL)
         assert len(state().kinds) <= 8

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
-from attnreg import _registry
-from attnreg.dispatch import scope
-from attnreg.selection.decision import Preference
+from attnreg.core import registry
+from attnreg.core.dispatch import scope
+from attnreg.core.selection.decision import Preference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -286,7 +286,7 @@ def test_an_lse_that_begins_inside_a_storage_is_not_taken_for_a_token(installed,
 
 
 def test_what_a_kernel_keeps_of_its_results_is_left_as_it_is(installed):
-    kept, math = [], _registry.find("math").kernels()
+    kept, math = [], registry.find("math").kernels()
 
     def forward(*given):
         out, lse = math.forward(*given)

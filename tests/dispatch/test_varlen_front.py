@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
-from attnreg.dispatch import call_cache
+from attnreg.core.dispatch import call_cache
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
 # torch's own, of traces and of forward-mode AD; FutureWarning from torch 2.15 on.

@@ -9,8 +9,8 @@ from support.packed_calls import offsets
 
 import attnreg
 from attnreg import UnsupportedInputError, flash_attn
-from attnreg.backends import math
-from attnreg.measure.reference import attend
+from attnreg.core.backends import math
+from attnreg.tools.measure.reference import attend
 
 HEADS, KEY_HEADS, DIM, DIM_V, P = 4, 2, 8, 6, 0.3
 SLOPES = torch.tensor([[0.5, 0.25, 0.125, 2.0], [1.0, 0.0, 0.3, 0.7]])

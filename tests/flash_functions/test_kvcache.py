@@ -10,10 +10,10 @@ from support import truth
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError
-from attnreg.backends.cpu import compiled
+from attnreg.core.backends.cpu import compiled
+from attnreg.core.torchlib import modes
 from attnreg.flash_attn import attention, flash_attn_with_kvcache
-from attnreg.measure.reference import attend
-from attnreg.torchlib import modes
+from attnreg.tools.measure.reference import attend
 
 BATCH, ROOM, HEADS, KEY_HEADS, DIM = 3, 12, 4, 2, 16
 LENGTHS = torch.tensor([5, 0, 9], dtype=torch.int32)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError, flash_attn
-from attnreg.measure.reference import attend
+from attnreg.tools.measure.reference import attend
 
 BATCH, HEADS, KEY_HEADS, DIM = 2, 4, 2, 8
 SLOPES = {

@@ -7,10 +7,10 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from support import plan_counts
 
-from attnreg import aten
-from attnreg.dispatch import call_cache
-from attnreg.dispatch.state import state
-from attnreg.torchlib import captured
+from attnreg.core import aten
+from attnreg.core.dispatch import call_cache
+from attnreg.core.dispatch.state import state
+from attnreg.core.torchlib import captured
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from support import gpu
 
-from attnreg import _registry
-from attnreg.backends import fa4
-from attnreg.contract.backend import Kernels
-from attnreg.dispatch.planning import device_of
+from attnreg.core import registry
+from attnreg.core.backends import fa4
+from attnreg.core.contract.backend import Kernels
+from attnreg.core.dispatch.planning import device_of
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure import CASES, QUICK, Case, measure
 from attnreg.testing import Conformance
+from attnreg.tools.measure import CASES, QUICK, Case, measure
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def from_matrix(*starts):
 
 def run(named, cases):
     """Run cases by the conformance kit, where refusals are what the backend's limits say, in known words."""
-    kit, entry = Conformance(named, "cuda"), _registry.find(named)
+    kit, entry = Conformance(named, "cuda"), registry.find(named)
     place = device_of(torch.device("cuda", torch.cuda.current_device()))
     outcomes = list(map(kit.run, cases))
     assert outcomes
@@ -242,14 +242,14 @@ def test_a_forward_with_pages_is_right_and_the_same_each_time(named, dims, windo
     options = {"varlen": True, "heads": (8, 2), "window": window, "page_size": 16, "seqused_k": used}
     case = Case(name="pages", lens_q=lengths, lens_k=lengths, dims=dims, deterministic=True, **options)
     spec = case.spec(device_of(torch.device("cuda")), needs_backward=False)
-    assert _registry.find(named).reasons(spec, "forward") == ()
+    assert registry.find(named).reasons(spec, "forward") == ()
     errors = measure(Kernels(kernels(named).forward, None), case, "cuda")
     assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
 
 
 @functools.cache
 def kernels(name):
-    return _registry.find(name).kernels()
+    return registry.find(name).kernels()
 
 
 PAIRED = (

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from support import gpu
 
 import attnreg
-from attnreg import _registry
-from attnreg.selection import adaptive
-from attnreg.selection.turns import MOST_TURNS
+from attnreg.core import registry
+from attnreg.core.selection import adaptive
+from attnreg.core.selection.turns import MOST_TURNS
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def step(request):
 
     # Those that load, but for the reference, which takes no turn.
     names = ("FA2", "FA4", "cuDNN", *["efficient"] * (request.param == "dense"))
-    return run, expected, {name for name in names if not _registry.find(name).unavailable()}
+    return run, expected, {name for name in names if not registry.find(name).unavailable()}
 
 
 def test_each_kernel_has_its_turns_all_are_right_and_the_fastest_stays(step, ran):

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnreg import _registry
-from attnreg.dispatch.planning import device_of
+from attnreg.core import registry
+from attnreg.core.dispatch.planning import device_of
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure import CASES, inputs
-from attnreg.measure.invariance import dependent
+from attnreg.tools.measure import CASES, inputs
+from attnreg.tools.measure.invariance import dependent
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def varying(entry, case, device):
 
 
 def test_a_backend_that_declares_it_gives_a_sequence_the_same_bits_in_every_batch(named, capsys):
-    device, entry = torch.device("cuda", torch.cuda.current_device()), _registry.find(named)
+    device, entry = torch.device("cuda", torch.cuda.current_device()), registry.find(named)
     broken, ran = [], 0
     for case in CALLS:
         for options in OPTIONS:

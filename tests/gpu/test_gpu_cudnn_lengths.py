@@ -10,12 +10,12 @@ from support import gpu, launchers
 from test_gpu_accuracy import CAUSAL, OPEN, dense, kernels, ragged
 
 import attnreg
-from attnreg.backends.cudnn import lengths
-from attnreg.backends.cudnn.problem import RaggedOffset
-from attnreg.contract.launchers import AddressLauncher
-from attnreg.measure import Case, inputs
-from attnreg.measure.reference import attention
-from attnreg.measure.rule import errors_of
+from attnreg.core.backends.cudnn import lengths
+from attnreg.core.backends.cudnn.problem import RaggedOffset
+from attnreg.core.contract.launchers import AddressLauncher
+from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.reference import attention
+from attnreg.tools.measure.rule import errors_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.only_for("cuDNN")]
 

@@ -10,10 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
-from attnreg.backends import efficient
-from attnreg.measure import QUICK, Case
-from attnreg.selection import policy
+from attnreg.core.backends import efficient
+from attnreg.core.selection import policy
 from attnreg.testing import Conformance
+from attnreg.tools.measure import QUICK, Case
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ import torch
 from support import gpu
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends.fa2 import flash_attn_package as fa2_package
-from attnreg.backends.fa2.native import PAGES
-from attnreg.measure import QUICK, Case, inputs
+from attnreg.core import registry
+from attnreg.core.backends.fa2 import flash_attn_package as fa2_package
+from attnreg.core.backends.fa2.native import PAGES
 from attnreg.testing import Conformance
+from attnreg.tools.measure import QUICK, Case, inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def package(flash_attn):
 
 @pytest.fixture
 def fa2():
-    return _registry.find("FA2")
+    return registry.find("FA2")
 
 
 def with_alibi(**options):
@@ -172,7 +172,7 @@ def test_through_the_aten_op_alibi_goes_to_it_with_a_count(ran):
     call = call._replace(
         cu_seqlens_q=given.cu_seqlens_q, cu_seqlens_k=given.cu_seqlens_k, alibi_slopes=slopes
     )
-    reference = _registry.find("math").kernels()
+    reference = registry.find("math").kernels()
     wanted, _ = reference.forward(*(x.float() for x in given.qkv), call)
     torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support import gpu, truth
 
-from attnreg import _registry
-from attnreg.backends.fa4 import adapter
-from attnreg.contract.backend import Call
+from attnreg.core import registry
+from attnreg.core.backends.fa4 import adapter
+from attnreg.core.contract.backend import Call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.only_for("FA4")]
 
@@ -94,7 +94,7 @@ DENSE = {
 
 @pytest.mark.parametrize("options", DENSE.values(), ids=DENSE)
 def test_dense_calls_of_new_lengths_are_launched_by_their_arguments(named, through_package, options):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     for seed in range(TIMES):
         *given, call = dense_call(seed, **options)
         query, key, value, grad = given
@@ -123,7 +123,7 @@ PACKED = {
 
 @pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
 def test_packed_calls_of_new_lengths_are_launched_by_their_arguments(named, through_package, options):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     tail = options.get("tail", 0)
     for seed in range(TIMES):
         *given, call = packed_call(seed, **options)
@@ -143,7 +143,7 @@ def test_packed_calls_of_new_lengths_are_launched_by_their_arguments(named, thro
 
 @pytest.mark.parametrize("window", [CAUSAL, BAND], ids=str)
 def test_calls_with_a_softcap_are_launched_on_both_sides_of_their_own_tile(named, through_package, window):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     for seed in range(2 * TIMES):
         query, key, value, grad, call = dense_call(seed, dim=128, window=window, softcap=8.0)
         if seed % 2:
@@ -161,7 +161,7 @@ def test_calls_with_a_softcap_are_launched_on_both_sides_of_their_own_tile(named
 def test_launchers_run_other_lengths_than_those_that_they_were_made_after(
     named, through_package, options, known
 ):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     for seed in range(3):
         query, key, value, grad, call = packed_call(seed, **options)
         out, lse = kernels.forward(query, key, value, call)
@@ -181,7 +181,7 @@ def test_launchers_run_other_lengths_than_those_that_they_were_made_after(
 
 @pytest.mark.parametrize("options", [{}, {"tail": 40, "heads": (8, 2)}], ids=str)
 def test_a_graph_holds_launches_that_follow_refilled_offsets(named, through_package, options):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     query, key, value, grad, call = packed_call(1, window=CAUSAL, count=(4, 5), **options)
     tail = options.get("tail", 0)
     for _ in range(3):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends.fa4 import compiled_kinds
+from attnreg.core import registry
+from attnreg.core.backends.fa4 import compiled_kinds
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ KIND = {
 
 @pytest.mark.parametrize("varlen", [False, True])
 def test_both_directions_run_on_the_backend_that_is_named(named, varlen):
-    name = _registry.find(named).name
+    name = registry.find(named).name
     results = attnreg.warmup({**KIND, "varlen": varlen}, backend=named)
     assert [(one.backend, one.direction, one.error) for one in results] == [
         (name, "forward", None),
@@ -32,4 +32,4 @@ def test_longer_calls_of_a_kind_need_nothing_compiled(named):
         family = compiled_kinds.family_of_spec(one.direction, longer)
         assert (family, family.class_of(5, 4000, 4000)) in compiled_kinds.have_run
         captured = replace(longer, capturing=True)
-        assert _registry.find(named).reasons(captured, one.direction) == ()
+        assert registry.find(named).reasons(captured, one.direction) == ()

@@ -9,15 +9,15 @@ import torch
 from support import gpu
 from support.launchers import packed_arguments
 
-from attnreg import _registry
-from attnreg.backends import cudnn
-from attnreg.backends.cudnn import rounding
-from attnreg.backends.fa2 import native
-from attnreg.backends.fa4 import compiled_kinds
-from attnreg.contract.backend import Call
-from attnreg.contract.launchers import OpLauncher
+from attnreg.core import registry
+from attnreg.core.backends import cudnn
+from attnreg.core.backends.cudnn import rounding
+from attnreg.core.backends.fa2 import native
+from attnreg.core.backends.fa4 import compiled_kinds
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.launchers import OpLauncher
+from attnreg.core.torchlib.readback import AsyncReadback
 from attnreg.errors import UnsupportedInputError
-from attnreg.torchlib.readback import AsyncReadback
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +87,7 @@ def test_a_captured_forward_replays_bit_for_bit(named):
 def deterministic(named, monkeypatch):
     """Ask for gradients that repeat bitwise, of those backends that have them."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    able = _registry.find(named).backend.backward.deterministic
+    able = registry.find(named).backend.backward.deterministic
     torch.use_deterministic_algorithms(able)
     yield able
     torch.use_deterministic_algorithms(False)
@@ -138,7 +138,7 @@ def test_a_first_call_while_capturing_is_refused_and_does_no_harm(named, ran):
 
 @pytest.mark.only_for("FA2")
 def test_a_first_backward_while_capturing_leaves_nothing_of_the_graphs_memory_behind(named, monkeypatch):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     given = gpu.packed().detached()
     call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.cu_seqlens_q, given.cu_seqlens_k)
     grad = gpu.incoming(given.query)
@@ -192,7 +192,7 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
     cudnn.ExecutionPlans.cache_clear()  # the first batch of a kind gets a plan of its own
     given, tokens = gpu.packed(lengths, heads=(8, 8)), sum(lengths)
     grad = gpu.incoming(given.query)
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     call = Call(64**-0.5, given.max_q, given.max_k, (-1, -1), given.cu_seqlens_q, given.cu_seqlens_k)
     inputs = given.detached().qkv
 
@@ -215,7 +215,7 @@ def test_memory_is_that_of_the_kernels_and_an_lse(named, lengths, monkeypatch):
 @pytest.mark.only_for("cuDNN")
 def test_a_first_batch_has_a_plan_of_its_own_and_others_share_one_with_room(named, ran):
     cudnn.ExecutionPlans.cache_clear()
-    built = _registry.find(named).kernels().forward.args[0].built
+    built = registry.find(named).kernels().forward.args[0].built
     drawn = random.Random(0)
     counts = []
     for total in (2500, 2400, 2300, 2500, 2600):
@@ -233,7 +233,7 @@ def test_a_first_batch_has_a_plan_of_its_own_and_others_share_one_with_room(name
 def test_a_thousand_ragged_batches_take_few_plans(named):
     drawn = random.Random(0)
     cudnn.ExecutionPlans.cache_clear()  # the plans of earlier tests
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     most = gpu.packed((65536,), grad=False)
     grad = gpu.incoming(most.query)
     for _ in range(1000):

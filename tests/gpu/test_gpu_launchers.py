@@ -10,12 +10,12 @@ from support.launchers import packed_arguments
 from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, RAGGED, dense, kernels, ragged
 
 import attnreg
-from attnreg import _registry
-from attnreg.contract import rows
-from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.launchers import AddressLauncher, FunctionLauncher, OpLauncher
-from attnreg.measure import measure
-from attnreg.torchlib import captured
+from attnreg.core import registry
+from attnreg.core.contract import rows
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.launchers import AddressLauncher, FunctionLauncher, OpLauncher
+from attnreg.core.torchlib import captured
+from attnreg.tools.measure import measure
 
 pytestmark = pytest.mark.gpu
 
@@ -130,7 +130,7 @@ def test_layers_whose_tensors_have_other_strides_have_entries_of_their_own(named
 
 def record_launches(monkeypatch, named):
     """Return a list to which each launch of a backend adds its direction."""
-    entry, launched = _registry.find(named), []
+    entry, launched = registry.find(named), []
     original = entry.kernels()
 
     def recorded(direction, run):

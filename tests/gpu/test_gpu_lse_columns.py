@@ -6,11 +6,11 @@ from support import gpu, truth
 from support.lse_gradients import beyond_the_rule, drawn
 
 import attnreg
-from attnreg import _registry
-from attnreg.contract.lse_columns import COLUMNS
+from attnreg.core import registry
+from attnreg.core.contract.lse_columns import COLUMNS
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure import Case
 from attnreg.testing import Conformance
+from attnreg.tools.measure import Case
 
 pytestmark = pytest.mark.gpu
 
@@ -203,6 +203,6 @@ def test_a_captured_backward_follows_its_gradients_and_waits_for_nothing(named, 
 @IN_COLUMNS
 def test_the_backend_declares_no_gradient_of_its_own(named):
     """Or the tests above would be about something else."""
-    backward = _registry.find(named).backend.backward
+    backward = registry.find(named).backend.backward
     assert backward.delta_from_out
     assert not backward.grad_lse

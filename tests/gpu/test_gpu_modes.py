@@ -13,7 +13,7 @@ from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
-from attnreg import _registry
+from attnreg.core import registry
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = [
@@ -180,7 +180,7 @@ def deterministic(monkeypatch):
 def test_deterministic_algorithms_repeat_bit_for_bit_or_are_refused(named, deterministic, ran):
     given = gpu.packed((700, 5, 1300))
     step = gpu.on(named)
-    if not _registry.find(named).backend.backward.deterministic:
+    if not registry.find(named).backend.backward.deterministic:
         with pytest.raises(UnsupportedInputError, match="not deterministic, and deterministic"):
             step(*given)
         return

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support import gpu, truth
 
 import attnreg
-from attnreg.dispatch import call_cache
+from attnreg.core.dispatch import call_cache
 
 pytestmark = pytest.mark.gpu
 

@@ -6,12 +6,12 @@ from support import gpu, truth
 from support.sinks import assert_accurate, by_the_formula
 
 import attnreg
-from attnreg.backends import fa4
-from attnreg.backends.fa4 import adapter, trials
+from attnreg.core.backends import fa4
+from attnreg.core.backends.fa4 import adapter, trials
 from attnreg.flash_attn import flash_attn_func
-from attnreg.measure import Case
-from attnreg.measure.reference import attend
 from attnreg.testing import Conformance
+from attnreg.tools.measure import Case
+from attnreg.tools.measure.reference import attend
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +98,7 @@ def sinks_of_package(monkeypatch):
 
     monkeypatch.setattr(adapter, "PackageCall", Watched)
     monkeypatch.setattr(trials.Trials, "launcher", watched)
-    attnreg._registry.changed()  # launchers of tests before aren't watched
+    attnreg.core.registry.changed()  # launchers of tests before aren't watched
 
     def read():
         torch.cuda.synchronize()  # what the device has to report of offsets and trials arrives
@@ -107,7 +107,7 @@ def sinks_of_package(monkeypatch):
         return calls
 
     yield read
-    attnreg._registry.changed()
+    attnreg.core.registry.changed()
 
 
 HALF, BF16, WIDE = torch.float16, torch.bfloat16, torch.float32

@@ -7,11 +7,12 @@ import torch
 from support import gpu, truth
 
 import attnreg
-from attnreg import _registry, flash_attn
-from attnreg.backends.fa4 import WRONG_GRADIENTS
+from attnreg import flash_attn
+from attnreg.core import registry
+from attnreg.core.backends.fa4 import WRONG_GRADIENTS
 from attnreg.errors import UnsupportedInputError
-from attnreg.measure import Case
 from attnreg.testing import Conformance
+from attnreg.tools.measure import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.only_for("FA2", "FA4", "cuDNN")]
 
@@ -217,6 +218,6 @@ def test_gradients_that_fa4_computes_wrong_of_the_padded_head_dim_are_refused(na
 
 def test_the_limits_of_the_backend_are_those_of_multiples_of_8(named):
     """Or the tests above would be about something else."""
-    backend = _registry.find(named).backend
+    backend = registry.find(named).backend
     assert 59 not in backend.forward.head_dim and 64 in backend.forward.head_dim
     assert 59 not in backend.backward.head_dim and 64 in backend.backward.head_dim

@@ -10,9 +10,9 @@ from support import gpu, truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends.fa4.compiled_kinds import MANY
-from attnreg.contract.backend import Call
+from attnreg.core import registry
+from attnreg.core.backends.fa4.compiled_kinds import MANY
+from attnreg.core.contract.backend import Call
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.gpu
@@ -164,7 +164,7 @@ def test_the_backward_of_a_kept_scoped_call_gets_its_choice(is_kept, ran):
 def test_repeated_calls_whose_plans_are_gone_are_planned_anew(named, is_kept, ran):
     given, dense = gpu.packed((40, 300, 7), heads=(4, 2)), gpu.bhsd()
     right = gpu.expected_of_sdpa(dense, window=CAUSAL)
-    plans = _registry.find(named).kernels().forward.args[0]
+    plans = registry.find(named).kernels().forward.args[0]
 
     def step():
         got = gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
@@ -217,7 +217,7 @@ def expected_of(query, key, value, grad, call):
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
 def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     shape_q, shape_k, lengths = case
     offsets = None if lengths is None else gpu.offsets_of(lengths)
     longest = (shape_q[1], shape_k[1]) if lengths is None else (max(lengths), max(lengths))
@@ -240,7 +240,7 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window
 def test_repeated_calls_of_flash_attn_4_leave_its_python_out_in_a_capture_and_on_another_stream(
     named,
 ):
-    kernels = _registry.find(named).kernels()
+    kernels = registry.find(named).kernels()
     call = Call(64**-0.5, 136, 136, CAUSAL)
     query, key, value, grad = (drawn((2, 136, 4, 64), seed) for seed in range(4))
 

@@ -7,10 +7,10 @@ import torch
 from support import gpu
 from support import rows as slow
 
-from attnreg.contract import offsets, rows
-from attnreg.torchlib.device_code import DeviceKernel
-from attnreg.torchlib.layout import stream_of
-from attnreg.torchlib.readback import AsyncReadback
+from attnreg.core.contract import offsets, rows
+from attnreg.core.torchlib.device_code import DeviceKernel
+from attnreg.core.torchlib.layout import stream_of
+from attnreg.core.torchlib.readback import AsyncReadback
 
 pytestmark = pytest.mark.gpu
 

@@ -11,11 +11,11 @@ from transformers import modeling_flash_attention_utils
 from transformers.utils import import_utils
 
 import attnreg
+from attnreg.core.varlen import autograd
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.integrations import behind_flash
 from attnreg.integrations.transformers import install
-from attnreg.measure.reference import attend
-from attnreg.varlen import autograd
+from attnreg.tools.measure.reference import attend
 
 NAME = "flash_attention_2"
 

@@ -10,8 +10,8 @@ from support.command_line import invoke
 from support.processes import COMMAND, forked
 
 import attnreg
-from attnreg.cli.run import _print_stats
 from attnreg.errors import ConfigError
+from attnreg.tools.cli.run import _print_stats
 
 SDPA = F.scaled_dot_product_attention
 PADDED = (torch.arange(6) < torch.tensor([4, 6])[:, None])[:, None, None]

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from attnreg.measure import Case, inputs
-from attnreg.measure.cases import DTYPES
-from attnreg.measure.reference import attend, attention
+from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.cases import DTYPES
+from attnreg.tools.measure.reference import attend, attention
 
 
 def by_the_formula(q, k, v, scale, window, bias=None, slopes=None):

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from attnreg import _registry
-from attnreg.contract.backend import Kernels
-from attnreg.contract.sinks import with_rescaling
-from attnreg.measure import Case, Sample, copies
-from attnreg.measure.inputs import inputs
+from attnreg.core import registry
+from attnreg.core.contract.backend import Kernels
+from attnreg.core.contract.sinks import with_rescaling
+from attnreg.tools.measure import Case, Sample, copies
+from attnreg.tools.measure.inputs import inputs
 
 CPU = torch.device("cpu")
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -45,7 +45,7 @@ CASES = {
 
 def results_of(case):
     given = copies(case, CPU, 1)[0]
-    kernels = _registry.find("math").kernels()
+    kernels = registry.find("math").kernels()
     if case.counts_sinks:
         kernels = Kernels(
             *(with_rescaling(kernels[n], name) for n, name in enumerate(("forward", "backward")))
@@ -99,7 +99,7 @@ def test_results_computed_some_rows_at_a_time_are_those_of_all_rows(monkeypatch)
     case = dataclasses.replace(CASES["long and causal"], dtype="float32", heads=(4, 2))
     given, found = results_of(case)
     at_once = Sample(case, given).errors(found)
-    monkeypatch.setattr("attnreg.measure.sample.SCORES", 1500 * 97)
+    monkeypatch.setattr("attnreg.tools.measure.sample.SCORES", 1500 * 97)
     for part, errors in Sample(case, given).errors(found).items():
         for name, error in errors.items():
             assert error.kernel == pytest.approx(at_once[part][name].kernel, rel=1e-6)

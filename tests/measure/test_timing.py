@@ -6,8 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnreg.measure import timing
-from attnreg.measure.timing import CudaTimer, Timer, calls_for, interleaved, median_ratio, per_call, timer_for
+from attnreg.tools.measure import timing
+from attnreg.tools.measure.timing import (
+    CudaTimer,
+    Timer,
+    calls_for,
+    interleaved,
+    median_ratio,
+    per_call,
+    timer_for,
+)
 
 
 class Gpu:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import attnreg
-from attnreg.measure.reference import attend
 from attnreg.parallel.balance import balanced
 from attnreg.parallel.layout import contiguous, zigzag
 from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import Run, prepared, taken
 from attnreg.parallel.spans import grouped, row_count
 from attnreg.parallel.steps import gathering, rotating
+from attnreg.tools.measure.reference import attend
 
 HEADS, DIM = 2, 4
 WINDOWS = [(-1, -1), (-1, 0), (5, 0), (0, 0), (3, 2), (-1, 3), (4, -1), (0, 9), (40, 40)]

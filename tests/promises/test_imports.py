@@ -17,7 +17,7 @@ ROOT = Path(attnreg.__file__).parent
 
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
-    "errors, settings, torchlib, contract, backends measure, _registry tuning, selection, dispatch, aten, "
+    "errors, settings, torchlib, contract, backends measure, registry tuning, selection, dispatch, aten, "
     "varlen, masks, flash_attn, integrations, _autoload api explanation, parallel, testing, bench, demo, "
     "cli, __main__"
 )
@@ -117,7 +117,7 @@ def test_importing_attnreg_loads_nothing_but_itself_and_opens_no_file():
 
 def test_the_check_of_what_an_import_loads_sees_files_packages_and_processes():
     loaded, touched = cost_of(
-        "import attnreg.cli, attnreg.settings.config, os, subprocess; "
+        "import attnreg.tools.cli, attnreg.core.settings.config, os, subprocess; "
         f"open({os.devnull!r}).close(); os.listdir({os.sep!r}); subprocess.run(['true'])"
     )
     assert {"attnreg", "pydantic", "typer"} <= set(loaded)
@@ -312,11 +312,11 @@ def test_a_backend_imports_a_kernel_package_inside_a_function_only():
 @pytest.mark.parametrize(
     ("source", "seen"),
     [
-        ("import attnreg.selection.policy", {"selection.policy"}),
-        ("from attnreg.selection import policy", {"selection.policy"}),
-        ("from attnreg.aten import flash, ensure", {"aten.flash", "aten"}),
-        ("def f():\n    from attnreg.selection import policy", {"selection.policy"}),
-        ("if TYPE_CHECKING:\n    from attnreg.selection import policy", {"selection.policy"}),
+        ("import attnreg.core.selection.policy", {"selection.policy"}),
+        ("from attnreg.core.selection import policy", {"selection.policy"}),
+        ("from attnreg.core.aten import flash, ensure", {"aten.flash", "aten"}),
+        ("def f():\n    from attnreg.core.selection import policy", {"selection.policy"}),
+        ("if TYPE_CHECKING:\n    from attnreg.core.selection import policy", {"selection.policy"}),
         ("import torch, attnreg", set()),
     ],
 )

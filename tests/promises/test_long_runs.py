@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg import aten
+from attnreg.core import aten
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ from support.processes import forked, python
 
 import attnreg
 from attnreg import errors
-from attnreg.dispatch import scope
-from attnreg.dispatch.counters import Fallback
-from attnreg.selection.decision import Policy, Preference
-from attnreg.settings.config import LoadedSettings, Settings, load
+from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.counters import Fallback
+from attnreg.core.selection.decision import Policy, Preference
+from attnreg.core.settings.config import LoadedSettings, Settings, load
 
 SPEC = attnreg.AttentionSpec(
     device=attnreg.Device("cuda", (9, 0), 1, "NVIDIA H200"), dtype="bf16", batch=2, max_q=16, max_k=16,
@@ -125,13 +125,13 @@ FORK = """
 import os, signal, sys, threading, warnings
 import torch, torch.nn.functional as F
 import attnreg
-from attnreg import _registry
-from attnreg.dispatch import counters, scope
-from attnreg.contract import discovery
-from attnreg.torchlib import captured
+from attnreg.core import registry
+from attnreg.core.dispatch import counters, scope
+from attnreg.core.contract import discovery
+from attnreg.core.torchlib import captured
 
-names = ("_registry.lock", "counters._lock", "discovery._loading", "captured._lock", "scope._lock")
-locks = [_registry.lock, counters._lock, discovery._loading, captured._lock, scope._lock]
+names = ("registry.lock", "counters._lock", "discovery._loading", "captured._lock", "scope._lock")
+locks = [registry.lock, counters._lock, discovery._loading, captured._lock, scope._lock]
 attnreg.install()
 inputs = torch.randn(3, 1, 2, 8, 16)
 expected = F.scaled_dot_product_attention(*inputs)

@@ -23,13 +23,13 @@ LIMITS = {
 LONGER = {
     "docs/benchmarks.md": 362,
     "docs/faults.md": 203,
-    "attnreg/contract/discovery.py": 357,
-    "attnreg/contract/launchers.py": 313,
-    "attnreg/dispatch/call_cache.py": 325,
-    "attnreg/dispatch/csrc/cache.h": 367,
-    "attnreg/dispatch/csrc/launchers.h": 412,
-    "attnreg/selection/decision.py": 320,
-    "attnreg/tuning/lookup.py": 317,
+    "attnreg/core/contract/discovery.py": 357,
+    "attnreg/core/contract/launchers.py": 313,
+    "attnreg/core/dispatch/call_cache.py": 325,
+    "attnreg/core/dispatch/csrc/cache.h": 367,
+    "attnreg/core/dispatch/csrc/launchers.h": 412,
+    "attnreg/core/selection/decision.py": 320,
+    "attnreg/tools/tuning/lookup.py": 317,
 }
 
 MODULES_OUTSIDE_OF_ROOMS = 9
@@ -47,16 +47,16 @@ FORMER_IDENTIFIERS = {
     "asked", "told", "turned", "served", "unserved", "declines", "proven", "covered", "is_whole", "lasts",
 }  # fmt: skip
 # What may be called `Turn`: backends that take turns at the calls of a kind.
-TURNS = {"attnreg/selection/turns.py"}
+TURNS = {"attnreg/core/selection/turns.py"}
 
 # The most lines of a function without its signature and docstring, and functions that have more: only ever
 # less, until they keep the limit.
 BODY_LIMIT = 40
 LONGER_BODIES = {
-    "attnreg/varlen/front.py varlen_attn": 76,
-    "attnreg/explanation/__init__.py explain": 49,
-    "attnreg/cli/bench.py _run": 48,
-    "attnreg/dispatch/planning.py make_plan": 44,
+    "attnreg/core/varlen/front.py varlen_attn": 76,
+    "attnreg/core/explanation/__init__.py explain": 49,
+    "attnreg/tools/cli/bench.py _run": 48,
+    "attnreg/core/dispatch/planning.py make_plan": 44,
     "attnreg/testing/cases.py _drawn": 41,
 }
 
@@ -187,7 +187,7 @@ def test_no_message_shows_a_name_in_braces_instead_of_its_value():
     assert found == TEMPLATES
 
 
-# What benchmarks do by themselves that `attnreg/measure/` does for the others, by what they call. The tensors
+# What benchmarks do by themselves that `tools/measure/` does for the others, by what they call. The tensors
 # of an option, or of a module, aren't part of a case; ranks start and end a measurement together; an import
 # takes a process of its own; another checkout may be older than `measure`.
 OWN = {

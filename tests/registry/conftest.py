@@ -4,9 +4,9 @@ import pytest
 from support.known import know
 
 import attnreg
-from attnreg import _registry, aten
-from attnreg.backends import math as math_backend
-from attnreg.selection import policy
+from attnreg.core import aten, registry
+from attnreg.core.backends import math as math_backend
+from attnreg.core.selection import policy
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def known(monkeypatch):
 def everything():
     """Return a function that reads all that a failing registration has to leave as it was."""
     return lambda: (
-        _registry.entries(),
-        _registry.registrations(),
+        registry.entries(),
+        registry.registrations(),
         policy.sources(),
         policy._active,
         aten._remove,

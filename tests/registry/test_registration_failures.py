@@ -9,9 +9,9 @@ from support.command_line import NO_SYMBOL, broken_loader
 from support.sdpa import sdpa
 
 import attnreg
-from attnreg import aten
+from attnreg.core import aten
+from attnreg.core.selection import policy
 from attnreg.errors import BackendUnavailableError, RegistrationError, UnknownBackendError
-from attnreg.selection import policy
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -113,7 +113,7 @@ def test_a_second_backend_of_a_name_is_refused_with_both_origins_and_the_first_s
     before = everything()
     here = rf"registered at {re.escape(__file__)}:\d+"
     removed = ", or that the first one's handle is removed before"
-    for name, origin, further in (("MINE", here, removed), ("Math", "attnreg.backends.math", "")):
+    for name, origin, further in (("MINE", here, removed), ("Math", "attnreg.core.backends.math", "")):
         with pytest.raises(RegistrationError) as error:
             attnreg.register_backend(fake(name).backend)
         assert re.fullmatch(
@@ -184,4 +184,4 @@ def test_routers_that_fail_to_install_leave_the_settings_as_they_were(
         with pytest.raises(RegistrationError, match="routers can't be installed"):
             change()
         assert everything() == before
-    assert policy.current() == attnreg.selection.decision.Policy()
+    assert policy.current() == attnreg.core.selection.decision.Policy()

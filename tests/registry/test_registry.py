@@ -8,9 +8,10 @@ import pytest
 from support.sdpa import sdpa
 
 import attnreg
-from attnreg import _registry, api, aten
+from attnreg import api
+from attnreg.core import aten, registry
+from attnreg.core.selection import policy
 from attnreg.errors import InvalidInputError, RegistrationError
-from attnreg.selection import policy
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -51,7 +52,7 @@ def test_a_backend_object_is_known_and_runs_while_it_is_registered_and_the_route
 )
 def test_devices_say_where_it_is_preferred_all_that_it_serves_if_not_given(fake, devices, governed):
     attnreg.register_backend(fake("mine", devices=("cpu", "cuda", "xpu")).backend, devices=devices)
-    assert [r.devices for r in _registry.registrations()] == [governed]
+    assert [r.devices for r in registry.registrations()] == [governed]
 
 
 def test_a_backend_is_preferred_only_on_the_devices_it_was_registered_for(fake, known):
@@ -145,7 +146,7 @@ def test_a_name_is_free_once_its_backend_has_gone_and_the_old_handle_takes_nothi
     for _ in range(2):
         old.remove()  # removing twice is removing once
         assert sdpa() == "MINE"
-    assert len(_registry.registrations()) == 1
+    assert len(registry.registrations()) == 1
     assert len(later.forwards) == 2
 
 
@@ -200,10 +201,10 @@ def test_all_known_backends_are_listed_by_the_names_they_give_themselves(fake, k
 
 def test_a_thousand_registrations_leave_nothing_behind(fake):
     mine = fake("mine").backend
-    before = (_registry.registrations(), attnreg.list_backends())
+    before = (registry.registrations(), attnreg.list_backends())
     for _ in range(1000):
         attnreg.register_backend(mine).remove()
-    assert (_registry.registrations(), attnreg.list_backends()) == before
+    assert (registry.registrations(), attnreg.list_backends()) == before
     assert sdpa() == "torch"
 
 

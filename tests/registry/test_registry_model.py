@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from support.sdpa import sdpa
 
 import attnreg
-from attnreg import aten
+from attnreg.core import aten
 from attnreg.errors import ConfigError, UnknownBackendError
 
 NAMES = ("one", "two", "three")

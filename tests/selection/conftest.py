@@ -7,9 +7,9 @@ from support.known import know
 from support.packed_calls import attend
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import math as math_backend
-from attnreg.selection import adaptive, turns
+from attnreg.core import registry
+from attnreg.core.backends import math as math_backend
+from attnreg.core.selection import adaptive, turns
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def kept(monkeypatch, tmp_path):
 
     def begin_anew():
         monkeypatch.setattr(adaptive, "_learned", {})
-        _registry.changed()
+        registry.changed()
         return list(tmp_path.glob("attnreg/adaptive/*.json"))
 
     return begin_anew

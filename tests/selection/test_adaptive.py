@@ -13,14 +13,14 @@ from support.policies import SPEC
 from support.refusals import refusal
 
 import attnreg
+from attnreg.core.selection import adaptive, policy
+from attnreg.core.selection.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
 from attnreg.flash_attn import flash_attn_with_kvcache
-from attnreg.selection import adaptive, policy
-from attnreg.selection.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
-from attnreg.tuning.kinds import kind_of, size_of
-from attnreg.tuning.lookup import Candidate, Prediction
-from attnreg.tuning.points import Measured
-from attnreg.tuning.table import load
-from attnreg.tuning.tables import Tables
+from attnreg.tools.tuning.kinds import kind_of, size_of
+from attnreg.tools.tuning.lookup import Candidate, Prediction
+from attnreg.tools.tuning.points import Measured
+from attnreg.tools.tuning.table import load
+from attnreg.tools.tuning.tables import Tables
 
 pytestmark = pytest.mark.usefixtures("routers")
 

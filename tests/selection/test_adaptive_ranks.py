@@ -7,9 +7,9 @@ import torch.distributed as dist
 from support.packed_calls import attend
 
 import attnreg
-from attnreg import _registry
-from attnreg.selection import adaptive, job_results
-from attnreg.torchlib import job_store
+from attnreg.core import registry
+from attnreg.core.selection import adaptive, job_results
+from attnreg.core.torchlib import job_store
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -32,8 +32,8 @@ class Rank:
         self._patch.setattr(job_store, "default", lambda: self._store)
         self._patch.setattr(job_store, "group_of_several", lambda: dist)
         # Nothing but this policy asks here.
-        self._patch.setattr("attnreg.selection.ranks.agree", lambda *arguments: None)
-        _registry.changed()
+        self._patch.setattr("attnreg.core.selection.ranks.agree", lambda *arguments: None)
+        registry.changed()
 
     def __exit__(self, *error):
         self.learned = adaptive._learned

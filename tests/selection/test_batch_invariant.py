@@ -11,14 +11,14 @@ from support.known import know
 from support.policies import SPEC, decided
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import cpu as cpu_backend
-from attnreg.backends import math as math_backend
-from attnreg.contract.spec import Device
-from attnreg.dispatch.counters import Fallback
-from attnreg.dispatch.state import state
+from attnreg.core import registry
+from attnreg.core.backends import cpu as cpu_backend
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.spec import Device
+from attnreg.core.dispatch.counters import Fallback
+from attnreg.core.dispatch.state import state
+from attnreg.core.selection import policy, ranks
 from attnreg.errors import UnsupportedInputError
-from attnreg.selection import policy, ranks
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -188,7 +188,7 @@ def test_info_names_the_policy_with_the_order():
 
 @pytest.mark.usefixtures("known", "in_force")
 def test_ranks_compare_the_policy():
-    found = ranks._inputs(state().policy, _registry.entries(), Device("cpu"))
+    found = ranks._inputs(state().policy, registry.entries(), Device("cpu"))
     assert (found.requested, found.table_name) == (POLICY, POLICY)
 
 

@@ -10,17 +10,17 @@ from support.known import know
 from support.sdpa import attend
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import math as math_backend
-from attnreg.contract.discovery import Entry
-from attnreg.contract.spec import Device
-from attnreg.dispatch import planning
-from attnreg.dispatch.state import state
+from attnreg.core import registry
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import Device
+from attnreg.core.dispatch import planning
+from attnreg.core.dispatch.state import state
+from attnreg.core.selection import lockfile, policy
+from attnreg.core.selection.decision import Policy, tied_to
+from attnreg.core.selection.lockfile import Lock
 from attnreg.errors import BackendUnavailableError, ConfigError, UnsupportedInputError
-from attnreg.selection import lockfile, policy
-from attnreg.selection.decision import Policy, tied_to
-from attnreg.selection.lockfile import Lock
-from attnreg.tuning import traces
+from attnreg.tools.tuning import traces
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -34,9 +34,9 @@ def known(monkeypatch, fake):
 
 def replace(name, backend=None):
     """Have another backend of that name, or none."""
-    others = {one: entry for one, entry in _registry.entries().items() if one != name}
-    _registry._entries = others if backend is None else {**others, name: Entry(name, "a test", backend)}
-    _registry.changed()
+    others = {one: entry for one, entry in registry.entries().items() if one != name}
+    registry._entries = others if backend is None else {**others, name: Entry(name, "a test", backend)}
+    registry.changed()
 
 
 def put_in_force(file, monkeypatch):
@@ -48,7 +48,7 @@ def unread(file, monkeypatch):
     """Name a lock that nothing has read yet."""
     monkeypatch.setenv("ATTNREG_LOCK", str(file))
     monkeypatch.setattr(policy, "_sources", None)
-    _registry.changed()
+    registry.changed()
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_the_locked_backend_runs_though_the_default_order_has_another_first(repl
     attend(24, grad=True)
     assert ran() == {"second": (2, 1)}
     spec = traces.read(replaying().parent / "trace.jsonl")[1].spec
-    assert planning.decide(spec, "forward", _registry.entries(), Policy()).backend == "first"
+    assert planning.decide(spec, "forward", registry.entries(), Policy()).backend == "first"
 
 
 def test_forward_and_backward_may_be_locked_to_different_backends_one_of_them_torchs_own(

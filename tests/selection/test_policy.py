@@ -9,11 +9,11 @@ from support.policies import ON_HOPPER, SPEC, decided, sdpa
 from support.refusals import refusal
 
 import attnreg
-from attnreg import aten
+from attnreg.core import aten
+from attnreg.core.selection import policy
+from attnreg.core.selection.decision import Policy, Preference
+from attnreg.core.settings.config import DeviceSettings, Settings
 from attnreg.errors import UnsupportedInputError
-from attnreg.selection import policy
-from attnreg.selection.decision import Policy, Preference
-from attnreg.settings.config import DeviceSettings, Settings
 
 pytestmark = pytest.mark.usefixtures("routers", "known")
 

@@ -8,11 +8,11 @@ from support.policies import SPEC, decided, sdpa
 from support.refusals import refusal
 
 import attnreg
-from attnreg import _registry, aten
-from attnreg.contract.discovery import Entry
-from attnreg.dispatch import scope
+from attnreg.core import aten, registry
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.dispatch import scope
+from attnreg.core.selection import policy
 from attnreg.errors import BackendUnavailableError, ConfigError, UnknownBackendError
-from attnreg.selection import policy
 
 pytestmark = pytest.mark.usefixtures("routers", "known")
 
@@ -43,10 +43,10 @@ NO_REFERENCE = (
 def test_wrong_settings_change_nothing(write, settings, message):
     attnreg.configure({"devices": {"cpu": {"order": ["one"]}}})
     attnreg.configure(write('devices.cpu.order = ["two"]'))
-    before = (policy.sources(), _registry.generation)
+    before = (policy.sources(), registry.generation)
     given = write(settings, "wrong.toml") if isinstance(settings, str) else settings
     assert refusal(attnreg.configure, given) == message.replace("{file}", str(given))
-    assert (policy.sources(), _registry.generation) == before
+    assert (policy.sources(), registry.generation) == before
     assert decided() == ("one", "configure(...)")
 
 
@@ -93,7 +93,7 @@ def test_a_bad_environment_is_an_error_of_every_use_and_of_no_import_until_a_rel
         (sdpa,), (attnreg.varlen_attn, *inputs), (attnreg.explain, SPEC),
         (attnreg.register_backend, fake("unheard").backend), (attnreg.configure, {}),
     ]  # fmt: skip
-    before = (_registry.registrations(), aten._remove)
+    before = (registry.registrations(), aten._remove)
     with attnreg.use_backend("one"):  # a scope doesn't hide it
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -102,7 +102,7 @@ def test_a_bad_environment_is_an_error_of_every_use_and_of_no_import_until_a_rel
         assert [refusal(*use) for use in (*uses, (attnreg.reload,))] == [message] * 6
     assert "math" in attnreg.list_backends()
     assert "unheard" not in attnreg.list_backends()
-    assert (_registry.registrations(), aten._remove, ran()) == (*before, {})
+    assert (registry.registrations(), aten._remove, ran()) == (*before, {})
     for name in variables:
         monkeypatch.delenv(name)
     assert [refusal(*use) for use in uses] == [message] * 5
@@ -197,7 +197,7 @@ def test_a_backend_asked_for_here_that_cannot_load_is_an_error_at_every_call_wit
     monkeypatch, write, fake, packed, ran, through, options, reason, cause
 ):
     new = Entry("new", "a test", fake("new", **options).backend)
-    monkeypatch.setattr(_registry, "_entries", {**_registry.entries(), "new": new})
+    monkeypatch.setattr(registry, "_entries", {**registry.entries(), "new": new})
     if through == "ATTNREG_BACKEND":
         monkeypatch.setenv("ATTNREG_BACKEND", "one,new")
     else:
@@ -209,7 +209,7 @@ def test_a_backend_asked_for_here_that_cannot_load_is_an_error_at_every_call_wit
         assert ran() == {"one": (1, 0)}
         with pytest.raises(BackendUnavailableError):
             new.kernels()
-        _registry.changed()
+        registry.changed()
     for call in (sdpa, lambda: attnreg.varlen_attn(*inputs)):
         for _ in range(2):
             with pytest.raises(BackendUnavailableError) as error:

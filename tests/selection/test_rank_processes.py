@@ -11,10 +11,10 @@ import torch.distributed as dist
 from support.processes import Forked
 from support.tuned import point, spec_with, table
 
-from attnreg import _registry
-from attnreg.backends.cpu import compiled
-from attnreg.contract.spec import Device
-from attnreg.tuning.environments import environment
+from attnreg.core import registry
+from attnreg.core.backends.cpu import compiled
+from attnreg.core.contract.spec import Device
+from attnreg.tools.tuning.environments import environment
 
 CPU = Device("cpu")
 
@@ -147,7 +147,7 @@ def settings(tmp_path, monkeypatch):
     spec = spec_with(16, dtype="float32", heads_q=2, heads_k=2, head_dim=8, head_dim_v=8, varlen=True)
     for name, took in (("alike", 1.0), ("own0", 2.0), ("own1", 3.0)):
         measured = table(point(spec, math=took, cpu=9.0), name=f"{name}.json")
-        here = environment(CPU, _registry.entries())
+        here = environment(CPU, registry.entries())
         dataclasses.replace(measured, environment=here).save(tmp_path / f"{name}.json")
         (tmp_path / f"{name}.toml").write_text(f'tuned = "{name}.json"\n')
 

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from support.tuned import point, spec_with, table
 
 import attnreg
-from attnreg import RanksDifferError, _registry
-from attnreg.contract.spec import Device
-from attnreg.selection import ranks
-from attnreg.selection.decision import Policy, Preference
-from attnreg.selection.lockfile import Lock, Lockfile, Row
-from attnreg.torchlib import job_store
-from attnreg.tuning.environments import environment
-from attnreg.tuning.tables import Named, Tables
+from attnreg import RanksDifferError
+from attnreg.core import registry
+from attnreg.core.contract.spec import Device
+from attnreg.core.selection import ranks
+from attnreg.core.selection.decision import Policy, Preference
+from attnreg.core.selection.lockfile import Lock, Lockfile, Row
+from attnreg.core.torchlib import job_store
+from attnreg.tools.tuning.environments import environment
+from attnreg.tools.tuning.tables import Named, Tables
 
 CPU = Device("cpu")
 
@@ -56,10 +57,10 @@ def rank(monkeypatch):
 
 
 def chosen_by(*points, name="t.json", preferences=(), disabled=(), lock=None, **changes):
-    here = dataclasses.replace(environment(CPU, _registry.entries()), **changes)
+    here = dataclasses.replace(environment(CPU, registry.entries()), **changes)
     measured = dataclasses.replace(table(*points, name=name), environment=here)
-    tables = Tables((Named(measured, "attnreg.toml:3"),), _registry.entries) if points else None
-    replaying = None if lock is None else Lock(lock, _registry.entries)
+    tables = Tables((Named(measured, "attnreg.toml:3"),), registry.entries) if points else None
+    replaying = None if lock is None else Lock(lock, registry.entries)
     return Policy(preferences, dict.fromkeys(disabled, "a file"), tables=tables, lock=replaying)
 
 
@@ -70,11 +71,11 @@ def locked(*backends, path="lock.json"):
         Row(dataclasses.replace(spec, max_q=spec.max_q + number), "forward", backend, "a test")
         for number, backend in enumerate(backends)
     )
-    return Lockfile(Path(path), "cpu", environment(CPU, _registry.entries()), tuple(rows))
+    return Lockfile(Path(path), "cpu", environment(CPU, registry.entries()), tuple(rows))
 
 
 def agree(policy, device=CPU, entries=None):
-    ranks.agree(policy, entries or _registry.entries(), device)
+    ranks.agree(policy, entries or registry.entries(), device)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_a_table_against_none_is_a_difference_and_the_error_has_the_reason(first
 
 def test_a_backend_that_does_not_load_on_one_rank_is_a_difference_without_a_table_too(first_rank):
     first_rank(chosen_by())
-    fewer = {name: entry for name, entry in _registry.entries().items() if name != "cpu"}
+    fewer = {name: entry for name, entry in registry.entries().items() if name != "cpu"}
     with pytest.raises(RanksDifferError, match=r"does: backends math \S+, there cpu [^,]+, math \S+: ranks"):
         agree(chosen_by(), entries=fewer)
 

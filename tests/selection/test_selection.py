@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from attnreg import AttentionSpec, Device
-from attnreg.contract.discovery import Entry
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
+from attnreg.core.selection.render import refuse
 from attnreg.errors import UnsupportedInputError
-from attnreg.selection.decision import Decision, Policy, Preference, select, tied_to
-from attnreg.selection.render import refuse
 
 SPEC = AttentionSpec(
     device=Device("cpu"), dtype="float32", batch=2, max_q=16, max_k=16, heads_q=4, heads_k=4, head_dim=64,

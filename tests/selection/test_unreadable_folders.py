@@ -6,9 +6,9 @@ import pytest
 from support.processes import forked
 
 from attnreg.errors import ConfigError
-from attnreg.tuning import tables, traces
-from attnreg.tuning.session import kept
-from attnreg.tuning.table import Environment, load
+from attnreg.tools.tuning import tables, traces
+from attnreg.tools.tuning.session import kept
+from attnreg.tools.tuning.table import Environment, load
 
 HERE = Environment(device="a test")
 
@@ -16,7 +16,7 @@ HERE = Environment(device="a test")
 PROGRAM = """
 import os, sys
 import torch, attnreg
-from attnreg.torchlib import libraries
+from attnreg.core.torchlib import libraries
 
 q, k, v = torch.randn(3, 16, 2, 8).unbind()
 ends = torch.tensor([0, 16], dtype=torch.int32)

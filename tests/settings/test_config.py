@@ -12,8 +12,7 @@ import torch
 from support.refusals import refusal
 
 import attnreg
-from attnreg.errors import ConfigError
-from attnreg.settings.config import (
+from attnreg.core.settings.config import (
     DEVICE_KEY,
     DEVICE_TYPES,
     DeviceSettings,
@@ -24,6 +23,7 @@ from attnreg.settings.config import (
     schema,
     settings_from,
 )
+from attnreg.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 DEFAULT = next(file for file in CONFIGS if file.name == "default.toml")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.refusals import refusal
 
-from attnreg.settings import environment
-from attnreg.settings.environment import VARIABLES, Environment, read
+from attnreg.core.settings import environment
+from attnreg.core.settings.environment import VARIABLES, Environment, read
 
 
 def test_every_variable_is_read(monkeypatch, tmp_path):

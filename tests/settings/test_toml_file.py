@@ -6,10 +6,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from attnreg.settings.toml_file import NOWHERE, Origin, key_text, positions, read
 from support.refusals import refusal
 
 from attnreg.errors import ConfigError
-from attnreg.settings.toml_file import NOWHERE, Origin, key_text, positions, read
 
 EVERY_FORM = '''# every form in which TOML nests keys
 title = "a # that is no comment, [nor] a = {table}" # but this is

@@ -8,7 +8,7 @@ import sys
 from typer import testing
 from typer.testing import CliRunner
 
-from attnreg import cli
+from attnreg.tools import cli
 
 # Typer makes all commands of the app anew at each run of one, which takes longer than most of them run. It is
 # typer's own helper, so another version may have none: then it only takes longer.

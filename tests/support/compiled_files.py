@@ -1,6 +1,6 @@
 """Files that stand in for what attnreg compiles."""
 
-from attnreg.torchlib import libraries
+from attnreg.core.torchlib import libraries
 
 
 def whole(contents=b"no library"):

@@ -2,8 +2,8 @@
 
 import torch
 
-from attnreg.measure import Case
-from attnreg.measure.inputs import inputs
+from attnreg.tools.measure import Case
+from attnreg.tools.measure.inputs import inputs
 
 CAUSAL, OPEN = (-1, 0), (-1, -1)
 

@@ -13,9 +13,9 @@ from math import nan
 import torch
 from support import one_sequence
 
-from attnreg.backends.cudnn import adapter, execution_plans
-from attnreg.contract import offsets
-from attnreg.measure import Case, inputs
+from attnreg.core.backends.cudnn import adapter, execution_plans
+from attnreg.core.contract import offsets
+from attnreg.tools.measure import Case, inputs
 
 DTYPES = {"HALF": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT": torch.float32}
 DTYPES |= {"INT32": torch.int32, "INT64": torch.int64}

@@ -6,8 +6,8 @@ import torch
 from support import one_sequence, ranks
 
 import attnreg
-from attnreg.backends import math as math_backend
-from attnreg.contract.backend import Kernels
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.backend import Kernels
 
 FORWARD = math_backend.BACKEND.load().forward
 

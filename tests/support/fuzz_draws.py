@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
-from attnreg.measure.cases import LAYOUTS, Case
+from attnreg.tools.measure.cases import LAYOUTS, Case
 
 THREADS = 4
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193, 255, 257, 320)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.measure.cases import Case
-from attnreg.measure.inputs import Inputs
-from attnreg.measure.reference import attend, attention, with_sinks
-from attnreg.measure.rule import SOFTCAP_FACTOR, Error, compare
+from attnreg.tools.measure.cases import Case
+from attnreg.tools.measure.inputs import Inputs
+from attnreg.tools.measure.reference import attend, attention, with_sinks
+from attnreg.tools.measure.rule import SOFTCAP_FACTOR, Error, compare
 
 
 class Given(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from support.dense import with_gradients
 
-from attnreg import aten
+from attnreg.core import aten
 
 CPU_OP = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_OP = "_flash_attention_forward"
@@ -25,7 +25,7 @@ def tables():
 
 
 def is_ours(place):
-    files = ("attnreg/aten/__init__.py", "attnreg/dispatch/csrc/module.cpp")
+    files = ("attnreg/core/aten/__init__.py", "attnreg/core/dispatch/csrc/module.cpp")
     return any(file in table(*place) for file in files)
 
 

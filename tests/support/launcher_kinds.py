@@ -10,9 +10,16 @@ import pytest
 import torch
 from support.native_calls import NativeCall
 
-from attnreg.contract import offsets
-from attnreg.contract.launchers import MAX_K, MAX_Q, AddressLauncher, NativeLauncher, OpLauncher, Prepared
-from attnreg.torchlib import captured
+from attnreg.core.contract import offsets
+from attnreg.core.contract.launchers import (
+    MAX_K,
+    MAX_Q,
+    AddressLauncher,
+    NativeLauncher,
+    OpLauncher,
+    Prepared,
+)
+from attnreg.core.torchlib import captured
 
 SHAPE = (2, 6, 2, 8)  # (B, S, H, D); the LSE is (B, H, S)
 PACKED = (6, 2, 8)  # (T, H, D); the LSE is (H, T)

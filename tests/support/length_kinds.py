@@ -1,8 +1,8 @@
 """Kinds of calls drawn at random, and made-up backends whose limits lie at lengths of any kind."""
 
 import attnreg
-from attnreg.contract.lengths import Cut, Lengths
-from attnreg.contract.spec import AttentionSpec, Device
+from attnreg.core.contract.lengths import Cut, Lengths
+from attnreg.core.contract.spec import AttentionSpec, Device
 
 DEVICES = tuple(map(Device.parse, ("sm_80", "sm_90", "sm_100", "cpu")))
 DTYPES = ("bfloat16", "float16", "float32", "float64")

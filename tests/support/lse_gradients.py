@@ -2,9 +2,9 @@
 
 import torch
 
-from attnreg.measure import inputs
-from attnreg.measure.reference import attention
-from attnreg.measure.rule import compare
+from attnreg.tools.measure import inputs
+from attnreg.tools.measure.reference import attention
+from attnreg.tools.measure.rule import compare
 
 
 def drawn(case, of_lse=1.0, of_out=1.0, device="cpu", seed=0):

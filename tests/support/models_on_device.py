@@ -9,7 +9,7 @@ from support import transformers_models as models
 
 import attnreg
 from attnreg.integrations.transformers import install
-from attnreg.measure.rule import FACTOR, TOLERANCES
+from attnreg.tools.measure.rule import FACTOR, TOLERANCES
 
 LENGTHS = (5, 300, 42)
 IMAGES = ((1, 16, 18), (1, 2, 6))

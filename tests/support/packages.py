@@ -6,8 +6,8 @@ import torch
 from support.chosen_cases import is_for_fakes
 
 from attnreg import AttentionSpec, Device
-from attnreg.measure import QUICK
 from attnreg.testing import Conformance
+from attnreg.tools.measure import QUICK
 
 # Fakes compute in float64, sequence by sequence, and drop nothing; long cases show no more than short ones.
 # Only real kernels say what becomes of a NaN: fakes refuse it, as no adapter may pass on what isn't seen.

@@ -2,8 +2,8 @@
 
 import functools
 
-from attnreg.aten import routing
-from attnreg.varlen import autograd, plans
+from attnreg.core.aten import routing
+from attnreg.core.varlen import autograd, plans
 
 
 def counting(monkeypatch):

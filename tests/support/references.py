@@ -1,6 +1,6 @@
 """The reference of a case, computed once for tests of the same values."""
 
-from attnreg.measure import reference
+from attnreg.tools.measure import reference
 
 # The latest at the end, and how many bytes of them are kept in a process: those of a few hundred tests.
 recent, sizes, MOST = {}, {}, 2**28

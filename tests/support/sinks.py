@@ -5,11 +5,11 @@ import itertools
 import torch
 from support.dense import random_like
 
-from attnreg.backends import math as math_backend
-from attnreg.contract.backend import Call, Kernels
-from attnreg.contract.sinks import grad_of_sinks
-from attnreg.measure.rule import compare
-from attnreg.varlen.sinks import with_sinks
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.sinks import grad_of_sinks
+from attnreg.core.varlen.sinks import with_sinks
+from attnreg.tools.measure.rule import compare
 
 
 def by_the_formula(

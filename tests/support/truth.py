@@ -2,8 +2,8 @@
 
 import torch
 
-from attnreg.measure import measure
-from attnreg.measure.reference import attend
+from attnreg.tools.measure import measure
+from attnreg.tools.measure.reference import attend
 
 
 def attention(

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from attnreg.contract.discovery import Entry
-from attnreg.contract.lengths import Cut
-from attnreg.contract.spec import Device
-from attnreg.measure import Case
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lengths import Cut
+from attnreg.core.contract.spec import Device
 from attnreg.testing import check_backend
 from attnreg.testing.classes import difference
+from attnreg.tools.measure import Case
 
 CASES = ["drawn 1", "heads 4:2"]
 SMALL = Case(name="small", lens_q=(5,), lens_k=(7,), dtype="float32", varlen=True)

@@ -8,13 +8,14 @@ from support.processes import forked
 from support.sinks import Counting
 
 import attnreg
-from attnreg import Range, aten
-from attnreg.backends import math as math_backend
-from attnreg.contract.spec import Device
+from attnreg import Range
+from attnreg.core import aten
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
-from attnreg.measure import Case, measure
 from attnreg.testing import Conformance, check_backend
 from attnreg.testing.cases import ABILITIES, declared
+from attnreg.tools.measure import Case, measure
 
 MATH = math_backend.BACKEND.load()
 SMALL = Case(name="small", lens_q=(5,), lens_k=(7,), dtype="float32")
@@ -61,7 +62,7 @@ def test_a_failure_has_the_line_that_repeats_it(fake):
 
 MODULE = """
 from attnreg import Backend, Capabilities, Kernels
-from attnreg.backends.math import BACKEND as MATH
+from attnreg.core.backends.math import BACKEND as MATH
 
 def load():
     kernels = MATH.load()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnreg.torchlib import background, building, libraries
+from attnreg.core.torchlib import background, building, libraries
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from support.compiled_files import stand_in
 from support.processes import Forked, forked, python
 from typer.testing import CliRunner
 
-from attnreg.cli import app
+from attnreg.core.torchlib import background, building, caches, libraries, locks, slow
 from attnreg.errors import BuildError
-from attnreg.torchlib import background, building, caches, libraries, locks, slow
+from attnreg.tools.cli import app
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
@@ -83,7 +83,7 @@ def start(monkeypatch):
 PROGRAM = """
 import logging, os, sys, torch
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-from attnreg.torchlib import building
+from attnreg.core.torchlib import building
 building.ensure_built()
 print("session", os.getsid(0), flush=True)
 """
@@ -124,7 +124,7 @@ def test_a_program_that_ends_at_once_starts_a_process_that_outlives_it_and_the_n
 
 SEVERAL = """
 import os, torch
-from attnreg.torchlib import background, building
+from attnreg.core.torchlib import background, building
 parent, children = os.getpid(), []
 for _ in range(6):
     if os.getpid() == parent and (child := os.fork()):
@@ -427,7 +427,7 @@ def test_an_unexpected_error_is_no_error_of_the_call(cache, monkeypatch, log):
 HOLD = """
 import sys, time
 from pathlib import Path
-from attnreg.torchlib import locks
+from attnreg.core.torchlib import locks
 locks.lock_file(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -6,7 +6,7 @@ import sys
 import pytest
 from support.processes import forked
 
-from attnreg.torchlib import background, building, locks
+from attnreg.core.torchlib import background, building, locks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 

@@ -15,9 +15,9 @@ from support.compiled_files import stand_in
 from support.processes import forked
 from typer.testing import CliRunner
 
-from attnreg.cli import app
+from attnreg.core.torchlib import background, building, caches, libraries, locks
 from attnreg.errors import BuildError
-from attnreg.torchlib import background, building, caches, libraries, locks
+from attnreg.tools.cli import app
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
 
@@ -416,11 +416,11 @@ if "hidden" in sys.argv[1]:
     for name in ("stat", "is_file", "exists", "is_dir", "mkdir", "open", "read_text"):
         setattr(pathlib.Path, name, refuse(getattr(pathlib.Path, name)))
 import pkgutil, torch, attnreg
-from attnreg.torchlib import building
+from attnreg.core.torchlib import building
 if sys.argv[1] == "another user":
     # Who may not even read the code.
     for module in pkgutil.walk_packages(attnreg.__path__, "attnreg."):
-        if not module.name.startswith(("attnreg.cli", "attnreg.demo", "attnreg.__main__")):
+        if not module.name.startswith(("attnreg.tools.cli", "attnreg.tools.demo", "attnreg.__main__")):
             __import__(module.name)
     for library in building.LIBRARIES:
         building.target(library)

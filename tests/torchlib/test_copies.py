@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnreg.torchlib.layout import LARGE, copy, in_large_elements
+from attnreg.core.torchlib.layout import LARGE, copy, in_large_elements
 
 
 def numbers(*shape, dtype=torch.bfloat16):

@@ -9,8 +9,8 @@ import struct
 import pytest
 import torch
 
-from attnreg.torchlib import device_code
-from attnreg.torchlib.device_code import DeviceCodeError, DeviceKernel
+from attnreg.core.torchlib import device_code
+from attnreg.core.torchlib.device_code import DeviceCodeError, DeviceKernel
 
 STREAM = 0x7F0123456789
 FUNCTIONS = {"one": 0x7F1000000001, "other": 0x7F2000000002}

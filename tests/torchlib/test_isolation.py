@@ -12,17 +12,17 @@ import pytest
 import torch
 from support import fake_cudnn
 
-from attnreg.backends import cudnn
-from attnreg.backends.fa2 import flash_attn_package as fa2_package
-from attnreg.backends.fa4 import package as fa4_package
-from attnreg.contract import discovery
-from attnreg.contract.backend import Backend, Call
-from attnreg.contract.capabilities import Capabilities
-from attnreg.contract.discovery import Entry
-from attnreg.dispatch.state import state
+from attnreg.core.backends import cudnn
+from attnreg.core.backends.fa2 import flash_attn_package as fa2_package
+from attnreg.core.backends.fa4 import package as fa4_package
+from attnreg.core.contract import discovery
+from attnreg.core.contract.backend import Backend, Call
+from attnreg.core.contract.capabilities import Capabilities
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.dispatch.state import state
+from attnreg.core.selection import policy
+from attnreg.core.torchlib.isolation import run_in_thread, strip_tracebacks
 from attnreg.errors import BackendUnavailableError, ConfigError
-from attnreg.selection import policy
-from attnreg.torchlib.isolation import run_in_thread, strip_tracebacks
 
 
 @pytest.fixture(autouse=True)
@@ -204,5 +204,5 @@ def test_a_cudnn_plan_keeps_no_tensor_of_the_call(monkeypatch):
         assert plans.built == {"forward": 1, "backward": 0}
 
     assert call_with_tensors(planned)() is None
-    monkeypatch.setattr("attnreg.backends.cudnn.execution_plans.run_in_thread", lambda run: run())
+    monkeypatch.setattr("attnreg.core.backends.cudnn.execution_plans.run_in_thread", lambda run: run())
     assert call_with_tensors(planned)() is not None

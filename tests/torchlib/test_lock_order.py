@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from support.processes import forked
 
 import attnreg
-from attnreg import _registry, flash_attn
-from attnreg.backends import math
-from attnreg.selection import policy
-from attnreg.torchlib import locks
+from attnreg import flash_attn
+from attnreg.core import registry
+from attnreg.core.backends import math
+from attnreg.core.selection import policy
+from attnreg.core.torchlib import locks
 
 ROOT = Path(attnreg.__file__).parent
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -133,7 +134,7 @@ def test_whatever_a_program_does_it_takes_locks_in_one_order(taken, routers, tmp
     attnreg.uninstall()
     attnreg.install()
     assert attnreg.stats().calls
-    assert ("contract.discovery._loading", "_registry.lock") in taken.pairs
+    assert ("contract.discovery._loading", "registry.lock") in taken.pairs
     assert ("dispatch.trace._writing", "dispatch.trace._lock") in taken.pairs
     assert taken.against(locks.ORDER) == []
 
@@ -176,15 +177,15 @@ def test_while_a_backend_loads_other_threads_call_the_others():
 def test_no_module_of_a_backend_is_imported_behind_the_registrys_lock(monkeypatch, verb):
     """Another thread may be importing it, and waits for that lock to register a backend."""
     monkeypatch.setenv("ATTNREG_BACKEND", "math")
-    monkeypatch.setattr(_registry, "_entries", None)
-    real, found = _registry.discover, []
+    monkeypatch.setattr(registry, "_entries", None)
+    real, found = registry.discover, []
 
     def discover():
-        thread = in_thread(lambda: _registry.lock.acquire() and _registry.lock.release())
+        thread = in_thread(lambda: registry.lock.acquire() and registry.lock.release())
         found.append(ended(thread))
         return real()
 
-    monkeypatch.setattr(_registry, "discover", discover)
+    monkeypatch.setattr(registry, "discover", discover)
     verbs = {"a first call": policy.sources, "configure": lambda: attnreg.configure({})}
     verbs.get(verb, attnreg.reload)()
     assert found == [True]
@@ -195,9 +196,9 @@ import faulthandler, random, sys, threading, time
 from pathlib import Path
 import torch, torch.nn.functional as F
 import attnreg
-from attnreg.backends import math
+from attnreg.core.backends import math
 from attnreg.flash_attn import flash_attn_varlen_func
-from attnreg.torchlib import building, captured
+from attnreg.core.torchlib import building, captured
 
 building.built = lambda: Path(sys.argv[1])
 attnreg.install()

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from attnreg.torchlib import locks
+from attnreg.core.torchlib import locks
 
 
 class Clock:

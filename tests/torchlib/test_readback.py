@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from attnreg.torchlib import readback
-from attnreg.torchlib.readback import MANY, PENDING, AsyncReadback
+from attnreg.core.torchlib import readback
+from attnreg.core.torchlib.readback import MANY, PENDING, AsyncReadback
 
 # Copies to the host that have begun.
 under_way = []

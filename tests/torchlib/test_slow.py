@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attnreg.torchlib import slow
+from attnreg.core.torchlib import slow
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from support.tuned import CPU, Clock, slowed
 
-from attnreg.contract.discovery import Entry
-from attnreg.tuning.checks import Checks
-from attnreg.tuning.session import Session
-from attnreg.tuning.table import Environment
+from attnreg.core.contract.discovery import Entry
+from attnreg.tools.tuning.checks import Checks
+from attnreg.tools.tuning.session import Session
+from attnreg.tools.tuning.table import Environment
 
 
 @pytest.fixture

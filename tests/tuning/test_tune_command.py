@@ -9,19 +9,19 @@ from support.command_line import invoke, words
 from support.tuned import off_by, raising, spec_with, watched
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import math as math_backend
-from attnreg.bench import fronts
-from attnreg.cli.tune import host_rows
-from attnreg.contract.discovery import Entry
-from attnreg.contract.spec import Device
-from attnreg.selection import policy
-from attnreg.torchlib import captured
-from attnreg.tuning import traces
-from attnreg.tuning.checks import DeviceLostError
-from attnreg.tuning.kinds import MANY, SHARED
-from attnreg.tuning.points import Front
-from attnreg.tuning.table import load
+from attnreg.core import registry
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import Device
+from attnreg.core.selection import policy
+from attnreg.core.torchlib import captured
+from attnreg.tools.bench import fronts
+from attnreg.tools.cli.tune import host_rows
+from attnreg.tools.tuning import traces
+from attnreg.tools.tuning.checks import DeviceLostError
+from attnreg.tools.tuning.kinds import MANY, SHARED
+from attnreg.tools.tuning.points import Front
+from attnreg.tools.tuning.table import load
 
 SMALL = spec_with(32)
 
@@ -47,9 +47,9 @@ def backends(monkeypatch, entry, clock):
         "off": entry("off", 0.1, change=off_by(0.5)),
         "math": Entry("math", "a test", math_backend.BACKEND),
     }
-    monkeypatch.setattr(_registry, "_entries", made)
-    monkeypatch.setattr("attnreg.measure.timing.timer_for", lambda device: clock)
-    _registry.changed()
+    monkeypatch.setattr(registry, "_entries", made)
+    monkeypatch.setattr("attnreg.tools.measure.timing.timer_for", lambda device: clock)
+    registry.changed()
     return made
 
 
@@ -67,7 +67,7 @@ SHAPE = ("--q", "2,32,4,64")
 )
 def test_time_that_the_quick_grid_leaves_goes_to_the_full_one(tune, backends, monkeypatch, options, lengths):
     grids = {"quick": [SMALL], "full": [spec_with(40), SMALL, spec_with(48)]}
-    monkeypatch.setattr("attnreg.tuning.workload.grid", lambda name, device: grids[name])
+    monkeypatch.setattr("attnreg.tools.tuning.workload.grid", lambda name, device: grids[name])
     result = tune(*options, "--json", "--no-backward", "--backend", "slow,fast")
     found = json.loads(result.stdout)
     assert {point["max_q"] for point in found["points"]} == lengths
@@ -105,7 +105,7 @@ def measured_fronts(monkeypatch):
         asked_of.append((device.type, names, as_used))
         return [Front(name, False, "forward", 9.0, recorded=False, shape=MANY + SHARED) for name in names]
 
-    monkeypatch.setattr("attnreg.bench.fronts.host_costs", host_costs)
+    monkeypatch.setattr("attnreg.tools.bench.fronts.host_costs", host_costs)
     return asked_of
 
 
@@ -238,7 +238,7 @@ def test_tune_stops_with_1_when_the_gpu_is_lost(tune, backends, monkeypatch):
     def lost(*arguments):
         raise DeviceLostError("the GPU can't be used any more after X")
 
-    monkeypatch.setattr("attnreg.tuning.session.Measurement.points", lost)
+    monkeypatch.setattr("attnreg.tools.tuning.session.Measurement.points", lost)
     result = tune(*SHAPE)
     assert result.exit_code == 1
     assert "attnreg: the GPU can't be used any more after X; what was measured before is in" in result.stderr

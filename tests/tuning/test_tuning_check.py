@@ -8,10 +8,10 @@ import pytest
 from support.command_line import invoke
 from support.tuned import point, spec_with, table, took
 
-from attnreg import _registry
-from attnreg.tuning import review, tables
-from attnreg.tuning.points import Measured
-from attnreg.tuning.table import load
+from attnreg.core import registry
+from attnreg.tools.tuning import review, tables
+from attnreg.tools.tuning.points import Measured
+from attnreg.tools.tuning.table import load
 
 H200, H100 = (tables.SHIPPED / name for name in ("nvidia-h200.json", "nvidia-h100-80gb-hbm3.json"))
 VERSIONS = {
@@ -27,7 +27,7 @@ def measured(times=lambda length: {"FA2": 3.0 * length, "FA4": 1.0 * length**1.0
 
 
 def reviewed(found, shipped=()):
-    return review.review(found, _registry.entries(), shipped)
+    return review.review(found, registry.entries(), shipped)
 
 
 def problems(found, shipped=()):

@@ -3,9 +3,9 @@
 import pytest
 from support.tuned import point, spec_with
 
-from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import SPREADS, kind_of, size_of, works
-from attnreg.tuning.lookup import predict
+from attnreg.tools.tuning.index import Kinds
+from attnreg.tools.tuning.kinds import SPREADS, kind_of, size_of, works
+from attnreg.tools.tuning.lookup import predict
 
 
 def times(points, processors, **changes):

@@ -7,8 +7,8 @@ import random
 import pytest
 from support.tuned import point, spec_with, took
 
-from attnreg.tuning.index import Kinds
-from attnreg.tuning.kinds import (
+from attnreg.tools.tuning.index import Kinds
+from attnreg.tools.tuning.kinds import (
     FEW,
     LONG,
     MANY,
@@ -20,8 +20,8 @@ from attnreg.tuning.kinds import (
     size_of,
     work,
 )
-from attnreg.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, predict_both, reordered
-from attnreg.tuning.points import Front, Measured
+from attnreg.tools.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, predict_both, reordered
+from attnreg.tools.tuning.points import Front, Measured
 
 
 def said(points, spec, direction="forward"):

@@ -9,18 +9,18 @@ import pytest
 import torch
 from support.tuned import CPU, SPEC, altered, off_by, raising, spec_with, watched
 
-from attnreg.contract.capabilities import Range
-from attnreg.contract.spec import Device
+from attnreg.core.contract.capabilities import Range
+from attnreg.core.contract.spec import Device
 from attnreg.errors import ConfigError
-from attnreg.tuning import checks
-from attnreg.tuning import measure as measuring
-from attnreg.tuning.checks import Checks, DeviceLostError
-from attnreg.tuning.kinds import size_of
-from attnreg.tuning.measure import Measurement
-from attnreg.tuning.points import Front
-from attnreg.tuning.session import kept
-from attnreg.tuning.table import Environment, Table, load
-from attnreg.tuning.workload import coarse_to_fine, copies, grid, lengths, small_cases, unmeasurable
+from attnreg.tools.tuning import checks
+from attnreg.tools.tuning import measure as measuring
+from attnreg.tools.tuning.checks import Checks, DeviceLostError
+from attnreg.tools.tuning.kinds import size_of
+from attnreg.tools.tuning.measure import Measurement
+from attnreg.tools.tuning.points import Front
+from attnreg.tools.tuning.session import kept
+from attnreg.tools.tuning.table import Environment, Table, load
+from attnreg.tools.tuning.workload import coarse_to_fine, copies, grid, lengths, small_cases, unmeasurable
 
 SMALL = spec_with(32)
 BOTH = dataclasses.replace(SMALL, needs_backward=True)

@@ -12,21 +12,21 @@ from support.known import know
 from support.tuned import point, spec_with, table, took
 
 import attnreg
-from attnreg import _registry
-from attnreg.backends import math as math_backend
-from attnreg.contract.discovery import Entry
-from attnreg.contract.spec import Device
-from attnreg.dispatch import planning
-from attnreg.dispatch.planning import Native
-from attnreg.dispatch.state import state
+from attnreg.core import registry
+from attnreg.core.backends import math as math_backend
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import Device
+from attnreg.core.dispatch import planning
+from attnreg.core.dispatch.planning import Native
+from attnreg.core.dispatch.state import state
+from attnreg.core.selection import policy
 from attnreg.errors import ConfigError
-from attnreg.selection import policy
-from attnreg.tuning import tables
-from attnreg.tuning.environments import environment
-from attnreg.tuning.lookup import predict_both
-from attnreg.tuning.points import Measured
-from attnreg.tuning.tables import file_name
-from attnreg.tuning.workload import unmeasurable
+from attnreg.tools.tuning import tables
+from attnreg.tools.tuning.environments import environment
+from attnreg.tools.tuning.lookup import predict_both
+from attnreg.tools.tuning.points import Measured
+from attnreg.tools.tuning.tables import file_name
+from attnreg.tools.tuning.workload import unmeasurable
 
 CPU = Device("cpu")
 GPU = Device("cuda", (9, 0), 0, "NVIDIA Test 9000")
@@ -365,7 +365,7 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
     spec = spec_with()
     narrow = fake("second", priority=2, devices=("cpu",), dtypes=("float32",)).backend
     known["second"] = Entry("second", "a test", narrow)
-    _registry.changed()
+    registry.changed()
     attnreg.configure(here(point(spec, first=30.0, second=10.0)))
     lines = str(attnreg.explain(spec)).splitlines()
     assert "    second  10.0 µs (first call 0 s); it can't run this call" in lines

@@ -15,12 +15,12 @@ from support.sdpa import attend
 from support.tuned import spec_with
 
 import attnreg
-from attnreg.dispatch import counters, trace
-from attnreg.dispatch.state import state
+from attnreg.core.dispatch import counters, trace
+from attnreg.core.dispatch.state import state
+from attnreg.core.torchlib import locks
 from attnreg.errors import ConfigError
-from attnreg.torchlib import locks
-from attnreg.tuning import traces
-from attnreg.tuning.traces import spec_from, spec_to
+from attnreg.tools.tuning import traces
+from attnreg.tools.tuning.traces import spec_from, spec_to
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -270,7 +270,7 @@ import resource, sys
 from pathlib import Path
 import attnreg
 from attnreg.errors import ConfigError
-from attnreg.tuning import traces
+from attnreg.tools.tuning import traces
 file = Path(sys.argv[1])
 counts = {(one.spec, "forward"): 1 for one in traces.read(file)}
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -361,8 +361,8 @@ def test_importing_torch_waits_for_no_lock_and_the_end_says_in_one_line_that_it_
         sys.addaudithook(seen)
         import attnreg, torch
         from attnreg import _autoload
-        from attnreg.dispatch import counters, trace
-        from attnreg.dispatch.state import state
+        from attnreg.core.dispatch import counters, trace
+        from attnreg.core.dispatch.state import state
         trace._write.__defaults__ = (0.05,)
         _autoload.activate()
         state()

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 import attnreg
-from attnreg import AttentionSpec, Device, _registry
-from attnreg.tuning import table, tables
-from attnreg.tuning.index import Kinds
-from attnreg.tuning.lookup import predict
-from attnreg.tuning.tables import file_name
+from attnreg import AttentionSpec, Device
+from attnreg.core import registry
+from attnreg.tools.tuning import table, tables
+from attnreg.tools.tuning.index import Kinds
+from attnreg.tools.tuning.lookup import predict
+from attnreg.tools.tuning.tables import file_name
 
 FILES = sorted(tables.SHIPPED.glob("*.json"))
 H200 = tables.SHIPPED / "nvidia-h200.json"
@@ -24,7 +25,7 @@ def test_the_folder_of_configs_shows_what_ships():
 def test_a_table_is_whole_and_named_by_its_gpu(file):
     found = table.load(file)
     assert file.name == file_name(found.environment.device)
-    known = {entry.name for entry in _registry.entries().values()}
+    known = {entry.name for entry in registry.entries().values()}
     assert set(found.environment.backends) <= known
     assert {name for point in found.points for name in point.backends} <= known
     assert len({point.place for point in found.points}) == len(found.points)

@@ -14,18 +14,18 @@ from support.sinks import Counting
 from support.tuned import CPU, off_by, point, slowed, spec_with, table, watched
 
 import attnreg
-from attnreg import _registry
-from attnreg.contract.discovery import Entry
-from attnreg.contract.spec import Device
-from attnreg.selection import policy
-from attnreg.selection.turns import MOST_TURNS
-from attnreg.tuning import tables, traces
-from attnreg.tuning.checks import Checks
-from attnreg.tuning.environments import environment
-from attnreg.tuning.lookup import predict
-from attnreg.tuning.measure import Measurement
-from attnreg.tuning.table import load
-from attnreg.tuning.traces import spec_from, spec_to
+from attnreg.core import registry
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import Device
+from attnreg.core.selection import policy
+from attnreg.core.selection.turns import MOST_TURNS
+from attnreg.tools.tuning import tables, traces
+from attnreg.tools.tuning.checks import Checks
+from attnreg.tools.tuning.environments import environment
+from attnreg.tools.tuning.lookup import predict
+from attnreg.tools.tuning.measure import Measurement
+from attnreg.tools.tuning.table import load
+from attnreg.tools.tuning.traces import spec_from, spec_to
 
 LENGTHS, HEADS = (5, 9), 4
 PACKED = spec_with(32, batch=3, varlen=True, tokens_q=80, tokens_k=80, needs_backward=True)
@@ -415,9 +415,9 @@ def test_a_lockfile_of_calls_with_or_without_sinks_holds_for_the_others(
 def tune(tmp_path, monkeypatch, entry, counts, clock):
     """Run `attnreg tune` with a backend that counts sinks, and one that comes before it by default."""
     made = {"counting": counts(priority=1), "other": entry("other", 3.0, priority=2)}
-    monkeypatch.setattr(_registry, "_entries", made)
-    monkeypatch.setattr("attnreg.measure.timing.timer_for", lambda device: clock)
-    _registry.changed()
+    monkeypatch.setattr(registry, "_entries", made)
+    monkeypatch.setattr("attnreg.tools.measure.timing.timer_for", lambda device: clock)
+    registry.changed()
     monkeypatch.chdir(tmp_path)
     return lambda *options: invoke("tune", "--device", "cpu", "--out", "t.json", *options)
 

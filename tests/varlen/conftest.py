@@ -3,7 +3,7 @@
 import pytest
 
 import attnreg
-from attnreg.varlen import front as varlen_front
+from attnreg.core.varlen import front as varlen_front
 
 
 @pytest.fixture(autouse=True)

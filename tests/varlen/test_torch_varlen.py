@@ -20,9 +20,9 @@ from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import attnreg
-from attnreg.aten import flash
-from attnreg.contract.offsets import derived_from
-from attnreg.dispatch import calls
+from attnreg.core.aten import flash
+from attnreg.core.contract.offsets import derived_from
+from attnreg.core.dispatch import calls
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 LSE = AuxRequest(lse=True)

@@ -9,7 +9,7 @@ from support import truth
 from support.packed_calls import LENGTHS_K, LENGTHS_Q, assert_right, random_like, run_and_compare, total
 
 import attnreg
-from attnreg.dispatch import planning
+from attnreg.core.dispatch import planning
 from attnreg.errors import BackendUnavailableError, UnknownBackendError, UnsupportedInputError
 
 

@@ -25,9 +25,9 @@ from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
 
 import attnreg
-from attnreg.contract import offsets
+from attnreg.core.contract import offsets
+from attnreg.core.varlen import custom_op, plans
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.varlen import custom_op, plans
 
 pytestmark = [
     # Torch warns of what it has deprecated and its own Inductor and export still use.
@@ -368,10 +368,10 @@ def test_aotinductor_packages_call_the_op(packed, fake, ran, tmp_path):
 def test_importing_attnreg_does_not_load_the_op_and_asking_torch_for_it_does():
     script = """
         import sys, torch, attnreg
-        assert "attnreg.varlen.custom_op" not in sys.modules
+        assert "attnreg.core.varlen.custom_op" not in sys.modules
         assert "torch.utils.flop_counter" not in sys.modules
         {use}
-        assert "attnreg.varlen.custom_op" in sys.modules
+        assert "attnreg.core.varlen.custom_op" in sys.modules
         x, cu = torch.ones(3, 1, 8), torch.tensor([0, 3], dtype=torch.int32)
         assert torch.ops.attnreg._varlen_attn(x, x, x, cu, cu, 3, 3)[0].equal(x)
         assert not hasattr(torch.ops.attnreg, "no_such_op")

@@ -6,9 +6,9 @@ from support import truth
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
-from attnreg.backends.cpu import compiled
+from attnreg.core.backends.cpu import compiled
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.measure.reference import attend as reference
+from attnreg.tools.measure.reference import attend as reference
 
 LENGTHS, HEADS, DIM, P = (40, 0, 64, 7), 2, 64, 0.3
 OFFSETS = torch.tensor([0, *LENGTHS]).cumsum(0).int()

@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 
 import attnreg
 from attnreg import flash_attn
-from attnreg.contract.capabilities import Range
+from attnreg.core.contract.capabilities import Range
 from attnreg.errors import UnsupportedInputError
 
 STEPS = {"head_dim": Range(8, 64, 8), "head_dim_v": Range(8, 64, 8)}

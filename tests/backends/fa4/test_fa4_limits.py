@@ -7,11 +7,11 @@ from support.fake_fa4 import call_of, dense, offered
 from support.packages import gpu_spec
 
 from attnreg import Device, UnsupportedInputError
-from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
-from attnreg.contract.discovery import Entry
-from attnreg.contract.lengths import Cut
-from attnreg.measure import QUICK
-from attnreg.measure.inputs import inputs
+from attnreg.core.backends.fa4 import BACKEND, adapter, compiled_kinds
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lengths import Cut
+from attnreg.tools.measure import QUICK
+from attnreg.tools.measure.inputs import inputs
 
 HERE = Device("cuda", (9, 0))
 

@@ -9,8 +9,8 @@ from support.fake_fa4 import BOTH, NEITHER, both
 from support.sinks import by_the_formula
 
 from attnreg import AttentionSpec, Device
-from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
-from attnreg.contract.discovery import Entry
+from attnreg.core.backends.fa4 import BACKEND, adapter, compiled_kinds
+from attnreg.core.contract.discovery import Entry
 from attnreg.errors import UnsupportedInputError
 
 LENGTHS = (5, 28, 7)

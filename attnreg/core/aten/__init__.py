@@ -1,0 +1,173 @@
+"""Front 1: routers over PyTorch's own attention ops, installed once and switched by data.
+
+Registering or destroying a kernel while another thread calls the op isn't safe in torch. So `ensure`
+registers the routers once, and what they do depends on what is registered when a call comes; with nothing
+registered they pass every call to torch's own kernel. A file for each family of ops (`flash`, `cudnn`,
+`efficient`, `cpu`) and what they share (`routing`, `schemas`); `nested` sends nested tensors to the flash op.
+May import: `dispatch` and all below it. Read `routing.py` first.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnreg.core import registry
+from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested
+from attnreg.core.aten.routing import TORCH_VERSION, Layout, Route, RouterResult, router
+from attnreg.core.dispatch import call_cache
+from attnreg.core.torchlib import captured
+from attnreg.core.torchlib.captured import torch_registry
+from attnreg.errors import RegistrationError
+
+log = logging.getLogger("attnreg")
+
+ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *efficient.ROUTES, *cpu.ROUTES)
+
+# Torch's kernels of these, below `F.scaled_dot_product_attention` on CUDA, do nothing but call ops that are
+# routed. So they need no router, and a call enters Python once; but an override of theirs would hide them.
+ABOVE = tuple(
+    f"_scaled_dot_product_{kernel}_attention{direction}"
+    for kernel in ("flash", "cudnn", "efficient")
+    for direction in ("", "_backward")
+)
+
+_remove: Callable[[], None] | None = None
+
+
+def installed() -> bool:
+    """Whether the routers are registered."""
+    return _remove is not None
+
+
+def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
+    """Register the routers, all or none; no change if they are registered.
+
+    An implementation that was activated in `torch.nn.attention` is restored first, with a warning:
+    the kernels beneath it are the ones to fall back to. Of one that was activated after the routers were
+    registered there is a warning alone.
+
+    Raises `RegistrationError` if torch is too old, lacks an op, declares it in another way, or other Python
+    code overrides it; every op is as it was then.
+    """
+    global _remove
+    with registry.lock:
+        if _remove is not None:
+            captured.warn_if_shadowed()
+            bypassed.follow()
+            return
+        captured.check_version()
+        checked = [(route, _unknown_arguments(route)) for route in routes if _is_present(route)]
+        above = captured.shadowed_by()
+        if above:
+            torch_registry.restore_flash_attention_impl()
+        try:
+            _remove = _register_all(checked)
+        except BaseException:
+            if above:
+                torch_registry.activate_flash_attention_impl(above)
+            raise
+        if above:
+            known = above.casefold() in registry.entries()
+            log.warning(
+                "torch.nn.attention had %r active: attnreg has restored torch's own kernels, to which it "
+                "falls back, and chooses for each call from now on; %s",
+                above,
+                f"register_backend({above!r}) asks for it" if known else f"it knows no backend {above!r}",
+            )
+        bypassed.follow()
+
+
+def restore() -> None:
+    """Take the routers out and torch's own kernels back; no change if none are registered.
+
+    Not while another thread calls attention: torch can't unregister a kernel that is in use.
+    """
+    global _remove
+    with registry.lock:
+        if _remove is not None:
+            _remove()
+            _remove, captured.call_cache_in_use = None, None
+            registry.changed()
+
+
+def _is_present(route: Route) -> bool:
+    """Whether this torch has the op; one that is younger than this torch needn't be there."""
+    found = hasattr(torch.ops.aten, route.op)
+    if not found and route.since <= TORCH_VERSION:
+        raise RegistrationError(f"torch {torch.__version__} has no aten::{route.op}")
+    return found
+
+
+def _unknown_arguments(route: Route) -> frozenset[str]:
+    """Return the arguments that only a newer torch has, after checking that the others are as expected."""
+    declared = getattr(torch.ops.aten, route.op).default._schema
+    known: tuple[str, ...] = route.arguments._fields  # type: ignore[attr-defined]
+    given = tuple(argument.name for argument in declared.arguments)
+    positional = tuple(argument.name for argument in declared.arguments if not argument.kwarg_only)
+    required = {argument.name for argument in declared.arguments if not argument.has_default_value()}
+    if positional != known[: len(positional)] or not required <= set(known):
+        raise RegistrationError(
+            f"aten::{route.op} of torch {torch.__version__}: got {declared}, expected arguments {known}"
+        )
+    return frozenset(given) - frozenset(known)
+
+
+def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], None]:
+    """Register the routers for some routes, all or none; returns what takes them out."""
+    places = [(route, key, unknown) for route, unknown in checked for key in route.keys]
+    for op, key in [(route.op, key) for route, key, _ in places] + [(op, "CUDA") for op in ABOVE]:
+        captured.check_not_overridden(op, key)
+    # All kernels are captured before the first router covers one.
+    routers = [
+        (route, key, router(route, captured.capture(route.op, key), unknown))
+        for route, key, unknown in places
+    ]
+    call_cache.forget()
+    module = call_cache.module_for_routers()
+    library = module or torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    remove = call_cache.remove_routers if module else library._destroy
+    try:
+        for route, key, function in routers:
+            _register(library, route.op, key, function, route.layout)
+    except Exception as error:
+        remove()
+        raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
+    if module:
+        call_cache.routers_added()
+    else:
+        captured.call_cache_in_use = False
+        # Up to torch 2.12 an op that stands in this set can't be overridden by anyone else: no implementation
+        # of `torch.nn.attention` could be activated.
+        getattr(torch.library, "_impls", set()).difference_update(getattr(library, "_op_impls", ()))
+    registry.changed()
+    restore_choice = nested.install()
+
+    def remove_all() -> None:
+        restore_choice()  # first: the op that it takes has a kernel on a CPU only while there are routers
+        remove()
+
+    return remove_all
+
+
+def _register(library: Any, op: str, key: str, function: Callable[..., RouterResult], layout: Layout) -> None:
+    """Register a router, with a library of torch's or with the compiled call cache."""
+
+    def results_alone(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)[0]
+
+    def with_kept(*args: Any, **kwargs: Any) -> Any:
+        results, kept = function(*args, **kwargs)
+        return results, call_cache.described(kept)
+
+    with warnings.catch_warnings():
+        # Torch warns, once per process and for every op to come, that a kernel is overridden: our purpose.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        if isinstance(library, torch.library.Library):
+            library.impl(op, results_alone, key)  # type: ignore[no-untyped-call]
+        else:
+            library.add_router(op, key, tuple(layout), with_kept)

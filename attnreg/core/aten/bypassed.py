@@ -1,0 +1,274 @@
+"""Calls of PyTorch's functions that pass every router by: seen, counted and explained.
+
+Torch decides inside `F.scaled_dot_product_attention` which op a call runs, and some of those have no router,
+so that nothing below sees the call; nor has the fast path of encoder layers on a CPU. While somebody asks for
+it (`attnreg run --stats`, a recording, `strict`) these functions are ones that look first.
+
+Masks have to be recognised there, too: an op below gets none of the program's own tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
+from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.dispatch import counters, scope, trace
+from attnreg.core.dispatch.planning import Native, device_of
+from attnreg.core.dispatch.state import state
+from attnreg.core.selection import policy
+from attnreg.core.selection.decision import Preference
+from attnreg.core.selection.sources import masks, strict
+from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.core.torchlib.modes import autocast, is_plain
+from attnreg.errors import UnsupportedInputError
+
+# The kernels that torch's selector sends a call to and that are routed.
+ROUTED = {
+    ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
+    ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
+    ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
+    ("cuda", SDPBackend.EFFICIENT_ATTENTION): efficient.EFFICIENT,
+}
+SDPA_NAME = "scaled_dot_product_attention"
+SDPA = f"F.{SDPA_NAME}"
+NOTHING_TO_DO = "there must be queries and keys"
+
+
+class Bypassed(NamedTuple):
+    """The kernel that a function of torch's takes for a call, which has no router, and why it does."""
+
+    kernel: str
+    reason: str
+    function: str = SDPA
+
+
+class SdpaCall(NamedTuple):
+    """The arguments of `F.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def selected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Native | Bypassed:
+    """Return which kernel torch's selector takes for a call of `F.scaled_dot_product_attention`."""
+    arguments = query, key, value, attn_mask, dropout_p, is_causal
+    choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
+    native = ROUTED.get((query.device.type, choice))
+    if native is not None:
+        return native
+    kernel = f"torch's {choice.name.lower()} kernel"
+    if query.is_cpu:
+        reasons = "; ".join(_against_flash_on_cpu(query, key, value, attn_mask, dropout_p, enable_gqa))
+        return Bypassed(kernel, reasons or "torch's selector chose it")
+    return Bypassed(kernel, "torch's selector chose it")
+
+
+def selected_nested(call: SdpaCall, leading: Preference | None = None) -> Bypassed | None:
+    """Return torch's kernels for nested tensors on a CPU if they run a call, with the reason."""
+    why = nested.why_torchs(call.query, call.key, call.value, call.is_causal, leading)
+    return Bypassed(nested.KERNELS, why) if why else None
+
+
+def selected_for(spec: AttentionSpec) -> Bypassed | None:
+    """Return the same of a dense call that is described, as far as that is certain: on a CPU."""
+    if spec.varlen or spec.device.type != "cpu":
+        return None
+    reasons = _by_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
+    reasons += [NOTHING_TO_DO] if 0 in (spec.max_q, spec.max_k) else []
+    return Bypassed("torch's math kernel", "; ".join(reasons)) if reasons else None
+
+
+def _by_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:
+    reasons = [f"dropout_p must be 0 on a CPU, got {dropout_p}"] if dropout_p > 0.0 else []
+    if head_dim != head_dim_v:
+        reasons.append(f"head_dim of the value must be that of the query, {head_dim}, got {head_dim_v}")
+    return reasons
+
+
+def _against_flash_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+) -> Iterator[str]:
+    """Yield why it isn't the flash kernel: what torch's `use_flash_attention_cpp` asks for."""
+    named = {"query": query, "key": key, "value": value}
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
+    if dims := [x.dim() for x in named.values() if x.dim() != 4]:
+        yield f"tensors must have 4 dimensions, got {dims[0]}"
+    else:
+        batches, heads = ([x.shape[dim] for x in named.values()] for dim in (0, 1))
+        if len(set(batches)) > 1:
+            yield f"query, key and value must have one batch size, got {batches}"
+        if len(set(heads)) > 1 and not enable_gqa:
+            yield f"without enable_gqa query, key and value must have as many heads, got {heads}"
+    if attn_mask is not None and attn_mask.dim() not in (2, 4):
+        yield f"attn_mask must have 2 or 4 dimensions, got {attn_mask.dim()}"
+    yield from _by_sizes(dropout_p, query.shape[-1], value.shape[-1])
+    for name, x in named.items():
+        if x.stride(-1) != 1:
+            yield f"the last stride of {name} must be 1, got {x.stride(-1)}"
+    if attn_mask is not None and attn_mask.requires_grad:
+        yield "attn_mask must need no gradient"
+    if 0 in (query.shape[-2], key.shape[-2]):
+        yield NOTHING_TO_DO
+
+
+_lock = open_after_fork(threading.Lock())
+_observers = 0
+_observes = False
+
+# Runs the calls whose mask it recognises, and returns None for all others; see the room `masks`.
+run_recognised: Callable[[SdpaCall], Tensor | None] | None = None
+_recognises = False
+
+
+def observe(more: int) -> None:
+    """Count one more (1) or less (-1) that wants calls to be seen."""
+    global _observers
+    with _lock:
+        _observers += more
+    follow()
+
+
+def follow() -> None:
+    """Look at calls if somebody asks for it now, and don't if nobody does; likewise for masks."""
+    global _observes, _recognises
+    _observes, _recognises = _observers > 0, False
+    if policy.are_read():
+        now = policy.sources()
+        _observes = _observes or bool(strict(now) or now.environment.record)
+        _recognises = run_recognised is not None and masks(now) == RECOGNISE
+    for place, name, torchs, looking in _FUNCTIONS:
+        wanted = _observes or (_recognises and name == SDPA_NAME)
+        if getattr(place, name) in (torchs, looking):  # not what other code has put there
+            setattr(place, name, looking if wanted else torchs)
+
+
+def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Any) -> Callable[..., Any]:
+    """Return torch's function, with a look at its arguments before each call."""
+    takes_masks = torchs is torch._C._nn.scaled_dot_product_attention
+
+    @functools.wraps(torchs)
+    def looking(*arguments: Any, **options: Any) -> Any:
+        found = None
+        if not torch.compiler.is_compiling():
+            if takes_masks and _recognises and (result := _run_recognised(arguments, options)) is not None:
+                return result
+            if _observes:
+                with contextlib.suppress(Exception):  # the call itself raises what is wrong with it
+                    found = look(*arguments, **options)
+        if found is not None:
+            _refuse_if_strict(*found)
+        result = torchs(*arguments, **options)
+        if found is not None:
+            counters.bypassed(found[1].kernel, found[1].reason)
+            trace.count_bypassed(found[1].kernel, found[1].reason)
+        return result
+
+    with contextlib.suppress(Exception):  # private; TorchScript takes it for torch's function then
+        builtins: Any = torch.jit._builtins
+        builtins._register_builtin(looking, builtins._find_builtin(torchs))
+    return looking
+
+
+def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """Return the result of a call whose mask is recognised, else None."""
+    try:
+        call = SdpaCall(*arguments, **options)
+    except TypeError:  # torch's function says what is wrong
+        return None
+    return None if run_recognised is None else run_recognised(call)
+
+
+def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | None:
+    call = SdpaCall(*arguments, **options)
+    if call.query.is_nested:
+        is_seen = not call.query.is_cpu or nested.is_dense_inside(call.query)
+        found = None if is_seen else selected_nested(call)
+        return None if found is None else (call.query, found)
+    if not is_plain(*call[:4]):
+        return None
+    # Torch casts before it selects: tensors of two dtypes are of one then.
+    query, key, value = autocast(*call[:3])
+    taken = selected(*call._replace(query=query, key=key, value=value))
+    if isinstance(taken, Bypassed):
+        return call.query, taken
+    if state().active or scope.current() is not None:
+        return None  # a router counts it
+    (choice,) = (choice for (_, choice), native in ROUTED.items() if native is taken)
+    return call.query, Bypassed(f"torch's {choice.name.lower()} kernel", "nothing asks for a backend")
+
+
+def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:
+    found = Bypassed(
+        "torch's fast path of encoder layers and MultiheadAttention",
+        "it has kernels of its own on a CPU; torch.backends.mha.set_fastpath_enabled(False) switches it off",
+        "nn.MultiheadAttention or nn.TransformerEncoderLayer",
+    )
+    return (source, found) if source.is_cpu else None  # on a GPU it calls an op that is routed
+
+
+def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
+    choice = scope.current()
+    scoped = choice.preference if choice is not None else None
+    if refusal := why_refused(device_of(tensor.device), found, scoped):
+        raise UnsupportedInputError(refusal)
+
+
+def why_refused(device: Device, found: Bypassed, scoped: Preference | None) -> str:
+    """Return why such a call is an error, by strict or by `backend=`; else an empty string.
+
+    One without queries or keys never is: nothing is computed.
+    """
+    policy_now = state().policy
+    given = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
+    is_exclusive = bool(given) and given[0].exclusive
+    if not given or not (policy_now.strict or is_exclusive) or NOTHING_TO_DO in found.reason:
+        return ""
+    sent = f"{found.function} sends this call to {found.kernel}"
+    if is_exclusive:
+        return f"{sent}, and {given[0].source} allows no other than that backend: {found.reason}"
+    return (
+        f"{sent}, so that no backend of {given[0].source} sees it, and strict ({policy_now.strict}) makes "
+        f"that an error: {found.reason}"
+    )
+
+
+_FUNCTIONS = [
+    (place, name, getattr(place, name), _first_looks(look, getattr(place, name)))
+    for place, name, look in (
+        (F, SDPA_NAME, _look_at_sdpa),
+        (torch, "_transformer_encoder_layer_fwd", _look_at_fast_path),
+        (torch, "_native_multi_head_attention", _look_at_fast_path),
+    )
+]

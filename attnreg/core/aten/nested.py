@@ -1,0 +1,116 @@
+"""Jagged nested tensors on a CPU: sent to the flash op with offsets, as torch itself does on CUDA.
+
+`F.scaled_dot_product_attention` of nested tensors chooses its kernel in Python, and none that torch has on a
+CPU has a router. While routers are registered, a choice of attnreg's lies over torch's: where something asks
+for a backend it takes the flash op, whose router runs any backend. Calls of plain tensors don't come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nested._internal import sdpa
+from torch.nn.attention import SDPBackend
+
+from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.planning import device_of
+from attnreg.core.dispatch.state import state
+from attnreg.core.selection.decision import Preference
+
+# Private: a torch that names it otherwise keeps its own choice.
+NAME = "_select_sdp_backend"
+FRAMES = torch._C._dynamo.eval_frame
+KERNELS = "torch's kernels for nested tensors"
+
+
+def install() -> Callable[[], None]:
+    """Lay attnreg's choice over torch's; returns what takes it away."""
+    torchs = getattr(sdpa, NAME, None)
+    if torchs is None:
+        return lambda: None
+
+    def choosing(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> SDPBackend:
+        # Not `query.is_cpu`, which for a nested tensor takes a microsecond of `__torch_function__`.
+        if query._values.is_cpu and FRAMES.get_eval_frame_callback() is None:
+            is_causal = options.get("is_causal", rest[2] if len(rest) > 2 else False)
+            if not why_torchs(query, key, value, is_causal):
+                return SDPBackend.FLASH_ATTENTION
+        return torchs(query, key, value, *rest, **options)  # type: ignore[no-any-return]
+
+    # Between the graphs of a compiled program torch's kernels run. For the flash op torch notes the longest
+    # length in tensors that a graph has made, whose backward then finds more in them than it was compiled for
+    # (torch 2.13). Dynamo isn't to compile this function by itself either.
+    skip = FRAMES._FrameExecStrategy(FRAMES._FrameAction.SKIP, FRAMES._FrameAction.DEFAULT)
+    FRAMES.set_code_exec_strategy(choosing.__code__, skip)
+
+    def remove() -> None:
+        if getattr(sdpa, NAME) is choosing:  # not what other code has put there
+            setattr(sdpa, NAME, torchs)
+
+    setattr(sdpa, NAME, choosing)
+    return remove
+
+
+def why_torchs(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, leading: Preference | None = None
+) -> str:
+    """Return why a call on a CPU runs torch's own kernels; empty if it doesn't.
+
+    `leading` is the choice for this call alone, instead of the one in force.
+    """
+    if not _selects_backend(query, leading):
+        return "nothing asks for a backend"
+    return "; ".join(_against_flash(query, key, value, is_causal))
+
+
+def is_dense_inside(query: Any) -> bool:
+    """Whether torch calls SDPA once more, of the dense `values()`: another dim than the length is ragged."""
+    return query.layout is torch.jagged and query._ragged_idx == 1
+
+
+def _selects_backend(query: Tensor, leading: Preference | None) -> bool:
+    policy, choice = state().policy, scope.current()
+    first = leading or (choice.preference if choice is not None else None)
+    device = device_of(query.device)
+    chosen = first is not None and first.applies_to(device)
+    return chosen or (state().active and not policy.only_recording)
+
+
+def _against_flash(query: Any, key: Any, value: Any, is_causal: bool) -> Iterator[str]:
+    """Yield what the flash op can't say of a call, or torch's code around it gets wrong."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if x.layout is not torch.jagged:
+            yield f"the layout of {name} must be torch.jagged, got {x.layout}"
+            return
+        if x.dim() != 4 or x._ragged_idx != 2:
+            yield f"{name} must be (batch, heads, length, head_dim) with ragged lengths"
+            return
+    if torch.compiler.is_compiling():
+        # A graph outlives `uninstall`, and without a router the op has no kernel on a CPU.
+        yield "torch.compile traces it"
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
+    for name, x in named.items():
+        if x.lengths() is not None:
+            yield f"{name} must have no lengths(): its sequences must lie one after the other"
+    if len(heads := {x._size[1] for x in named.values()}) > 1:
+        yield f"query, key and value must have the same number of heads, got {sorted(heads)}"
+    # Torch pads them, and doesn't cut a nested result.
+    dims = {x._size[3] for x in named.values()}
+    if len(dims) > 1 or any(dim % 8 for dim in dims):
+        yield f"head_dim must be one multiple of 8, got {', '.join(map(str, sorted(dims)))}"
+    if not _same_lengths(key, value):
+        yield "key and value must have the same lengths"
+    if len(query.offsets()) != len(key.offsets()):
+        yield "query and key must have the same number of sequences"
+    elif is_causal and not _same_lengths(query, key):
+        yield "with is_causal query and key must have the same lengths"
+
+
+def _same_lengths(one: Any, other: Any) -> bool:
+    # As a rule they are one tensor: two nested tensors with offsets of their own can't be added either.
+    return one.offsets() is other.offsets() or torch.equal(one.offsets(), other.offsets())

@@ -1,0 +1,85 @@
+"""The backend on a CPU: torch's own CPU flash kernel, and a compiled one where `attnreg build` has made it.
+
+`torch_path.py` has any call run by torch's kernel, `compiled.py` calls the one in `kernel/`, and `choice.py`
+says which is the faster one. Imports from `contract`, `torchlib` and `settings`. Start with README.md.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from attnreg.core.backends.cpu import choice, compiled, torch_path
+from attnreg.core.backends.cpu.flash import Flash
+from attnreg.core.contract.backend import Backend, Kernels
+from attnreg.core.contract.capabilities import ANY_SIZE, Capabilities, Range, one_of
+from attnreg.core.contract.spec import AttentionSpec
+
+CAPABILITIES = Capabilities(
+    devices=("cpu",),
+    dtypes=("float16", "bfloat16", "float32", "float64"),
+    head_dim=Range(1, 2**31 - 1),
+    page_size=ANY_SIZE,
+    varlen=True,
+    gqa=True,
+    causal=True,
+    window=True,
+    bias=True,
+    dropout=True,
+    alibi=True,
+    seqused_k=True,
+    num_splits=True,
+    any_scale=True,
+    softcap=True,
+    grad_lse=True,
+    deterministic=True,
+    batch_invariant=True,
+)
+
+# Slopes are divided by the softcap.
+_LEAST_SOFTCAP = 2.0**-64
+
+
+def load() -> Kernels:
+    """Capture torch's kernels, and load the compiled one where there is one."""
+    flash = Flash.captured()
+    kernels = Kernels(
+        functools.partial(torch_path.forward, flash),
+        functools.partial(torch_path.backward, flash),
+        replaces_native=choice.corrects_torch,
+    )
+    library = compiled.load()
+    return kernels if library is None else library.before(kernels)
+
+
+def version() -> str:
+    """Return torch's version, and whether the compiled kernel is loaded: times and numbers differ by it."""
+    return f"{torch.__version__} (compiled kernel)" if compiled.load() is not None else str(torch.__version__)
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    """Say what of a call only the compiled kernel can do, where that can't run it."""
+    on = {"softcap": spec.softcap, "grad_lse": spec.grad_lse, "alibi_slopes": spec.alibi}
+    option = next((name for name, is_on in {**on, "dropout_p": spec.dropout}.items() if is_on), "")
+    if option and spec.dtype not in choice.DTYPES:
+        return (f"dtype must be {one_of(choice.DTYPES)} with {option}, got {spec.dtype}",)
+    if spec.bias and (option or spec.page_size is not None):
+        return (f"attn_bias must be None with {option or 'block_table'}, got a tensor",)
+    if spec.alibi and 0.0 < spec.softcap < _LEAST_SOFTCAP:
+        return (f"softcap must be 2**-64 or more with alibi_slopes, got {spec.softcap}",)
+    if option and compiled.load() is None:
+        return (f"{option} needs the compiled kernel, which `attnreg build` makes",)
+    return ()
+
+
+BACKEND = Backend(
+    name="cpu",
+    priority=100,
+    forward=CAPABILITIES,
+    backward=CAPABILITIES,
+    load=load,
+    version=version,
+    refuses=_refuses,
+    cuts=choice.cuts,
+)

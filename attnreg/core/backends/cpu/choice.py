@@ -1,0 +1,202 @@
+"""Which kernel runs a call where both can: torch's, or the compiled one. Decided by what was measured.
+
+`leaves_to_torch` decides about calls that have come to the backend, `replaces_torch` about dense calls that
+torch's selector has sent to torch's kernel. The numbers are from `benchmarks/cpu_sdpa.py`; README.md has its
+tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.backends.cpu.sequences import sequences_of
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.lengths import Cut
+from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.torchlib import building
+from attnreg.errors import BuildError
+
+DTYPES = ("float32", "bfloat16", "float16")
+OPEN = (-1, -1)
+
+_ANY_NUMBER = 2**62
+
+# From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
+_LONG, _ROWS_OF_A_CALL = 256, 1024
+
+# Rows of a key head, of all its query heads, below which torch's kernel was the faster one where the compiled
+# one packs keys and values first. Where MKL is slow, and elsewhere.
+_ROWS_SLOW_MKL, _ROWS = 16, 48
+# Keys from which a causal mask makes the compiled kernel the faster one: it skips smaller blocks of what is
+# hidden.
+_CAUSAL_KEYS = 128
+# Keys up to which shared key heads do: it computes their query heads as the rows of one product.
+_GROUP_KEYS = 128
+# Keys times head dim up to which torch's bfloat16 forward is the slower one although it has AMX: the time
+# goes between its products, not into them.
+_AMX_FORWARD = 8192
+# What the compiled kernel multiplies by AMX itself: `takes_tiles` in kernel/module.cpp. It was the faster
+# one then, in all shapes that were measured.
+_TILE_DIMS, _LARGEST_TILE_DIM, _TILE_ROWS = 32, 256, 32
+
+
+class Machine(NamedTuple):
+    """What the speed of torch's kernel depends on.
+
+    Attributes:
+        avx: whether it is x86 with AVX2 or AVX512, as those that the rules were measured on.
+        amx: whether torch multiplies bfloat16 by AMX.
+        slow_mkl: whether torch multiplies float32 by an MKL that uses half of the width of the vectors, as it
+            does on CPUs of AMD with AVX512.
+        tiles: whether the compiled kernel may multiply bfloat16 by AMX, too: Linux grants that to a process.
+        lanes: rows up to which, and head dims from which on, the compiled kernel's forward packs nothing:
+            `takes` in kernel/few_rows.h.
+    """
+
+    avx: bool
+    amx: bool
+    slow_mkl: bool
+    tiles: bool = False
+    lanes: int = 8
+
+
+@functools.cache
+def machine() -> Machine:
+    """Return what this machine is."""
+    flags, vectors = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+    has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    is_amd = str(flags.get("cpu_name", "")).startswith("AMD")
+    return Machine(
+        avx=vectors.startswith("AVX"),
+        amx=bool(flags.get("amx_bf16")),
+        slow_mkl=is_amd and has_mkl and vectors.startswith("AVX512"),
+        tiles=_has_tiles(),
+        lanes=16 if vectors.startswith("AVX512") else 8,
+    )
+
+
+def _has_tiles() -> bool:
+    with contextlib.suppress(BuildError, AttributeError):
+        return bool(building.loaded_cpu_kernel().attnreg_has_tiles())
+    return False
+
+
+def _has_tile_dims(head_dim: int) -> bool:
+    """Return whether the compiled kernel multiplies such bfloat16 heads by AMX, if there are enough rows."""
+    return head_dim % _TILE_DIMS == 0 and head_dim <= _LARGEST_TILE_DIM and machine().tiles
+
+
+class TorchsCalls(NamedTuple):
+    """The bfloat16 forwards that torch's kernel may be the faster one at: all of a kind with such lengths.
+
+    Attributes:
+        keys, tokens: those with so many keys, and query tokens in all.
+        rows: and with fewer rows of a key head.
+    """
+
+    keys: int
+    tokens: int
+    rows: int
+
+
+def torchs_calls(q: Tensor, call: Call) -> TorchsCalls | None:
+    """Return which forwards of a call's kind may be torch's; None if none are.
+
+    Torch's kernel multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a
+    batch's: it doesn't count where the results may not depend on the batch.
+    """
+    if call.batch_invariant or q.dtype != torch.bfloat16 or not machine().amx:
+        return None
+    keys, head_dim = max(_LONG, _AMX_FORWARD // q.size(-1) + 1), q.size(-1)
+    return TorchsCalls(keys, _ROWS_OF_A_CALL, _TILE_ROWS if _has_tile_dims(head_dim) else _ANY_NUMBER)
+
+
+def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
+    """Return whether the backend runs a forward by torch's kernel although the compiled one could."""
+    limits = torchs_calls(q, call)
+    if limits is None or call.max_k < limits.keys or call.max_q * q.size(-2) // k.size(-2) >= limits.rows:
+        return False
+    return q.shape[:-2].numel() >= limits.tokens * len(sequences_of(q, k, call).uniform_batches)
+
+
+def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:
+    """Return whether the backend is to run a dense SDPA call in place of torch's kernel."""
+    return corrects_torch(direction, spec) or _is_faster(direction, spec, machine())
+
+
+def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
+    """Return whether torch's kernel computes a dense SDPA call wrong: see README.md."""
+    if direction == "backward" and spec.dtype in ("float16", "bfloat16"):
+        return True  # it adds up blocks of rows, and query heads, in the dtype of the query
+    if spec.bias and spec.dtype == "float64":
+        return True  # it reads a float32 mask, which SDPA lets pass, as if that were float64
+    # A causal mask of one query hides all keys but the first: the spec is that of one key, without a mask.
+    return not spec.positive_scale and (spec.window != OPEN or spec.max_q == spec.max_k == 1)
+
+
+def cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield where `replaces_torch` may change its mind with the lengths of a dense call."""
+    if spec.varlen:
+        return
+    if not spec.positive_scale:
+        yield from (Cut.of(length, at=at) for length in ("max_q", "max_k") for at in (1, 2))
+    here = machine()
+    if not _is_known(spec, here):
+        return
+    group = spec.heads_q // spec.heads_k
+    for rows in (here.lanes + 1, _least_rows(here)):
+        yield Cut(((group, ("max_q",)),), rows)
+    yield Cut(((spec.heads_k, ("batch",)),), torch.get_num_threads())
+    for keys in (_CAUSAL_KEYS, _GROUP_KEYS + 1, _AMX_FORWARD // spec.head_dim + 1):
+        yield Cut.of("max_k", at=keys)
+
+
+def _is_known(spec: AttentionSpec, machine: Machine) -> bool:
+    """Return whether the two kernels were compared at such calls."""
+    return machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
+
+
+def _least_rows(machine: Machine) -> int:
+    return _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
+
+
+def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
+    """Return whether the compiled kernel is the faster one: for all but the backward in 16 bits."""
+    group = spec.heads_q // spec.heads_k
+    if not _is_known(spec, machine):
+        return False
+    rows = spec.max_q * group
+    if direction == "forward" and _is_faster_without_packing(spec, rows, machine):
+        return True
+    if rows < _least_rows(machine):
+        return False
+    if machine.slow_mkl:
+        return True
+    is_causal = spec.window != OPEN and spec.max_k >= _CAUSAL_KEYS
+    if spec.dtype == "float32":
+        # Without a gradient: see `_is_faster_without_packing`.
+        shares = group > 1 and spec.max_k <= _GROUP_KEYS and not spec.needs_backward
+        return is_causal or (direction == "forward" and shares)
+    if spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD:
+        return True
+    return _has_tile_dims(max(spec.head_dim, spec.head_dim_v))  # there are rows and keys enough for tiles
+
+
+def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine) -> bool:
+    """Return whether a forward has so few rows that the compiled kernel packs nothing."""
+    if not rows <= machine.lanes <= min(spec.head_dim, spec.head_dim_v):
+        return False
+    # One thread computes all rows of a sequence's key head; torch's kernel has work for one by query head.
+    if spec.batch * spec.heads_k < torch.get_num_threads():
+        return False
+    if spec.dtype == "float32":
+        # A backward of torch's kernel takes the LSE of torch's forward: with scores of 50 or more its weights
+        # were 5 times as far off with another's, as the rounding of the scores no longer cancels.
+        return not spec.needs_backward
+    return spec.dtype == "float16" or not machine.amx  # AMX wasn't measured

@@ -1,0 +1,165 @@
+"""The problem that a cuDNN execution plan is built for: the kind of a call, and numbers.
+
+A kind is read off the tensors of one call and is the same for all calls like it. The rest of a problem are
+lengths and strides: it takes no tensor to say which execution plan a call of a known kind needs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.spec import Direction
+from attnreg.core.torchlib.layout import contiguous_strides
+
+# The tensors of a graph; the numbers, from 1 on, are their uids.
+Slot = enum.IntEnum("Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K")
+
+# What a direction's function is given and returns, in the contract's order.
+GIVEN = {
+    "forward": (Slot.Q, Slot.K, Slot.V),
+    "backward": (Slot.GRAD_OUT, Slot.Q, Slot.K, Slot.V, Slot.OUT, Slot.STATS),
+}
+RESULTS = {"forward": (Slot.OUT, Slot.STATS), "backward": (Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V)}
+
+OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
+OF_VALUES = frozenset({Slot.V, Slot.OUT, Slot.GRAD_OUT, Slot.GRAD_V})  # with the head dim of the value
+
+
+class RaggedOffset(NamedTuple):
+    """Where the sequences of a packed tensor begin, in elements: `cu_seqlens` times its token stride.
+
+    Attributes:
+        of_keys: whether these are the offsets of the keys.
+        token_stride: of the tensor, in elements.
+    """
+
+    of_keys: bool
+    token_stride: int
+
+
+# Those of a tensor in the contract's layout: of (batch, token, head, head dim), packed without the batch.
+Strides = tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """All of a problem but lengths and strides.
+
+    Attributes:
+        one_offsets: whether this is a masked backward of packed tensors whose queries and keys have one
+            tensor of offsets.
+    """
+
+    direction: Direction
+    device: int
+    dtype: torch.dtype
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    scale: float
+    window: tuple[int, int]
+    packed: bool
+    one_offsets: bool
+
+    def contiguous(self, slot: Slot) -> Strides:
+        """Return the strides of a contiguous packed tensor."""
+        heads = self.heads_k if slot in OF_KEYS else self.heads_q
+        dim = self.head_dim_v if slot in OF_VALUES else self.head_dim
+        return heads * dim, dim, 1
+
+    def problem(
+        self, batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, strides: tuple[Strides, ...]
+    ) -> Problem:
+        """Return the problem of a call; `ExecutionPlans.select` rounds it later.
+
+        Args:
+            strides: those of the tensors that the function is given, of which the LSE's don't count.
+        """
+        backward = self.direction == "backward"
+        if self.packed:
+            tokens_k = tokens_k if backward else 0
+            return Problem(
+                self, batch, max_q, max_k, tokens_q, tokens_k, strides[:5], self.one_offsets, False
+            )
+        square = backward and max_q == max_k and self.window != (-1, -1)
+        return Problem(self, batch, max_q, max_k, 0, 0, strides[:5], square, False)
+
+
+class Problem(NamedTuple):
+    """Everything that an execution plan depends on; equal problems share an execution plan.
+
+    Results are contiguous.
+
+    Attributes:
+        tokens_q, tokens_k: of packed tensors, how many tokens there may be at most. The forward's workspace
+            doesn't depend on its keys, whose number is 0 there.
+        strides: those of the tensors that the function is given, without the LSE, in `GIVEN`'s order.
+        square: whether this is a masked backward in which each sequence has as many keys as queries. Aligned
+            top-left and bottom-right the mask is the same then, and cuDNN 9.19 skips the hidden part of it
+            top-left only.
+        exact: whether the execution plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T).
+            Others of packed tensors are for any number of tokens, with the token first, (T, H).
+    """
+
+    kind: Kind
+    batch: int
+    max_q: int
+    max_k: int
+    tokens_q: int
+    tokens_k: int
+    strides: tuple[Strides, ...]
+    square: bool = False
+    exact: bool = False
+
+    @property
+    def token_first(self) -> bool:
+        """Whether the execution plan writes or reads the LSE as (T, H)."""
+        return self.kind.packed and not self.exact
+
+    def lse_strides(self, size: tuple[int, ...]) -> Strides:
+        """Return the strides of the LSE, of this size in the contract's layout."""
+        return (1, self.kind.heads_q) if self.token_first else contiguous_strides(size)
+
+    def __str__(self) -> str:
+        """Return what a log line says of it."""
+        kind, dtype = self.kind, str(self.kind.dtype).removeprefix("torch.")
+        dims = "/".join(map(str, dict.fromkeys((kind.head_dim, kind.head_dim_v))))
+        heads = "/".join(map(str, dict.fromkeys((kind.heads_q, kind.heads_k))))
+        packed = "packed " if kind.packed else ""
+        return (
+            f"{packed}{kind.direction} of {self.batch} x {self.max_q} queries and {self.max_k} keys, "
+            f"{heads} heads of {dims}, {dtype}"
+        )
+
+
+def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether there is no score to compute; no graph can describe such a call."""
+    if call.cu_seqlens_q is not None and call.cu_seqlens_q.shape[0] < 2:
+        return True
+    return not (query.numel() and key.numel() and call.max_q and call.max_k)
+
+
+def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> Kind:
+    """Return the kind of a call on a function's tensors."""
+    query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
+    packed = call.cu_seqlens_q is not None
+    one_offsets = call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
+    return Kind(
+        direction, query.get_device(), query.dtype, query.shape[-2], key.shape[-2],
+        query.shape[-1], value.shape[-1], float(call.scale), call.window, packed,
+        packed and one_offsets and direction == "backward" and call.window != (-1, -1),
+    )  # fmt: skip
+
+
+def problem_of(kind: Kind, tensors: Sequence[Tensor], call: Call) -> Problem:
+    """Return the problem of a call of a kind on a function's tensors."""
+    query, key = tensors[:2] if kind.direction == "forward" else tensors[1:3]
+    batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    strides = tuple([x.stride() for x in tensors])
+    return kind.problem(batch, call.max_q, call.max_k, query.shape[0], key.shape[0], strides)

@@ -1,0 +1,194 @@
+"""FA3: FlashAttention 3, the Hopper kernels that the package flash_attn_3 registers with torch.
+
+This adapter hasn't run on a GPU: there is no built package to test it with. Layouts, windows and LSE are the
+contract's. What the kernels do otherwise: the LSE is +inf where there is no key at all, rows past the last
+offset are never written, and NaN in rows that no query may see spreads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Backend, Call, Kernels
+from attnreg.core.contract.capabilities import GRID, Capabilities, Range
+from attnreg.core.contract.lengths import Cut
+from attnreg.core.contract.offsets import empty_results, find_unused
+from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.torchlib.layout import readable
+from attnreg.errors import RegistrationError
+
+PACKAGE = "flash_attn_3"
+
+# What the adapter passes to each op; the other arguments keep their defaults.
+SHARED = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
+    *("softmax_scale", "is_causal", "window_size_left", "window_size_right"),
+)
+PASSED = {
+    "fwd": (*SHARED, "page_table", "num_splits"),
+    "bwd": (*SHARED, "dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"),
+}
+
+
+class _Backward(Capabilities):
+    """The fields and what they can't say of a backward."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        reasons = super().unsupported(spec)
+        # Head dims are rounded up to 64, 96, 128, 192 or 256, and the check is on that.
+        if reasons or not spec.deterministic or spec.head_dim <= 192:
+            return reasons
+        return (f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}",)
+
+
+# hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too, where
+# it is FA2's kernels once more; those for Hopper don't run on anything newer.
+LIMITS: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((9, 0), (9, 0)),
+    "head_dim": Range(8, 256, 8),
+    "batch": Range(0, GRID),  # hopper/flash_bwd_launch_template.h
+    "heads": Range(0, GRID),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
+}
+FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
+BACKWARD = _Backward(**LIMITS, delta_from_out=True)
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    if spec.num_splits not in (None, 1):
+        return (f"num_splits must be 1 or None, got {spec.num_splits}",)
+    return ()
+
+
+def _unavailable() -> str | None:
+    try:
+        here = find_spec(PACKAGE) is not None
+    except ValueError:  # a module of that name without a spec is loaded
+        here = False
+    if not here:
+        return f"{PACKAGE} isn't installed"
+    return None if torch.cuda.is_available() else "torch finds no CUDA GPU here"
+
+
+def _version() -> str | None:
+    return _version_by(version)
+
+
+# That takes a millisecond, and each decision may ask.
+@functools.cache
+def _version_by(ask: Callable[[str], str]) -> str | None:
+    try:
+        return ask(PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def _load() -> Kernels:
+    import_module(f"{PACKAGE}._C")  # registers the ops
+    run_forward, run_backward = (_checked(name) for name in PASSED)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        if query.numel() == 0 or key.numel() == 0:
+            return empty_results(query, value, call)
+        queries, keys = find_unused(query, key, call)
+        key, value = _zeroed(keys, key, value)
+        # One split: several would be added up in an order that changes from run to run.
+        given = _arguments(query, key, value, call)
+        out, lse = run_forward(page_table=call.block_table, num_splits=1, **given)[:2]
+        (out,) = _zeroed(queries, out)
+        without_keys = lse == torch.inf if queries is None else (lse == torch.inf) | queries
+        return out, lse.masked_fill(without_keys, -torch.inf)
+
+    def backward(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Preallocated, as versions differ in what they return: some these three first, others something else.
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
+        if query.numel() == 0 or key.numel() == 0:
+            return grad_q, grad_k, grad_v
+        queries, keys = find_unused(query, key, call)
+        query, grad_out, out = _zeroed(queries, query, grad_out, out)
+        key, value = _zeroed(keys, key, value)
+        run_backward(
+            dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(), dq=grad_q, dk=grad_k,
+            dv=grad_v, deterministic=call.repeatable, **_arguments(query, key, value, call),
+        )  # fmt: skip
+        return grad_q, grad_k, grad_v
+
+    return Kernels(forward, backward)
+
+
+def _arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
+    """Return the arguments that both ops are given."""
+    return {
+        "q": readable(query),
+        "k": readable(key),
+        "v": readable(value),
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "seqused_k": call.seqused_k,
+        "max_seqlen_q": call.max_q if call.varlen else None,
+        "max_seqlen_k": None if call.cu_seqlens_k is None else call.max_k,
+        "softmax_scale": call.scale,
+        "is_causal": call.causal,
+        "window_size_left": call.window[0],
+        "window_size_right": call.window[1],
+    }
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    """Return an op as a function of keywords, after checking that it takes what the adapter passes.
+
+    If it doesn't, or needs more, a `RegistrationError` names the argument and the version.
+    """
+    package = f"{PACKAGE} {_version() or 'of unknown version'}"
+    op = getattr(getattr(torch.ops, PACKAGE), name, None)
+    if op is None:
+        raise RegistrationError(f"{package} registers no operator {PACKAGE}::{name}")
+    arguments = op.default._schema.arguments
+    if lacking := [passed for passed in PASSED[name] if passed not in {one.name for one in arguments}]:
+        raise RegistrationError(
+            f"{PACKAGE}::{name} of {package} has no argument {', '.join(lacking)}: {op.default._schema}"
+        )
+    # Older versions declare no defaults: what isn't used is passed as None.
+    further = [one for one in arguments if one.name not in PASSED[name] and not one.has_default_value()]
+    if needed := [one.name for one in further if one.type.kind() != "OptionalType"]:
+        raise RegistrationError(
+            f"{PACKAGE}::{name} of {package} needs {', '.join(needed)}, which attnreg doesn't know"
+        )
+    return functools.partial(op.default, **dict.fromkeys((one.name for one in further), None))
+
+
+# A copy of each tensor, as only the GPU knows where a packed batch ends.
+def _zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with zeros in those rows; themselves where there are none."""
+    if rows is None:
+        return tensors
+    return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
+
+
+BACKEND = Backend(
+    name="FA3",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=_load,
+    unavailable=_unavailable,
+    version=_version,
+    refuses=_refuses,
+    cuts=lambda _spec: (Cut.of("batch", at=GRID + 1),),
+    install="pip install ./hopper (in a clone of Dao-AILab/flash-attention)",
+    # Below FA2, which is tested: this one has to be asked for by name.
+    priority=5,
+    experimental=True,
+)

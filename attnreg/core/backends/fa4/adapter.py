@@ -1,0 +1,281 @@
+"""FA4's forward and backward: the contract's calls mapped to those of flash-attn-4.
+
+Layouts, LSE, sinks and masks are the contract's already. Three things have to be put right: an open side of a
+window is None there; rows past the last offset are never written; rows of no sequence have to be finite
+(`contract.offsets`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
+once it has reported that there are none, a batch costs nothing more. A NaN within one sequence of a packed
+batch can still spread to the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.backends.fa4 import compiled_kinds, softcap
+from attnreg.core.backends.fa4.compiled_kinds import Family
+from attnreg.core.backends.fa4.launches import Arguments, Launch
+from attnreg.core.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
+from attnreg.core.backends.fa4.trials import Trials
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.launchers import Launcher
+from attnreg.core.contract.offsets import empty_results, facts, find_unused
+from attnreg.core.contract.spec import Direction
+from attnreg.core.torchlib.layout import aligned, stream_of
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
+
+# The package's compiler crashes when two threads use it at once. Locked around every call of the package,
+# whether its kind is compiled or not: that costs 0.1 µs of 90, and only the package knows which call will
+# compile. Autograd runs backwards on threads of its own, so both directions share it. Launches by arguments
+# don't need it.
+_compile_lock = open_after_fork(threading.RLock())
+
+_NOTHING = contextlib.nullcontext()
+
+# A first call of a kind that takes longer, in seconds, is logged.
+LONG = 1.0
+
+log = logging.getLogger("attnreg")
+
+
+def load() -> Kernels:
+    """Import flash-attn-4 and return its kernels.
+
+    Raises:
+        BackendUnavailableError: the release's functions aren't those that the adapter knows.
+    """
+    adapter = _Adapter(*functions(), release_is_tested(), Trials())
+    return Kernels(adapter.forward, adapter.backward, adapter.specialize)
+
+
+class _Adapter(NamedTuple):
+    """The package's two functions, and the calls that can do without their Python."""
+
+    run_forward: Callable[..., Any]
+    run_backward: Callable[..., Any]
+    tested_release: bool
+    trials: Trials
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Return output and LSE. See `Kernels`."""
+        inputs = query, key, value
+        if query.numel() == 0 or key.numel() == 0:
+            return empty_results(query, value, call)
+        family = compiled_kinds.family_of("forward", query, key, value, call)
+        launched = self._launched(family, inputs, call)
+        if launched is not None:
+            out, lse = launched
+            return out, lse
+        call = _with_dense_integers(call)
+        # 0 would let the package choose, and fail on Hopper where it chooses more than one.
+        options = self._options(family, call) | {"num_splits": 1, "return_lse": True}
+        if not _none_unused(query, key, call):
+            # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
+            _, unused_keys = find_unused(query, key, call)
+            # Filled before: clearing unused rows afterwards would be two passes over the output and a mask.
+            options["out"], options["lse"] = empty_results(query, value, call)
+            (value,) = _blanked(unused_keys, options["out"], value)
+        if call.block_table is not None:
+            options["page_table"] = call.block_table
+        tensors = {"q": query, "k": key, "v": value} | _further(call)
+        out, lse = self._run(family, PackageCall("forward", self.run_forward, tensors, options), inputs, call)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value, and of sinks if there are some. See `Kernels`."""
+        if query.numel() == 0 or key.numel() == 0:
+            return tuple(_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
+        lse = lse.contiguous()  # another backend's forward may give it other strides
+        inputs = grad_out, query, key, value, out, lse
+        family = compiled_kinds.family_of("backward", query, key, value, call, grad_out, out)
+        launched = self._launched(family, inputs, call)
+        if launched is not None:
+            return launched
+        call = _with_dense_integers(call)
+        options = self._options(family, call) | {"deterministic": call.repeatable}
+        if call.grad_lse is not None:
+            options["dlse"] = call.grad_lse.float().contiguous()
+        if not _none_unused(query, key, call):
+            # Here each row is a factor of a sum over a whole tile: all four have to be finite.
+            unused_queries, unused_keys = find_unused(query, key, call)
+            options |= {"dq": _zeros(query), "dk": _zeros(key), "dv": _zeros(value)}
+            query, grad_out = _blanked(unused_queries, options["dq"], query, grad_out)
+            key, value = _blanked(unused_keys, options["dk"], key, value)
+        tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
+        package_call = PackageCall("backward", self.run_backward, tensors | _further(call), options)
+        return self._run(family, package_call, inputs, call)
+
+    def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+        """Return the launcher of such calls; None if the package has to run them. See `launchers`."""
+        *grad_out, query, key, value = tensors[:-2] if direction == "backward" else tensors
+        family = compiled_kinds.family_of(direction, query, key, value, call, *grad_out, *tensors[4:5])
+        return self._launcher(family, tensors, call)
+
+    def _launched(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...] | None:
+        """Return the results of a call if it can be launched by its arguments."""
+        launch = self._launcher(family, inputs, call)
+        if launch is None:
+            return None
+        with _current(inputs[0].device):
+            return launch(*_given(inputs, call))
+
+    def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> Launch | None:
+        """Return what launches such calls by their arguments, None if nothing may."""
+        if not (self.tested_release and family.major == 9 and _is_plain(inputs, call)):
+            return None
+        of_lengths = family.class_of(compiled_kinds.batch_of(inputs[0], call), call.max_q, call.max_k)
+        if not self.trials.look(family, of_lengths):
+            return None
+        return self.trials.launcher(family, _arguments(self._options(family, call), call))
+
+    def _run(
+        self, family: Family, package_call: PackageCall, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...]:
+        """Call the package, one thread at a time, on the tensors' device; never compile in a CUDA graph."""
+        query = package_call.tensors["q"]
+        of_lengths = family.class_of(compiled_kinds.batch_of(query, call), call.max_q, call.max_k)
+        new, capturing = (family, of_lengths) not in compiled_kinds.have_run, _capturing(query)
+        if new and capturing:
+            raise UnsupportedInputError(
+                f"FA4 has to run this kind of {family.direction} once before it can be recorded in a CUDA "
+                "graph"
+            )
+        tried, begun = not capturing and self._launcher(family, inputs, call) is not None, time.monotonic()
+        try:
+            with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
+                if tried:
+                    arguments, given = _arguments(package_call.options, call), _given(inputs, call)
+                    results = self.trials.run(family, of_lengths, arguments, package_call, given)
+                else:
+                    results = package_call()
+        except Exception as error:
+            if not new or isinstance(error, BackendUnavailableError):
+                raise
+            problem = f"{release()} has loaded, but its first {family.direction} of this kind failed"
+            if is_of_device(error):
+                error.add_note(problem)
+                raise
+            # A launch fails by an error of the device: this is the package's compiler, or a check of it.
+            raise BackendUnavailableError(f"{problem}: {type(error).__name__}: {error}") from error
+        if new:
+            compiled_kinds.have_run.update(((family, of_lengths), (family.as_of_spec(), of_lengths)))
+            seconds = time.monotonic() - begun
+            if seconds > LONG:
+                log.info("FA4 compiled a %s in %.1f s: %s", family.direction, seconds, family)
+        return results
+
+    def _options(self, family: Family, call: Call) -> dict[str, Any]:
+        """Return the keywords of a function that its tensors don't decide."""
+        return _options(call) | softcap.options(family, call, own=self.tested_release)
+
+
+def _options(call: Call) -> dict[str, Any]:
+    """Return the keywords of both functions."""
+    left, right = call.window
+    # The package takes a negative bound literally; only None is an open side.
+    causal = left < 0 and right == 0
+    return {
+        "softmax_scale": call.scale,
+        "causal": causal,
+        "window_size_left": left if left >= 0 else None,
+        "window_size_right": right if right >= 0 and not causal else None,
+        "seqused_k": call.seqused_k,
+        "max_seqlen_q": call.max_q,
+        "max_seqlen_k": call.max_k,
+    }
+
+
+def _further(call: Call) -> dict[str, Tensor]:
+    """Return the sinks that a call has, and its offsets: both, those of the queries with pages, or none."""
+    tensors = {SINKS: call.sinks, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def _with_dense_integers(call: Call) -> Call:
+    """Return a call whose integers have a last stride of 1, which the package asserts even of one element."""
+    copies = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        if (tensor := getattr(call, name)) is not None and tensor.stride(-1) != 1
+    }
+    return call._replace(**copies) if copies else call
+
+
+def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
+    """Whether the package would run a call on its tensors as they are, and the launches are written down."""
+    offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
+    others = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
+    if any(x is not None for x in others) or call.dropout or len(offsets) == 1:
+        return False
+    further = [*inputs[5:], *_further(call).values()]  # the LSE of a backward, sinks, offsets
+    # That a dimension repeats is compiled in, and of packed tensors a copy may run, in which none does.
+    repeats = call.cu_seqlens_q is None
+    return (
+        all(aligned(x, repeats) for x in inputs[:5])
+        and all(x.data_ptr() % 16 == 0 for x in further)
+        and all(x.stride(0) == 1 for x in offsets)
+    )
+
+
+def _arguments(options: dict[str, Any], call: Call) -> Arguments:
+    """Return what of the package's keywords its compiled functions are given."""
+    left, right = options["window_size_left"], options["window_size_right"]
+    return Arguments(options["softmax_scale"], left, right, call.window)
+
+
+def _given(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
+    """Return what a launcher is called with. Rows of calls with sinks are known to see keys."""
+    given: list[Any] = [*inputs, *_further(call).values()]
+    if call.cu_seqlens_q is not None:
+        query, key = inputs[:2] if len(inputs) == 3 else inputs[1:3]
+        known = call.sinks is not None or _none_unused(query, key, call)
+        given += call.max_q, call.max_k, known
+    return given
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make it the current device, which the kernels are compiled for and launched on."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+def _none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether it is known that every row belongs to a sequence and counts."""
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None
+    return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
+
+
+def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return copies with zeros, taken from `zeros`, in these rows; without rows the tensors themselves."""
+    if rows is None:
+        return tensors
+    # A view of a tensor that is filled already: a Python number would cost one more launch.
+    rows, zero = rows[..., None, None], zeros.as_strided((), ())
+    return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(tensor.shape)

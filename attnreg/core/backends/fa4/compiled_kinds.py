@@ -1,0 +1,190 @@
+"""Kinds of calls: FA4 compiles each once, and this process remembers which it has run.
+
+A kind is a family and a class of lengths. The family has what the package's compile keys read of a call but
+its lengths (`compile_key` in its interface.py), and what differs between attnreg's calls. The lengths enter
+those keys only by whether they fit into a tile, and by whether there are many sequences. Calls of one kind
+never compile twice; two kinds may share what was compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.spec import AttentionSpec
+
+# Above so many sequences one more kernel sums up their tiles.
+MANY = 256
+
+# On GPUs other than Hopper: tile edges are multiples of 16, and none is beyond 256.
+TILE, LONGEST = 16, 256
+
+# Queries and keys of a tile with a softcap, for causal masks and windows with head dims above 96, to 128.
+# One more group of warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an
+# H100 five such forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22 to 1.25 (that file
+# isn't kept). It is slower with open masks and few queries.
+SOFTCAP_TILE, FEWEST_QUERIES = (192, 80), 129
+
+Repeated = tuple[tuple[bool, ...] | None, ...]
+Class = tuple[int, int, int]
+
+
+class Family(NamedTuple):
+    """All of a kind but its lengths.
+
+    Attributes:
+        direction: forward or backward.
+        major, device: the device's compute capability, without its minor number, and its index.
+        dtype, dim, dim_v: of query and key, and of the value.
+        group: query heads of a key head.
+        page_size, softcap: None, and 0, for none.
+        left, right: whether the window has a bound on that side. A causal mask has none.
+        causal, deterministic, packed, seqused, grad_lse: whether the call is, or has that; only a backward is
+            deterministic.
+        sinks, repeated: the dtype of sinks and the `repeated_dims` of tensors, of which a spec knows nothing.
+    """
+
+    direction: str
+    major: int
+    device: int | None
+    dtype: torch.dtype
+    dim: int
+    dim_v: int
+    group: int
+    page_size: int | None
+    softcap: float
+    left: bool
+    right: bool
+    causal: bool
+    deterministic: bool
+    packed: bool
+    seqused: bool
+    grad_lse: bool
+    sinks: torch.dtype | bool | None
+    repeated: Repeated = ()
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "windowed" if self.left or self.right else ""
+        given = {
+            "packed": self.packed,
+            mask: mask,
+            f"softcap {self.softcap}": self.softcap,
+            f"{self.group} query heads a key head": self.group > 1,
+            **{name: getattr(self, name) for name in ("sinks", "seqused", "grad_lse", "deterministic")},
+            "pages": self.page_size,
+        }
+        dims = self.dim if self.dim == self.dim_v else (self.dim, self.dim_v)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ", ".join((f"{dtype}, head dim {dims}", *(name for name, there in given.items() if there)))
+
+    def as_of_spec(self) -> Family:
+        """Return the family as a spec knows it."""
+        return self._replace(sinks=bool(self.sinks), repeated=())
+
+    def class_of(self, batch: int, max_q: int, max_k: int) -> Class:
+        """Return the class of these lengths: all of it is compiled alike."""
+        of_batch, of_q, of_k = cuts(self)
+        return bisect_left(of_batch, batch), bisect_left(of_q, max_q), bisect_left(of_k, max_k)
+
+
+# What has run in this process: pairs of a family, also as a spec knows it, and a class of lengths.
+have_run: set[tuple[Family, Class]] = set()
+
+
+def family_of(
+    direction: str, query: Tensor, key: Tensor, value: Tensor, call: Call, *others: Tensor
+) -> Family:
+    """Return the family of a call; `others` are its further tensors."""
+    left, right = call.window
+    return Family(
+        direction, major_of(query.device), query.device.index, query.dtype, query.shape[-1],
+        value.shape[-1], query.shape[-2] // key.shape[-2], None if call.block_table is None else key.shape[1],
+        call.softcap, left >= 0, right >= 0 and (left, right) != (-1, 0), (left, right) == (-1, 0),
+        direction == "backward" and call.repeatable, call.cu_seqlens_q is not None,
+        call.seqused_k is not None, call.grad_lse is not None,
+        None if call.sinks is None else call.sinks.dtype, repeated_dims(query, key, value, *others),
+    )  # fmt: skip
+
+
+def family_of_spec(direction: str, spec: AttentionSpec) -> Family:
+    """Return the family of the calls that a spec describes, as far as that knows."""
+    left, right = spec.window
+    return Family(
+        direction, spec.device.capability[0] if spec.device.capability else 0, spec.device.index,
+        getattr(torch, spec.dtype), spec.head_dim, spec.head_dim_v, spec.heads_q // spec.heads_k,
+        spec.page_size, spec.softcap, left >= 0, right >= 0 and (left, right) != (-1, 0),
+        (left, right) == (-1, 0), direction == "backward" and (spec.deterministic or spec.batch_invariant),
+        spec.varlen, spec.seqused_k, spec.grad_lse, spec.sinks,
+    )  # fmt: skip
+
+
+def batch_of(query: Tensor, call: Call) -> int:
+    """Return how many sequences a call has."""
+    return query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+
+
+def repeated_dims(*tensors: Tensor) -> Repeated:
+    """Return which dimensions of each tensor have stride 0, as expanded ones do: that is compiled in."""
+    return tuple(
+        tuple(step == 0 for step in strides) if 0 in strides else None
+        for strides in (tensor.stride() for tensor in tensors)
+    )
+
+
+@functools.cache
+def major_of(device: torch.device) -> int:
+    """Return the compute capability of a device, without its minor number; 0 of one that isn't CUDA's."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def tiles(family: Family, max_q: int) -> tuple[int, int]:
+    """Return the queries and the keys of a tile on Hopper (`_tile_size_fwd_sm90`, `_tile_size_bwd_sm90`)."""
+    dim, bounded = family.dim, family.causal or family.left or family.right
+    local = bounded and not family.causal
+    if family.direction == "forward":
+        if has_softcap_tile(family, max_q):
+            return SOFTCAP_TILE
+        return 192 if dim <= 96 else 128, key_tile(dim, family.dim_v, bounded, local)
+    if dim <= 64:
+        return 128, 128
+    if dim <= 128:
+        return 64 if dim <= 96 or bounded else 80, 128
+    return 64, 96 if dim <= 192 else 48
+
+
+def has_softcap_tile(family: Family, max_q: int) -> bool:
+    """Whether a forward is given `SOFTCAP_TILE`. Not with pages: `key_tile` has to know the package's own."""
+    bounded = family.causal or family.left or family.right
+    own = family.softcap and bounded and family.page_size is None and 96 < family.dim <= 128
+    return bool(own) and max_q >= FEWEST_QUERIES
+
+
+def key_tile(dim: int, dim_v: int, bounded: bool, local: bool) -> int:
+    """Return how many keys the forward on Hopper loads at once, of a mask with a bound, or two of them."""
+    if 64 < dim <= 96:
+        return 128 if bounded else 144
+    if dim <= 128:
+        return 128
+    if dim <= 192:
+        return 96 if local else 128 if dim_v <= 128 else 112
+    return 64 if local else 80
+
+
+@functools.lru_cache(maxsize=1024)
+def cuts(family: Family) -> tuple[tuple[int, ...], ...]:
+    """Return where another class begins: the last lengths of a class, of the batch, the queries, the keys."""
+    batch = (MANY,) if family.packed else ()
+    if family.major != 9:
+        edges = range(TILE, LONGEST + 1, TILE)
+        return batch, tuple(sorted({*edges, *(edge // family.group for edge in edges)})), tuple(edges)
+    if family.direction == "backward":
+        rows, columns = tiles(family, 1)
+        return batch, (rows,), (columns,)
+    # A tile of the forward has all query heads of a key head.
+    ends = {tiles(family, length)[0] // family.group for length in (1, FEWEST_QUERIES)}
+    return batch, tuple(sorted(ends | ({FEWEST_QUERIES - 1} if family.softcap else set()))), ()

@@ -1,0 +1,205 @@
+"""Trials: the launches that are written down are held against the package, once a kind, before their use.
+
+The package runs a call as ever, while stand-ins for its compile caches see which compiled functions it takes
+and what it gives them. The launch that is written down has to give the same functions the same. That is
+looked at for this call, and, with nothing launched, for one a little shorter. Then it runs on the call's own
+tensors, in memory full of NaN, and the device compares the results with the package's; the host doesn't wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.core.backends.fa4.compiled_kinds import Class, Family, tiles
+from attnreg.core.backends.fa4.launches import Arguments, Compiled, Launch, Memory, launch_of
+from attnreg.core.backends.fa4.package import SINKS, PackageCall
+from attnreg.core.backends.fa4.watching import RefutedError, Watcher, compare
+from attnreg.core.torchlib.layout import uninitialized
+from attnreg.core.torchlib.readback import AsyncReadback
+
+# Which functions of the package take a compiled one, in order, but for those that sum up tiles.
+FORWARD = ("_flash_attn_fwd",)
+BACKWARD = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
+SUMS_TILES = "_compute_tile_cumsum"
+# No kernel of Hopper reads what this function computes.
+UNUSED = "_compute_blocks_to_batch"
+
+# What the device reports of a comparison; 2 is `readback.PENDING`. Results that aren't finite show nothing.
+REFUTED, CONFIRMED, INCONCLUSIVE = 0, 1, 3
+
+# By how much of its largest value a result may differ: backwards add up in any order, so that not even the
+# package repeats itself. A result that is rounding alone may differ by a part of the largest of all.
+NEAR, ROUNDING = 0.02, 1e-4
+
+log = logging.getLogger("attnreg")
+
+
+@dataclass(slots=True, eq=False)
+class _Trial:
+    """What is known of one kind.
+
+    Attributes:
+        calls: how many have run through the package.
+        over: whether nothing more will be tried.
+        compiled: what the package took, as long as a comparison is under way.
+        comparison: what the device is about to report.
+    """
+
+    calls: int = 0
+    over: bool = False
+    compiled: Compiled | None = None
+    comparison: AsyncReadback | None = None
+
+
+class Trials:
+    """The kinds that have run, and of which of them the launches are confirmed.
+
+    `look` may be called by any thread, `run` by one at a time.
+    """
+
+    def __init__(self) -> None:
+        # By family, what its launchers may run: they share the dictionary.
+        self._confirmed: dict[Family, dict[Class, Compiled]] = {}
+        self._trials: dict[tuple[Family, Class], _Trial] = {}
+
+    def launcher(self, family: Family, arguments: Arguments) -> Launch:
+        """Return the function that launches calls of a family, as far as its kinds are confirmed."""
+        return launch_of(family, arguments, self._confirmed.setdefault(family, {}))
+
+    def look(self, family: Family, of_lengths: Class) -> bool:
+        """Return whether the launches of a kind are confirmed or may still be; notes what the device says."""
+        trial = self._trials.get((family, of_lengths))
+        if trial is None:
+            return True
+        comparison, compiled = trial.comparison, trial.compiled  # read once: other threads look as well
+        reported = None if comparison is None else comparison.read()
+        if reported is not None and compiled is not None:
+            if reported[0] == CONFIRMED:
+                self._confirmed.setdefault(family, {})[of_lengths] = compiled
+            elif reported[0] == REFUTED and trial.comparison is comparison:
+                _log_refuted(family, "launched by arguments it gives other results")
+            trial.over, trial.comparison = reported[0] != INCONCLUSIVE, None
+        return not trial.over or of_lengths in self._confirmed.get(family, ())
+
+    def run(
+        self, family: Family, of_lengths: Class, arguments: Arguments, call: PackageCall, given: list[Any]
+    ) -> tuple[Tensor, ...]:
+        """Return the package's results of a call, and begin a trial of its kind if there was none.
+
+        `given` is what a launcher is called with.
+        """
+        trial = self._trials.setdefault((family, of_lengths), _Trial())
+        trial.calls += 1
+        # A trial that shows nothing or finds no memory is repeated at the second, fourth, eighth call.
+        if trial.over or trial.comparison is not None or trial.calls & (trial.calls - 1):
+            return call()
+        watcher = Watcher()
+        with watcher:
+            results = call()
+        try:
+            with torch.no_grad():
+                compiled = _looked_at(family, of_lengths, arguments, call, watcher)
+                launch = launch_of(family, arguments, {of_lengths: compiled}, SPOILT)
+                comparison = AsyncReadback(_verdict(launch(*given), results))
+            trial.compiled, trial.comparison = compiled, comparison
+        except torch.OutOfMemoryError:
+            log.debug("FA4: there was no memory to try the launches of a %s", call.direction)
+        except Exception as error:  # noqa: BLE001 - the caller's call has run, and must not fail for this
+            trial.over = True
+            _log_refuted(family, str(error))
+        return results
+
+
+def _log_refuted(family: Family, reason: str) -> None:
+    log.info("FA4 calls the package's Python for each %s of %s: %s", family.direction, family, reason)
+
+
+def _looked_at(
+    family: Family, of_lengths: Class, arguments: Arguments, call: PackageCall, watcher: Watcher
+) -> Compiled:
+    """Return the compiled functions that a call took; raises RefutedError if it launches otherwise."""
+    wanted: tuple[str, ...] = FORWARD if family.direction == "forward" else BACKWARD
+    if wanted is BACKWARD and family.group > 1:
+        wanted += wanted[-1:] * 2  # of keys and values, too
+    found = [one for one in watcher.taken if one.by not in (SUMS_TILES, UNUSED)]
+    if tuple(one.by for one in found) != wanted:
+        raise RefutedError(f"it launches {', '.join(one.by for one in watcher.taken) or 'nothing'}")
+    sizes = tiles(family, call.options["max_seqlen_q"])
+    compiled = Compiled(tuple(one.function for one in found), *sizes)
+    for one in filter(None, (call, _shorter(family, of_lengths, call))):
+        taken = watcher.taken
+        if one is not call:
+            with Watcher(launches=False) as rehearsal:
+                one()
+            taken = rehearsal.taken
+        with Watcher(launches=False) as rehearsal:
+            functions = tuple(map(rehearsal.watching, wanted, compiled.functions))
+            launch = launch_of(family, arguments, {of_lengths: compiled._replace(functions=functions)})
+            packed = "cu_seqlens_q" in one.tensors
+            lengths = (*(one.options[f"max_seqlen_{side}"] for side in "qk"), True) if packed else ()
+            launch(*one.tensors.values(), *lengths)
+        compare([x for x in taken if x.by != UNUSED], rehearsal.taken, tuple(one.tensors.values()))
+    return compiled
+
+
+def _shorter(family: Family, of_lengths: Class, call: PackageCall) -> PackageCall | None:
+    """Return a call of the same kind with other lengths, on the first rows; None if that is another kind."""
+    offsets, query = call.tensors.get("cu_seqlens_q"), call.tensors["q"]
+    batch = max((len(query) if offsets is None else len(offsets) - 1) - 1, 1)
+    max_q, max_k = (max(call.options[f"max_seqlen_{side}"] - 1, 1) for side in "qk")
+    if family.class_of(batch, max_q, max_k) != of_lengths:
+        return None
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        if name == SINKS:
+            return x
+        if name.startswith("cu_seqlens"):
+            return x[: batch + 1]
+        if name == "lse":
+            *batches, heads, tokens = x.shape
+            return x.new_empty((batch, heads, max_q) if batches else (heads, max(tokens - 1, 1)))
+        length = max_k if name in ("k", "v") else max_q
+        return x[: max(len(x) - 1, 1)] if offsets is not None else x[:batch, :length]
+
+    results = ("out", "lse", "dq", "dk", "dv")  # of the length of the call, where it is given them
+    options = {name: value for name, value in call.options.items() if name not in results}
+    tensors = {name: cut(name, x) for name, x in call.tensors.items()}
+    return call._replace(tensors=tensors, options=options | {"max_seqlen_q": max_q, "max_seqlen_k": max_k})
+
+
+# What the device finds
+
+
+def _with_nan(x: Tensor) -> Tensor:
+    """Return a tensor full of NaN: what was in its memory before may be the right results."""
+    return x.fill_(torch.nan) if x.is_floating_point() else x
+
+
+SPOILT = Memory(lambda *given: _with_nan(uninitialized(*given)), lambda x: _with_nan(torch.empty_like(x)))
+
+
+def _verdict(got: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> Tensor:
+    """Return on the device whether all results are equal, as far as a GPU repeats itself.
+
+    Few kinds of operations: the first of each has to be loaded onto the device.
+    """
+    if got is None:
+        raise RefutedError("nothing was launched")
+    pairs = [(_without_inf(x), _without_inf(y)) for x, y in zip(got, expected, strict=True)]
+    sizes, errors = (
+        torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) for x in ofs])
+        for ofs in ([y for _, y in pairs], [x - y for x, y in pairs])
+    )
+    same = (errors <= (sizes * NEAR).maximum(sizes.amax() * ROUNDING)).all()
+    return same * CONFIRMED + ~sizes.isfinite().all() * INCONCLUSIVE
+
+
+def _without_inf(x: Tensor) -> Tensor:
+    """Return an LSE with 0 in the rows that see no key; the difference of infinities would be NaN."""
+    return x.nan_to_num(torch.nan, 0.0, 0.0) if x.dtype == torch.float32 else x

@@ -1,0 +1,110 @@
+"""What the package takes from its compile caches and gives to that: stand-ins for the caches see it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.backends.fa4.package import functions_with_caches
+
+
+class RefutedError(Exception):
+    """A launch that is written down isn't the package's; the message says in what."""
+
+
+class Taken(NamedTuple):
+    """A compiled function that was called, by which function of the package, and with what."""
+
+    by: str
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
+
+
+class Watcher(contextlib.ExitStack):
+    """Sees which compiled functions this thread takes from the package's caches, and what these are given.
+
+    With `launches` False none of them runs, and what isn't compiled yet is an error.
+    """
+
+    def __init__(self, launches: bool = True) -> None:
+        super().__init__()
+        self.launches, self.taken = launches, list[Taken]()
+        # The program may use the package itself in another thread, without the lock.
+        self.thread = threading.get_ident()
+
+    def __enter__(self) -> Watcher:
+        for function in functions_with_caches():
+            self.callback(setattr, function, "compile_cache", function.compile_cache)
+            function.compile_cache = _WatchedCache(function.compile_cache, function.__name__, self)
+        return self
+
+    def watching(self, by: str, function: Callable[..., object]) -> Callable[..., object]:
+        """Return the function that notes what it is given, and runs this one if it may."""
+
+        def run(*arguments: Any) -> object:
+            self.taken.append(Taken(by, function, arguments))
+            return function(*arguments) if self.launches else None
+
+        return run
+
+
+class _WatchedCache:
+    """Takes a compile cache's place while its watcher's thread calls the package."""
+
+    def __init__(self, cache: Any, by: str, watcher: Watcher) -> None:
+        self._cache, self._by, self._watcher = cache, by, watcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def __contains__(self, key: object) -> bool:
+        found = key in self._cache
+        if not found and self._is_watched() and not self._watcher.launches:
+            raise RefutedError(f"{self._by} compiles other functions for other lengths")
+        return found
+
+    def __setitem__(self, key: object, function: object) -> None:
+        self._cache[key] = function
+
+    def __getitem__(self, key: object) -> Any:
+        function = self._cache[key]
+        return self._watcher.watching(self._by, function) if self._is_watched() else function
+
+    def _is_watched(self) -> bool:
+        return threading.get_ident() == self._watcher.thread
+
+
+def compare(expected: Sequence[Taken], got: Sequence[Taken], given: tuple[Tensor, ...]) -> None:
+    """Raise RefutedError if other functions are called, or with others than these tensors and numbers."""
+    if [one[:2] for one in expected] != [one[:2] for one in got]:
+        names = ", ".join(one.by for one in expected)
+        raise RefutedError(
+            f"for lengths like these it launches {names}, and not with the functions that it took"
+        )
+    # Tensors are told apart by the order in which they come up, after those of the call.
+    orders = [dict[int, int]() for _ in range(2)]
+    for order in orders:
+        for x in given:
+            order.setdefault(x.data_ptr(), len(order))
+    for one, other in zip(expected, got, strict=True):
+        right, ours = (
+            [_described(x, order) for x in taken.arguments]
+            for taken, order in zip((one, other), orders, strict=True)
+        )
+        if right != ours:
+            differ = [pair for pair in zip(right, ours, strict=False) if pair[0] != pair[1]]
+            raise RefutedError(f"{one.by} is given other arguments: {differ[:1] or (len(right), len(ours))}")
+
+
+def _described(argument: Any, order: dict[int, int]) -> Any:
+    if isinstance(argument, torch.Tensor):
+        place = order.setdefault(argument.data_ptr(), len(order))
+        return place, tuple(argument.shape), argument.dtype
+    if isinstance(argument, tuple):
+        return type(argument).__name__, [_described(x, order) for x in argument]
+    return argument

@@ -1,0 +1,297 @@
+"""The reference: attention in plain PyTorch operations, for every call, dtype and device.
+
+It is correct before it is fast: it computes in float32 or float64, keeps nothing of the size S_q x S_k, takes
+every option of the contract, and never reads a tensor of another device on the host. `batch.py` brings dense,
+packed and paged tensors to one form, `mask.py` says which scores count, `softmax.py` keeps the sums of a row.
+Here each padded group is computed, tile by tile: query (b, H, S_q, D), key (b, H_k, S_k, D), value (b, H_k,
+S_k, D_v). The forward keeps a running softmax per row (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867);
+the backward computes each tile's weights twice, as it needs the sums of a row first.
+Imports from `contract`. Start with README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attnreg.core.backends.math.batch import Group, as_rows, groups, sequences
+from attnreg.core.backends.math.mask import TILE_QUERIES, Mask, Tile
+from attnreg.core.backends.math.softmax import ForwardResults, Output, Softmax
+from attnreg.core.contract.backend import Backend, Call, Kernels
+from attnreg.core.contract.capabilities import ANY_SIZE, Capabilities
+from attnreg.core.contract.spec import AttentionSpec
+
+# Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
+GROUP_SIZE = 2**22
+# Scores of a block of rows that a backward keeps; of more it computes the products twice.
+HELD = 2**23
+
+# Up to so many rows a sum over a group of heads is short.
+FEW_ROWS = 16
+# How many terms of a score are summed at a time on a GPU. A kernel of cuBLAS may add up all of them one after
+# the other: large scores are further off then than those of PyTorch's own attention, of other shapes.
+SUMMED = 32
+
+EVERYTHING = Capabilities(
+    devices=("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla", "privateuseone", "meta"),
+    dtypes=("float16", "bfloat16", "float32", "float64"),
+    head_dim_v=ANY_SIZE,
+    page_size=ANY_SIZE,
+    varlen=True,
+    gqa=True,
+    causal=True,
+    window=True,
+    dropout=True,
+    bias=True,
+    alibi=True,
+    seqused_k=True,
+    num_splits=True,
+    any_scale=True,
+    softcap=True,
+    grad_lse=True,
+    deterministic=True,
+    batch_invariant=True,
+    capture=True,
+)
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    if spec.batch_invariant and spec.device.type != "cpu":
+        # It doesn't read lengths there, so it pads each sequence to the batch's longest.
+        return (f"device must be cpu to be batch-invariant, got {spec.device.type}",)
+    return ()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE."""
+    work = _working_dtype(q)
+    q_rows, k_rows, v_rows = as_rows(q), as_rows(k), as_rows(v)
+    tokens, heads, _ = q_rows.shape
+    # The last row is for padding: to leave that out would take a count from the device.
+    out = q.new_zeros(tokens + 1, heads, v.shape[-1])
+    lse = q.new_full((tokens + 1, heads, 1), -torch.inf, dtype=work)
+    with _without_autocast(q.device):
+        for group in _groups(q, k, v, call):
+            query = group.queries.gather(q_rows, work)
+            key, value = group.keys.gather(k_rows, work), group.keys.gather(v_rows, work)
+            part_out, part_lse = _attend(query, key, value, Mask(call, group, heads))
+            group.queries.scatter(part_out, out)
+            group.queries.scatter(part_lse, lse)
+    bhs = lse[:-1].view(q.shape[:-1]).transpose(-1, -2).contiguous()
+    return out[:-1].view(*q.shape[:-1], v.shape[-1]), bhs
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    work = _working_dtype(q)
+    of_queries = as_rows(grad_out), as_rows(q)
+    results = as_rows(out), as_rows(lse.mT[..., None])
+    grad_lse = None if call.grad_lse is None else as_rows(call.grad_lse.mT[..., None])
+    of_keys = as_rows(k), as_rows(v)
+    grads = [x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (of_queries[1], *of_keys)]
+    with _without_autocast(q.device):
+        for group in _groups(q, k, v, call):
+            grad, query = (group.queries.gather(x, work) for x in of_queries)
+            key, value = (group.keys.gather(x, work) for x in of_keys)
+            mask = Mask(call, group, query.shape[1])
+            of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
+            of_out, of_all = (group.queries.gather(x, work) for x in results)
+            # The forward's products may have had another shape, and so have summed in another order: scores
+            # differ by more the more terms they have. In 16 bits those of another kernel may be off by more.
+            terms = 16.0 if q.dtype.itemsize == 2 else max(q.shape[-1] ** 0.5 / 4, 2.0)
+            rounding = torch.finfo(lse.dtype).eps * terms
+            given = ForwardResults(of_out, of_all, rounding, is_exact=q.dtype.itemsize > 2)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, given, of_lse, mask)
+            group.queries.scatter(part_q, grads[0])
+            # Sequences may share pages of a cache: their gradients add up.
+            group.keys.scatter(part_k, grads[1], add=True)
+            group.keys.scatter(part_v, grads[2], add=True)
+    grad_q, grad_k, grad_v = (grad[:-1].view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Group]:
+    # A token takes its place in the gathered tensors, or its scores in a tile, whichever is larger.
+    cost = q.shape[-2] * max(q.shape[-1], v.shape[-1], TILE_QUERIES)
+    queries = sequences(q, call.cu_seqlens_q, call.max_q)
+    keys = sequences(k, call.cu_seqlens_k, call.max_k, call.block_table, call.seqused_k)
+    # How matrix products round depends on their shapes: each sequence by itself.
+    return groups(queries, keys, cost, 0 if call.batch_invariant else GROUP_SIZE)
+
+
+def _working_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Keep autocast from rounding the products of the float32 work to its own dtype."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE (b, H, S_q, 1)."""
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    for rows in mask.row_blocks():
+        out[:, :, rows], lse[:, :, rows] = _attend_rows(q[:, :, rows], k, v, mask, rows)
+    return out, lse
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tuple[Tensor, Tensor]:
+    softmax = Softmax(q)
+    weighted = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for tile in mask.tiles(rows):
+        weights, fade = softmax.add(_masked(_scores(q, _seen_keys(k, tile), mask), tile, mask))
+        kept = mask.kept(tile, q.dtype)
+        dropped = weights if kept is None else weights * kept
+        weighted = weighted * fade + _times(dropped, _seen_keys(v, tile))
+    return weighted / softmax.divisor, softmax.peak + softmax.total.log()
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: ForwardResults, grad_lse: Tensor | None, mask: Mask
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value; `grad_lse` is (b, H, S_q, 1).
+
+    The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
+    sum(grad * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
+    gradients where scores are large, or where terms cancel, as with one or two keys. So only that is taken of
+    them by which they differ from what is computed anew: in rows that see more keys than there are here.
+    """
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows in mask.row_blocks():
+        of_rows = q[:, :, rows], grad[:, :, rows]
+        area = of_rows[0].shape[:-1].numel() * k.shape[2]
+        products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
+        softmax = Softmax(of_rows[0])
+        output = Output(of_rows[0], given.out[:, :, rows]) if given.is_exact else None
+        delta = torch.zeros_like(softmax.total)
+        for tile, scores, grad_weights, kept, _ in products or _products(*of_rows, k, v, mask, rows):
+            weights, fade = softmax.add(scores)
+            delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
+            if output is not None:
+                seen = _seen_keys(k, tile), _seen_keys(v, tile)
+                output.add(_times(weights if kept is None else weights * kept, seen[1]), fade, *seen)
+        share, delta = given.share(rows, softmax), delta / softmax.divisor
+        if output is not None:
+            part, rest, is_precise = output.compared(softmax, mask.call.scale)
+            share = part.where(is_precise, share)
+            delta = delta * part + (rest * of_rows[1]).sum(-1, keepdim=True)
+        else:
+            delta = torch.where(share == 1.0, delta, given.delta(rows, of_rows[1]))
+        delta = delta - (0.0 if grad_lse is None else grad_lse[:, :, rows])
+        share = share / softmax.divisor
+        for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):
+            queries, grads = (_seen_rows(x, tile) for x in of_rows)
+            weights = softmax.weights(scores) * share
+            grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grads, k)
+            grad_scores = weights * (grad_weights - delta) * mask.call.scale
+            grad_scores = _hide(grad_scores if slope is None else grad_scores * slope, tile, 0.0)
+            grad_q[:, :, rows] += _times(grad_scores, _seen_keys(k, tile))
+            grad_k[:, :, tile.cols] += _summed(grad_scores, queries, k)
+    return grad_q, grad_k, grad_v
+
+
+def _products(
+    q_rows: Tensor, grad_rows: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice
+) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """Yield for each tile of some rows what a backward needs of it.
+
+    That is its scores, the gradients of its weights, the factors of dropout, and the slope of the softcap.
+    """
+    softcap = mask.call.softcap
+    for tile in mask.tiles(rows):
+        scores = _scores(_seen_rows(q_rows, tile), _seen_keys(k, tile), mask)
+        slope = 1.0 - (scores / softcap).square_() if softcap else None
+        scores = _masked(scores, tile, mask)
+        grad_weights = _times(_seen_rows(grad_rows, tile), _seen_keys(v, tile).mT)
+        kept = mask.kept(tile, q_rows.dtype)
+        grad_weights = _hide(grad_weights if kept is None else grad_weights.mul_(kept), tile, 0.0)
+        yield tile, scores, grad_weights, kept, slope
+
+
+def _scores(q: Tensor, keys: Tensor, mask: Mask) -> Tensor:
+    """Return the scores of a tile, scaled and bounded by the softcap, before anything is added."""
+    scores, softcap = _in_short_sums(q, keys).mul_(mask.call.scale), mask.call.softcap
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+
+
+def _in_short_sums(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the products of queries and keys, before they are scaled."""
+    if not q.is_cuda or q.dtype != torch.float32:
+        return _times(q, keys.mT)
+    first, *others = zip(torch.split(q, SUMMED, -1), torch.split(keys, SUMMED, -1), strict=True)
+    scores = _times(first[0], first[1].mT)
+    for some_q, some_k in others:
+        scores += _times(some_q, some_k.mT)
+    return scores
+
+
+def _masked(scores: Tensor, tile: Tile, mask: Mask) -> Tensor:
+    """Return the scores of a tile with what is added to them, -inf where they don't count."""
+    added = mask.added(tile, scores.dtype)
+    if added is not None:
+        scores += added
+    return _hide(scores, tile, -torch.inf)
+
+
+def _hide(x: Tensor, tile: Tile, value: float) -> Tensor:
+    return x if tile.visible is None else x.masked_fill_(~tile.visible, value)
+
+
+def _seen_rows(x: Tensor, tile: Tile) -> Tensor:
+    """Return rows, 0 for those that see no key of the tile: their NaN would survive a weight of 0."""
+    return x if tile.visible is None else x.masked_fill(~tile.visible.any(-1)[..., None], 0.0)
+
+
+def _seen_keys(x: Tensor, tile: Tile) -> Tensor:
+    """Return the keys or values of a tile, 0 for those that no query sees."""
+    x = x[:, :, tile.cols]
+    if tile.visible is None:
+        return x
+    seen = tile.visible.any(-2)
+    if seen.shape[1] > 1:  # query heads: a key head is seen if one of its group sees it
+        seen = seen.view(seen.shape[0], x.shape[1], -1, seen.shape[2]).any(2)
+    return x.masked_fill(~seen[..., None], 0.0)
+
+
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """Return (b, H, n, a) times (b, H_k, a, c) as (b, H, n, c), each y shared by a group of heads."""
+    return (_folded(x, y.shape[1]) @ y).view(*x.shape[:-1], y.shape[-1])
+
+
+def _summed(weights: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    """Return the transposed weights (b, H, n, m) times (b, H, n, c), summed over groups of heads.
+
+    Each head's rows are summed by themselves: the longer a sum in float32, the further off it is, most of all
+    that of equal numbers, as the gradient of `out.sum()` has. Of a few rows one sum is faster.
+    """
+    heads = k.shape[1]
+    if weights.shape[2] <= FEW_ROWS:
+        return _folded(weights, heads).mT @ _folded(x, heads)
+    sums = weights.mT @ x
+    return sums.view(len(sums), heads, -1, *sums.shape[2:]).sum(2)
+
+
+def _folded(x: Tensor, heads: int) -> Tensor:
+    """Return (b, H, n, c) as (b, heads, H / heads * n, c): heads that share a key become rows."""
+    batch, all_heads, rows, size = x.shape
+    return x.reshape(batch, heads, all_heads // heads * rows, size)
+
+
+BACKEND = Backend(
+    name="math",
+    forward=EVERYTHING,
+    backward=EVERYTHING,
+    load=lambda: Kernels(forward, backward),
+    version=lambda: str(torch.__version__),
+    refuses=_refuses,
+    priority=-100,
+)

@@ -1,0 +1,273 @@
+"""The contract between attnreg and a kernel provider.
+
+A backend is one file that fills in a `Backend`. Its kernels see one convention, whatever the front
+that the call came through; what a provider does otherwise is put right inside its file:
+
+- Dense tensors are (B, S, H, D). Packed tensors are (T, H, D), with int32 `cu_seqlens`.
+- LSE is float32 (float64 for float64 inputs), natural log, (B, H, S) dense and (H, T) packed.
+- The mask is a window (left, right), -1 unbounded, aligned bottom-right: query i of S_q sees key j
+  of S_k if `i + S_k - S_q - left <= j <= i + S_k - S_q + right`. Causal is `(-1, 0)`.
+- A row that sees no key gives output 0 and LSE -inf, and takes and gives no gradient. Rows past the
+  last offset of a packed batch are 0 in the output and in every gradient.
+- Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
+- What no limit can say, because only the provider finds out, a kernel raises as UnsupportedInputError before
+  it writes anything: the call goes to the next backend. It raises BackendUnavailableError where it can't be
+  loaded, compiled or built: calls like this one go to the next backend from then on.
+
+Because all keep to it, any forward pairs with any backward. With dropout the random state ties
+both to one backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from attnreg.core.contract.capabilities import Capabilities
+from attnreg.core.contract.lengths import Cut
+from attnreg.core.contract.spec import LEAST_SCALE
+from attnreg.errors import RegistrationError
+
+if TYPE_CHECKING:  # limits are looked up without torch
+    from torch import Tensor
+
+    from attnreg.core.contract.launchers import Launcher
+    from attnreg.core.contract.spec import AttentionSpec, Direction
+
+    Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
+    _Forward = Callable[[Tensor, Tensor, Tensor, "Call"], tuple[Tensor, Tensor]]
+    _Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Call"], tuple[Tensor, ...]]
+    _ReplacesNative = Callable[[Direction, AttentionSpec], bool]
+
+__all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
+
+# What messages say of an experimental backend: it ...
+UNTRIED = "hasn't run on the hardware that it is written for"
+
+
+class Call(NamedTuple):
+    """The arguments of one call, except query, key and value.
+
+    Attributes:
+        scale: factor on the scores before the softmax.
+        max_q, max_k: S_q and S_k of a dense call; of a packed one no sequence is longer, in tokens, and all
+            may be shorter.
+        window: (left, right) in tokens, -1 unbounded, bottom-right; `(-1, 0)` is causal.
+        cu_seqlens_q, cu_seqlens_k: int32 offsets (B + 1,), None for a dense call.
+        seqused_k: int32 (B,), how many keys of each sequence count; None for all.
+        block_table: int32 (B, pages), pages of a paged key-value cache (pages, page size, H, D).
+            With one, `cu_seqlens_k` is None and `seqused_k` gives the lengths.
+        attn_bias: added to the scaled scores, or boolean (True: visible); broadcasts to
+            (B, H, S_q, S_k); dense calls only.
+        alibi_slopes: float32 (H,) or (B, H); adds `-slope * |i + S_k - S_q - j|`.
+        dropout: probability of dropping an attention weight.
+        rng_state: uint64 (2,), seed and offset of the dropout mask: the forward's to read or to
+            overwrite, the backward's to read; None without dropout.
+        num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. A
+            forward's alone. A kernel that never splits may leave more than one to those that do.
+        deterministic: whether the gradients have to be bitwise repeatable. Torch's
+            deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
+        batch_invariant: whether the bits of a sequence's results may depend on nothing but the sequence: not
+            on others in the batch, the longest lengths or its place. The kernel then splits no keys.
+        softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
+            them or hidden; 0 for none.
+        grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone, if that
+            declares it. Times the weight of a score it is added to the score's gradient.
+        sinks: (H,) float16, bfloat16 or float32, contiguous: for each head the score of one more key, without
+            a value, that every row sees; packed calls only. Given only where the direction declares `sinks`
+            and every row is known to see another key. The forward counts them in output and LSE, the backward
+            is given that LSE and returns their gradient as a fourth.
+    """
+
+    scale: float
+    max_q: int
+    max_k: int
+    window: tuple[int, int] = (-1, -1)
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+    attn_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout: float = 0.0
+    rng_state: Tensor | None = None
+    num_splits: int | None = None
+    deterministic: bool = False
+    batch_invariant: bool = False
+    softcap: float = 0.0
+    grad_lse: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a later key."""
+        return self.window[1] == 0
+
+    @property
+    def varlen(self) -> bool:
+        """Whether the tensors are packed."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same call has to give the same bits again: what depends on a race is no invariant."""
+        return self.deterministic or self.batch_invariant
+
+    def kind(self) -> tuple[object, ...]:
+        """Return what a decision about this call may depend on, but for lengths; see `KEYED_BY`."""
+        tensors = [None if x is None else (x.dim(), x.dtype, x.device) for x in _tensors_of(self)]
+        return self.scale >= LEAST_SCALE, self.sinks is not None, *_values_of(self), *tensors
+
+
+# How each field of `Call` enters `Call.kind`, under which a plan is kept: by value, by its sign, by the rank,
+# dtype and device of the tensor, by whether there is one (of sinks, which only times depend on), as a length,
+# which counts by its class, or not at all (a random state is drawn after the decision). A field that is
+# missing here is an error at import: calls that differ in it would share a plan.
+KEYED_BY = {
+    "scale": "sign",
+    "sinks": "presence",
+    "rng_state": "nothing",
+    **dict.fromkeys(("max_q", "max_k"), "length"),
+    **dict.fromkeys(("window", "dropout", "num_splits"), "value"),
+    **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
+    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes", "grad_lse"), "tensor"),
+}
+_values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value"))
+_tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))
+
+
+class _Kernels(NamedTuple):
+    forward: _Forward
+    backward: _Backward | None = None
+    specialize: Specialize | None = None
+    replaces_native: _ReplacesNative | None = None
+
+
+class Kernels(_Kernels):
+    """The functions of a loaded backend.
+
+    Attributes:
+        forward: `forward(q, k, v, call)` returns `(out, lse)`.
+        backward: `backward(grad_out, q, k, v, out, lse, call)` returns `(grad_q, grad_k, grad_v)`, followed
+            by the gradient of sinks if the call has some. None if the backend has none; another backend's
+            then serves.
+        specialize: `specialize(direction, tensors, call)` returns a launcher for all further calls of the
+            kind and class of lengths of the call that the function above has just run with these tensors, or
+            None: none yet, or none at all. See `contract.launchers`.
+        replaces_native: `replaces_native(direction, spec)` says of dense calls that torch's own selector has
+            sent to torch's kernel of this backend's name whether the backend's function is the faster one.
+            Never, unless given.
+
+    Raises:
+        RegistrationError: a field is no function; the message names it.
+    """
+
+    __slots__ = ()
+
+    def __new__(  # which a NamedTuple itself can't have
+        cls,
+        forward: _Forward,
+        backward: _Backward | None = None,
+        specialize: Specialize | None = None,
+        replaces_native: _ReplacesNative | None = None,
+    ) -> Self:
+        """Refuse what is no function."""
+        found = super().__new__(cls, forward, backward, specialize, replaces_native)
+        for name, function in found._asdict().items():
+            if not callable(function) and (name == "forward" or function is not None):
+                expected = "a function" if name == "forward" else "a function or None"
+                raise RegistrationError(f"Kernels.{name}: got {function!r}, expected {expected}")
+        return found
+
+
+def _nothing_missing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """A named provider of attention kernels.
+
+    Attributes:
+        name: how users ask for it; compared without regard to case.
+        forward, backward: what each direction can run; `backward=None` if it has none.
+        load: imports the provider and returns its kernels; called once, when first needed.
+        unavailable: returns why the provider can't load here, or None; cheap, imports nothing; called once.
+        version: returns the provider's version, or None where it has none; what else is worth
+            saying comes after it, `"9.19.0 (frontend 1.32.0)"`. Known issues go by the first word.
+        refuses: returns further reasons against a spec, in the manner of `Capabilities`.
+        install: the command that installs what is missing; appended where the backend can't load, unless the
+            reason is torch's own ("torch finds no CUDA GPU here").
+        priority: rank in the default order of the devices it serves, the highest first; or a function that
+            gives it for a spec, where others are known to be faster at some calls.
+        cuts: `cuts(spec)` returns where the reasons of `refuses`, the rank of `priority`, and
+            `Kernels.replaces_native` change with lengths, for calls of the spec's kind. It reads no length
+            itself. Without it those calls are decided one by one of which the functions read a length: that
+            is right, but costs each new length a decision.
+        builds: whether it builds something for each new shape of such calls that takes tens of milliseconds.
+            Where times decide, that counts for programs that bring ever new shapes.
+        experimental: whether it hasn't run on the hardware that it is written for.
+        compiles: whether it compiles each kind of call for seconds and keeps the kernels on disk. `attnreg
+            tune` has several processes do so before it measures.
+
+    Raises:
+        RegistrationError: a field has the wrong type; the message names it.
+    """
+
+    name: str
+    forward: Capabilities
+    load: Callable[[], Kernels]
+    backward: Capabilities | None = None
+    unavailable: Callable[[], str | None] = _nothing_missing
+    version: Callable[[], str | None] = _nothing_missing
+    refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
+    install: str = ""
+    priority: int | Callable[[AttentionSpec], int] = 0
+    cuts: Callable[[AttentionSpec], Iterable[Cut]] | None = None
+    builds: Callable[[AttentionSpec], bool] | None = None
+    experimental: bool = False
+    compiles: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if problem := _badly_typed(field.name, value):
+                raise RegistrationError(f"Backend.{field.name}: got {value!r}, expected {problem}")
+
+    def priority_for(self, spec: AttentionSpec) -> int:
+        """Return its rank in the default order for a call; raises what its function raises."""
+        rank = self.priority if isinstance(self.priority, int) else self.priority(spec)
+        if not isinstance(rank, int):
+            raise TypeError(f"priority() returned {rank!r}, expected a whole number")
+        return rank
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device types that it serves in either direction."""
+        both = self.forward.devices + (self.backward.devices if self.backward else ())
+        return tuple(dict.fromkeys(both))
+
+
+def _badly_typed(name: str, value: object) -> str:
+    """Return what the field should have been, or an empty string."""
+    if name == "name":
+        named = isinstance(value, str) and value and value == value.strip() and "," not in value
+        return "" if named else "a name without commas and outer spaces"
+    if value is None and name in ("backward", "refuses", "cuts", "builds"):
+        return ""
+    if name in ("load", "unavailable", "version", "refuses", "cuts", "builds"):
+        return "" if callable(value) else "a function"
+    if name == "priority" and callable(value):
+        return ""
+    kind, expected = {
+        "forward": (Capabilities, "Capabilities"),
+        "backward": (Capabilities, "Capabilities or None"),
+        "install": (str, "a string"),
+        "priority": (int, "a whole number or a function"),
+        "experimental": (bool, "True or False"),
+        "compiles": (bool, "True or False"),
+    }[name]
+    return "" if isinstance(value, kind) else expected

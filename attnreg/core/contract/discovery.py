@@ -1,0 +1,357 @@
+"""Finding backends: the modules of `attnreg/core/backends/` and the entry points `attnreg.backends`.
+
+Backends are imported at the first call of `discover`, not at import. A broken backend never hides the others:
+it becomes an `Entry` that keeps the exception, so that `info` and `explain` can show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from attnreg.core.contract import known_issues
+from attnreg.core.contract.backend import Backend, Kernels
+from attnreg.core.contract.capabilities import Capabilities
+from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
+from attnreg.core.contract.lse_columns import COLUMNS, widened, with_columns
+from attnreg.core.contract.padded_dims import how_padded, padded, with_padding
+from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.torchlib.isolation import strip_tracebacks
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.errors import BackendUnavailableError, RegistrationError
+
+GROUP = "attnreg.backends"
+CHECK_FAILED = "check failed: "
+SET_ASIDE = "not tried again for calls like this: "
+
+# One lock for all: two backends that load each other's packages would deadlock with one each. What is known
+# is read without it: a package may wait, while it is imported, for a thread that calls attention.
+_loading = open_after_fork(threading.RLock())
+
+
+@dataclass(eq=False)
+class Entry:
+    """A backend in the registry: its origin, its declaration, and its kernels once they are loaded.
+
+    Attributes:
+        name: the backend's name; of a broken one, that of its module or entry point.
+        origin: where it was found, as text.
+        backend: its declaration; None if it is broken.
+        cause: the exception of importing or loading it.
+        own: whether the program registered its object, so that it is dropped with its last registration.
+    """
+
+    name: str
+    origin: str
+    backend: Backend | None = None
+    cause: BaseException | None = None
+    own: bool = False
+    _kernels: Kernels | None = field(default=None, init=False)
+    _is_loading: bool = field(default=False, init=False)  # seen by the thread that loads it alone
+    _missing: str | None = field(default=None, init=False)
+    _version: str | None = field(default=None, init=False)
+    _set_aside: dict[tuple[Direction, AttentionSpec], str] = field(default_factory=dict, init=False)
+
+    def unavailable(self) -> str:
+        """Return why the backend can't load here, or an empty string; imports no kernel package."""
+        if self._missing is not None and self.cause is None:
+            return self._missing
+        with _loading:
+            if self.cause is not None:
+                return f"failed to load: {type(self.cause).__name__}: {self.cause}{self._hint()}"
+            if self._missing is None and self.backend is not None:
+                self._missing = self._probe(self.backend)
+            return self._missing or ""
+
+    def kernels(self, spec: AttentionSpec | None = None) -> Kernels:
+        """Load the backend, once per process, and return its kernels, fit for a call if its spec is given.
+
+        If it can't load here, a `BackendUnavailableError` says why and what to install.
+        """
+        found = self._kernels or self._loaded()
+        fit = found if spec is None else self._fit_for(spec, found)
+        # The backend's launchers know nothing of further columns.
+        return found if fit == found else fit._replace(specialize=None)
+
+    def _loaded(self) -> Kernels:
+        with _loading:
+            if self._is_loading:
+                raise RegistrationError(
+                    f"{self.name} is being loaded: its load() has called attention that would run on "
+                    f"{self.name} itself, expected that of another backend, as in use_backend('math')"
+                )
+            if self._kernels is None and not self.unavailable() and self.backend is not None:
+                self._kernels = self._load(self.backend)
+            if self._kernels is None:
+                raise BackendUnavailableError(f"{self.name} {self.unavailable()}") from self.cause
+            return self._kernels
+
+    def kernel(self, direction: Direction, spec: AttentionSpec | None = None) -> Callable[..., Any]:
+        """Return the function of one direction as `kernels` does; an error as well where there is none."""
+        kernels = self.kernels(spec)
+        found = kernels.forward if direction == "forward" else kernels.backward
+        if found is None:
+            raise BackendUnavailableError(f"{self.name} has no {direction}")
+        return found
+
+    def set_aside(self, spec: AttentionSpec, direction: Direction, problem: str, sinks: bool = False) -> str:
+        """Have the backend refuse calls like one whose kernel couldn't be loaded, compiled or built.
+
+        It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
+        reason that it gives.
+        """
+        alike = _without_lengths(spec.but(sinks=sinks), direction)
+        return self._set_aside.setdefault(alike, SET_ASIDE + problem)
+
+    def priority(self, spec: AttentionSpec) -> int:
+        """Return its rank in the default order for a call; 0 where it has none, as `reasons` says then."""
+        try:
+            return self.backend.priority_for(self.padded(spec, "forward")) if self.backend else 0
+        except Exception:  # noqa: BLE001 - see `reasons`
+            return 0
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        """Return every reason against running one direction of `spec` here."""
+        if self.backend is None:
+            return (self.unavailable(),)
+        if self._limits(direction) is None:
+            return ("has no backward",)
+        spec = spec.of(direction)
+        # A package that is missing here needn't be missing on the simulated machine.
+        missing = "" if spec.device.simulated and self.cause is None else self.unavailable()
+        try:
+            against = self._against(spec, direction, missing)
+            if not against and self._set_aside:
+                aside = self._set_aside.get(_without_lengths(spec, direction))
+                against = (aside,) if aside else ()
+        except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
+            against = (f"{CHECK_FAILED}{type(error).__name__}: {error}",)
+        return (missing, *against) if missing else against
+
+    def _against(self, spec: AttentionSpec, direction: Direction, missing: str) -> tuple[str, ...]:
+        """Return the reasons of the backend's limits, of its own check and of known issues."""
+        backend, limits = self.backend, self._limits(direction)
+        if backend is None or limits is None:
+            return ()
+        if (wide := self.padded(spec, direction)) is not spec:
+            # What limits say of the call either way isn't about the padding.
+            either_way, further = limits.unsupported(spec), f"{how_padded(spec, wide)}: "
+            against = self._against(wide, direction, missing)
+            return tuple(one if one in either_way else further + one for one in against)
+        if self.adds_columns(spec, direction):
+            # What is against the call either way isn't about the columns.
+            against = self._against(spec.but(grad_lse=False), direction, missing)
+            further = f"grad_lse takes {COLUMNS} more columns of the head dim: "
+            return against or tuple(further + one for one in self._against(widened(spec), direction, missing))
+        backend.priority_for(spec)  # what it raises is against the call
+        against = limits.unsupported(spec)
+        if not against and backend.refuses is not None:
+            found = backend.refuses(spec)
+            # As a sequence, each letter of a text would be a reason.
+            is_sequence = isinstance(found, Iterable) and not isinstance(found, str)
+            against = tuple(found) if is_sequence else ()
+            if not is_sequence or not all(isinstance(reason, str) for reason in against):
+                raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
+        if not against and not missing:
+            against = known_issues.against(self.name, self.version, spec, direction)
+        return against
+
+    def cuts(self, spec: AttentionSpec, direction: Direction) -> tuple[Cut, ...]:
+        """Return where the decision about calls of a spec's kind changes with their lengths."""
+        backend, limits = self.backend, self._limits(direction)
+        if backend is None or limits is None or spec.device.type not in limits.devices:
+            return ()
+        cuts = [*limits.cuts()]
+        for variant in self._variants(spec.of(direction), direction):
+            cuts += known_issues.cuts(self.name, variant)[0]
+            with contextlib.suppress(Exception):  # `unnamed_reads` says so, and the calls are decided exactly
+                cuts += self._declared(variant)
+        return tuple(cuts)
+
+    def unnamed_reads(
+        self, spec: AttentionSpec, direction: Direction, ranks_only: bool = False
+    ) -> frozenset[str]:
+        """Return the lengths that decide about a spec here in ways that no cut names.
+
+        Calls of the spec's class may be decided differently then. Which lengths are read may depend on the
+        class, but on nothing else of the lengths. `ranks_only` looks at the backend's rank alone.
+        """
+        backend, limits = self.backend, self._limits(direction)
+        if backend is None or limits is None or spec.device.type not in limits.devices:
+            return frozenset()
+        reads: set[str] = set()
+        for variant in self._variants(spec.of(direction), direction):
+            try:
+                declared = self._declared(variant)
+            except Exception:  # noqa: BLE001 - a fault in a backend's cuts must not end the program
+                return frozenset(LENGTHS)
+            if backend.cuts is not None and (of_cuts := reads_of(backend.cuts, variant)):
+                return of_cuts
+            named = {name for cut in declared for name in cut.names}
+            for look in self._looks(backend, limits, direction, ranks_only):
+                reads |= reads_of(look, variant) - named
+            reads |= frozenset() if ranks_only else known_issues.cuts(self.name, variant)[1]
+        if limits.batch.step > 1 and not ranks_only:
+            reads.add("batch")
+        return frozenset(reads)
+
+    def _declared(self, spec: AttentionSpec) -> tuple[Cut, ...]:
+        cuts = self.backend.cuts if self.backend is not None else None
+        return () if cuts is None else check_cuts(cuts(spec), self.name)
+
+    def _variants(self, spec: AttentionSpec, direction: Direction) -> list[AttentionSpec]:
+        """Return the specs that limits may be asked about for one of `spec`; see `_against`."""
+        wide = self.padded(spec, direction)
+        variants = [wide] if wide is spec else [spec, wide]
+        if self.adds_columns(spec, direction):
+            variants += [*(variant.but(grad_lse=False) for variant in variants), widened(wide)]
+        return variants
+
+    def _looks(
+        self, backend: Backend, limits: Capabilities, direction: Direction, ranks_only: bool
+    ) -> Iterator[Callable[[AttentionSpec], object]]:
+        """Yield the functions of a backend that may look at lengths."""
+        if callable(backend.priority):
+            yield backend.priority_for
+        if ranks_only:
+            return
+        if type(limits) is not Capabilities:  # whose own limits of lengths are cuts already
+            yield limits.unsupported
+        if backend.refuses is not None:
+            yield backend.refuses
+        if self._kernels is not None and self._kernels.replaces_native is not None:
+            yield functools.partial(self._kernels.replaces_native, direction)
+
+    def builds(self, spec: AttentionSpec) -> bool:
+        """Whether the backend builds something for each new shape of such calls."""
+        try:
+            return self.backend is not None and self.backend.builds is not None and self.backend.builds(spec)
+        except Exception:  # noqa: BLE001 - see `reasons`
+            return False
+
+    def _limits(self, direction: Direction) -> Capabilities | None:
+        if self.backend is None:
+            return None
+        return self.backend.forward if direction == "forward" else self.backend.backward
+
+    def _fit_for(self, spec: AttentionSpec, kernels: Kernels) -> Kernels:
+        """Return kernels that are given what this backend's take in place of such a call's tensors."""
+        forward, backward = kernels.forward, kernels.backward
+        if self.padded(spec, "forward") is not spec:
+            forward = with_padding(forward, "forward")
+        if backward is not None and self.adds_columns(spec, "backward"):
+            backward = with_columns(backward)
+        if backward is not None and self.padded(spec, "backward") is not spec:
+            backward = with_padding(backward, "backward")
+        return kernels._replace(forward=forward, backward=backward)
+
+    def padded(self, spec: AttentionSpec, direction: Direction) -> AttentionSpec:
+        """Return the spec with the head dims that the kernel is given: see `padded_dims`.
+
+        The same object unless the backend declares the padded head dims, and not those of the call.
+        """
+        wide = padded(spec)
+        limits = None if wide is spec else self._limits(direction)
+        if limits is None or limits.has_dims(spec) or any(limits.against_dims(wide)):
+            return spec
+        return wide
+
+    def adds_columns(self, spec: AttentionSpec, direction: Direction) -> bool:
+        """Whether the kernel is given the gradient of the LSE in further columns; see `lse_columns`."""
+        limits = self._limits(direction)
+        if direction == "forward" or limits is None or not spec.grad_lse:
+            return False
+        return limits.delta_from_out and not limits.grad_lse
+
+    def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
+        """Whether the kernel of one direction may be given sinks of such a call, which it counts itself."""
+        limits, given = self._limits(direction), spec.but(sinks=True)
+        may = limits is not None and limits.sinks and given.gives_sinks and not spec.capturing
+        return may and not self.reasons(given, direction)
+
+    def version(self) -> str:
+        """Return the provider's version, or an empty string if it has none or the check raises.
+
+        It is asked for once: a provider may have to read it from the disk.
+        """
+        if self._version is None:
+            self._version = known_issues.text_of(self.backend.version) if self.backend is not None else ""
+        return self._version
+
+    def _probe(self, backend: Backend) -> str:
+        try:
+            missing = backend.unavailable()
+            if missing and not isinstance(missing, str):  # the reason itself is shown
+                raise TypeError(f"unavailable() returned {missing!r}, expected a reason as text, or none")
+        except Exception as error:  # noqa: BLE001 - as in `reasons`
+            missing = f"availability check failed: {type(error).__name__}: {error}"
+        if not missing:
+            return ""
+        # Where torch lacks something, installing a package wouldn't help.
+        return f"can't load here: {missing}" + ("" if missing.startswith("torch ") else self._hint())
+
+    def _hint(self) -> str:
+        install = self.backend.install if self.backend is not None else ""
+        return f"; install it with: {install}" if install else ""
+
+    def _load(self, backend: Backend) -> Kernels | None:
+        self._is_loading = True
+        try:
+            kernels = backend.load()
+            if not isinstance(kernels, Kernels):
+                raise RegistrationError(f"load() of {self.name}: got {kernels!r}, expected Kernels")
+            Kernels(*kernels)  # which `_replace` doesn't check
+            if backend.backward is not None and kernels.backward is None:
+                raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - kept as the cause
+            self.cause = strip_tracebacks(error)  # kept for good; its frames may refer to tensors
+            return None
+        finally:
+            self._is_loading = False
+        return kernels
+
+
+def _without_lengths(spec: AttentionSpec, direction: Direction) -> tuple[Direction, AttentionSpec]:
+    """Return what calls have in common but for lengths, how far a window reaches, and how much is dropped."""
+    left, right = spec.window
+    alike = spec.of(direction).but(batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1)
+    dropout = float(spec.dropout > 0.0)
+    return direction, alike.but(window=(min(left, 1), min(right, 1)), dropout=dropout, needs_backward=False)
+
+
+def discover() -> list[Entry]:
+    """Return all backends of this installation, broken ones included."""
+    return [_entry(point, origin) for point, origin in _points()]
+
+
+def _points() -> Iterator[tuple[EntryPoint, str]]:
+    # By name: the contract is below the backends in the order of imports.
+    for module in pkgutil.iter_modules(importlib.import_module(GROUP).__path__):
+        if not module.name.startswith("_"):
+            path = f"{GROUP}.{module.name}"
+            yield EntryPoint(module.name, f"{path}:BACKEND", GROUP), path
+    # Sorted: which of two backends of one name comes first mustn't depend on the file system.
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
+        yield point, f"entry point {point.value}{package}"
+
+
+def _entry(point: EntryPoint, origin: str) -> Entry:
+    try:
+        found = point.load()
+        if not isinstance(found, Backend):
+            raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the other backends have to load
+        return Entry(point.name, origin, cause=strip_tracebacks(error))
+    return Entry(found.name, origin, found)

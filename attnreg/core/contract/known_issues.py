@@ -1,0 +1,281 @@
+"""Kernels that are known to be wrong or to crash: the rows of `known_issues.toml`.
+
+A row is one more reason against the calls that it describes. The file is read once, at the first
+decision. A test checks its form; a row that is malformed all the same is left out with a warning, because it
+mustn't stop a program's attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnreg.core.contract.lengths import LENGTHS, Cut
+from attnreg.core.contract.spec import AttentionSpec
+from attnreg.errors import did_you_mean
+
+FILE = Path(__file__).with_name("known_issues.toml")
+
+log = logging.getLogger("attnreg")
+
+
+def against(
+    backend: str, version: Callable[[], str | None], spec: AttentionSpec, direction: str
+) -> tuple[str, ...]:
+    """Return the known issues of a backend's kernel for a call; calls `version` only if one depends on it."""
+    name = backend.casefold()
+    found = [row for row in _rows() if row.backend.casefold() == name and row.affects(spec, direction)]
+    if any(row.versions for row in found):
+        here = text_of(version)
+        found = [row for row in found if row.affects_version(here, spec.device.simulated)]
+    return tuple(f"{row.reason}; see {row.link}" for row in found)
+
+
+def cuts(backend: str, spec: AttentionSpec) -> tuple[tuple[Cut, ...], frozenset[str]]:
+    """Return where known issues of a backend begin or end to affect calls of a spec's kind.
+
+    And the lengths that are tested in a way that no cut can say, such as by a remainder.
+    """
+    places: list[Cut] = []
+    beyond: set[str] = set()
+    for row in _rows():
+        tests = [test for test in row.where if _lengths_of(test)]
+        others = all(_holds(spec, *test) for test in row.where if test not in tests)
+        if row.backend.casefold() != backend.casefold() or not others:
+            continue
+        for field, test, operand in tests:
+            if test not in _STEPS:
+                beyond |= _lengths_of((field, test, operand))
+            elif field not in LENGTHS:  # something else, say a side of the window, is compared with a length
+                number = (_value(spec, field) or 0) - operand.added
+                places += (Cut.of(operand.field, at=number + step) for step in (0, 1))
+            elif isinstance(operand, Sum) and operand.field in LENGTHS:
+                places += (Cut.beyond(field, operand.field, operand.added + step) for step in _STEPS[test])
+            else:
+                number = _value(spec, operand.field) + operand.added if isinstance(operand, Sum) else operand
+                places += (Cut.of(field, at=math.ceil(number) + step) for step in _STEPS[test])
+    return tuple(places), frozenset(beyond)
+
+
+def _lengths_of(test: tuple[str, str, Any]) -> frozenset[str]:
+    """Return the lengths that a test is about, on either side."""
+    field, _, operand = test
+    return frozenset((field, operand.field if isinstance(operand, Sum) else "")) & {*LENGTHS}
+
+
+# Which lengths from an operand on a test changes its outcome at.
+_STEPS = {
+    **dict.fromkeys(("equals", "differs_from"), (0, 1)),
+    **dict.fromkeys(("at_least", "less_than"), (0,)),
+    **dict.fromkeys(("at_most", "more_than"), (0, 1)),
+}
+
+
+@functools.cache
+def _rows() -> tuple[Issue, ...]:
+    issues, problems = read(FILE)
+    for problem in problems:
+        log.warning("%s; the row is left out", problem)
+    return issues
+
+
+def text_of(version: Callable[[], str | None]) -> str:
+    """Return a provider's version, or an empty string if it has none or the check raises."""
+    try:
+        return str(version() or "")
+    except Exception:  # noqa: BLE001 - only shown and compared
+        return ""
+
+
+DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+
+# The fields that a row can test, with their types.
+FIELDS = {field.name: str(field.type) for field in fields(AttentionSpec)} | {
+    "causal": "bool",
+    "windowed": "bool",
+    "window_left": "int",
+    "window_right": "int",
+}
+del FIELDS["device"], FIELDS["window"]
+
+TESTS: dict[str, Callable[[Any, Any], bool]] = {
+    "equals": operator.eq,
+    "differs_from": operator.ne,
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "less_than": operator.lt,
+    "more_than": operator.gt,
+    "multiple_of": lambda got, divisor: got % divisor == 0,
+    "modulo": lambda got, of: got % of[0] == of[1],
+}
+
+
+class Sum(NamedTuple):
+    """Another field plus a number, the operand of a test: `"max_q - 1"`."""
+
+    field: str
+    added: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issue:
+    """One row.
+
+    Attributes:
+        backend: the backend whose kernels have the fault.
+        reason, link: what is wrong with them, and where that was reported.
+        directions: the affected directions.
+        versions: the affected versions of the provider, as a specifier; empty for all.
+        compute_capability: the lowest and highest affected one; None for all.
+        where: tests that an affected call passes, as (field, test, operand).
+    """
+
+    backend: str
+    reason: str
+    link: str
+    directions: tuple[str, ...]
+    versions: str = ""
+    compute_capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    where: tuple[tuple[str, str, Any], ...] = ()
+
+    def affects(self, spec: AttentionSpec, direction: str) -> bool:
+        """Whether a call is affected, if the provider's version is."""
+        known = spec.device.capability
+        if self.compute_capability is not None and known is not None:
+            lowest, highest = self.compute_capability
+            if not lowest <= known <= highest:
+                return False
+        return direction in self.directions and all(_holds(spec, *test) for test in self.where)
+
+    def affects_version(self, version: str, simulated: bool = False) -> bool:
+        """Whether a provider's version has the fault; the first word of `version` is the version.
+
+        An unknown version counts as affected, except on a simulated device.
+        """
+        return not self.versions or _contains(self.versions, version, simulated)
+
+
+@functools.cache
+def _contains(versions: str, version: str, simulated: bool) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return SpecifierSet(versions).contains(Version(version.split()[0]), prereleases=True)
+    except (IndexError, InvalidVersion):
+        return not simulated
+
+
+def read(path: Path) -> tuple[tuple[Issue, ...], tuple[str, ...]]:
+    """Return the valid rows of a file, and one sentence for each malformed row."""
+    issues, problems = [], []
+    try:
+        rows = tomllib.loads(path.read_text(encoding="utf-8"))["issue"]
+    except (OSError, ValueError, KeyError) as error:
+        return (), (f"{path.name}: {type(error).__name__}: {error}",)
+    for number, row in enumerate(rows, 1):
+        try:
+            issues.append(_issue(row))
+        except ValueError as error:
+            problems.append(f"{path.name}: issue {number}: {error}")
+    return tuple(issues), tuple(problems)
+
+
+def _issue(row: dict[str, Any]) -> Issue:
+    """Read one row; raises ValueError, which names the key, what was got and what was expected."""
+    _expect_one_of("key", row, [field.name for field in fields(Issue)])
+    for key in ("backend", "reason", "link", "directions"):
+        _expect(isinstance(row.get(key), str) and row[key], key, row.get(key), "a string")
+    reason, link = row["reason"], row["link"]
+    _expect(reason == reason.strip(" .\n"), "reason", reason, "one sentence without a full stop")
+    _expect(link.startswith("https://"), "link", link, "an address that begins with https://")
+    _expect_one_of("directions", [row["directions"]], DIRECTIONS)
+    converted = {
+        "directions": DIRECTIONS[row["directions"]],
+        "versions": _versions(row.get("versions", "")),
+        "compute_capability": _capabilities(row.get("compute_capability")),
+        "where": tuple(_tests(row.get("where", {}))),
+    }
+    return Issue(**row | converted)
+
+
+def _versions(text: Any) -> str:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return str(SpecifierSet(text))
+    except (InvalidSpecifier, TypeError, AttributeError):
+        problem = f"versions: got {text!r}, expected a specifier such as '>=9.10,<9.10.2'"
+        raise ValueError(problem) from None
+
+
+def _capabilities(ends: Any) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    if ends is None:
+        return None
+    found = [re.fullmatch(r"(\d+)\.(\d)", str(end)) for end in ends] if isinstance(ends, list) else []
+    numbers = [(int(end[1]), int(end[2])) for end in found if end]
+    fine = len(found) == len(numbers) == 2 and numbers[0] <= numbers[1]
+    _expect(fine, "compute_capability", ends, "the lowest and the highest, such as ['8.0', '9.0']")
+    return numbers[0], numbers[1]
+
+
+def _tests(where: Any) -> Iterator[tuple[str, str, Any]]:
+    _expect(isinstance(where, dict), "where", where, "a table")
+    _expect_one_of("where: field", where, FIELDS)
+    for field, tests in where.items():
+        given = tests if isinstance(tests, dict) else {"equals": tests}
+        _expect_one_of(f"where.{field}: test", given, TESTS)
+        for test, operand in given.items():
+            yield field, test, _operand(field, test, operand)
+
+
+def _operand(field: str, test: str, operand: Any) -> Any:
+    """Return what a field is compared with, after checking that it can be compared with that."""
+    key, kind = f"where.{field}.{test}", FIELDS[field]
+    if test == "modulo":
+        whole = isinstance(operand, list) and len(operand) == 2 and all(type(n) is int for n in operand)
+        _expect(whole and operand[0] > 0, key, operand, "[divisor, remainder]")
+        return tuple(operand)
+    if kind in ("bool", "str"):
+        _expect(test in ("equals", "differs_from"), key, operand, f"no such test, as {field} is no number")
+        fine = type(operand).__name__ == kind
+        _expect(fine, key, operand, "true or false" if kind == "bool" else "a string")
+        return operand
+    if isinstance(operand, str) and (other := re.fullmatch(r"(\w+)(?: ([+-]) (\d+))?", operand)):
+        _expect_one_of(f"{key}: field", [other[1]], [name for name in FIELDS if FIELDS[name] == "int"])
+        return Sum(other[1], int(f"{other[2] or '+'}{other[3] or 0}"))
+    _expect(type(operand) in (int, float), key, operand, "a number, or a field such as 'max_q - 1'")
+    _expect(test != "multiple_of" or operand > 0, key, operand, "a number above 0")
+    return operand
+
+
+def _expect(fine: Any, key: str, got: object, expected: str) -> None:
+    if not fine:
+        raise ValueError(f"{key}: got {got!r}, expected {expected}")
+
+
+def _expect_one_of(what: str, got: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for word in got:
+        _expect(word in known, what, word, f"one of {', '.join(known)}{did_you_mean(str(word), known)}")
+
+
+def _holds(spec: AttentionSpec, field: str, test: str, operand: object) -> bool:
+    got = _value(spec, field)
+    if isinstance(operand, Sum):
+        operand = _value(spec, operand.field) + operand.added
+    return got is not None and TESTS[test](got, operand)
+
+
+def _value(spec: AttentionSpec, field: str) -> Any:
+    if field in ("window_left", "window_right"):
+        return spec.window[field == "window_right"]
+    return getattr(spec, field)

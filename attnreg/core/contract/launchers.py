@@ -1,0 +1,313 @@
+"""Launchers: what runs further calls of a kind that a kernel has run, for the call cache.
+
+`Kernels.specialize` is called after a call has run, with the tensors that it ran on. It returns a launcher
+for every further call of that kind and class of lengths, whatever its lengths, values and addresses. All of
+`Call` but lengths and tensors is the same then. Of tensors these are the same: dtype, device, heads and head
+dims, whether sixteen bytes can be read at a time from where they begin, and of each stride whether it is 0, 1
+or whole steps of sixteen bytes. The call cache sees to it that of every call
+
+- there are queries and keys, and lengths fit each other,
+- each row of a dense call sees a key,
+- the tensors' device is the current one.
+
+Thread and stream may be others, and a CUDA graph may be captured. Whatever else a launcher depends on it
+looks at itself, and returns None where that has changed: Python then looks up the call's plan. What it raises
+means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
+
+A launcher is called with the tensors that the backend's function takes. Those of a packed call are followed
+by the sinks of a call that has some, by both offsets (the same tensor twice if the first call's were), by
+`max_q` and `max_k`, and by whether every row is known to belong to a sequence and to see a key. Unless it is,
+the launcher itself keeps the contract for rows of no sequence and without a key (`contract.rows`). It returns
+what the function does, save that a forward's LSE may have any strides, and it calls no op of aten's that
+attnreg routes. Any function will do; the classes below spare the call cache every Python object of a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.rows import blanked, clear_backward, clear_forward
+from attnreg.core.torchlib import captured
+from attnreg.core.torchlib.layout import contiguous_strides, stream_of, uninitialized, with_strides
+from attnreg.errors import RegistrationError
+
+Launcher = Callable[..., "tuple[Tensor, ...] | None"]
+
+FORWARD, LSE = 3, 5  # how many tensors a forward is given; the place of the LSE among those of a backward
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+class Length(enum.IntEnum):
+    """A length of the call, among arguments of an op or its auxiliary outputs."""
+
+    MAX_Q = 0
+    MAX_K = 1
+
+
+MAX_Q, MAX_K = Length.MAX_Q, Length.MAX_K
+
+
+def with_lengths(values: tuple[Any, ...], max_q: int, max_k: int) -> list[Any]:
+    """Return values with a call's lengths in the places of `MAX_Q` and `MAX_K`."""
+    return [(max_q, max_k)[x] if isinstance(x, Length) else x for x in values]
+
+
+def places_of(values: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
+    """Return where `MAX_Q` and `MAX_K` are, each place with 0 or 1."""
+    return tuple((place, int(x)) for place, x in enumerate(values) if isinstance(x, Length))
+
+
+class OpLauncher:
+    """One of torch's own kernels, with all its arguments but the tensors.
+
+    Of a packed call whose rows aren't known to see keys, the call cache clears the results' other rows.
+
+    Attributes:
+        op, key: the aten op, without "aten::", and the dispatch key of the kernel (see `torchlib.captured`).
+        rest, options: the op's arguments behind the tensors, with `MAX_Q` and `MAX_K` for lengths, and those
+            by keyword.
+        results: how many of the op's results are returned.
+        window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
+    """
+
+    __slots__ = ("_run", "key", "op", "options", "rest", "results", "window")
+
+    def __init__(
+        self,
+        op: str,
+        key: str,
+        rest: tuple[Any, ...],
+        options: dict[str, Any],
+        results: int,
+        window: tuple[int, int] = (-1, -1),
+    ) -> None:
+        self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
+        self.window = window
+        self._run = captured.kernel(op, key)
+
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as the compiled call cache takes it."""
+        rest = tuple(with_lengths(self.rest, 0, 0))
+        return self.op, self.key, rest, self.options, self.results, places_of(self.rest), self.window
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Return the results for the arguments of a launcher."""
+        tensors, call = split(arguments)
+        query, key = tensors[:2] if len(tensors) == FORWARD else tensors[1:3]
+        max_q, max_k = (query.shape[1], key.shape[1]) if call is None else call.longest
+        rest = with_lengths(self.rest, max_q, max_k)
+        offsets = () if call is None else call.offsets
+        results = tuple(self._run(*tensors, *offsets, *rest, **self.options)[: self.results])
+        return results if call is None else call.cleared(results, self.window)
+
+
+class PackedCall(NamedTuple):
+    """What a launcher is given of a packed call behind its tensors."""
+
+    offsets: tuple[Tensor, Tensor]
+    longest: tuple[int, int]
+    all_rows_see_keys: bool
+
+    def cleared(self, results: tuple[Tensor, ...], window: tuple[int, int]) -> tuple[Tensor, ...]:
+        """Return a forward's or a backward's results after clearing rows that a kernel left as they were."""
+        if self.all_rows_see_keys:
+            return results
+        if len(results) == FORWARD - 1:
+            clear_forward(results[0], results[1], *self.offsets, window)
+        else:
+            clear_backward(results[0], results[1], results[2], *self.offsets)
+        return results
+
+
+def split(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], PackedCall | None]:
+    """Return a launcher's tensors, with sinks, and what follows them; None for a dense call."""
+    if not isinstance(arguments[-1], bool):
+        return arguments, None
+    *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, known = arguments
+    return tuple(tensors), PackedCall((cu_seqlens_q, cu_seqlens_k), (max_q, max_k), known)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLauncher:
+    """A C function that takes whatever lengths come; it is called without the interpreter's lock.
+
+    Attributes:
+        run: the launcher as a function of Python's, for callers that have tensors.
+        function: the address of `int64_t f(const void *context, const NativeCall *call)`; see
+            `dispatch/csrc/native.h`. It returns 0, or anything else having done nothing: Python then runs
+            the call.
+        context: the address of what the function has to know of the kind of call.
+        keep: what owns the memory there.
+    """
+
+    run: Callable[..., tuple[Tensor, ...] | None]
+    function: int
+    context: int = 0
+    keep: object = None
+
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as the compiled call cache takes it."""
+        return self.function, self.context
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        """Return the results for the arguments of a launcher."""
+        return self.run(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionLauncher:
+    """A function of Python's for packed calls, which leaves rows to the call cache.
+
+    Where rows aren't known to belong to sequences with queries and keys, the call cache clears the results'
+    other rows. The function is then called as if that were known.
+
+    Attributes:
+        run: the function.
+        window: (left, right) as in `Call`: rows that see no key are cleared by it.
+        finite: pairs of a tensor's place and 1 if its rows are those of keys, else 0. In a copy of such a
+            tensor, rows past the last offset are zeros: the function reads them, and a NaN would spread.
+    """
+
+    run: Callable[..., tuple[Tensor, ...] | None]
+    window: tuple[int, int]
+    finite: tuple[tuple[int, int], ...] = ()
+
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as the compiled call cache takes it."""
+        return self.run, self.window, self.finite
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        """Return the results for the arguments of a launcher."""
+        tensors, call = split(arguments)
+        if call is None or call.all_rows_see_keys:
+            return self.run(*arguments)
+        of_keys = dict(self.finite)
+        tensors = tuple(
+            blanked(x, call.offsets[of_keys[place]]) if place in of_keys else x
+            for place, x in enumerate(tensors)
+        )
+        results = self.run(*tensors, *call.offsets, *call.longest, True)
+        return None if results is None else call.cleared(results, self.window)
+
+
+class Prepared(NamedTuple):
+    """How a kernel on addresses runs a call of some lengths.
+
+    Tensors are numbered: first those that the call is given, offsets aside; then the results; then what is
+    derived from the offsets.
+
+    Attributes:
+        launch: `launch(addresses, workspace, stream)` runs the kernel. `addresses` points to an array of
+            pointers, `workspace` to the workspace (0 if there is none), and `stream` is a CUDA stream of the
+            tensors' device, which is the current one. Returns False, having done nothing, if it can't any
+            more.
+        operands: the numbers of the tensors whose addresses the kernel is given, in order.
+        workspace: how many more bytes the kernel needs.
+        lse_token_first: whether a packed forward's LSE, (H, T), has the strides (1, H).
+        lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
+            will do.
+        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
+            packed calls, or None if it can't run any more. While the offsets exist unchanged and the tensors
+            are alive (`offsets.derived_from` keeps them) it is called again only after `offsets.TRUSTED`
+            seconds. None for dense calls.
+    """
+
+    launch: Callable[[int, int, int], bool]
+    operands: tuple[int, ...]
+    workspace: int = 0
+    lse_token_first: bool = False
+    lse_strides: tuple[int, ...] | None = None
+    derive: Callable[[Tensor, Tensor], list[Tensor] | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AddressLauncher:
+    """A kernel that is given the addresses of its tensors.
+
+    The call cache allocates results, contiguous but for a forward's LSE, and the workspace, and clears the
+    rows of packed results that aren't known to see a key.
+
+    Attributes:
+        run: the launcher as a function of Python's, for callers that have tensors.
+        prepare: `prepare(batch, max_q, max_k, tokens_q, tokens_k, strides)` returns how a call of these
+            lengths and strides, of each tensor that it is given, is run; or None where Python has to run it.
+        window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
+    """
+
+    run: Callable[..., tuple[Tensor, ...] | None]
+    prepare: Callable[..., Prepared | None]
+    window: tuple[int, int] = (-1, -1)
+
+    def described(self) -> tuple[Any, ...]:
+        """Return all of it, as the compiled call cache takes it."""
+        return self.prepare, self.window
+
+    def on_addresses(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        """Return the results as the compiled call cache has them, by addresses; None if it can't."""
+        if arguments[0].is_cuda:
+            with torch.cuda.device(arguments[0].device):
+                return self._launched(*arguments)
+        return self._launched(*arguments)
+
+    def _launched(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        tensors, call = split(arguments)
+        is_forward = len(tensors) == FORWARD
+        query, key, value = tensors[:3] if is_forward else tensors[1:4]
+        rows_q, rows_k = query.shape[1], key.shape[1]
+        lengths = (len(query), rows_q, rows_k, len(query) * rows_q, len(query) * rows_k)
+        if call is not None:
+            lengths = (len(call.offsets[0]) - 1, *call.longest, len(query), len(key))
+        how = self.prepare(*lengths, tuple(x.stride() for x in tensors))
+        if how is None:
+            return None
+        check_prepared(how)
+        if how.lse_strides is not None:
+            tensors = (*tensors[:LSE], with_strides(tensors[LSE], how.lse_strides), *tensors[LSE + 1 :])
+        device = query.device
+        if is_forward:
+            *rows, heads, _ = query.shape
+            shape = (heads, *rows) if call is not None else (rows[0], heads, rows[1])
+            strides = (1, heads) if how.lse_token_first else contiguous_strides(shape)
+            out = (*query.shape[:-1], value.shape[-1])
+            results: tuple[Tensor, ...] = (
+                uninitialized(out, contiguous_strides(out), query.dtype, device),
+                uninitialized(shape, strides, torch.float32, device),
+            )
+        else:
+            results = tuple(
+                uninitialized(tuple(x.shape), contiguous_strides(x.shape), x.dtype, device)
+                for x in tensors[1:4]
+            )
+        derived = [] if how.derive is None or call is None else how.derive(*call.offsets)
+        if derived is None:
+            return None
+        operands = *tensors, *results, *derived
+        addresses = (ctypes.c_void_p * len(how.operands))(*(operands[n].data_ptr() for n in how.operands))
+        workspace = uninitialized((how.workspace,), (1,), torch.uint8, device)
+        stream = stream_of(query) if device.type == "cuda" else 0
+        if not how.launch(ctypes.addressof(addresses), workspace.data_ptr(), stream):
+            return None
+        return results if call is None else call.cleared(results, self.window)
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
+        """Return the results for the arguments of a launcher."""
+        return self.run(*arguments)
+
+
+def check_prepared(how: Prepared) -> None:
+    """Check what `prepare` has returned; raises RegistrationError where it isn't as `Prepared` says."""
+    strides = () if how.lse_strides is None else how.lse_strides
+    for name, value in {"operands": how.operands, "lse_strides": strides}.items():
+        if not isinstance(value, tuple):
+            raise RegistrationError(f"Prepared.{name}: got {value!r}, expected a tuple")
+    for number in (*how.operands, *strides, how.workspace):
+        if not isinstance(number, int) or number < 0:
+            raise RegistrationError(f"Prepared: got {number!r}, expected whole numbers from 0")

@@ -1,0 +1,154 @@
+"""Lengths of a call, and the classes of lengths that decide alike.
+
+A program has a dozen kinds of calls and ever new lengths. A decision depends on lengths only where a limit
+lies. A `Cut` says where, as data: so a class of lengths is decided once, whatever lengths come later. A limit
+that reads a length which no cut names has its calls decided one by one (`reads_of`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any, NamedTuple, Self
+
+from attnreg.core.contract.spec import FEW_ROWS, LENGTHS, AttentionSpec
+from attnreg.errors import RegistrationError
+
+__all__ = ["LENGTHS", "Cut", "Lengths", "reads_of"]
+
+# Products of lengths end below 2**53 wherever a limit lies: C++ computes them as doubles.
+LARGEST_LIMIT = 2**53
+
+
+class Lengths(NamedTuple):
+    """The lengths of a call: sequences, the longest of each side, and all tokens of each side."""
+
+    batch: int
+    max_q: int
+    max_k: int
+    tokens_q: int
+    tokens_k: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> Self:
+        """Return the lengths of a spec."""
+        return cls(spec.batch, spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k)
+
+
+class Cut(NamedTuple):
+    """Where a decision may change: where a sum of products of lengths reaches a number.
+
+    Attributes:
+        terms: pairs of a coefficient and the lengths that are multiplied, by their names in `LENGTHS`.
+        at: the number; lengths below it are another class than the rest.
+    """
+
+    terms: tuple[tuple[int, tuple[str, ...]], ...]
+    at: int
+
+    @classmethod
+    def of(cls, *lengths: str, at: int) -> Self:
+        """Return the cut where the product of some lengths reaches `at`."""
+        return cls(((1, lengths),), at)
+
+    @classmethod
+    def beyond(cls, length: str, other: str, at: int = 1) -> Self:
+        """Return the cut where one length is larger than another by `at`."""
+        return cls(((1, (length,)), (-1, (other,))), at)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The lengths that it is about."""
+        return frozenset(name for _, product in self.terms for name in product)
+
+    def is_reached(self, lengths: Lengths) -> bool:
+        """Whether a call of these lengths lies at the cut or above it."""
+        total = 0
+        for coefficient, product in self.terms:
+            amount = coefficient
+            for name in product:
+                amount *= getattr(lengths, name)
+            total += amount
+        return total >= self.at
+
+
+def check_cuts(cuts: Any, backend: str) -> tuple[Cut, ...]:
+    """Return what a backend's `cuts` returned as a tuple; raises RegistrationError if these are no cuts."""
+    checked: tuple[Cut, ...] = tuple(cuts) if isinstance(cuts, Iterable) else (cuts,)
+    for cut in checked:
+        fine = isinstance(cut, Cut) and isinstance(cut.at, int) and abs(cut.at) < LARGEST_LIMIT
+        if not fine or not cut.names <= {*LENGTHS}:
+            raise RegistrationError(
+                f"cuts() of {backend}: got {cut!r}, expected a Cut of {', '.join(LENGTHS)} at a whole number"
+            )
+    return checked
+
+
+class _WatchedSpec(AttentionSpec):
+    """A spec that notes which of its lengths are read; `dataclasses.replace` reads all of them."""
+
+    __slots__ = ("_reads",)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in LENGTHS:
+            object.__getattribute__(self, "_reads").add(name)
+        return object.__getattribute__(self, name)
+
+    def but(self, **changes: Any) -> AttentionSpec:
+        """Return a copy with some fields changed, watched as well: what is copied isn't read."""
+        values = {name: object.__getattribute__(self, name) for name in _FIELDS}
+        changed = AttentionSpec(**values | changes)
+        return _watched(changed, object.__getattribute__(self, "_reads"))
+
+
+_FIELDS = tuple(field.name for field in fields(AttentionSpec))
+
+
+def _watched(spec: AttentionSpec, reads: set[str]) -> AttentionSpec:
+    watched = object.__new__(_WatchedSpec)
+    for name in _FIELDS:
+        object.__setattr__(watched, name, getattr(spec, name))
+    object.__setattr__(watched, "_reads", reads)
+    return watched
+
+
+def reads_of(look: Callable[[AttentionSpec], object], spec: AttentionSpec) -> frozenset[str]:
+    """Return the names of the lengths that a function reads of a spec; none of what it raises counts."""
+    reads: set[str] = set()
+    try:
+        outcome = look(_watched(spec, reads))
+        if isinstance(outcome, Iterator):
+            tuple(outcome)
+    except Exception:  # noqa: BLE001 - a fault of a check is a reason, whoever asks for reasons says so
+        pass
+    return frozenset(reads)
+
+
+def step_of(length: int) -> int:
+    """Return the number of the step, in powers of the root of 2, that a length lies in.
+
+    In whole numbers, so that C++ has the same: two steps for each bit, the second from 1.5 times on.
+    """
+    bits = length.bit_length()
+    return 2 * bits + (length >> max(bits - 2, 0) & 1 if bits > 1 else 0)
+
+
+# A call of nothing is decided by itself; the mask of a single row, or of more rows than keys, by lengths.
+OF_ALL = (
+    *(Cut.of(name, at=1) for name in LENGTHS),
+    Cut.of("max_q", at=2),
+    Cut.of("max_k", at=2),
+    Cut.beyond("max_q", "max_k", at=0),
+    Cut.beyond("max_q", "max_k", at=1),
+)
+
+
+def cuts_of_window(left: int, right: int) -> tuple[Cut, ...]:
+    """Return where a bound of a window begins to hide something: see `dispatch.calls.bounds`."""
+    by_left = (Cut.of("max_k", at=left + 2),) if left >= 0 else ()
+    return (*by_left, Cut.of("max_q", at=right + 2)) if right >= 0 else by_left
+
+
+def cut_of_decoding(spec: AttentionSpec) -> int:
+    """Return the longest query from which on a call of a spec's kind doesn't decode: see `decodes`."""
+    return -(-FEW_ROWS * spec.heads_k // max(spec.heads_q, 1))

@@ -1,0 +1,284 @@
+"""Values derived from the offsets of packed sequences, cached for as long as the offsets exist unchanged.
+
+The layers of a model share their offsets, so a backend derives each value once per batch, not once per layer.
+
+The host doesn't know the values of a CUDA tensor; `facts` starts an async read-back and doesn't wait. Until
+it has arrived no property is assumed, and backends zero rows that may belong to no sequence. During
+the capture of a CUDA graph nothing is cached: a replay has to read the values that the offsets have then.
+
+Torch counts its own writes to a tensor, but not those of a collective, of `x.data.copy_()`, of a kernel of
+the user's or of a graph's replay. So what is used for longer than `TRUSTED` is derived once more, and the
+device compares the two. Once it has reported that they differ a call is an error, or the end of the process
+logs one: some calls before may have used the old values.
+
+Kernels load whole tiles. A tile that ends beyond its sequence also loads the rows after it, at a weight of
+zero, and zero times NaN is NaN. So for some kernels rows that no query may see (`find_unused`) have to be
+finite, whatever the caller has left there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import operator
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.rows import facts as compute_facts
+from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.core.torchlib.readback import AsyncReadback, Result
+from attnreg.errors import InvalidInputError
+
+# Entries for the offsets in use: of self and cross attention, in a few micro-batches, for each purpose.
+_MOST_CACHED = 64
+
+# For how many seconds what was derived is used before the device compares it. That call is planned anew and
+# takes the host 0.4 to 0.7 ms in place of 20 us (H200; `benchmarks/ablation.py`).
+# The call cache asks as often.
+TRUSTED = 0.05
+
+CHANGED = (
+    "offsets of packed sequences were written to in a way that torch doesn't count (a collective, `.data`, a "
+    "kernel of your own, a graph's replay), and calls since then may have used the old ones: after such a "
+    "write call torch.autograd.graph.increment_version(offsets), or write to a new tensor"
+)
+
+log = logging.getLogger("attnreg")
+
+
+class Derived(Protocol):
+    """What is derived from offsets."""
+
+    def differs(self, newer: Self) -> Tensor:
+        """Return on the device whether calls that used this were wrong, if the offsets give `newer`."""
+
+
+T = TypeVar("T", bound=Derived)
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What was derived, of which tensors and how; when it was last compared, and the comparison under way."""
+
+    tensors: tuple[weakref.ref[Tensor] | None, ...]
+    storages: object  # ids and addresses are reused once a storage has gone
+    make: Callable[..., Any]
+    value: Any
+    compared: float
+    comparison: AsyncReadback | None = None
+
+    def given(self) -> list[Tensor | None]:
+        return [None if ref is None else ref() for ref in self.tensors]
+
+    def changed(self) -> Tensor:
+        """Return on the device whether calls that used the value were wrong."""
+        return self.value.differs(self.make(*self.given()))  # type: ignore[no-any-return]
+
+
+_lock = open_after_fork(threading.Lock())
+# Keys: stream (another one doesn't wait for a value derived on this one), purpose, the tensors as they were.
+_cache: dict[tuple[object, ...], _Kept] = {}
+
+# Called before the error is raised, to forget what else is known of offsets.
+on_changed: list[Callable[[], object]] = []
+
+
+def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]:
+    # The address, too: `x.data = y` changes that alone.
+    return [None if x is None else (id(x), x._version, x.data_ptr()) for x in tensors]
+
+
+def derived_from(
+    tensors: tuple[Tensor | None, ...], stream: int, purpose: tuple[object, ...], make: Callable[..., T]
+) -> T:
+    """Return `make(*tensors)`, of offsets and `seqused_k`, cached per purpose until they change.
+
+    `make` must not refer to a tensor.
+
+    Raises:
+        InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile.
+    """
+    there = [x for x in tensors if x is not None]
+    if needs_graph_memory(there[0]):
+        return make(*tensors)
+    try:
+        source = stream, purpose, *_seen(tensors)
+    except RuntimeError:
+        return make(*tensors)  # an inference tensor has no version counter
+    found = _cache.get(source)
+    if found is not None and all(map(operator.is_, found.given(), tensors)):
+        if found.comparison is not None or time.monotonic() - found.compared > TRUSTED:
+            _compare(found)
+        return found.value  # type: ignore[no-any-return]
+    storages, now = [x.untyped_storage() for x in there], time.monotonic()
+    made = make(*tensors)
+    with _lock:
+        for oldest in _sources()[: max(len(_cache) + 1 - _MOST_CACHED, 0)]:
+            _cache.pop(oldest, None)
+        alive = [None if x is None else weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors]
+        _cache[source] = _Kept(tuple(alive), storages, make, made, now)
+    return made
+
+
+def _sources() -> list[tuple[object, ...]]:
+    """Return the cache's keys, oldest first. A tensor that is collected meanwhile removes its own."""
+    while True:
+        with suppress(RuntimeError):  # "dictionary changed size during iteration"
+            return list(_cache)
+
+
+def _compare(kept: _Kept) -> None:
+    """See what came of the comparison under way, and begin the next one when it is time."""
+    comparison = kept.comparison  # read once: another thread may clear it meanwhile
+    if comparison is not None:
+        numbers = comparison.read()
+        if numbers is None:
+            return
+        kept.comparison = None
+        if numbers[0]:
+            raise_changed()
+    if time.monotonic() - kept.compared > TRUSTED:
+        kept.compared, kept.comparison = time.monotonic(), AsyncReadback(kept.changed())
+
+
+def raise_changed() -> NoReturn:
+    """Raise the error of offsets that were written to without a trace, after all has forgotten them."""
+    _cache.clear()
+    for forget in on_changed:
+        forget()
+    raise InvalidInputError(CHANGED)
+
+
+@atexit.register
+def _say_at_exit() -> None:
+    """Say at the end of the process what no call came to say any more; waits for nothing."""
+    with suppress(Exception):
+        for kept in list(_cache.values()):
+            numbers = None if kept.comparison is None else kept.comparison.read()
+            if numbers is not None and numbers[0]:
+                return log.error(CHANGED)
+
+
+class Facts:
+    """Properties of a packed batch, computed on the device; False until their read-back has arrived."""
+
+    def __init__(self, result: Result | None = None) -> None:
+        self._readback = None if result is None else AsyncReadback(result)
+        self._properties: Any = None if self._readback is None else self._readback.result
+        self._no_unused_rows = self._every_row_sees_a_key = False
+
+    def differs(self, newer: Facts) -> Tensor:
+        """Return on the device whether a property isn't true any more."""
+        return (self._properties > newer._properties).any()  # type: ignore[no-any-return]
+
+    @property
+    def no_unused_rows(self) -> bool:
+        """Whether every row belongs to a sequence, and each sequence has both queries and keys or neither."""
+        self._read()
+        return self._no_unused_rows
+
+    @property
+    def every_row_sees_a_key(self) -> bool:
+        """Whether also no sequence has fewer keys than queries: a causal mask leaves each row a key."""
+        self._read()
+        return self._every_row_sees_a_key
+
+    def _read(self) -> None:
+        readback = self._readback  # read once: another thread may reset it
+        if readback is not None and (numbers := readback.read()) is not None:
+            self._no_unused_rows, self._every_row_sees_a_key = map(bool, numbers)
+            self._readback = None
+
+
+_UNKNOWN = Facts()
+
+
+def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
+    """Return the known properties of a packed call's sequences."""
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    shortened = call.seqused_k is not None or call.block_table is not None
+    if cu_seqlens_q is None or cu_seqlens_k is None or shortened:
+        return _UNKNOWN
+    return facts_of(cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k, stream)
+
+
+def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
+    """Return the known properties of the sequences of two offsets, without `seqused_k`."""
+    pair, tokens = (cu_seqlens_q, cu_seqlens_k), (tokens_q, tokens_k)
+    if cu_seqlens_q.is_cpu or needs_graph_memory(cu_seqlens_q) or any(x.is_inference() for x in pair):
+        return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
+    return derived_from(pair, stream, ("facts", *tokens), partial(_compute_facts, *tokens))
+
+
+def _compute_facts(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Facts:
+    return Facts(partial(compute_facts, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k))
+
+
+class Unused(NamedTuple):
+    """Masks of the query rows and key rows that no sequence counts; None if there can't be any."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+
+    def differs(self, newer: Unused) -> Tensor:
+        """Return on the device whether a row counts now that didn't, or the other way round."""
+        pairs = [(a, b) for a, b in zip(self, newer, strict=True) if a is not None and b is not None]
+        return torch.cat([(a != b).flatten() for a, b in pairs]).any()
+
+
+def find_unused(query: Tensor, key: Tensor, call: Call) -> Unused:
+    """Return which query rows and key rows no sequence counts."""
+    tensors, paged = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k), call.block_table is not None
+    if call.cu_seqlens_q is None and (call.seqused_k is None or paged):
+        return Unused(None, None)
+    stream, rows_q, rows_k = stream_of(query) if query.is_cuda else 0, query.shape[:-2], key.shape[:-2]
+    make = partial(_find, rows_q[0], rows_k, paged)
+    return derived_from(tensors, stream, ("unused rows", paged, rows_q, rows_k), make)
+
+
+def _find(
+    tokens_q: int,
+    rows_k: torch.Size,
+    paged: bool,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    used: Tensor | None,
+) -> Unused:
+    queries = None if cu_seqlens_q is None else _past(tokens_q, cu_seqlens_q)
+    if paged:
+        return Unused(queries, None)
+    if cu_seqlens_k is None:
+        return Unused(queries, None if used is None else _arange(rows_k[1], used) >= used[:, None])
+    if used is None:
+        return Unused(queries, _past(rows_k[0], cu_seqlens_k))
+    rows = _arange(rows_k[0], cu_seqlens_k)
+    # One end more than there are sequences: that of the rows past the last, of which none counts.
+    ends = torch.cat((cu_seqlens_k[:-1] + used, cu_seqlens_k.new_zeros(1)))
+    return Unused(queries, rows >= ends[torch.searchsorted(cu_seqlens_k[1:].contiguous(), rows, right=True)])
+
+
+def empty_results(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of rows that see no key."""
+    *rows, heads, _ = query.shape
+    shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
+    out = query.new_zeros((*rows, heads, value.shape[-1]))
+    return out, query.new_full(shape, -torch.inf, dtype=torch.float32)
+
+
+def _past(tokens: int, offsets: Tensor) -> Tensor:
+    return _arange(tokens, offsets) >= offsets[-1]
+
+
+def _arange(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=like.dtype, device=like.device)

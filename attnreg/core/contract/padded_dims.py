@@ -1,0 +1,81 @@
+"""Head dims that a kernel doesn't take, padded with zeros to the next multiple of 8.
+
+Zeros in query and key leave the scores as they are; zeros in the value make columns of zeros in the output,
+which are cut off. In a backward the zeros in the gradient and in the output add nothing to delta or to the
+gradients of weights. The scale is the call's, which comes of the head dim before it was padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from attnreg.core.contract.spec import AttentionSpec, Direction
+
+if TYPE_CHECKING:  # limits are looked up without torch
+    from torch import Tensor
+
+# Kernels take head dims in steps of 8, which keep 16-bit rows aligned to 16 bytes.
+STEP = 8
+
+
+def padded(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec with padded head dims; the same object if there is nothing to pad.
+
+    Pages of a cache stay as they are: padding would copy all of it at each call.
+    """
+    if not (spec.head_dim % STEP or spec.head_dim_v % STEP) or spec.page_size is not None:
+        return spec
+    return spec.but(head_dim=_padded(spec.head_dim), head_dim_v=_padded(spec.head_dim_v))
+
+
+def how_padded(spec: AttentionSpec, wide: AttentionSpec) -> str:
+    """Return what reasons and `explain` say of a spec that is padded to another."""
+    before, after = (
+        str(one.head_dim if spec.head_dim == spec.head_dim_v else (one.head_dim, one.head_dim_v))
+        for one in (spec, wide)
+    )
+    return f"head dims padded from {before} to {after}"
+
+
+def with_padding(kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
+    """Return a kernel for any head dims, from one of that direction for multiples of 8.
+
+    It copies each tensor whose head dim isn't one, and reads nothing back.
+    """
+
+    def forward(*given: Any) -> tuple[Tensor, ...]:
+        *tensors, call = given
+        out, lse = kernel(*map(_wide, tensors), call)
+        return _cut(out, tensors[2]), lse
+
+    def backward(*given: Any) -> tuple[Tensor, ...]:
+        *tensors, lse, call = given
+        # Behind the gradients of query, key and value may be that of sinks, which have no head dim.
+        grad_q, grad_k, grad_v, *rest = kernel(*map(_wide, tensors), lse, call)
+        return *map(_cut, (grad_q, grad_k, grad_v), tensors[1:4]), *rest
+
+    return forward if direction == "forward" else backward
+
+
+def with_zeros(x: Tensor, dim: int) -> Tensor:
+    """Return a copy with zeros in further columns, up to a head dim of `dim`."""
+    wide = x.new_empty((*x.shape[:-1], dim))
+    wide[..., : x.shape[-1]].copy_(x)
+    wide[..., x.shape[-1] :].zero_()
+    return wide
+
+
+def _padded(dim: int) -> int:
+    return -(-dim // STEP) * STEP
+
+
+def _wide(x: Tensor) -> Tensor:
+    dim = _padded(x.shape[-1])
+    return x if x.shape[-1] == dim else with_zeros(x, dim)
+
+
+def _cut(result: Tensor, model: Tensor) -> Tensor:
+    """Return a result with as many columns as `model`, contiguous as programs expect of a new tensor."""
+    dim = model.shape[-1]
+    return result if result.shape[-1] == dim else result[..., :dim].contiguous()

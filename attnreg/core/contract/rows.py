@@ -1,0 +1,182 @@
+"""Rows of packed tensors that belong to no sequence or see no key, found on the device without a wait.
+
+Each function launches a small CUDA kernel. Where that can't run, torch's ops do the same. The host never
+learns what the offsets are: a CUDA graph may hold these calls, and its replays read the offsets that are
+there then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attnreg.core.torchlib.device_code import DeviceKernel
+
+# Threads of a block. Of the kernels that clear a block is also for as many rows.
+BLOCK = 128
+
+_SOURCE = Path(__file__).with_name("rows.cu")
+CLEAR_FORWARD = DeviceKernel("attnreg_clear_forward", _SOURCE)
+CLEAR_BACKWARD = DeviceKernel("attnreg_clear_backward", _SOURCE)
+BLANK = DeviceKernel("attnreg_blank", _SOURCE)
+FACTS = DeviceKernel("attnreg_facts", _SOURCE)
+
+
+def clear_forward(
+    out: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, window: tuple[int, int]
+) -> None:
+    """Set output rows that see no key, or belong to no sequence, to 0 and their LSE to -inf.
+
+    `out` is (T, H, D) in any dtype of 16 or 32 bits, `lse` (H, T) in float32, the offsets (B + 1,) in int32;
+    `window` is (left, right) in tokens, -1 unbounded, aligned bottom-right.
+    """
+    tokens, heads, dim = out.shape
+    left, right = window
+    if not tokens:
+        return
+    if not _runs(CLEAR_FORWARD, cu_seqlens_q, cu_seqlens_k, out):
+        unseeing = _unseeing(tokens, cu_seqlens_q, cu_seqlens_k, left, right)
+        out.masked_fill_(unseeing[:, None, None], 0)
+        lse.masked_fill_(unseeing, -torch.inf)
+        return
+    size = out.element_size()
+    row_step, head_step, _ = out.stride()
+    CLEAR_FORWARD(
+        -(-tokens // BLOCK),
+        BLOCK,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_q.shape[0] - 1,
+        tokens,
+        heads,
+        dim * size,
+        row_step * size,
+        head_step * size,
+        *lse.stride(),
+        left,
+        right,
+        cu_seqlens_q.stride(0),
+        cu_seqlens_k.stride(0),
+    )
+
+
+def clear_backward(dq: Tensor, dk: Tensor, dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Set gradients to 0 of rows that belong to no sequence, or to one without keys (dq) or queries (dk, dv).
+
+    The gradients are (T, H, D) in any dtype of 16 or 32 bits, the offsets (B + 1,) in int32.
+    """
+    tokens_q, heads_q, _ = dq.shape
+    tokens_k, heads_k, _ = dk.shape
+    if not _runs(CLEAR_BACKWARD, cu_seqlens_q, cu_seqlens_k, dq, dk, dv):
+        dq.masked_fill_(_alone(tokens_q, cu_seqlens_q, cu_seqlens_k)[:, None, None], 0)
+        alone = _alone(tokens_k, cu_seqlens_k, cu_seqlens_q)[:, None, None]
+        dk.masked_fill_(alone, 0)
+        dv.masked_fill_(alone, 0)
+        return
+    if not tokens_q + tokens_k:
+        return
+    sizes = [x.element_size() for x in (dq, dk, dv)]
+    CLEAR_BACKWARD(
+        -(-tokens_q // BLOCK) - (-tokens_k // BLOCK),
+        BLOCK,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        cu_seqlens_q.shape[0] - 1,
+        tokens_q,
+        tokens_k,
+        heads_q,
+        heads_k,
+        *(x.shape[2] * size for x, size in zip((dq, dk, dv), sizes, strict=True)),
+        *(step * size for x, size in zip((dq, dk, dv), sizes, strict=True) for step in x.stride()[:2]),
+        cu_seqlens_q.stride(0),
+        cu_seqlens_k.stride(0),
+    )
+
+
+def blanked(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return a copy of x, (T, H, D) in 16 or 32 bits, with zeros in the rows at or past the last offset."""
+    tokens, heads, dim = x.shape
+    copy = torch.empty_like(x)
+    if not tokens:
+        return copy
+    if not _runs(BLANK, cu_seqlens, cu_seqlens, x, copy):
+        past = torch.arange(tokens, dtype=cu_seqlens.dtype, device=x.device) >= cu_seqlens[-1]
+        return copy.copy_(x.detach()).masked_fill_(past[:, None, None], 0)
+    size = x.element_size()
+    steps = [step * size for step in (*copy.stride()[:2], *x.stride()[:2])]
+    batch = cu_seqlens.shape[0] - 1
+    grid = -(-tokens * 32 // BLOCK)
+    BLANK(grid, BLOCK, copy, x, cu_seqlens, batch, tokens, heads, dim * size, *steps, cu_seqlens.stride(0))
+    return copy
+
+
+def facts(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, place: Tensor | None = None
+) -> Tensor:
+    """Return on the device, as two numbers in uint8, whether no row is unused and every row sees a key.
+
+    No row is unused if every row belongs to a sequence, and each sequence has both queries and keys or
+    neither. Every row sees a key, also under a causal mask, if moreover no sequence has fewer keys than
+    queries. The device writes them to `place` as well, two numbers in uint8 in pinned memory.
+    """
+    if _runs(FACTS, cu_seqlens_q, cu_seqlens_k):
+        result = torch.empty(2, dtype=torch.uint8, device=cu_seqlens_q.device)
+        steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0)
+        batch = cu_seqlens_q.shape[0] - 1
+        host = 0 if place is None else place
+        threads = min(-(-max(batch, 1) // 32) * 32, 1024)
+        FACTS(1, threads, result, host, cu_seqlens_q, cu_seqlens_k, batch, tokens_q, tokens_k, *steps)
+        return result
+    queries, keys = cu_seqlens_q.diff(), cu_seqlens_k.diff()
+    filled = (queries >= 0).all() & (keys >= 0).all() & ((queries > 0) == (keys > 0)).all()
+    for offsets, tokens in ((cu_seqlens_q, tokens_q), (cu_seqlens_k, tokens_k)):
+        filled &= (offsets[0] == 0) & (offsets[-1] == tokens)
+    result = torch.stack((filled, filled & (keys >= queries).all())).to(torch.uint8)
+    if place is not None:
+        place.copy_(result, non_blocking=True)
+    return result
+
+
+def _runs(kernel: DeviceKernel, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rows: Tensor) -> bool:
+    """Return whether a kernel can run on these tensors."""
+    return (
+        cu_seqlens_q.is_cuda
+        and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        and all(x.stride(-1) == 1 and x.element_size() > 1 for x in rows)
+        and kernel.available(cu_seqlens_q.get_device())
+    )
+
+
+def _sequences(tokens: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of each row its number, whether it belongs to a sequence, and to which."""
+    rows = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
+    sequence = torch.searchsorted(offsets.contiguous(), rows, right=True) - 1
+    batch = offsets.shape[0] - 1
+    return rows, (sequence >= 0) & (sequence < batch), sequence.clamp(0, max(batch - 1, 0))
+
+
+def _unseeing(tokens: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, left: int, right: int) -> Tensor:
+    """Return a mask of the query rows that see no key or belong to no sequence."""
+    rows, inside, sequence = _sequences(tokens, cu_seqlens_q)
+    if cu_seqlens_q.shape[0] == 1:
+        return ~inside
+    keys = cu_seqlens_k.diff()[sequence].long()  # a place in a window as wide as int32 allows is wider
+    place = rows - cu_seqlens_q[1:][sequence] + keys
+    begin = (place - left).clamp(min=0) if left >= 0 else torch.zeros_like(place)
+    last = torch.minimum(place + right, keys - 1) if right >= 0 else keys - 1
+    return ~inside | (begin > last)
+
+
+def _alone(tokens: int, offsets: Tensor, others: Tensor) -> Tensor:
+    """Return a mask of rows of no sequence, and of those whose sequence has none of the other kind of row."""
+    _, inside, sequence = _sequences(tokens, offsets)
+    if offsets.shape[0] == 1:
+        return ~inside
+    return ~inside | (others.diff()[sequence] <= 0)

@@ -1,0 +1,83 @@
+"""Sinks counted after a kernel: its results as if each row saw one more key, without a value.
+
+Let L be log(sum_j exp(s_j) + exp(sink)), and out the output with the sink's weight counted. A kernel's
+backward that is given out and L in the place of its forward's results returns the gradients of query, key and
+value: weights are exp(s_j - L), and it subtracts rowsum(grad_out * out) as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.spec import Direction
+
+# How many rows are computed at a time. On a CPU torch makes copies of 16-bit numbers that it computes with in
+# a wider dtype: of few rows, which stay in the cache, that took a fifth of the time. On a GPU a product in
+# float32 of all rows of a long batch would be larger than any of its tensors.
+_ROWS, _ROWS_OF_GPU = 128, 8192
+
+
+def rescaled(out: Tensor, lse: Tensor, sinks: Tensor, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
+    """Return a forward's results with sinks, (H,), counted; writes to `out`, which is the kernel's own.
+
+    Rows that see no key stay as they are. `batch_invariant` says whether the bits of a sequence's results may
+    not depend on its batch.
+    """
+    # Of -inf, the sink of a head without one, a row that sees no key would make NaN.
+    sinks = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]
+    above = lse - sinks
+    if lse.is_cpu and batch_invariant:
+        # Torch computes contiguous numbers as vectors and those that are left over one by one, which rounds
+        # differently, by their place in the batch. Numbers with gaps between them it computes one by one.
+        above, lse = (torch.stack((x, x), dim=-1)[..., 0] for x in (above, lse))
+    total = torch.logaddexp(lse, sinks).masked_fill_(lse == -torch.inf, -torch.inf)
+    for part, share in _parts(out, above.sigmoid_().mT[..., None]):
+        part.mul_(share)
+    return out, total.contiguous()
+
+
+def grad_of_sinks(
+    grad_out: Tensor | None, results: Sequence[Tensor], sinks: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """Return the gradient of sinks; `results` are what `rescaled` has returned.
+
+    That of a score is its weight times (gradient of the weight - rowsum(grad_out * out) + grad_lse), and the
+    weight of a sink has no gradient, as it has no value.
+    """
+    out, lse = results
+    of_rows = 0.0 if grad_lse is None else grad_lse.to(lse.dtype)
+    if grad_out is not None:
+        # A sum with a wide zero is computed in its dtype, without a wide copy of the factors on a GPU.
+        zero = lse.new_zeros(1)
+        deltas = [torch.addcmul(zero, grad, part).sum(-1) for grad, part in _parts(grad_out, out)]
+        of_rows = of_rows - (deltas[0] if len(deltas) == 1 else torch.cat(deltas)).mT
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    # The weight of a row without a key is infinite here. A NaN stays one.
+    return torch.where(lse == -torch.inf, 0.0, weights * of_rows).sum(-1).to(sinks.dtype)
+
+
+def with_rescaling(kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
+    """Return a kernel for calls with sinks, from one of that direction for calls without."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, call: Any) -> tuple[Tensor, ...]:
+        out, lse = kernel(query, key, value, call._replace(sinks=None))
+        return rescaled(out, lse, call.sinks, call.batch_invariant)
+
+    def backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *tensors, call = rest
+        grads = kernel(grad_out, *tensors, call._replace(sinks=None))
+        return (*grads, grad_of_sinks(grad_out, tensors[3:], call.sinks, call.grad_lse))
+
+    return forward if direction == "forward" else backward
+
+
+def _parts(rows: Tensor, others: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return some rows of both at a time; all of them where a graph is traced, as their number may change."""
+    if not type(rows) is type(others) is Tensor:
+        return ((rows, others),)
+    count = _ROWS if rows.is_cpu else _ROWS_OF_GPU
+    return zip(torch.split(rows, count), torch.split(others, count), strict=True)

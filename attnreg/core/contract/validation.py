@@ -1,0 +1,272 @@
+"""Checks of a call's arguments and of a kernel's results; errors say what was got and what was expected.
+
+`check` reads only shapes, dtypes and devices, so it runs once per kind of call, when the backend is
+chosen. `check_values` reads values, which on a GPU would mean a synchronization. Results are looked at the
+first time that the kernel of a plan runs: another shape or dtype than promised would give wrong numbers
+further on, or a message about something else.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.spec import LEAST_SCALE, Direction
+from attnreg.errors import InvalidInputError, RegistrationError
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
+    """Check that ranks, dtypes, devices, head counts and lengths of a call fit each other."""
+    tensors = {"query": query, "key": key, "value": value}
+    for what in ("dtype", "device"):
+        if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
+            got = ", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in tensors.items())
+            raise _wrong(what, got, f"one {what}")
+    check_layouts(**tensors)
+    if not query.dtype.is_floating_point:
+        raise _wrong("dtype", str(query.dtype), "a floating-point dtype")
+    rank = 3 if call.varlen else 4
+    ranks = (rank, 4, 4) if call.block_table is not None else (rank, rank, rank)
+    dense = (
+        "(batch, length, heads, head_dim)"
+        if call.block_table is None
+        else "(pages, page size, heads, head_dim)"
+    )
+    for (name, tensor), expected in zip(tensors.items(), ranks, strict=True):
+        if tensor.dim() != expected:
+            layout = "(tokens, heads, head_dim)" if expected == 3 else dense
+            raise _wrong(name, f"shape {tuple(tensor.shape)}", f"{expected} dimensions {layout}")
+    if query.shape[-1] != key.shape[-1]:
+        raise _wrong("head_dim", f"{query.shape[-1]} for query and {key.shape[-1]} for key", "equal ones")
+    if key.shape[:-1] != value.shape[:-1]:
+        got = f"shapes {tuple(key.shape)} and {tuple(value.shape)}"
+        raise _wrong("key and value", got, "equal ones except for head_dim")
+    heads_q, heads_k = query.shape[-2], key.shape[-2]
+    if heads_k == 0 or heads_q % heads_k:
+        raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple of the key's")
+    if call.alibi_slopes is not None:
+        _check_slopes(call.alibi_slopes, query, call)
+    if call.varlen:
+        _check_varlen(query, call)
+    elif query.shape[0] != key.shape[0]:
+        raise _wrong("batch", f"{query.shape[0]} for query and {key.shape[0]} for key", "equal ones")
+
+
+def check_layouts(**given: object) -> None:
+    """Check that no tensor is sparse, which the key of a plan doesn't say."""
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+            raise _wrong(name, str(tensor.layout), "torch.strided")
+
+
+def _check_slopes(slopes: Tensor, query: Tensor, call: Call) -> None:
+    heads = query.shape[-2]
+    batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype != torch.float32:
+        got, expected = f"shape {tuple(slopes.shape)}, {slopes.dtype}", f"({heads},) or ({batch}, {heads})"
+        raise _wrong("alibi_slopes", got, f"{expected}, torch.float32")
+    if slopes.device != query.device:
+        raise _wrong("alibi_slopes", f"a tensor on {slopes.device}", f"{query.device}, where the query is")
+
+
+def _check_varlen(query: Tensor, call: Call) -> None:
+    rows = {"cu_seq_q": call.cu_seqlens_q, "cu_seq_k": call.cu_seqlens_k, "seqused_k": call.seqused_k}
+    for name, offsets in rows.items():
+        if offsets is not None:
+            _check_integers(name, offsets, query, rank=1)
+    if call.block_table is not None:
+        _check_integers("block_table", call.block_table, query, rank=2)
+    elif call.cu_seqlens_k is None:
+        raise _wrong("cu_seq_k", "None", "a tensor (None goes with a block_table)")
+    batch = call.cu_seqlens_q.shape[0] - 1 if call.cu_seqlens_q is not None else 0
+    if batch < 0:
+        raise _wrong("cu_seq_q", "no element", "batch + 1 offsets, the first of them 0")
+    lengths = {"cu_seq_k": (call.cu_seqlens_k, batch + 1), "seqused_k": (call.seqused_k, batch)}
+    for name, (offsets, expected) in {**lengths, "block_table": (call.block_table, batch)}.items():
+        if offsets is not None and offsets.shape[0] != expected:
+            raise _wrong(
+                name, f"length {offsets.shape[0]}", f"{expected}, as cu_seq_q has length {batch + 1}"
+            )
+    for name, longest in (("max_q", call.max_q), ("max_k", call.max_k)):
+        if not 0 <= longest < 2**31:  # kernels count it in 32 bits
+            raise _wrong(name, str(longest), "0 or more" if longest < 0 else "less than 2**31")
+
+
+def _check_integers(name: str, tensor: Tensor, query: Tensor, rank: int) -> None:
+    if tensor.dtype != torch.int32:
+        raise _wrong(name, str(tensor.dtype), "torch.int32")
+    if tensor.device != query.device:
+        raise _wrong(name, f"a tensor on {tensor.device}", f"{query.device}, where the query is")
+    if tensor.dim() != rank:
+        raise _wrong(name, f"shape {tuple(tensor.shape)}", f"{rank} dimension{'s' * (rank > 1)}")
+
+
+def check_values(query: Tensor, key: Tensor, call: Call) -> None:
+    """Check the values of a packed call's integer tensors, which have to be on the CPU.
+
+    Offsets may end before the last token (the rest is output 0 and gradient 0), never after it.
+
+    Raises `InvalidInputError` if offsets don't start at 0, decrease or end past the last token; a sequence is
+    longer than `max_q` or `max_k`; `seqused_k` counts more keys, or `block_table` has other pages, than there
+    are.
+    """
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if cu_seqlens_q is None:
+        return
+    lengths = _checked_lengths(cu_seqlens_q.tolist(), query.shape[0], call.max_q, "q")
+    if call.block_table is not None:
+        _check_pages(key, call.block_table.tolist(), call)
+        return
+    if cu_seqlens_k is None:
+        return
+    # In self-attention the key's offsets are the query's, which are checked above.
+    if cu_seqlens_k is not cu_seqlens_q or key.shape[0] != query.shape[0] or call.max_k != call.max_q:
+        lengths = _checked_lengths(cu_seqlens_k.tolist(), key.shape[0], call.max_k, "k")
+    if call.seqused_k is not None:
+        _check_used(call.seqused_k.tolist(), lengths)
+
+
+def _checked_lengths(offsets: list[int], tokens: int, longest: int, side: str) -> list[int]:
+    lengths = list(map(operator.sub, offsets[1:], offsets))
+    if offsets[0] != 0:
+        raise _wrong(f"cu_seq_{side}", f"first offset {offsets[0]}", "0")
+    if min(lengths, default=0) < 0:
+        at = next(i for i, length in enumerate(lengths, 1) if length < 0)
+        raise _wrong(f"cu_seq_{side}", f"{offsets[at]} after {offsets[at - 1]} at index {at}", "no decrease")
+    if offsets[-1] > tokens:
+        expected = f"at most {tokens}, the number of tokens"
+        raise _wrong(f"cu_seq_{side}", f"last offset {offsets[-1]}", expected)
+    if max(lengths, default=0) > longest:
+        raise _wrong(f"max_{side}", str(longest), f"at least {max(lengths)}, the longest sequence")
+    return lengths
+
+
+def _check_used(used: list[int], lengths: list[int]) -> None:
+    for sequence, (count, length) in enumerate(zip(used, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise _wrong("seqused_k", f"{count} at index {sequence}", f"0 to {length}, the number of keys")
+
+
+def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
+    pages, size = key.shape[:2]
+    capacity = [len(row) * size for row in table]
+    used = capacity if call.seqused_k is None else call.seqused_k.tolist()
+    _check_used(used, capacity)
+    if max(used, default=0) > call.max_k:
+        raise _wrong("max_k", str(call.max_k), f"at least {max(used)}, the longest sequence")
+    for sequence, (row, count) in enumerate(zip(table, used, strict=True)):
+        for page in row[: -(-count // size) if size else 0]:
+            if not 0 <= page < pages:
+                raise _wrong("block_table", f"page {page} in row {sequence}", f"0 to {pages - 1}")
+
+
+def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether each row of a packed call on a CPU belongs to a sequence, none with fewer keys than queries."""
+    if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.seqused_k is not None:
+        return False
+    queries, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    lengths = zip(pairwise(queries), pairwise(keys), strict=False)
+    filled = (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
+    return filled and all(0 <= q1 - q0 <= k1 - k0 for (q0, q1), (k0, k1) in lengths)
+
+
+def check_scale(scale: float) -> None:
+    """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
+    _refuse_gradient("scale", scale)
+    try:
+        is_finite = math.isfinite(scale)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # of a tensor, and of a large integer
+        is_finite = False
+    if not is_finite:
+        raise _wrong("scale", repr(scale), "a finite number")
+
+
+def checked_softcap(softcap: float) -> float:
+    """Return a softcap as a float; it is 0 for none, or a finite number above 0."""
+    _refuse_gradient("softcap", softcap)
+    try:
+        found = float(softcap) if not isinstance(softcap, str) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    if found != 0.0 and not LEAST_SCALE <= found <= 1.0 / LEAST_SCALE:
+        raise _wrong("softcap", repr(softcap), "0 for none, or a number above 0 that float32 can hold")
+    return found
+
+
+def checked_dropout(dropout_p: float) -> float:
+    """Return a probability of dropping an attention weight as a float."""
+    _refuse_gradient("dropout_p", dropout_p)
+    try:
+        found = float(dropout_p) if not isinstance(dropout_p, str) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = math.nan
+    if not 0.0 <= found <= 1.0:
+        raise _wrong("dropout_p", repr(dropout_p), "0 to 1")
+    return found
+
+
+def _refuse_gradient(what: str, number: object) -> None:
+    if isinstance(number, Tensor) and number.requires_grad:
+        raise _wrong(what, "a tensor that needs a gradient", "a number, as it gets none")
+
+
+def _wrong(what: str, got: str, expected: str) -> InvalidInputError:
+    return InvalidInputError(f"{what}: got {got}, expected {expected}")
+
+
+def checked_against_contract(
+    kernel: Callable[..., Any], direction: Direction, backend: str, passed: Callable[[], None]
+) -> Callable[..., Any]:
+    """Return the kernel with a look at its results; calls `passed` once they are as promised.
+
+    The returned function raises RegistrationError where they aren't.
+    """
+
+    def run(*arguments: Any) -> Any:
+        results = kernel(*arguments)
+        check_results(results, direction, arguments, backend)
+        passed()
+        return results
+
+    return run
+
+
+def check_results(results: Any, direction: Direction, arguments: tuple[Any, ...], backend: str) -> None:
+    """Check what a kernel has returned for these arguments."""
+    if direction == "forward":
+        expected = _promised(*arguments)
+    else:
+        expected = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
+        if arguments[-1].sinks is not None:
+            expected["grad_sinks"] = arguments[-1].sinks
+    problems = "; ".join(_differences(results, expected))
+    if problems:
+        raise RegistrationError(f"{backend} breaks the contract in its {direction}: {problems}")
+
+
+def _promised(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Tensor]:
+    """Return what a forward's results have to be like, as tensors without values."""
+    *rows, heads, _ = query.shape
+    meta = query.new_empty(0, device="meta")
+    shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return {"out": meta.new_empty((*rows, heads, value.shape[-1])), "lse": meta.new_empty(shape, dtype=dtype)}
+
+
+def _differences(results: Any, expected: dict[str, Tensor]) -> Iterator[str]:
+    if not isinstance(results, tuple) or len(results) != len(expected):
+        got = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
+        yield f"got {got}, expected the tuple ({', '.join(expected)})"
+        return
+    for result, (name, model) in zip(results, expected.items(), strict=True):
+        tensor = isinstance(result, torch.Tensor)
+        shape, dtype = (tuple(result.shape), result.dtype) if tensor else (result, type(result))
+        if (shape, dtype) != (tuple(model.shape), model.dtype):
+            yield f"{name}: got {shape} {dtype}, expected {tuple(model.shape)} {model.dtype}"

@@ -1,0 +1,325 @@
+"""The compiled call cache (`csrc/`): the fast path of both fronts, where it was built.
+
+Its routers lie over torch's ops in the place of those in Python, and its `varlen` in front of `varlen_attn`.
+Each describes a call by its kind and the class of its lengths, and runs the launcher that is kept for both. A
+call that isn't kept goes to Python, which looks up its plan, runs it, and returns the results together with
+what is to be kept (`Kept`), or with nothing. A change of the registry or the settings drops everything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core import registry
+from attnreg.core.contract import offsets, rows
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.launchers import (
+    AddressLauncher,
+    FunctionLauncher,
+    Launcher,
+    NativeLauncher,
+    OpLauncher,
+    places_of,
+    with_lengths,
+)
+from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
+from attnreg.core.contract.validation import check_values, every_row_sees_a_key
+from attnreg.core.dispatch import counters, scope
+from attnreg.core.dispatch.state import Plan
+from attnreg.core.settings import environment
+from attnreg.core.torchlib import building, captured, device_code
+from attnreg.core.torchlib.readback import pinned
+from attnreg.errors import AttnregError, BuildError
+
+log = logging.getLogger("attnreg")
+
+FORWARD_TENSORS = 3  # query, key and value
+ANSWERS = 256  # `kMostAnswers` of csrc/offsets.h
+
+# The module, while it looks calls up; None while it is paused or isn't there. `load` sets it.
+active: Any = None
+is_loaded = False  # whether `load` has looked for it
+
+_module: Any = None  # what was loaded stays loaded: torch may have its code in use
+_plans: tuple[Callable[..., Any], ...] | None = None
+_pauses = 0
+_with_device_code: set[torch.device] = set()  # the GPUs of which it has the kernels for packed calls
+_has_routers = False  # whether the routers over torch's ops are the module's
+
+
+class Kept(NamedTuple):
+    """How the call cache is to run further calls like one that a plan has run.
+
+    Attributes:
+        launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
+        plan: what ran it: it has what to add to at each call, and says whether an error declines one.
+        is_final: whether Python need not be asked for a better launcher from time to time.
+        auxiliary: what an aten op returns behind the kernel's results: None, numbers, with `MAX_Q` and
+            `MAX_K` for lengths, and models of the tensors, on the device "meta", whose values are never read.
+        counts_sinks: whether the launcher is given sinks, in front of the offsets, and counts them.
+        cuts: where what the front makes of its arguments changes with lengths; those of the plan's kind
+            count besides.
+    """
+
+    launcher: Launcher | None
+    plan: Plan
+    is_final: bool = True
+    auxiliary: tuple[Any, ...] = ()
+    counts_sinks: bool = False
+    cuts: tuple[Cut, ...] = ()
+
+
+def kept_for(
+    plan: Plan,
+    tensors: tuple[Tensor, ...],
+    call: Call,
+    auxiliary: tuple[Any, ...] = (),
+    cuts: tuple[Cut, ...] = (),
+) -> Kept | None:
+    """Return how to run further calls of the kind and class of one that `plan` has just run.
+
+    Args:
+        plan: what ran it.
+        tensors: what its kernel was given.
+        call: its other arguments, with both offsets of a packed call.
+        auxiliary, cuts: see `Kept`.
+
+    Returns:
+        None for what the cache key or a launcher's arguments leave out: a bias, dropout, pages,
+        lengths in use, slopes, a softcap, a gradient of the LSE; and for a first call, whose results were
+        only just checked.
+    """
+    others = (
+        call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits, call.grad_lse
+    )  # fmt: skip
+    if load() is None or not plan.is_checked or call.dropout > 0.0 or call.softcap > 0.0:
+        return None
+    if any(one is not None for one in others):
+        return None
+    launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
+    is_final = launcher is not None or plan.specialize is None
+    if launcher is None:
+        launcher = _unspecialized(plan.kernel, call)
+    if call.varlen and tensors[0].is_cuda:
+        _provide_device_code(tensors[0].device)
+    return Kept(launcher, plan, is_final, auxiliary, call.sinks is not None, cuts)
+
+
+def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+    # A function of its own, as `benchmarks/ablation.py` switches it off.
+    try:
+        return plan.specialize(tensors, call)  # type: ignore[misc]
+    except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
+        log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
+        return None
+
+
+def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
+    """Return a backend's function as a launcher."""
+    if call.cu_seqlens_q is None:
+
+        def run_dense(*tensors: Tensor) -> Any:
+            query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
+            return kernel(*tensors, call._replace(max_q=query.shape[1], max_k=key.shape[1]))
+
+        return run_dense
+
+    rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None, sinks=None)  # those would be kept alive
+    counts_sinks = call.sinks is not None
+
+    def run_packed(*arguments: Any) -> Any:
+        *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, _ = arguments
+        sinks = tensors.pop() if counts_sinks else None
+        call = rest._replace(
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, sinks=sinks
+        )
+        query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
+        if query.is_cpu:
+            # Whatever shares the memory of offsets on a CPU may have written to them without a trace.
+            if len(tensors) == FORWARD_TENSORS:
+                check_values(query, key, call)
+            if counts_sinks and not every_row_sees_a_key(query, key, call):
+                return None
+        return kernel(*tensors, call)
+
+    return run_packed
+
+
+def _provide_device_code(device: torch.device) -> None:
+    """Give the module the kernels for packed calls on a GPU, once."""
+    if device in _with_device_code or active is None:
+        return
+    kernels = rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.FACTS, rows.BLANK
+    addresses = [kernel.address(device) for kernel in kernels]
+    if None in addresses:
+        return  # Python runs packed calls with rows of which nothing is known
+    _with_device_code.add(device)
+    active.set_device_code(device.index, device_code.launch_function(), *addresses, _answers().data_ptr())
+
+
+@functools.cache
+def _answers() -> Tensor:
+    """Return pinned memory for what the module asks devices, for as long as the process lives."""
+    return pinned(ANSWERS)
+
+
+@atexit.register
+def _say_at_exit() -> None:
+    """Say at the end of the process what no call came to say any more; waits for nothing."""
+    if _module is not None and _module.offsets_changed():
+        log.error(offsets.CHANGED)
+
+
+def load() -> Any:
+    """Return the module, loaded once for as long as the settings are these; None where there is none."""
+    global _module, active, is_loaded
+    if is_loaded:  # each plan asks
+        return active
+    with registry.lock:
+        if not is_loaded:
+            if _module is None and _wanted() != "python":
+                _module = _load()
+            is_loaded = True
+            active = None if _pauses or _wanted() == "python" else _module
+        return active
+
+
+def forget() -> None:
+    """Look for the module anew when it is next needed: the settings may have changed."""
+    global active, is_loaded
+    with registry.lock:
+        active, is_loaded = None, False
+
+
+def set_plans(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    with_sinks: Callable[..., Any],
+    grad_of_sinks: Callable[..., Any],
+) -> None:
+    """Say which functions of Python run the calls of `varlen_attn` that aren't kept, and count sinks."""
+    global _plans
+    _plans = forward, backward, with_sinks, grad_of_sinks
+    if _module is not None:
+        _module.set_plans(*_plans)
+
+
+def described(kept: Kept | bool | None) -> Any:
+    """Return what is to be kept as plain tuples, as the module reads it."""
+    if not isinstance(kept, Kept):
+        return kept
+    launcher: Any = kept.launcher
+    name = _FORMS.get(type(launcher))
+    if name is not None:
+        launcher = name, launcher, *launcher.described()
+    plan, kind = kept.plan, kept.plan.kind
+    decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
+    auxiliary = tuple(with_lengths(kept.auxiliary, 0, 0)), places_of(kept.auxiliary)
+    cuts = _described_cuts((*(OF_ALL if kind is None else kind.cuts), *kept.cuts))
+    classes = cuts, 0 if kind is None else int(kind.detail_of(plan.key))
+    return launcher, plan.counters, decline_reason, kept.is_final, *auxiliary, kept.counts_sinks, classes
+
+
+_FORMS = {
+    OpLauncher: "op",
+    NativeLauncher: "native",
+    AddressLauncher: "addresses",
+    FunctionLauncher: "function",
+}
+
+
+@functools.lru_cache(maxsize=256)
+def _described_cuts(cuts: tuple[Cut, ...]) -> tuple[tuple[object, ...], ...]:
+    """Return cuts as plain tuples: the lengths of a product as bits, numbers as the module computes them."""
+    return tuple(
+        (
+            tuple(
+                (float(coefficient), sum(1 << LENGTHS.index(name) for name in product))
+                for coefficient, product in cut.terms
+            ),
+            float(cut.at),
+        )
+        for cut in dict.fromkeys(cuts)
+    )
+
+
+def module_for_routers() -> Any:
+    """Return the module to register routers with, also while it is paused; None where there is none."""
+    load()
+    return None if _wanted() == "python" else _module
+
+
+def routers_added() -> None:
+    """Have it known that the routers over torch's ops are the module's."""
+    global _has_routers
+    with registry.lock:
+        _has_routers = True
+        captured.call_cache_in_use = not _pauses
+
+
+def remove_routers() -> None:
+    """Remove the module's routers from torch's dispatcher; no change if there are none."""
+    global _has_routers
+    _has_routers = False
+    if _module is not None:
+        _module.remove_routers()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Have every call go to Python for a while, in every thread."""
+    _pause(1)
+    try:
+        yield
+    finally:
+        _pause(-1)
+
+
+def _pause(more: int) -> None:
+    global _pauses, active
+    with registry.lock:
+        _pauses += more
+        if _module is not None:
+            _module.enable(not _pauses)
+            active = None if _pauses or not is_loaded or _wanted() == "python" else _module
+            if _has_routers:
+                captured.call_cache_in_use = not _pauses
+        registry.changed()
+
+
+def _load() -> Any:
+    try:
+        module = building.loaded()
+    except BuildError as error:
+        # `ensure_built` logs what isn't built or used. Where the variable asks for it this is an error of the
+        # settings as well.
+        level = logging.WARNING if building.may_be_loaded(building.CALL_CACHE) else logging.DEBUG
+        log.log(level, "without the compiled call cache every call goes through Python: %s", error)
+        return None
+    registry.on_change(module.drop)
+    scope.on_enter(module.forget_choices)
+    counters.count_also(module.drain)
+    scope.on_first_choice(module.watch)
+    if _plans is not None:
+        module.set_plans(*_plans)
+    module.trust_offsets(offsets.TRUSTED)
+    offsets.on_changed.append(module.drop)
+    module.enable(not _pauses)
+    # Torch's dispatcher outlives Python: routers that call Python have to be gone before.
+    atexit.register(remove_routers)
+    return module
+
+
+def _wanted() -> str:
+    try:
+        return environment.read().routers
+    except AttnregError:
+        return ""  # the calls that the settings apply to raise the error

@@ -1,0 +1,259 @@
+"""What really ran: calls per backend and direction, fallbacks with their reasons, and failures.
+
+The hot path has its counters and adds to them under one lock; names are looked up only when a
+decision is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from attnreg.core.contract.capabilities import one_line
+from attnreg.core.contract.discovery import SET_ASIDE
+from attnreg.core.contract.spec import Direction
+from attnreg.core.selection.decision import Decision
+from attnreg.core.selection.render import fallback_line
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.errors import InvalidInputError
+
+__all__ = ["Bypass", "Failure", "Fallback", "MaskSeen", "Stats", "reset_stats", "stats"]
+
+# Reasons may contain numbers that change with every call, and classes of errors may be made at run time; a
+# long run mustn't grow a row for each.
+MOST_ROWS = 1000
+
+# How much of an error's text is kept.
+MOST_CHARACTERS = 300
+
+log = logging.getLogger("attnreg")
+
+_lock = open_after_fork(threading.Lock())
+_calls: dict[tuple[str, Direction], Counter] = {}
+_fallbacks: dict[tuple[str, str], Counter] = {}
+_bypassed: dict[tuple[str, str], Counter] = {}
+_masks: dict[str, Counter] = {}
+_failures: dict[tuple[str, Direction, str], tuple[Counter, str]] = {}
+_declined: dict[tuple[str, str], Direction] = {}
+_elsewhere: list[Callable[[], list[tuple[Counter, int]]]] = []
+
+
+class Counter:
+    """A number that only `count` and `reset_stats` change.
+
+    Attributes:
+        level: the level of the log line about what is counted; 0 before there is one.
+        call: the backend and the direction of a counter of calls; else None.
+    """
+
+    __slots__ = ("call", "level", "value")
+
+    def __init__(self, call: tuple[str, Direction] | None = None) -> None:
+        self.value = 0
+        self.level = 0
+        self.call = call
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A backend that was passed over, why, and how often."""
+
+    backend: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error of a backend's kernels in one direction: its class, what the first one said, how often."""
+
+    backend: str
+    direction: Direction
+    error: str
+    message: str
+    count: int
+
+    def __str__(self) -> str:
+        times = f"{self.count} times" if self.count > 1 else "once"
+        return f"failed {times} in a {self.direction} of this process: {self.error}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """Calls that torch's selector sent to a kernel of its own that isn't routed, why, and how many."""
+
+    kernel: str
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSeen:
+    """What boolean masks were recognised as, or why they weren't, and of how many calls."""
+
+    seen: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A copy of the counters.
+
+    Attributes:
+        calls: backend name to `{"forward": n, "backward": n}`, kernels that really ran.
+        fallbacks: backends that would have come first but couldn't run a call, with the reason; what
+            goes beyond a thousand rows is counted in one more, of the backend "*".
+        failures: errors of kernels, whether they ended a call or another backend ran it; beyond a thousand
+            rows as for `fallbacks`.
+        bypassed: calls of `F.scaled_dot_product_attention` that no router saw. They are looked for only by
+            `attnreg run --stats`, while calls are recorded, and with `strict`.
+        masks: what boolean masks of its calls were recognised as, with `masks = "recognise"`.
+    """
+
+    calls: dict[str, dict[str, int]]
+    fallbacks: tuple[Fallback, ...]
+    failures: tuple[Failure, ...] = ()
+    bypassed: tuple[Bypass, ...] = ()
+    masks: tuple[MaskSeen, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the same as plain data, for JSON."""
+        return {
+            "calls": self.calls,
+            "fallbacks": [asdict(row) for row in self.fallbacks],
+            "failures": [asdict(row) for row in self.failures],
+            "bypassed": [asdict(row) for row in self.bypassed],
+            "masks": [asdict(row) for row in self.masks],
+        }
+
+
+def call_counter(backend: str, direction: Direction) -> Counter:
+    """Return the counter of a backend's calls in one direction."""
+    with _lock:
+        return _calls.setdefault((backend, direction), Counter((backend, direction)))
+
+
+def fallback_counter(backend: str, reason: str) -> Counter:
+    """Return the counter of one fallback."""
+    with _lock:
+        full = len(_fallbacks) >= MOST_ROWS and (backend, reason) not in _fallbacks
+        return _fallbacks.setdefault(("*", "(further reasons)") if full else (backend, reason), Counter())
+
+
+def bypassed(kernel: str, reason: str) -> None:
+    """Count a call that went to a kernel of torch's own that isn't routed."""
+    with _lock:
+        full = len(_bypassed) >= MOST_ROWS and (kernel, reason) not in _bypassed
+        place = ("*", "(further reasons)") if full else (kernel, reason)
+        _bypassed.setdefault(place, Counter()).value += 1
+
+
+def mask_seen(seen: str) -> None:
+    """Count a call with a boolean mask, where masks are recognised."""
+    with _lock:
+        _masks.setdefault(seen, Counter()).value += 1
+
+
+def failed(call: Counter, error: BaseException, level: int = logging.WARNING) -> None:
+    """Count an error of the kernel whose calls a counter counts; logs the first of each class."""
+    # Wrong arguments are no fault of the kernel that finds them, nor is Ctrl-C.
+    if call.call is None or isinstance(error, InvalidInputError) or not isinstance(error, Exception):
+        return
+    name, message = type(error).__name__, "its text can't be read"
+    with contextlib.suppress(Exception):
+        message = one_line([str(error)])[:MOST_CHARACTERS] or "no message"
+    row = (*call.call, name)
+    with _lock:
+        if len(_failures) >= MOST_ROWS and row not in _failures:
+            row = ("*", call.call[1], "(further errors)")
+        counter, message = _failures.setdefault(row, (Counter(), message))
+        counter.value += 1
+    if not_yet_logged(counter, level):
+        text = "%s failed in a %s: %s: %s (said once; attnreg.stats() counts all failures)"
+        log.log(level, text, *call.call, name, message)
+
+
+def declined(call: Counter, reason: str) -> None:
+    """Remember that the kernel whose calls a counter counts has declined one, for `declined_in`."""
+    if call.call is not None and len(_declined) < MOST_ROWS:
+        _declined[call.call[0], reason] = call.call[1]
+
+
+def declined_in(row: Fallback) -> Direction | None:
+    """Return the direction whose kernel gave a fallback's reason; None if the backend's limits did."""
+    return _declined.get((row.backend, row.reason))
+
+
+def not_yet_logged(counter: Counter, level: int) -> bool:
+    """Whether to log what is counted: once, and again if it gets more severe. It counts as logged then."""
+    with _lock:
+        before, counter.level = counter.level, max(counter.level, level)
+        return level > before
+
+
+def for_decision(decision: Decision) -> tuple[tuple[Counter, ...], Callable[[], None]]:
+    """Return the counters of a decision's call and fallbacks, and what logs each fallback, once."""
+    name = decision.backend or ""
+    found = [call_counter(name, decision.direction)]
+    fallbacks = []
+    for passed in decision.passed_over:
+        reason = "; ".join(decision.rejected[passed])
+        broken = reason.startswith(SET_ASIDE)
+        level = logging.WARNING if broken or passed in decision.asked_for else logging.INFO
+        found.append(fallback_counter(passed, reason))
+        fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
+
+    def log_fallbacks() -> None:
+        for counter, level, line in fallbacks:
+            if not_yet_logged(counter, level):
+                log.log(level, "%s", line)
+
+    return tuple(found), log_fallbacks
+
+
+def count(counters: tuple[Counter, ...]) -> None:
+    """Add one to each."""
+    with _lock:
+        for counter in counters:
+            counter.value += 1
+
+
+def count_also(drain: Callable[[], list[tuple[Counter, int]]]) -> None:
+    """Count calls that don't come to `count` as well: `drain` returns those since it was last called."""
+    _elsewhere.append(drain)
+
+
+def collect() -> None:
+    """Add what was counted elsewhere, before counters are read."""
+    found = [row for drain in _elsewhere for row in drain()]
+    with _lock:
+        for counter, times in found:
+            counter.value += times
+
+
+def stats() -> Stats:
+    """Return what ran since the start or the last `reset_stats`."""
+    collect()
+    with _lock:
+        calls: dict[str, dict[str, int]] = {}
+        for (backend, direction), counter in _calls.items():
+            if counter.value:
+                calls.setdefault(backend, {"forward": 0, "backward": 0})[direction] = counter.value
+        rows = (Fallback(backend, reason, c.value) for (backend, reason), c in _fallbacks.items() if c.value)
+        failures = (Failure(*of, text, c.value) for of, (c, text) in _failures.items() if c.value)
+        passed = (Bypass(kernel, reason, c.value) for (kernel, reason), c in _bypassed.items() if c.value)
+        masks = (MaskSeen(seen, c.value) for seen, c in _masks.items() if c.value)
+        return Stats(calls, tuple(rows), tuple(failures), tuple(passed), tuple(masks))
+
+
+def reset_stats() -> None:
+    """Set every counter to zero."""
+    collect()
+    with _lock:
+        failures = (counter for counter, _ in _failures.values())
+        for several in (_calls.values(), _fallbacks.values(), failures, _bypassed.values(), _masks.values()):
+            for counter in several:
+                counter.value = 0

@@ -1,0 +1,367 @@
+// The call cache: by the kind of a call and the class of its lengths, the launcher that runs it.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <new>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "device_code.h"
+#include "launchers.h"
+#include "lengths.h"
+
+namespace attnreg {
+
+constexpr size_t kMostEntries = 4096;  // as `dispatch.state` has; then all are kept anew
+constexpr size_t kMostOffsets = 64;    // as `contract.offsets` has
+
+// ---- What is counted: a counter of Python's, and how often it went up since `drain` looked last.
+
+struct Tally {
+  PyObject* counter;  // kept alive until `drain` finds that nothing counts there any more
+  std::atomic<int64_t> times{0};
+};
+
+using Tallies = std::vector<std::shared_ptr<Tally>>;
+
+inline auto& all_tallies = *new std::unordered_map<PyObject*, std::shared_ptr<Tally>>;  // under the interpreter's lock
+
+inline Tallies tallies_of(PyObject* counters) {
+  Tallies found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(counters); i++) {
+    PyObject* counter = PyTuple_GET_ITEM(counters, i);
+    auto& tally = all_tallies[counter];
+    if (!tally) {
+      Py_INCREF(counter);
+      tally = std::make_shared<Tally>(counter);
+    }
+    found.push_back(tally);
+  }
+  return found;
+}
+
+// ---- What is kept
+
+struct Entry {  // how a call is run: by one of the four, or by torch's own kernel of the op
+  Object python;
+  std::shared_ptr<const OpLauncher> op;
+  std::shared_ptr<const NativeLauncher> native;
+  std::shared_ptr<const AddressLauncher> addresses;
+  Window window{};  // of a packed call on a GPU: by it rows are cleared that aren't known to see a key
+  bool clears = false;  // whether they are cleared after a function of Python's; after the others they always are
+  std::vector<std::pair<size_t, bool>> finite{};  // tensors whose rows of no sequence have to be finite, and (true) of keys
+  Tallies tallies;
+  Object decline_reason;  // counts an error, and returns None unless the backend declines the call with it
+  bool is_final = true;
+  bool counts_sinks = false;             // whether the launcher is given sinks; if not, results are rescaled
+  std::vector<c10::IValue> auxiliary{};  // what an aten op returns behind the kernel's results: numbers and models
+  std::vector<std::pair<size_t, bool>> lengths{};  // places in it of the longest query, and (true) of the longest key
+  mutable std::atomic<uint32_t> uses{0};
+
+  bool is_native() const {
+    return !python && !op && !native && !addresses;
+  }
+
+  // Whether Python is to be asked for a better launcher: after the first, second, fourth use and so on.
+  bool is_due() const {
+    const uint32_t used = is_final ? 0 : uses.fetch_add(1, std::memory_order_relaxed) + 1;
+    return used && (used & (used - 1)) == 0;
+  }
+
+  void count() const {
+    for (const auto& tally : tallies) {
+      tally->times.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+};
+
+// Whether what a kept call has just thrown only declines it, by `Plan.decline_reason`. Not inlined: a hit has nothing of it.
+[[gnu::cold, gnu::noinline]] inline bool is_declined(const Entry& entry) {
+  const WithGil gil;
+  name_backend(entry.decline_reason.get());
+  PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
+  torch::translate_exception_to_python(std::current_exception());
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  const Object owners[] = {owned(type), owned(error), owned(traceback)};
+  const Object reason = owned(error ? PyObject_CallOneArg(entry.decline_reason.get(), error) : nullptr);
+  if (!reason && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    throw_error_of_python();  // Ctrl-C, which came meanwhile
+  }
+  PyErr_Clear();
+  // Torch's own kernel of an op has taken the arguments from the stack.
+  return reason && reason.get() != Py_None && !entry.is_native();
+}
+
+// Run a kept call; false if Python is to run it. What it throws otherwise is counted, and thrown on.
+template <class Run>
+bool run_unless_declined(const Entry& entry, const Run& run) {
+  try {
+    return run();
+  } catch (...) {
+    if (!is_declined(entry)) {
+      throw;
+    }
+    return false;
+  }
+}
+
+// What the host knows of a pair of offsets: nothing as long as the device was only asked, then what it answered. After a
+// while it is asked again, whether that is so still.
+enum class Known { kAsked, kAnswered, kNothing, kAskedAgain };
+
+struct Facts {
+  bool fills_rows = false;  // whether every row belongs to a sequence that has queries and keys
+  bool knows_rows = false;  // whether every row also sees a key, whatever the mask
+};
+
+struct Offsets {
+  SeenOffsets seen;
+  int64_t tokens_q, tokens_k;
+  Known known = Known::kNothing;
+  Facts facts{};
+  int64_t slot = -1;  // where the device answers
+};
+
+// Where devices answer, in pinned memory: two numbers in a word, whether no row is unused and whether every row sees a
+// key. As `readback.PENDING` in both as long as there is no answer; a place is taken again only after that.
+constexpr int64_t kMostAnswers = 256;
+constexpr uint16_t kPending = 0x0202;
+
+inline volatile uint16_t* answers = nullptr;  // set once, with the first device code
+inline auto& is_taken = *new std::array<bool, kMostAnswers>{};  // under the lock
+
+struct PlaceHash {
+  size_t operator()(const Place& place) const {
+    return hash_of(place.data(), place.size());
+  }
+};
+
+struct KindOfCall {
+  Classes classes;
+  std::unordered_map<Place, std::shared_ptr<const Entry>, PlaceHash> entries;
+  std::unordered_map<Place, Detail, PlaceHash> details;  // of the classes of which more counts
+
+  Place place_of(const Lengths& lengths) const {
+    Place place = classes.place_of(lengths);
+    if (!details.empty()) {
+      const auto detail = details.find(place);
+      if (detail != details.end()) {
+        append(lengths, detail->second, place);
+      }
+    }
+    return place;
+  }
+};
+
+struct Cache {
+  uint64_t generation = 0;
+  std::unordered_map<Key, KindOfCall, KeyHash> kinds;
+  size_t entries = 0;
+  std::vector<Offsets> offsets;
+  size_t oldest_offsets = 0;
+};
+
+// None of it is ever destroyed: calls may come while the process ends.
+inline std::shared_mutex& guard = *new std::shared_mutex;
+inline Cache& cache = *new Cache;
+inline std::atomic<bool> enabled{true};
+inline std::atomic<bool> passing{false};         // nothing is registered: every call of a routed op is torch's
+inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it may contain a choice
+
+// A forked child begins with an empty cache: a thread that isn't in it may have owned the lock, and left half a change.
+// What was there isn't destroyed, as it can't be known to be whole.
+inline void begin_anew_after_fork() {
+  const uint64_t generation = cache.generation;
+  new (&guard) std::shared_mutex;
+  new (&cache) Cache{generation + 1};
+  passing = false;
+}
+
+struct LookedUp {
+  uint64_t generation = 0;  // what Python returns is kept only if nothing has changed meanwhile
+  std::shared_ptr<const Entry> entry{};
+};
+
+inline LookedUp look_up(const Key& key, const Lengths& lengths) {
+  const std::shared_lock lock(guard);
+  if (key.empty()) {
+    return {cache.generation};
+  }
+  const auto kind = cache.kinds.find(key);
+  if (kind == cache.kinds.end()) {
+    return {cache.generation};
+  }
+  const auto entry = kind->second.entries.find(kind->second.place_of(lengths));
+  return {cache.generation, entry == kind->second.entries.end() ? nullptr : entry->second};
+}
+
+inline void erase(const Key& key, const Lengths& lengths) {
+  std::shared_ptr<const Entry> dropped;  // destroyed after the lock is released: what it owns may then do anything
+  const std::unique_lock lock(guard);
+  if (const auto kind = cache.kinds.find(key); kind != cache.kinds.end()) {
+    const auto entry = kind->second.entries.find(kind->second.place_of(lengths));
+    if (entry != kind->second.entries.end()) {
+      dropped = std::move(entry->second);
+      kind->second.entries.erase(entry);
+    }
+  }
+}
+
+// Keep an entry for the class of a call's lengths, and for what counts of them in it.
+inline void keep(
+    const Key& key, const Lengths& lengths, uint64_t generation, const Classes& classes, Detail detail, std::shared_ptr<const Entry> entry) {
+  decltype(cache.kinds) dropped;
+  decltype(KindOfCall::entries) dropped_entries;
+  const std::unique_lock lock(guard);
+  if (generation != cache.generation || key.empty()) {
+    return;
+  }
+  if (cache.entries >= kMostEntries) {
+    std::swap(cache.kinds, dropped);
+    cache.entries = 0;
+  }
+  KindOfCall& kind = cache.kinds[key];
+  if (kind.classes.add(classes)) {  // other classes than before
+    std::swap(kind.entries, dropped_entries);
+    kind.details.clear();
+  }
+  Place place = kind.classes.place_of(lengths);
+  if (detail != Detail::kClass) {
+    kind.details[place] = detail;
+    append(lengths, detail, place);
+  } else {
+    kind.details.erase(place);
+  }
+  auto& kept = kind.entries[std::move(place)];
+  if (kept) {  // Python was called once more, and is called ever more rarely from then on
+    entry->uses = kept->uses.load(std::memory_order_relaxed);
+  } else {
+    cache.entries++;
+  }
+  std::swap(kept, entry);
+}
+
+inline void drop_all() {
+  Cache old;  // destroyed after the lock is released
+  const std::unique_lock lock(guard);
+  passing = false;
+  is_taken.fill(false);
+  std::swap(old, cache);
+  cache.generation = old.generation + 1;
+}
+
+inline std::atomic<uint64_t> choices_entered{0};  // how often a choice was entered or left, in any thread
+
+// The number of the choice in the context variable, or in a backward of that which `dispatch.scope` says is inherited;
+// 0 for none, -1 where Python has to find out.
+inline int64_t read_choice(PyObject* variable, bool in_backward) {
+  const WithGil gil;
+  PyObject* value = nullptr;
+  if (PyContextVar_Get(variable, Py_None, &value) != 0) {
+    PyErr_Clear();
+    return -1;
+  }
+  const Object choice = owned(value);
+  if (value == Py_None) {
+    if (!in_backward) {
+      return 0;
+    }
+    const Object scope = owned(PyImport_ImportModule("attnreg.core.dispatch.scope"));
+    const Object inherited = owned(scope ? PyObject_CallMethod(scope.get(), "inherited_number", nullptr) : nullptr);
+    const int64_t number = inherited ? PyLong_AsLongLong(inherited.get()) : -1;
+    PyErr_Clear();
+    return number;
+  }
+  static PyObject* const attribute = PyUnicode_InternFromString("number");
+  const Object number = owned(PyObject_GetAttr(value, attribute));
+  const int64_t found = number ? PyLong_AsLongLong(number.get()) : -1;
+  PyErr_Clear();
+  return found;
+}
+
+// The number of the choice in force for this thread or task. It is remembered for a thread, as taking the
+// interpreter's lock costs more than the rest of looking a call up, until a choice is entered or left anywhere, the
+// thread changes its context, which Python counts, or a backward begins or ends.
+inline int64_t scoped_choice() {
+  PyObject* variable = choices.load(std::memory_order_acquire);
+  if (!variable) {
+    return 0;
+  }
+  const PyThreadState* thread = PyGILState_GetThisThreadState();
+  if (!thread) {
+    return 0;  // a thread that Python doesn't know has entered nothing
+  }
+  struct Remembered {
+    uint64_t thread;  // its number, as another one's state may come to lie at the same address
+    const PyObject* context;
+    uint64_t context_version, entered;
+    int64_t graph_task;  // of the backward that this thread runs, or -1
+    int64_t choice;
+  };
+  thread_local Remembered last{0, nullptr, 0, 0, -1, 0};
+  const int64_t graph_task = torch::autograd::get_current_graph_task_id();
+  const uint64_t entered = choices_entered.load(std::memory_order_acquire);
+  if (last.thread != thread->id || last.context != thread->context || last.context_version != thread->context_ver ||
+      last.entered != entered || last.graph_task != graph_task) {
+    const int64_t choice = read_choice(variable, graph_task != -1);
+    last = {thread->id, thread->context, thread->context_ver, entered, graph_task, choice};
+  }
+  return last.choice;
+}
+
+// Run a kept call; false if its launcher can't. `keys` are those of the op's dispatch.
+inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
+  const auto device = call.tensors[0].device();
+  c10::OptionalDeviceGuard there;
+  if (device.is_cuda()) {
+    there.reset_device(device);
+  }
+  if (entry.native) {
+    return launch(*entry.native, call, results);
+  }
+  const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
+  const bool clears = call.is_packed && is_unknown && device.is_cuda();
+  const DeviceCode* code = clears ? device_code_of(device) : nullptr;
+  if (clears && !code) {
+    return false;
+  }
+  if (entry.python) {
+    if (!clears) {
+      return launch(entry.python.get(), call, results);
+    }
+    Tensors tensors(call.tensors.begin(), call.tensors.end());
+    for (const auto& [place, of_keys] : entry.finite) {
+      tensors[place] = blanked(*code, tensors[place], call.offsets(of_keys));
+    }
+    if (!launch(entry.python.get(), Launch{tensors, call.lengths, true, true, true, call.is_forward}, results)) {
+      return false;
+    }
+    clear(*code, call, entry.window, results);
+    return true;
+  }
+  if (entry.op) {
+    launch(*entry.op, call, keys, results, spare);
+  } else if (!launch(*entry.addresses, call, results)) {
+    return false;
+  }
+  if (clears) {
+    clear(*code, call, entry.window, results);
+  }
+  return true;
+}
+
+// Check what a launcher has returned against what the contract says of it.
+inline void check_result(const at::Tensor& got, at::IntArrayRef sizes, at::ScalarType dtype, const char* what) {
+  TORCH_CHECK(got.sizes() == sizes && got.scalar_type() == dtype, "attnreg: a launcher breaks the contract: got ", what,
+              " ", got.sizes(), " ", got.scalar_type(), ", expected ", sizes, " ", dtype);
+}
+
+}  // namespace attnreg

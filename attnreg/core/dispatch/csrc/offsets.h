@@ -1,0 +1,122 @@
+// What is known of the offsets of packed calls on a GPU. `contract/offsets.py` says why it is looked at again.
+
+#pragma once
+
+#include <mutex>
+#include <shared_mutex>
+
+#include "cache.h"
+
+namespace attnreg {
+
+// A place for an answer; -1 if there is none. Under the lock.
+inline int64_t take_answer() {
+  for (int64_t slot = 0; answers && slot < kMostAnswers; slot++) {
+    if (!is_taken[slot] && answers[slot] != kPending) {
+      is_taken[slot] = true;
+      answers[slot] = kPending;
+      return slot;
+    }
+  }
+  return -1;
+}
+
+inline void release_answer(Offsets& pair) {
+  if (pair.slot >= 0) {
+    is_taken[pair.slot] = false;
+    pair.slot = -1;
+  }
+}
+
+// Have the device say what is so of a pair of offsets, without a wait.
+inline void ask_device(
+    const DeviceCode& code, const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, int64_t slot) {
+  const int64_t batch = queries.size(0) - 1;
+  const int64_t place = reinterpret_cast<int64_t>(answers + slot);
+  const int64_t threads = std::min<int64_t>((std::max<int64_t>(batch, 1) + 31) / 32 * 32, 1024);
+  launch_on(code, code.facts, 1, threads, queries,
+            {place, place, address_of(queries), address_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
+}
+
+inline Facts read_answer(int64_t slot) {
+  const uint16_t answer = answers[slot];
+  return {(answer & 0xff) == 1, answer >> 8 == 1};
+}
+
+// Whether something isn't so any more.
+inline bool is_less(Facts now, Facts before) {
+  return (before.fills_rows && !now.fills_rows) || (before.knows_rows && !now.knows_rows);
+}
+
+[[noreturn]] inline void throw_changed() {
+  const WithGil gil;
+  const Object module = owned(PyImport_ImportModule("attnreg.core.contract.offsets"));
+  const Object raise = owned(module ? PyObject_GetAttrString(module.get(), "raise_changed") : nullptr);
+  if (raise) {
+    owned(PyObject_CallNoArgs(raise.get()));
+  }
+  throw_error_of_python();
+}
+
+// What is known of the rows of a pair of offsets, if these are as they were. The first call with them asks the device;
+// what it answered is used for a while, then it is asked again.
+inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
+  const DeviceCode* code = device_code_of(queries.device());
+  if (!code || !counts_versions(queries) || !counts_versions(keys) || queries.scalar_type() != at::kInt || keys.scalar_type() != at::kInt) {
+    return {};
+  }
+  const c10::Stream stream = stream_of(queries);
+  int64_t slot = -1;
+  bool has_changed = false;
+  {
+    Offsets dropped{{Seen(queries), Seen(keys), stream}, tokens_q, tokens_k};
+    const std::unique_lock lock(guard);
+    const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& other) {
+      return other.seen.look_like(queries, keys, stream) && other.tokens_q == tokens_q && other.tokens_k == tokens_k;
+    });
+    if (pair == cache.offsets.end()) {
+      slot = dropped.slot = take_answer();
+      dropped.known = slot < 0 ? Known::kNothing : Known::kAsked;
+      if (cache.offsets.size() < kMostOffsets) {
+        cache.offsets.push_back(std::move(dropped));
+      } else {
+        Offsets& oldest = cache.offsets[cache.oldest_offsets++ % kMostOffsets];
+        release_answer(oldest);
+        std::swap(oldest, dropped);
+      }
+    } else if (pair->known == Known::kAnswered) {
+      if (Clock::now() < pair->seen.until) {
+        return pair->facts;
+      }
+      slot = pair->slot = take_answer();
+      pair->known = slot < 0 ? Known::kNothing : Known::kAskedAgain;
+    } else if (pair->known != Known::kNothing && answers[pair->slot] != kPending) {
+      const Facts now = read_answer(pair->slot);
+      has_changed = pair->known == Known::kAskedAgain && is_less(now, pair->facts);
+      release_answer(*pair);
+      pair->known = Known::kAnswered;
+      pair->facts = now;
+      pair->seen.until = Clock::now() + trusted.load(std::memory_order_relaxed);
+      if (!has_changed) {
+        return now;
+      }
+    }
+  }
+  if (slot >= 0) {
+    ask_device(*code, queries, keys, tokens_q, tokens_k, slot);
+  }
+  if (has_changed) {
+    throw_changed();
+  }
+  return {};
+}
+
+// Whether offsets were found to have changed since their rows were last known, of which no call came to say it.
+inline bool offsets_have_changed() {
+  const std::unique_lock lock(guard);
+  return std::any_of(cache.offsets.begin(), cache.offsets.end(), [](const Offsets& pair) {
+    return pair.known == Known::kAskedAgain && answers[pair.slot] != kPending && is_less(read_answer(pair.slot), pair.facts);
+  });
+}
+
+}  // namespace attnreg

@@ -1,0 +1,103 @@
+"""What a decision about a kind of calls depends on: where it changes with lengths, and how much these count.
+
+Lengths of one class decide alike, save where measured times decide, a limit looks at a length that no cut
+names, or a backend builds something for each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lengths import OF_ALL, Lengths
+from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.dispatch import trace
+from attnreg.core.dispatch.state import CallKind, Detail, State
+from attnreg.core.selection.decision import Decision
+
+
+def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
+    """Return the kind of calls that a spec is one of, with the places where its decisions change."""
+    directions = _directions(spec, direction)
+    cuts = [*OF_ALL]
+    for entry in now.entries.values():
+        for one in directions:
+            cuts += entry.cuts(spec, one)
+    return CallKind(cuts)
+
+
+def _directions(spec: AttentionSpec, direction: Direction) -> tuple[Direction, ...]:
+    return ("forward", "backward") if direction == "forward" and spec.needs_backward else (direction,)
+
+
+def refined_key(
+    now: State,
+    kind: CallKind,
+    key: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    decisions: Sequence[Decision],
+) -> tuple[object, ...]:
+    """Return what the plan of a call is kept under, by what was decided about it; `key` is that so far.
+
+    Has as much of the lengths count in the call's class as the decisions depend on.
+    """
+    detail = _detail(now, kind, key, spec, direction, decisions)
+    if detail is kind.detail_of(key) is Detail.EXACT and _builds_by_times(decisions[-1], now.entries, spec):
+        kind.count_shape()
+    return kind.refine(key, detail, Lengths.of(spec))
+
+
+def _detail(
+    now: State,
+    kind: CallKind,
+    key: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    decisions: Sequence[Decision],
+) -> Detail:
+    """Return what the decisions about a call depend on besides the class of its lengths.
+
+    All lengths count where calls are recorded or locked, where a backend that was asked, or whose rank was
+    compared, looks at a length that no cut names, and where times chose a backend that builds something for
+    each shape.
+    """
+    if now.policy.lock is not None or trace.is_recording():
+        return Detail.EXACT
+    # Backends may have turns at such calls before there are times.
+    has_turns = now.policy.adaptive is not None and any(one.backend not in one.asked_for for one in decisions)
+    by_times = has_turns or any(map(_is_by_times, decisions))
+    if _builds_by_times(decisions[-1], now.entries, spec):
+        return Detail.EXACT
+    # Which lengths are looked at is the same for all of a class, so that it is found out once.
+    if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions, by_times):
+        return Detail.EXACT
+    return Detail.STEPS if by_times else Detail.CLASS
+
+
+def _looks_at_lengths(
+    now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision], by_times: bool
+) -> bool:
+    # Times order the backends that can run a call: all were considered.
+    names = (name for one in decisions for name in (one.order if by_times else one.considered))
+    considered = {name.casefold() for name in names}
+    return any(
+        entry.unnamed_reads(spec, one, ranks_only=name not in considered)
+        for name, entry in now.entries.items()
+        for one in _directions(spec, direction)
+    )
+
+
+def builders(entries: Mapping[str, Entry], spec: AttentionSpec) -> frozenset[str]:
+    """Return the names, in lower case, of the backends that build something for each shape of such calls."""
+    return frozenset(name for name, entry in entries.items() if entry.builds(spec))
+
+
+def _is_by_times(decision: Decision) -> bool:
+    return decision.predicted is not None and decision.backend not in decision.asked_for
+
+
+def _builds_by_times(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:
+    """Whether times chose a backend that builds something for each shape of such calls."""
+    entry = entries.get((decision.backend or "").casefold())
+    return _is_by_times(decision) and entry is not None and entry.builds(spec)

@@ -1,0 +1,299 @@
+"""Making a plan: the spec of a call, the decision about it, and the kernel that comes out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
+from attnreg.core.contract.validation import checked_against_contract
+from attnreg.core.dispatch import counters, trace
+from attnreg.core.dispatch.declined import JudgedEntry, declined, with_reasons
+from attnreg.core.dispatch.kinds import builders, refined_key
+from attnreg.core.dispatch.state import CallKind, Plan, State
+from attnreg.core.selection import ranks
+from attnreg.core.selection.adaptive import Adaptive
+from attnreg.core.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
+from attnreg.core.selection.render import refuse
+from attnreg.core.selection.turns import Turn
+from attnreg.core.torchlib import building, captured
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
+from attnreg.tools.tuning.tables import Tables
+
+log = logging.getLogger("attnreg")
+
+
+class Native(NamedTuple):
+    """The kernel that torch was about to run when a router took the call.
+
+    Attributes:
+        name: the backend whose kernel it is; comes first in the default order.
+        judged: whether that backend's capabilities decide if the kernel can run the call. If not, torch's
+            own selector has decided so already, and what it decided stands.
+        positive_scale: whether the kernel needs a scale above 0, which torch's selector doesn't check: with
+            others results weren't finite (torch 2.11 on an H200).
+    """
+
+    name: str
+    judged: bool = False
+    positive_scale: bool = False
+
+
+def make_plan(
+    now: State,
+    kind: CallKind,
+    key: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    native: Native | None = None,
+    leading: Preference | None = None,
+) -> Plan:
+    """Decide about a spec and load the kernel; keeps the plan once its first results were checked.
+
+    Raises `UnsupportedInputError` if no backend can run it, or none may; what `decide` raises; and
+    `RanksDifferError` if another rank of the job chooses by another table.
+    """
+    building.ensure_built()  # the program serves calls: its next start has the compiled part
+    captured.warn_if_shadowed()
+    policy, entries = now.policy.with_first(leading), now.entries
+    if spec.batch_invariant:
+        native = None  # torch's selector looks at the batch, too, and its kernels aren't told of the policy
+    ranks.agree(now.policy, entries, spec.device)
+    decisions = []
+    building_names = builders(entries, spec) if kind.brings_new_shapes else frozenset()
+    if direction == "forward" and spec.needs_backward:
+        # Better no forward than one whose gradients no backend can compute.
+        decisions.append(_settle(spec, "backward", entries, policy, native, building_names)[0])
+    if refused := declined():
+        now.keep_declined(direction, spec, refused)
+        name, reason = next(iter(refused.items()))
+        if spec.batch_invariant:
+            raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
+        entries = with_reasons(entries, refused)
+    decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
+    key = refined_key(now, kind, key, spec, direction, (*decisions, decision))
+    counted, log_fallbacks = counters.for_decision(decision)
+    counted += trace.counters(spec, direction)
+    made = Plan(decision.backend or "", kernel, kernel is None, counted, kind=kind, key=key, turn=turn)
+    if made.is_native:
+        log_fallbacks()
+        if spec.capturing or turn is not None:  # maybe another backend only lacks its first run: see below
+            return made._replace(is_checked=False)
+        now.keep(made)
+        return made
+    entry = entries[made.backend.casefold()]
+    _warn_not_deterministic(entry, spec, direction)
+    set_aside = functools.partial(entry.set_aside, spec, direction)
+    counts_sinks = functools.cache(lambda: entry.counts_sinks(spec, direction))
+    made = made._replace(set_aside=set_aside, counts_sinks=counts_sinks)
+    if (specialize := entry.kernels(spec).specialize) is not None:
+        made = made._replace(specialize=functools.partial(specialize, direction))
+
+    def passed() -> None:
+        log_fallbacks()
+        # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.
+        if not spec.capturing and turn is None:
+            now.keep(made)
+
+    checked = checked_against_contract(_timed(made.kernel, turn), direction, made.backend, passed)
+    return made._replace(kernel=checked, is_checked=False)
+
+
+def _times(policy: Policy, native: str) -> Adaptive | Tables | None:
+    """Return the measured times that decide where nothing asks for a backend; None if none do."""
+    leaves_native = native and (policy.only_recording or not policy.by_measurement)
+    return None if leaves_native or policy.lock is not None else policy.adaptive or policy.tables
+
+
+def decide(
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: str = "",
+    complete: bool = True,
+    builders: frozenset[str] = frozenset(),
+) -> Decision:
+    """Select a backend, after checking that those asked for by name can load here.
+
+    `complete` is as for `select`; of `builders` the times count what they build for each new shape.
+
+    A `BackendUnavailableError` says who asked for one that can't load here, why, and what to install. Raises
+    `UnsupportedInputError` if a lock says otherwise, or nothing, of this call.
+    """
+    spec = spec.of(direction)
+    for preference in policy.preferences:
+        if preference.required and preference.applies_to(spec.device):
+            for name in preference.names:
+                _check_loads(entries.get(name.casefold()), spec, policy, preference.source)
+    if policy.lock is not None:
+        return replayed(policy.lock, spec, direction, entries, policy, native)
+    times = _times(policy, native)
+    prediction = times.predict(spec, direction, builders) if times is not None else None
+    return select(spec, direction, entries, policy, native, prediction, complete)
+
+
+def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+    """Return the backends with torch's own kernel in place of the backend of its name."""
+    if native is None or (native.judged and native.name.casefold() in entries):
+        return entries
+    return {**entries, native.name.casefold(): _NativeEntry(native)}
+
+
+def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
+    """Return the spec of a call in the contract's layout."""
+    varlen, paged = call.varlen, call.block_table is not None
+    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    spec = AttentionSpec(
+        device=device_of(query.device),
+        dtype=str(query.dtype),
+        batch=batch, max_q=call.max_q, max_k=call.max_k,
+        heads_q=query.shape[-2], heads_k=key.shape[-2],
+        head_dim=query.shape[-1], head_dim_v=value.shape[-1],
+        tokens_q=query.shape[0] if varlen else batch * call.max_q,
+        tokens_k=batch * call.max_k if paged or not varlen else key.shape[0],
+        varlen=varlen,
+        window=call.window,
+        dropout=call.dropout,
+        bias=call.attn_bias is not None,
+        alibi=call.alibi_slopes is not None,
+        seqused_k=call.seqused_k is not None,
+        page_size=key.shape[1] if paged else None,
+        num_splits=call.num_splits,
+        positive_scale=call.scale >= LEAST_SCALE,
+        softcap=call.softcap, grad_lse=call.grad_lse is not None,
+        sinks=call.sinks is not None and not capturing,
+        needs_backward=needs_backward,
+        deterministic=call.deterministic,
+        batch_invariant=call.batch_invariant,
+        capturing=capturing,
+    )  # fmt: skip
+    return spec if spec.gives_sinks else spec.without_sinks
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Return what selection needs to know of a device; asks the driver once per device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return Device(device.type, index=device.index)
+    properties = torch.cuda.get_device_properties(device)
+    return Device("cuda", (properties.major, properties.minor), device.index, properties.name)
+
+
+class _NativeEntry(JudgedEntry):
+    """Torch's own kernel of an op, to which torch's selector has sent the call.
+
+    So nothing is against it but what the selector doesn't know.
+    """
+
+    def __init__(self, native: Native) -> None:
+        super().__init__(native.name, "torch")
+        self._positive_scale = native.positive_scale
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        if self._positive_scale and not spec.positive_scale:
+            return ("scale must be above 0: the results of torch's own kernel aren't finite",)
+        return super().reasons(spec, direction)
+
+
+def _settle(
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: Native | None,
+    builders: frozenset[str] = frozenset(),
+) -> tuple[Decision, Callable[..., Any] | None]:
+    """Decide until the chosen backend's package really loads; no kernel means torch's own."""
+    offered = entries_with_native(native, entries)
+    name, complete = native.name if native else "", policy.adaptive is not None
+    while True:
+        decision = decide(spec, direction, offered, policy, name, complete, builders)
+        if decision.backend is None:
+            refuse(spec, decide(spec, direction, offered, policy, name, True, builders))
+        entry = offered[decision.backend.casefold()]
+        # Torch's own kernel gets the op's arguments as they came, without padding.
+        if native is not None and entry.name == native.name and entry.padded(spec, direction) is spec:
+            # What is only recorded runs as it did.
+            same = None if policy.only_recording else entries.get(native.name.casefold())
+            return decision, _faster_than_native(spec, direction, same)
+        try:
+            return decision, entry.kernel(direction, spec)
+        except BackendUnavailableError:
+            continue  # its probe was too hopeful; from now on it is rejected with the cause
+
+
+def _in_turn(
+    spec: AttentionSpec,
+    direction: Direction,
+    entries: Mapping[str, Entry],
+    policy: Policy,
+    native: Native | None,
+    builders: frozenset[str],
+) -> tuple[Decision, Callable[..., Any] | None, Turn | None]:
+    """Settle about a call; by `policy = "adaptive"` it may be the turn of another backend than the best."""
+    if policy.adaptive is None:
+        return *_settle(spec, direction, entries, policy, native, builders), None
+    policy.adaptive.begin(spec, direction)
+    decision, kernel = _settle(spec, direction, entries, policy, native, builders)
+    if decision.backend in decision.asked_for:
+        return decision, kernel, None
+    able = [name for name in decision.order if name not in decision.rejected]
+    turn = policy.adaptive.turn(spec, direction, able, decision.predicted)
+    if turn is not None and turn.backend:
+        leading = Preference(turn.source, (turn.backend,), required=False)
+        # A turn isn't asked for by anybody, so that `strict` has nothing to insist on.
+        in_turn = replace(policy.with_first(leading), strict="")
+        decision, kernel = _settle(spec, direction, entries, in_turn, native)
+        if decision.backend != turn.backend:
+            turn.give_up("it doesn't load")
+    return decision, kernel, turn
+
+
+def _faster_than_native(
+    spec: AttentionSpec, direction: Direction, entry: Entry | None
+) -> Callable[..., Any] | None:
+    """Return the function of the backend of that name, if it runs such a call faster than torch's kernel."""
+    if entry is None or spec.varlen or entry.unavailable():
+        return None
+    replaces = entry.kernels().replaces_native
+    if replaces is None or not replaces(direction, spec) or entry.reasons(spec, direction):
+        return None
+    return entry.kernel(direction, spec)
+
+
+def _timed(kernel: Callable[..., Any], turn: Turn | None) -> Callable[..., Any]:
+    """Return a kernel that is timed where it is a backend's turn."""
+    return kernel if turn is None else lambda *given: turn.timed(lambda: kernel(*given), given[0])
+
+
+def _warn_not_deterministic(entry: Entry, spec: AttentionSpec, direction: Direction) -> None:
+    """Say why deterministic algorithms would have refused a backend, were they not asked to warn only."""
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        _warn_once(
+            entry.name, direction, entry.reasons(replace(spec, deterministic=True, sinks=False), direction)
+        )
+
+
+@functools.cache
+def _warn_once(name: str, direction: Direction, reasons: tuple[str, ...]) -> None:
+    if reasons:
+        said = "; ".join(reasons)
+        log.warning("%s runs a %s that isn't deterministic, as torch only warns: %s", name, direction, said)
+
+
+def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:
+    if entry is None or entry.name.casefold() in policy.disabled or spec.device.simulated:
+        return
+    serves = entry.backend is None or spec.device.type in entry.backend.devices
+    if serves and entry.unavailable():
+        raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}") from entry.cause

@@ -1,0 +1,255 @@
+"""Choices for some calls only, and how a forward passes its choice on to its backward.
+
+`use_backend(...)` and `backend=` make a `ScopedChoice`. The backward of a call often runs outside the `with`
+block, on another thread, and all that an aten op's backward gets of its forward are saved tensors. So a
+forward returns a *choice token*: one of the op's auxiliary outputs, in a storage whose length, and where the
+token begins in it, say the choice's number. On a GPU that takes no kernel and no host sync; on a CPU, where
+the LSE is the token, its storage is resized or copied. It survives autograd, CUDA graphs and, for scalars,
+torch.compile (Inductor may give a larger tensor a storage of its own; then the backward is decided without
+the choice).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from threading import get_ident
+
+import torch
+from torch import Tensor
+
+from attnreg.core import registry
+from attnreg.core.selection.decision import Preference
+from attnreg.core.torchlib.locks import open_after_fork
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ScopedChoice:
+    """A choice of backends that overrides all others for the calls it is given to.
+
+    Attributes:
+        number: its place in the list of all choices, from 1.
+        preference: the backends that it puts first; None if it only forbids a gradient.
+        no_gradient: why a backward of this call would be wrong; empty if it is right.
+    """
+
+    number: int
+    preference: Preference | None
+    no_gradient: str
+
+
+_lock = open_after_fork(threading.Lock())
+_choices: list[ScopedChoice] = []
+_by_content: dict[tuple[Preference | None, str], ScopedChoice] = {}
+_by_mark: dict[int, ScopedChoice] = {}  # by how many bytes longer the storage of a marked tensor is
+# Choices by names, source and whether they are exclusive, with the registry's generation then.
+_by_names: dict[tuple[tuple[str, ...], str, bool], tuple[object, ScopedChoice]] = {}
+MOST_NAMES = 64
+_remembering: list[Callable[[], object]] = []
+_waiting: list[Callable[[ContextVar[ScopedChoice | None]], object]] = []
+
+
+def make_choice(preference: Preference | None, no_gradient: str = "") -> ScopedChoice:
+    """Return the one choice of that content."""
+    found = _by_content.get((preference, no_gradient))
+    if found is None:
+        with _lock:
+            found = _by_content.get((preference, no_gradient))
+            if found is None:
+                found = ScopedChoice(len(_choices) + 1, preference, no_gradient)
+                _choices.append(found)
+                _by_mark[MARKED * found.number + GUARD] = found
+                if preference is not None:
+                    _call_waiting()  # before another thread can find the choice and enter it
+                _by_content[preference, no_gradient] = found
+    return found
+
+
+def by_number(number: int) -> ScopedChoice | None:
+    """Return the choice of that number; None for 0."""
+    return _choices[number - 1] if number else None
+
+
+def on_first_choice(callback: Callable[[ContextVar[ScopedChoice | None]], object]) -> None:
+    """Have a function called with the context variable before it may contain a choice of backends."""
+    with _lock:
+        _waiting.append(callback)
+        if any(choice.preference is not None for choice in _choices):
+            _call_waiting()
+
+
+def _call_waiting() -> None:
+    while _waiting:
+        _waiting.pop()(variable)
+
+
+variable: ContextVar[ScopedChoice | None] = ContextVar("attnreg_choice", default=None)
+
+# Where torch keeps what its threads inherit: autograd runs the backward of a GPU on a thread of its own, with
+# the thread-local state of the one that called `backward()`, but not its context variables. A checkpoint
+# computes its forwards again there.
+_IN_TORCHS_STATE = "attnreg_choice"
+# By a name of its own: Dynamo compiles a function that looks anything up in torch, as far as it can.
+_stash = torch._C._stash_obj_in_tls
+
+
+def _keep(choice: ScopedChoice | None) -> None:
+    kept = get_ident(), choice, _inherited()
+    if _takes_over:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _stash(_IN_TORCHS_STATE, kept)
+
+
+def _takes_over_references() -> bool:
+    """Return whether this torch drops a reference to what it keeps that it has never added: 2.11 does."""
+    kept = get_ident(), None, None
+    before = sys.getrefcount(kept)
+    _stash(_IN_TORCHS_STATE, kept)
+    takes_over = sys.getrefcount(kept) == before
+    if takes_over:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    return takes_over
+
+
+_takes_over = _takes_over_references()
+
+
+def current() -> ScopedChoice | None:
+    """Return the choice in force for this thread or task."""
+    return variable.get() or _inherited()
+
+
+def _inherited() -> ScopedChoice | None:
+    """Return, on a thread of autograd's, the choice in force where `backward()` was called."""
+    if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_IN_TORCHS_STATE):
+        return None
+    thread, choice, before = torch._C._get_obj_in_tls(_IN_TORCHS_STATE)
+    # On the thread that entered it the context variable knows better: tasks of asyncio share that thread.
+    # `before` is what that thread had inherited itself, and does again where its block has ended.
+    inherited: ScopedChoice | None = before if thread == get_ident() else choice or before
+    return inherited
+
+
+def inherited_number() -> int:
+    """Return the number of the inherited choice, 0 for none; the compiled call cache calls it."""
+    choice = _inherited()
+    return choice.number if choice is not None else 0
+
+
+def preferred(names: tuple[str, ...]) -> ScopedChoice:
+    """Return the choice for a `use_backend` block; raises if a backend is unknown or can't load here."""
+    return _named(names, "", exclusive=False)
+
+
+def exclusive(name: str, source: str = "") -> ScopedChoice:
+    """Return the choice for `backend=` on a call; raises if it is unknown or can't load here."""
+    return _named((name,), source, exclusive=True)
+
+
+def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice:
+    try:
+        kept = _by_names.get((names, source, exclusive))
+    except TypeError:  # what can't be hashed is no name
+        kept = None
+    if kept is not None and kept[0] is registry.generation:
+        return kept[1]  # each call with `backend=` comes here, and each block that is entered
+    generation, found = registry.generation, [registry.find(name) for name in names]
+    for entry in found:
+        entry.kernels()
+    quoted = ", ".join(repr(entry.name) for entry in found)
+    source_or_own = source or (f"backend={quoted}" if exclusive else f"use_backend({quoted})")
+    backends = tuple(entry.name for entry in found)
+    choice = make_choice(Preference(source_or_own, backends, exclusive=exclusive))
+    if len(_by_names) >= MOST_NAMES:
+        _by_names.clear()
+    _by_names[names, source, exclusive] = generation, choice
+    return choice
+
+
+def enter(choice: ScopedChoice | None) -> Token[ScopedChoice | None]:
+    """Put a choice in force in this thread or task until `leave`."""
+    try:
+        return variable.set(choice)
+    finally:
+        _entered()
+
+
+def leave(token: Token[ScopedChoice | None]) -> None:
+    """End what `enter` began."""
+    try:
+        variable.reset(token)
+    finally:
+        _entered()
+
+
+def on_enter(callback: Callable[[], object]) -> None:
+    """Have a function called after each change of a choice in force, by what remembers it for a thread."""
+    _remembering.append(callback)
+
+
+def _entered() -> None:
+    for callback in _remembering:
+        callback()
+    _keep(variable.get())
+
+
+# A token that is made begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen
+# bytes, and is followed by `GUARD` elements: a length that no slice of an ordinary tensor is likely to have.
+# A tensor on a CPU that is there already is marked where it is, which takes a fifth of the time: its storage
+# is made longer by `MARKED * number + GUARD` bytes. That is odd, as hardly another storage's length is; and
+# half of `MARKED` is a prime, so that a part of the tensor is unlikely to carry the choice of another number.
+# `csrc/layouts.h` has the same numbers.
+ALIGNED, GUARD, MARKED = 4, 13, 254
+
+
+def choice_token(choice: ScopedChoice | None, like: Tensor) -> Tensor:
+    """Return a uint64 scalar on the device of `like` that carries a choice."""
+    if choice is None:
+        return like.new_empty((), dtype=torch.uint64)
+    base = like.new_empty(ALIGNED * choice.number + 1 + GUARD, dtype=torch.uint64)
+    return base.as_strided((), (), ALIGNED * choice.number)
+
+
+def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
+    """Have a new tensor, which nothing else refers to, carry a choice; returns it or a copy.
+
+    Shape, strides and values stay. An inference tensor that would be copied carries none: autograd saves
+    none for a backward.
+    """
+    storage = tensor.untyped_storage()
+    stored = storage.nbytes()
+    # All of it is there, once: what it spans is its storage. Inference tensors are marked, too: to say if
+    # it is one, a tensor gives the interpreter's lock up and takes it again, as slow as marking.
+    if stored == tensor.nbytes and tensor.is_cpu:
+        storage.resize_(stored + MARKED * choice.number + GUARD)
+        return tensor
+    if tensor.is_inference():
+        return tensor
+    shape, stride, start = tensor.shape, tensor.stride(), ALIGNED * choice.number
+    extent = _extent(shape, stride)
+    return tensor.new_empty(start + extent + GUARD).as_strided_(shape, stride, start).copy_(tensor)
+
+
+def read_token(tensor: Tensor) -> ScopedChoice | None:
+    """Return the choice that a tensor carries, or None; reads no element."""
+    stored = tensor.untyped_storage().nbytes()
+    if stored % 2:  # marked where it is, so that it spans as many elements as it has
+        found = _by_mark.get(stored - tensor.nbytes)
+        return found if found is None or not tensor.storage_offset() else None
+    start = int(tensor.storage_offset())
+    if not start:
+        return None
+    number, rest = divmod(start, ALIGNED)
+    rest = rest or stored // tensor.element_size() - start - _extent(tensor.shape, tensor.stride()) - GUARD
+    return _choices[number - 1] if not rest and 0 < number <= len(_choices) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return how many elements of its storage a tensor spans: strides count, not elements."""
+    return max(1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)), 0)

@@ -1,0 +1,264 @@
+"""What decisions are made from, as one value that is replaced whole when any of it changes; and plans."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from attnreg.core import registry
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.capabilities import one_line
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.launchers import Launcher
+from attnreg.core.contract.lengths import Cut, Lengths, step_of
+from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.dispatch import counters, trace
+from attnreg.core.dispatch.declined import DeclinedError
+from attnreg.core.selection import policy, ranks
+from attnreg.core.selection.decision import Policy
+from attnreg.core.selection.turns import Turn
+from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
+
+log = logging.getLogger("attnreg")
+
+# Past this many plans all are dropped: where lengths count exactly, each new one has a plan.
+MOST_PLANS = 4096
+# So many shapes of a kind may be built for before the times of further shapes count what building takes.
+FEW_SHAPES = 8
+
+
+class Plan(NamedTuple):
+    """What the look-up of a call returns: which kernel runs it, and what is done with each run.
+
+    Attributes:
+        backend: the name of the backend that runs the call.
+        kernel: its function; None where the router is to call torch's own kernel of the op.
+        is_native: whether that is so.
+        counters: what to add to once it has run; that of the backend's calls comes first.
+        is_checked: whether its results were checked against the contract; if not, `kernel` checks them.
+        counts_sinks: says whether `kernel` can be given sinks; None if it can't, so that its results are
+            rescaled (`varlen.sinks`).
+        specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
+        kind: the kind of calls that the plan belongs to.
+        key: what the plan is kept under: its class of lengths, followed by the lengths where they are exact.
+        set_aside: the backend's `Entry.set_aside` for this call.
+        turn: what times the call, where backends take turns (`policy = "adaptive"`).
+    """
+
+    backend: str
+    kernel: Any
+    is_native: bool
+    counters: tuple[counters.Counter, ...]
+    is_checked: bool = True
+    counts_sinks: Callable[[], bool] | None = None
+    specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
+    kind: CallKind | None = None
+    key: tuple[object, ...] = ()
+    set_aside: Callable[..., str] | None = None
+    turn: Turn | None = None
+
+    def run(self, *inputs: Any) -> Any:
+        """Run the kernel and count the call.
+
+        If the kernel declines it, drops the plan, so that calls like it are decided anew.
+        """
+        try:
+            results = self.kernel(*inputs)
+        except Exception as error:
+            reason = self.decline_reason(error)
+            if reason is None:
+                raise
+            if self.kind is not None:
+                self.kind.details[self.key[:1]] = Detail.EXACT
+                self.kind.plans.pop(self.key, None)
+            raise DeclinedError(self.backend, reason) from error
+        counters.count(self.counters)
+        return results
+
+    def decline_reason(self, error: BaseException) -> str | None:
+        """Return why an error of the kernel, or of a launcher, declines the call; None if it doesn't.
+
+        Counts it as a failure unless the kernel declines, and sets the backend aside where it says so.
+        """
+        if isinstance(error, UnsupportedInputError):
+            # The refusal of a call that the kernel itself makes has a table under its headline.
+            reason = str(error).partition("\n")[0] if error.rejected else str(error)
+            counters.declined(self.counters[0], reason)
+            return reason
+        if not isinstance(error, BackendUnavailableError):
+            counters.failed(self.counters[0], error)
+            return None
+        # The next plan's decision logs the reason, and what runs instead.
+        counters.failed(self.counters[0], error, logging.DEBUG)
+        reason = one_line([f"{ranks.place()}{error}"])
+        if self.set_aside is not None:
+            reason = self.set_aside(reason)
+            registry.changed()
+        return reason
+
+    def sinks_decline_reason(self, error: BaseException) -> str | None:
+        """Do what `decline_reason` does for a kernel that was given sinks: it goes on without them."""
+        if not isinstance(error, (UnsupportedInputError, BackendUnavailableError)):
+            return self.decline_reason(error)
+        log.info("%s doesn't count sinks, its results are rescaled: %s", self.backend, error)
+        if isinstance(error, BackendUnavailableError) and self.set_aside is not None:
+            counters.failed(self.counters[0], error, logging.DEBUG)
+            self.set_aside(one_line([str(error)]), sinks=True)
+            registry.changed()
+        else:
+            state().keep_without_sinks(self)
+        return str(error)
+
+
+class Detail(enum.IntEnum):
+    """How much of the lengths of a class a decision depends on: nothing, their size, or all."""
+
+    CLASS = 0
+    STEPS = 1
+    EXACT = 2
+
+
+class CallKind:
+    """One kind of calls: its classes of lengths, and the plans made so far.
+
+    Attributes:
+        cuts: where decisions about this kind change with lengths.
+        plans: by class of lengths, followed by what else of the lengths counts in that class.
+        details: what counts in a class, where that isn't the class alone: steps where measured times decide,
+            which change smoothly with lengths, and the lengths themselves where no cut says what counts.
+        shapes: how many shapes were decided exactly for a backend that builds something for each of them.
+    """
+
+    __slots__ = ("cuts", "details", "plans", "shapes")
+
+    def __init__(self, cuts: Iterable[Cut] = ()) -> None:
+        self.cuts = tuple(dict.fromkeys(cuts))
+        self.plans: dict[tuple[object, ...], Plan] = {}
+        self.details: dict[tuple[object, ...], Detail] = {}
+        self.shapes = 0
+
+    def key(self, lengths: Lengths) -> tuple[object, ...]:
+        """Return what the plan of a call of this kind is kept under."""
+        place = (tuple([cut.is_reached(lengths) for cut in self.cuts]),)
+        detail = self.details.get(place) if self.details else None
+        if detail is None:
+            return place
+        return (*place, tuple(map(step_of, lengths)) if detail is Detail.STEPS else lengths)
+
+    def detail_of(self, key: tuple[object, ...]) -> Detail:
+        """Return what counts in the class of a plan's key."""
+        return self.details.get(key[:1], Detail.CLASS)
+
+    def refine(self, key: tuple[object, ...], detail: Detail, lengths: Lengths) -> tuple[object, ...]:
+        """Have more of the lengths count in a key's class, unless it does; return the key of the lengths."""
+        if detail > self.detail_of(key):
+            self.details[key[:1]] = detail
+            self.plans.pop(key, None)
+        return self.key(lengths)
+
+    def count_shape(self) -> None:
+        """Count a shape that a backend builds something for; after a few all plans are made anew, once."""
+        self.shapes += 1
+        if self.shapes == FEW_SHAPES:
+            self.plans, self.details = {}, {}
+            registry.forget_calls()
+
+    @property
+    def brings_new_shapes(self) -> bool:
+        """Whether what a backend builds for each shape counts in full."""
+        return self.shapes >= FEW_SHAPES
+
+
+class State:
+    """The backends, what was asked for, and the plans made from both.
+
+    Attributes:
+        generation: the registry's when this was made.
+        entries: every known backend by its name in lower case.
+        kinds: the kinds of calls so far, with their plans; they go with the state, so none outlives a change.
+        declined: by direction and spec which backends have declined such calls, and why.
+        active: whether anything was asked for; if not, torch's own kernels run.
+        batch_invariant: whether the policy of that name is in force.
+    """
+
+    __slots__ = (
+        "_error", "_plans", "_policy", "active", "batch_invariant", "declined", "entries", "generation",
+        "kinds",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.generation = registry.generation
+        self.entries: Mapping[str, Entry] = registry.entries()
+        self.kinds: dict[tuple[object, ...], CallKind] = {}
+        self._plans = 0
+        self.declined: dict[tuple[Direction, AttentionSpec], dict[str, str]] = {}
+        self.active = policy.is_active()
+        self._policy = Policy()
+        self._error: AttnregError | None = None
+        try:
+            self._policy = policy.current()
+            trace.follow(policy.sources().environment.record)
+        except AttnregError as error:
+            self._error = copy(error)
+        self.batch_invariant = self._policy.batch_invariant
+
+    def plans(self) -> list[Plan]:
+        """Return all plans."""
+        return [plan for kind in list(self.kinds.values()) for plan in list(kind.plans.values())]
+
+    def keep(self, plan: Plan) -> None:
+        """Keep a plan under its key."""
+        if plan.kind is None:
+            return
+        self._plans += 1
+        if self._plans > MOST_PLANS:
+            self._plans = 1
+            for kind in list(self.kinds.values()):
+                kind.plans = {}
+        plan.kind.plans[plan.key] = plan
+
+    def keep_kind(self, key: tuple[object, ...], kind: CallKind) -> CallKind:
+        """Keep a kind of calls, unless another thread has; return the kept one."""
+        if len(self.kinds) >= MOST_PLANS:
+            self.kinds.clear()
+        return self.kinds.setdefault(key, kind)
+
+    def keep_without_sinks(self, plan: Plan) -> None:
+        """Have the kernel of a plan not given sinks any more, if the plan is still kept."""
+        kept = None if plan.kind is None else plan.kind.plans.get(plan.key)
+        if plan.kind is not None and kept is not None and kept.kernel is plan.kernel:
+            plan.kind.plans[plan.key] = kept._replace(counts_sinks=None)
+
+    def keep_declined(self, direction: Direction, spec: AttentionSpec, declined: dict[str, str]) -> None:
+        """Keep which backends have declined a call, for `explain`."""
+        if len(self.declined) >= MOST_PLANS:
+            self.declined.clear()
+        self.declined[direction, spec.of(direction)] = declined
+
+    @property
+    def policy(self) -> Policy:
+        """What was asked for.
+
+        What can't be read is an error of every call that it would have had a say in, until it is mended and
+        read again.
+        """
+        if self._error is not None:
+            raise copy(self._error)  # what is raised keeps the tensors of its frames alive
+        return self._policy
+
+
+_state: State | None = None
+
+
+def state() -> State:
+    """Return the current state, made anew after a change."""
+    global _state
+    now = _state
+    if now is None or now.generation is not registry.generation:
+        now = _state = State()
+    return now

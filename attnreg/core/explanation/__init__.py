@@ -1,0 +1,300 @@
+"""`explain`: which backend would run a call, who decided, and why not the others.
+
+Takes a spec, for hardware that needn't be there, or the arguments of the call itself, which `call_spec`
+reads. Decides as calls are decided, by `dispatch.planning.decide`, and runs no kernel. May import: the
+fronts and all below them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+from torch import Tensor
+
+from attnreg.core import registry
+from attnreg.core.aten.bypassed import SDPA, SdpaCall, why_refused
+from attnreg.core.contract.backend import UNTRIED
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.dispatch import counters, declined, scope
+from attnreg.core.dispatch.planning import decide, entries_with_native
+from attnreg.core.dispatch.state import state
+from attnreg.core.explanation.call_spec import (
+    FLASH,
+    VARLEN,
+    CallSpec,
+    described,
+    masked,
+    nested,
+    never_seen,
+    packed,
+)
+from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
+from attnreg.core.selection.render import decision_table, option_lines
+from attnreg.core.torchlib import captured
+from attnreg.core.varlen.front import AuxRequest, asks_for_lse
+from attnreg.core.varlen.plans import check_sinks, check_tensors
+from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+from attnreg.tools.tuning.kinds import kind_of
+
+__all__ = ["Explanation", "explain"]
+
+UNASKED = f"{SDPA} runs torch's own kernel, as nothing asks for a backend. If something did:"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would happen to a call.
+
+    Attributes:
+        spec: the call that is explained.
+        forward: the decision about its forward.
+        backward: the decision about its backward; None where none is needed.
+        notes: what else decides whether attnreg sees the call at all.
+        unasked: what runs a dense call as long as nothing asks for a backend; else empty. The decisions are
+            then what would happen if something did.
+    """
+
+    spec: AttentionSpec
+    forward: Decision
+    backward: Decision | None = None
+    notes: tuple[str, ...] = ()
+    unasked: str = ""
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the forward; None if none can run it."""
+        return self.forward.backend
+
+    @property
+    def source(self) -> str:
+        """Who decided about the forward."""
+        return self.forward.source
+
+    @property
+    def rejected(self) -> dict[str, tuple[str, ...]]:
+        """Why each of the others can't run the forward."""
+        return self.forward.rejected
+
+    @property
+    def runs(self) -> bool:
+        """Whether every direction that is needed has a backend."""
+        return self.backend is not None and (self.backward is None or self.backward.backend is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, for JSON."""
+        found = {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
+        for name in ("forward", "backward"):
+            decision = getattr(self, name)
+            if decision is not None and decision.predicted is not None:
+                found[name]["predicted"] = decision.predicted.to_dict()
+        return found
+
+    def __str__(self) -> str:
+        decisions = (self.forward,) if self.backward is None else (self.forward, self.backward)
+        tables = [decision_table(self.spec, decision) for decision in decisions]
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n\n".join([*filter(None, [self.unasked]), *tables, *notes])
+
+
+def explain(
+    query: AttentionSpec | Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    cu_seq_q: Tensor | None = None,
+    cu_seq_k: Tensor | None = None,
+    max_q: int = 0,
+    max_k: int = 0,
+    is_causal: bool = False,
+    return_aux: AuxRequest | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = (-1, -1),
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    enable_gqa: bool = False,
+    backend: str | None = None,
+) -> Explanation:
+    """Say which backend would run a call, who decided, and every reason against every other.
+
+    Takes an `AttentionSpec`; or the arguments of `varlen_attn`, query (T, H, D) with offsets; or
+    those of `F.scaled_dot_product_attention`, query (B, H, S, D). Runs no kernel. Where a gradient and
+    `return_aux=AuxRequest(lse=True)` are asked for, the backward is that of output and LSE.
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnknownBackendError: there is no such `backend`.
+        ConfigError: the environment or a settings file can't be read.
+    """
+    # `backend=` here as there, but the backend needn't load.
+    leading = None
+    if backend is not None:
+        name = registry.find(backend).name
+        leading = Preference(f"backend={name!r}", (name,), exclusive=True)
+    elif choice := scope.current():
+        leading = choice.preference
+    if isinstance(query, AttentionSpec):
+        return _explained(described(query), leading)
+    if query is None or key is None or value is None:
+        three = ("query", query), ("key", key), ("value", value)
+        given = ", ".join(name for name, one in three if one is not None)
+        raise InvalidInputError(
+            f"explain: got {f'{given} alone' if given else 'None'}, expected query, key and value, or an "
+            "AttentionSpec"
+        )
+    further = {"attn_mask": attn_mask, "cu_seq_q": cu_seq_q}
+    check_tensors(
+        query=query, key=key, value=value, cu_seq_k=cu_seq_k, seqused_k=seqused_k, block_table=block_table,
+        alibi_slopes=alibi_slopes, **{name: one for name, one in further.items() if one is not None},
+    )  # fmt: skip
+    if cu_seq_q is not None:
+        if attn_mask is not None:
+            raise InvalidInputError(
+                "explain: got attn_mask with cu_seq_q, expected none: varlen_attn has no such argument"
+            )
+        call_spec = packed(
+            query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
+            seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa,
+        )  # fmt: skip
+        if sinks is not None:
+            check_sinks(query, sinks)
+        returns_lse, spec = asks_for_lse(return_aux), call_spec.spec
+        spec = replace(spec, sinks=sinks is not None, grad_lse=returns_lse and spec.needs_backward)
+        return _explained(call_spec._replace(spec=spec, returns_lse=returns_lse), leading)
+    is_bounded = window_size is not None and tuple(window_size) != (-1, -1)
+    alone = {
+        "return_aux": asks_for_lse(return_aux) or None, "window_size": window_size if is_bounded else None,
+        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
+        "softcap": softcap or None, "sinks": sinks, "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    _refuse_of_dense(alone)
+    call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
+
+
+def _refuse_of_dense(packed_alone: Mapping[str, object]) -> None:
+    """Refuse what only packed calls have."""
+    if named := ", ".join(name for name, given in packed_alone.items() if given is not None):
+        raise InvalidInputError(
+            f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none "
+            f"(of a dense call of {FLASH} give an AttentionSpec)"
+        )
+
+
+def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
+    now = state()
+    shown = now.policy.applied_to(described.spec)
+    spec = replace(shown, sinks=False) if described.returns_lse else shown
+    directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
+    if described.elsewhere:
+        refusal = why_refused(spec.device, described.elsewhere, leading)
+        decided = {one: never_seen(described.elsewhere, one, now.entries, refusal) for one in directions}
+        notes = (*_front_notes("", leading), *described.notes)
+        return Explanation(shown, decided["forward"], decided.get("backward"), notes)
+    torchs = None if spec.batch_invariant else described.native
+    entries = entries_with_native(torchs, now.entries)
+    policy = now.policy.with_first(leading)
+    native = torchs.name if torchs is not None else ""
+    decided = {}
+    for direction in directions:
+        if direction == "backward":
+            policy = policy.with_first(described.for_backward)
+        able = declined.with_reasons(entries, now.declined.get((direction, spec.of(direction)), {}))
+        decision = decided[direction] = _decision(spec, direction, able, policy, native)
+        if spec.dropout > 0.0 and decision.backend is not None:
+            policy = policy.with_first(tied_to(decision.backend))
+    notes = (
+        *_front_notes(described.front if described.front != SDPA else VARLEN if spec.varlen else "", leading),
+        *described.notes,
+        *_assumptions(spec, decided["forward"], entries),
+        *(line for one in decided.values() for line in option_lines(shown, one, entries)),
+        *_untried(decided.values(), entries),
+        *_failures(decided.values()),
+        *_declined(decided.values()),
+        *(policy.tables.notes(spec.device) if policy.tables is not None else ()),
+        *_unmeasured(spec, policy, directions),
+        *_turns(spec, policy, directions),
+    )
+    runs_torchs_kernel = described.front == SDPA and not spec.varlen  # while nothing asks for a backend
+    is_asked = now.active or leading is not None or not runs_torchs_kernel
+    unasked = "" if is_asked else UNASKED
+    return Explanation(shown, decided["forward"], decided.get("backward"), notes, unasked)
+
+
+def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
+    """Yield of which directions the table in force says nothing."""
+    table = policy.tables.report(spec.device).in_force if policy.tables is not None else None
+    if table is None or policy.tables is None or policy.lock is not None:
+        return
+    for direction in directions:
+        wanted = spec.of(direction)
+        if policy.tables.predict(wanted, direction) is None:
+            yield f"{table} has nothing of this kind: {kind_of(wanted, direction)}"
+
+
+def _turns(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
+    """Yield how far the turns of such calls are, where backends take turns."""
+    if policy.adaptive is not None:
+        for direction in directions:
+            yield from policy.adaptive.notes(spec, direction)
+
+
+def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield what the explanation assumes about another machine."""
+    if spec.device.simulated:
+        for entry in (entries[name.casefold()] for name in decision.order if name not in decision.rejected):
+            if entry.unavailable():
+                yield f"assumes that {entry.name} loads there ({entry.unavailable()})"
+
+
+def _untried(decisions: Iterable[Decision], entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield which of the backends that would run the call are experimental."""
+    for name in dict.fromkeys(one.backend for one in decisions if one.backend):
+        entry = entries.get(name.casefold())
+        if entry is not None and entry.backend is not None and entry.backend.experimental:
+            yield f"{name} is experimental: it {UNTRIED}"
+
+
+def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
+    """Yield how the backends that would run the call have failed in this process."""
+    chosen = {(one.backend, one.direction) for one in decisions}
+    for row in counters.stats().failures:
+        if (row.backend, row.direction) in chosen:
+            yield f"{row.backend} {row}"
+
+
+def _declined(decisions: Iterable[Decision]) -> Iterator[str]:
+    """Yield what other calls the backends that would run this one have declined, and others ran."""
+    chosen = {(one.backend, one.direction) for one in decisions}
+    for row in counters.stats().fallbacks:
+        direction = counters.declined_in(row)
+        if (row.backend, direction) in chosen:
+            times = f"{row.count} calls" if row.count > 1 else "a call"
+            yield f"{row.backend} declined the {direction} of {times} in this process: {row.reason}"
+
+
+def _decision(
+    spec: AttentionSpec, direction: Direction, entries: Mapping[str, Entry], policy: Policy, native: str
+) -> Decision:
+    try:
+        return decide(spec, direction, entries, policy, native)
+    except (BackendUnavailableError, UnsupportedInputError) as error:
+        decision = select(spec, direction, entries, policy, native)
+        return replace(decision, backend=None, refusal=str(error))
+
+
+def _front_notes(front: str, leading: Preference | None) -> Iterator[str]:
+    """Yield what holds where nothing asks for a backend; `front` is what runs as explained all the same."""
+    if not state().active and leading is None:
+        as_explained = f"{front} runs as explained, " if front else ""
+        yield f"nothing asks for a backend: {as_explained}torch's functions run torch's own kernels"
+    if note := captured.shadow_note():
+        yield note

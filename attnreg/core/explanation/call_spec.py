@@ -1,0 +1,299 @@
+"""The spec of a call, read from its arguments without running it: for `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.aten import efficient, flash
+from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, selected, selected_for, selected_nested
+from attnreg.core.aten.nested import is_dense_inside
+from attnreg.core.aten.routing import call_of as dense_call_of
+from attnreg.core.aten.schemas import SdpaCpuForward
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
+from attnreg.core.contract.validation import check, check_scale, check_values, checked_dropout
+from attnreg.core.dispatch.calls import to_bshd, wants_gradient
+from attnreg.core.dispatch.planning import Native, device_of, spec_of
+from attnreg.core.selection import policy
+from attnreg.core.selection.decision import Decision, Preference
+from attnreg.core.selection.sources import masks
+from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.torchlib.modes import autocast
+from attnreg.core.varlen.plans import Lengths, call_of, check_heads, window
+from attnreg.errors import InvalidInputError
+from attnreg.masks.serving import LEFT, recognised
+from attnreg.masks.serving import spec_of as spec_of_part
+from attnreg.masks.structure import Structure
+
+SDPA_KERNEL_IGNORED = (
+    "sdpa_kernel has no effect on attnreg.varlen_attn (torch's own obeys it from torch 2.15 on): choose by "
+    "backend= or use_backend"
+)
+
+
+class CallSpec(NamedTuple):
+    """A call as selection sees it."""
+
+    spec: AttentionSpec
+    native: Native | None = None  # the backend whose kernel torch itself was about to run
+    elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
+    notes: tuple[str, ...] = ()
+    for_backward: Preference | None = None  # what the backward alone asks for
+    front: str = SDPA  # the function that makes such a call, "" if none does
+    returns_lse: bool = False  # whether the program gets the LSE, so that no forward is given sinks
+
+
+NO_MASK_TO_READ = (
+    "a boolean mask with structure is recognised, and the call then runs without it: attnreg.explain, given "
+    "the call's own tensors, says on which backend"
+)
+SHARED_HEADS = (
+    "with a mask and enable_gqa torch's own selector takes its math kernel on a GPU, so that attnreg may "
+    "never see the call: repeat key and value over the query's heads (repeat_interleave), and the efficient "
+    "kernel can run it"
+)
+BOTTOM_RIGHT = (
+    "the causal mask is aligned bottom-right here: the last query sees all keys. is_causal of "
+    "F.scaled_dot_product_attention is aligned top-left, which is another mask unless there are as many keys "
+    "as queries: attnreg.explain, given the call's own tensors, explains that"
+)
+ODD_DIMS = (
+    "of head dims that aren't multiples of 8 (in float32 of 4) torch's own selector takes its math kernel on "
+    "a GPU, unless the call is in 16 bits, with equal head dims up to 256 and no mask: attnreg may never see "
+    "this call; attnreg.flash_attn.flash_attn_func, which takes no mask, pads such head dims"
+)
+
+VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
+
+
+def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
+    """Return the function that makes a call, "" if none does, and what has to be said of it."""
+    if spec.varlen:
+        if spec.bias:
+            return "", [f"no function makes such a call: {VARLEN} takes no attn_bias"]
+        return VARLEN, []
+    of_flash = {
+        "window_size": spec.window not in (UNBOUNDED, (-1, 0)),
+        "softcap": spec.softcap > 0.0,
+        "alibi_slopes": spec.alibi,
+        "gradient of the LSE": spec.grad_lse,
+    }
+    of_packed = {
+        "seqused_k": spec.seqused_k,
+        "block_table": spec.page_size is not None,
+        "num_splits": spec.num_splits is not None,
+        "sinks": spec.sinks,
+    }
+    named = ", ".join(name for name, given in (of_flash | of_packed).items() if given)
+    if not named:
+        return SDPA, []
+    if spec.bias:
+        return "", [f"no function makes such a call: {SDPA} has no {named}, the others take no attn_bias"]
+    only_packed = any(of_packed.values())
+    front = VARLEN if only_packed else FLASH
+    how = f"an option of {VARLEN}, which takes packed calls (--varlen, or an AttentionSpec with varlen=True)"
+    how = how if only_packed else f"explained is a dense call of {FLASH}"
+    return front, [f"{SDPA} has no {named}: {how}"]
+
+
+def _is_left_to_math(spec: AttentionSpec) -> bool:
+    """Whether torch's selector finds the head dims of a dense call wrong for each of its other kernels.
+
+    As in torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Torch pads for its flash kernel alone.
+    """
+    dims = spec.head_dim, spec.head_dim_v
+    flash = spec.dtype in ("float16", "bfloat16") and dims[0] == dims[1] <= 256 and not spec.bias
+    step = 4 if spec.dtype == "float32" else 8
+    return not flash and any(dim % step for dim in dims)
+
+
+def described(spec: AttentionSpec) -> CallSpec:
+    """Return what selection sees of a call without its tensors."""
+    front, notes = _front_of(spec)
+    if spec.bias and not spec.varlen and masks(policy.sources()) == RECOGNISE:
+        notes.append(NO_MASK_TO_READ)
+    if spec.window == (-1, 0) and not spec.varlen and spec.max_q != spec.max_k:
+        notes.append(BOTTOM_RIGHT)
+    if spec.bias and not spec.varlen and spec.device.type == "cuda" and spec.heads_q != spec.heads_k:
+        notes.append(SHARED_HEADS)
+    if front == SDPA and not spec.varlen and spec.device.type == "cuda" and _is_left_to_math(spec):
+        notes.append(ODD_DIMS)
+    elsewhere = selected_for(spec) if front == SDPA else None
+    return CallSpec(spec, elsewhere=elsewhere, notes=tuple(notes), front=front)
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> CallSpec:
+    """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
+    found = None
+    if attn_mask is not None and query.dim() == key.dim() >= 2:
+        _check_mask(*autocast(query, key, attn_mask), enable_gqa)
+    if query.dim() == key.dim() == value.dim() >= 2 and _is_left_to_broadcast(query, key, value, enable_gqa):
+        # Of these the selector has to see the dims; all else is as with a batch of heads.
+        query, key, value = autocast(query, key, value)
+        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        query, key, value = _batches(query, key, value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise InvalidInputError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected (batch, heads, length, head_dim), "
+                "or (tokens, heads, head_dim) with cu_seq_q"
+            )
+    query, key, value = autocast(query, key, value)
+    given = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    call = dense_call_of(given, attn_mask)
+    inputs = *to_bshd(query, key, value, call), call
+    check(*inputs)
+    check_scale(call.scale)
+    if found is None:
+        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
+    # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
+    needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
+    if elsewhere is not None and attn_mask is not None:
+        if is_causal and query.numel():  # torch checks nothing of an empty batch
+            raise InvalidInputError(
+                f"attn_mask: got a tensor with is_causal=True, expected one of the two for {elsewhere.kernel}"
+            )
+        needs_backward = needs_backward or wants_gradient(query, key, attn_mask)
+    of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
+    for_backward = efficient.FOR_BIAS if of_mask else None
+    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, for_backward=for_backward)
+
+
+def _is_left_to_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether a call has other dims than (B, H, S, D), or tensors that torch's math kernel broadcasts."""
+    return query.dim() != 4 or (not enable_gqa and len({x.shape[:-2] for x in (query, key, value)}) > 1)
+
+
+def _batches(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors of equal dims, broadcast to (B, H, S, D)."""
+    batch = _broadcast("query, key and value", *(x.shape[:-2] for x in tensors))
+    expanded = [x.expand(*batch, *x.shape[-2:]) for x in tensors]
+    return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in expanded]
+
+
+def _check_mask(query: Tensor, key: Tensor, mask: Tensor, enable_gqa: bool) -> None:
+    """Raise an `InvalidInputError` for a mask that torch's function refuses on any of its kernels."""
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise InvalidInputError(
+            f"attn_mask: got {mask.dtype}, expected torch.bool, torch.float32 or {query.dtype}, as of query"
+        )
+    batches = (query,) if enable_gqa else (query, key)
+    batch = _broadcast("query and key", *(x.shape[:-2] for x in batches))
+    scores = torch.Size((*batch, query.shape[-2], key.shape[-2]))
+    if _broadcast("attn_mask and scores", mask.shape, scores) != scores:
+        raise InvalidInputError(f"attn_mask: got {tuple(mask.shape)}, expected at most {tuple(scores)}")
+
+
+def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return,no-untyped-call]
+    except RuntimeError:
+        got = " and ".join(str(tuple(shape)) for shape in dict.fromkeys(shapes))
+        raise InvalidInputError(f"{what}: got {got}, expected shapes that broadcast") from None
+
+
+def masked(call: SdpaCall) -> CallSpec:
+    """Return the spec of a call of `F.scaled_dot_product_attention`, whose mask may be recognised.
+
+    Of several packed calls that take its place the first is explained.
+    """
+    found = recognised(call) if masks(policy.sources()) == RECOGNISE else None
+    if not isinstance(found, Structure):
+        described = dense(*call)
+        if found is None:
+            return described
+        return described._replace(notes=(f"attn_mask is passed on {LEFT}{found}",))
+    note = f"attn_mask is recognised as {found.seen}: "
+    if found.is_causal is not None:
+        described = dense(*call._replace(attn_mask=None, is_causal=found.is_causal))
+        return described._replace(notes=(f"{note}the call runs as one without a mask",))
+    of_queries, of_keys = found.shares
+    note += f"{of_queries:.0%} of the queries and {of_keys:.0%} of the keys count"
+    specs = [spec_of_part(call, part) for part in found.parts]
+    notes = (note, *(f"this packed call runs as well: {other}" for other in specs[1:]))
+    return CallSpec(specs[0], notes=notes)
+
+
+def nested(call: SdpaCall, leading: Preference | None) -> CallSpec:
+    """Return the spec of a call with nested tensors, each of (B, H, length, D).
+
+    `leading` is the choice for this call alone.
+    """
+    queries, keys, values = ([one.shape for one in x.unbind()] for x in call[:3])
+    lengths_q, lengths_k = ([shape[-2] for shape in shapes] for shapes in (queries, keys))
+    spec = AttentionSpec(
+        device=device_of(call.query.device), dtype=str(call.query.dtype), batch=len(queries),
+        max_q=max(lengths_q), max_k=max(lengths_k), heads_q=queries[0][0], heads_k=keys[0][0],
+        head_dim=queries[0][-1], head_dim_v=values[0][-1], tokens_q=sum(lengths_q),
+        tokens_k=sum(lengths_k), varlen=True, window=window(None, call.is_causal), dropout=call.dropout_p,
+        needs_backward=wants_gradient(call.query, call.key, call.value),
+    )  # fmt: skip
+    if call.query.is_cpu:  # torch has no kernel of its own for the op that it is sent to
+        elsewhere = selected_nested(call, leading)
+        if elsewhere is not None and not is_dense_inside(call.query):
+            shared = "" if spec.heads_q == spec.heads_k else f"{spec.heads_q} and {spec.heads_k} heads"
+            if got := "is_causal=True" if call.is_causal else shared:
+                why = f"which {elsewhere.kernel} refuse, to which it goes: {elsewhere.reason}"
+                raise InvalidInputError(f"explain: got {got}, {why}")
+        return CallSpec(spec, elsewhere=elsewhere)
+    return CallSpec(spec, flash.FA2)
+
+
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    is_causal: bool,
+    window_size: Sequence[int] | None,
+    scale: float | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+) -> CallSpec:
+    """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
+    if not enable_gqa:
+        check_heads(query, key, value, lengths)
+    query, key, value = autocast(query, key, value)
+    bound = window(window_size, is_causal)
+    rest = seqused_k, block_table, num_splits, softcap, alibi_slopes
+    call = call_of(query, lengths, scale, bound, *rest)._replace(dropout=checked_dropout(dropout_p))
+    check(query, key, value, call)
+    check_scale(call.scale)
+    if query.is_cpu:
+        check_values(query, key, call)
+    spec = spec_of(query, key, value, call, wants_gradient(query, key, value))
+    kernels = ("flash", "mem_efficient", "math", "cudnn")
+    all_allowed = all(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
+    return CallSpec(spec, notes=() if all_allowed else (SDPA_KERNEL_IGNORED,), front=VARLEN)
+
+
+def never_seen(
+    bypassed: Bypassed, direction: Direction, entries: Mapping[str, Entry], refusal: str
+) -> Decision:
+    """Return what torch's own selector decided before attnreg could, or that strict makes that an error."""
+    kernel = bypassed.kernel
+    reason = f"never sees this call: {SDPA} sends it to {kernel}: {bypassed.reason}"
+    names = tuple(entry.name for entry in entries.values())
+    rejected: dict[str, tuple[str, ...]] = dict.fromkeys(names, (reason,))
+    if refusal:
+        return Decision(direction, None, "", rejected=rejected, order=names, refusal=refusal)
+    return Decision(direction, kernel, "torch's own selector", rejected=rejected, order=(kernel, *names))

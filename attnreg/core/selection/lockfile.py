@@ -1,0 +1,168 @@
+"""A lockfile: which backend runs each call of a workload, and the environment in which that was decided.
+
+`attnreg lock` writes one, ATTNREG_LOCK names one. A lockfile is for one device, which its environment
+describes; calls are compared without their devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
+from attnreg.tools.tuning import table
+from attnreg.tools.tuning.environments import environment, matched, matched_simulated
+from attnreg.tools.tuning.points import ANY_TEXT, Malformed, checked, one_of, with_keys
+from attnreg.tools.tuning.traces import DIRECTIONS, spec_from, spec_to
+
+FORMAT = "attnreg lockfile"
+VERSION = 1
+VARIABLE = "ATTNREG_LOCK"
+NOWHERE = Device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One direction of a call, the backend that runs it, and the source of that decision."""
+
+    spec: AttentionSpec
+    direction: Direction
+    backend: str
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        return asdict(self) | {"spec": spec_to(self.spec)}
+
+    def beginning(self, name: str) -> str:
+        """Return the beginning of each error about a row that can't be replayed; `name` is the row's."""
+        return f"{name} says {self.backend} for this {self.direction}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lockfile:
+    """The contents of a lockfile.
+
+    Attributes:
+        path: absolute.
+        device: the type of its device: `"cpu"`, `"cuda"`.
+        environment: the environment in which it was decided.
+        rows: each direction of each call once.
+    """
+
+    path: Path
+    device: str
+    environment: table.Environment
+    rows: tuple[Row, ...]
+
+    @property
+    def digest(self) -> str:
+        """A hash of its contents, twelve digits; the order of rows doesn't count."""
+        rows = sorted(json.dumps(row.to_dict(), sort_keys=True) for row in self.rows)
+        data = json.dumps([self.device, asdict(self.environment), rows], sort_keys=True)
+        return hashlib.sha256(data.encode()).hexdigest()[:12]
+
+    def save(self) -> None:
+        """Write the file atomically, one row per line; raises `ConfigError` if it can't be written."""
+        rows = [row.to_dict() for row in self.rows]
+        data = {"device": self.device, "environment": asdict(self.environment), "rows": rows}
+        try:
+            table.write_rows(self.path, {"format": FORMAT, "version": VERSION, **data}, "rows")
+        except OSError as error:
+            raise ConfigError(f"{self.path}: can't be written: {error.strerror or error}") from error
+
+
+def load(path: Path) -> Lockfile:
+    """Read a lockfile; a `ConfigError` names the file, and the key at which it is wrong."""
+    file = path.absolute()
+
+    def read(data: object) -> Lockfile:
+        found = table.of_format(data, FORMAT, VERSION, "`attnreg lock` writes it", "lock it again")
+        with_keys(found, ("format", "version", "device", "environment", "rows"), "")
+        a_type = ("a type of device such as 'cuda'", lambda device: isinstance(device, str) and device)
+        device = checked(found["device"], "device", a_type)
+        there = table.environment_from(found["environment"])
+        rows = table.each(found, "rows", lambda row, place: _row(row, place, there, Device(device)))
+        keys = [key_of(row.spec, row.direction) for row in rows]
+        table.check_once(keys, "rows", "direction of a call")
+        return Lockfile(file, device, there, rows)
+
+    return table.read_whole(file, "a file of `attnreg lock`", read)
+
+
+def _row(data: object, place: str, there: table.Environment, device: Device) -> Row:
+    row = with_keys(data, ("spec", "direction", "backend", "source"), place)
+    known = ("one of environment.backends", lambda name: isinstance(name, str) and name in there.backends)
+    checked(row["direction"], f"{place}.direction", one_of(*DIRECTIONS))
+    checked(row["backend"], f"{place}.backend", known)
+    checked(row["source"], f"{place}.source", ANY_TEXT)
+    try:
+        spec = spec_from(row["spec"], device)
+        hash(spec)
+    except (InvalidInputError, TypeError) as error:
+        within = "" if str(error).startswith("spec") else "spec: "
+        raise Malformed(f"{place}.{within}{error}") from None
+    return Row(spec, row["direction"], row["backend"], row["source"])
+
+
+def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
+    """Return the key of a row: the call without its device, and the direction.
+
+    By `policy = "batch_invariant"` a row is for calls of any batch.
+    """
+    return replace(spec.of_any_batch() if spec.batch_invariant else spec, device=NOWHERE), direction
+
+
+class Lock:
+    """A lockfile in force; the versions of `entries` have to be those of the file."""
+
+    def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
+        self.file = file
+        self._entries = entries
+        self._numbers = {key_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
+        self._differences: dict[tuple[Device, str], str] = {}
+
+    def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
+        """Return the row of one direction of a call, and its name for messages.
+
+        Raises `UnsupportedInputError` if there is none, or it was decided in another environment.
+        """
+        number = self._numbers.get(key_of(spec, direction))
+        if number is None and spec.varlen:  # no backend is refused for sinks: only times depend on them
+            number = self._numbers.get(key_of(replace(spec, sinks=not spec.sinks), direction))
+        if number is None:
+            raise UnsupportedInputError(
+                f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}; to "
+                f"add it, record the program without {VARIABLE}, then `attnreg lock --from TRACE --out FILE`"
+            )
+        row, name = self.file.rows[number], f"{VARIABLE}: {self.file.path}: rows[{number}]"
+        if differs := self.differences(spec.device, row.backend):
+            raise UnsupportedInputError(f"{row.beginning(name)}, but it was {differs}")
+        return row, name
+
+    def differences(self, device: Device, backend: str) -> str:
+        """Return how the environment of a backend on a device differs from the lock's, as it first was.
+
+        Each new plan asks: a program that then changes torch's threads goes on as it began.
+        """
+        if (device, backend) not in self._differences:
+            self._differences[device, backend] = self._compared(device, backend)
+        return self._differences[device, backend]
+
+    def _compared(self, device: Device, backend: str) -> str:
+        if device.type != self.file.device:
+            return f"locked on {self.file.device}, here it is {device.type}"
+        there = self.file.environment
+        if device.simulated:
+            return "; ".join(matched_simulated(there, device, "locked").refused)
+        # The versions of other backends can't make a difference to this call.
+        alone = replace(there, backends={backend: there.backends[backend]})
+        return "; ".join(
+            matched(alone, environment(device, self._entries()), "locked", whole=True).differences
+        )

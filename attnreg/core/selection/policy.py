@@ -1,0 +1,214 @@
+"""Everything that is asked for, from all sources, as one `Policy`. The strongest comes first:
+
+1. The environment: the operator's override.
+2. `register_backend` and `configure(Settings(...))`: the program.
+3. The settings files: ATTNREG_CONFIG's, then the one given to `configure`.
+4. Where none of them names a backend, a measured table for the device, if there is one.
+
+(`use_backend` and `backend=` are stronger still; they apply to single calls and are added there.)
+With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `decision`.
+The environment and the files are read once, when they are first needed, and again by `reload`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from attnreg.core import registry
+from attnreg.core.selection.adaptive import Adaptive
+from attnreg.core.selection.decision import Policy, Preference
+from attnreg.core.selection.lockfile import Lock
+from attnreg.core.selection.sources import (
+    Sources,
+    check_names,
+    checked,
+    disabled,
+    log_level,
+    only_records,
+    read,
+    strict,
+    without_implementation,
+)
+from attnreg.core.selection.sources import policy as decides_by
+from attnreg.core.torchlib import building, captured
+from attnreg.errors import AttnregError, BuildError
+from attnreg.tools.tuning.tables import Tables
+
+if TYPE_CHECKING:
+    from attnreg.core.settings.config import Settings
+
+log = logging.getLogger("attnreg")
+
+_sources: Sources | None = None
+_unreadable: AttnregError | None = None
+_active = False
+_watchers = 0
+
+
+def sources() -> Sources:
+    """Return the settings in force; reads the environment and its file on the first call.
+
+    If they can't be read, that is the same `ConfigError` at every call until `reload` succeeds.
+    """
+    global _sources, _unreadable
+    if _sources is None and _unreadable is None:
+        registry.entries()  # discovers, which it mustn't do behind the lock
+    with registry.lock:
+        if _unreadable is not None:
+            raise copy(_unreadable)  # a raised exception keeps the tensors of its frames alive
+        if _sources is None:
+            try:
+                # A call needn't fail because it can't be recorded; `reload` and `attnreg run` say so.
+                _sources = reread(needs_record=False)
+            except AttnregError as error:
+                _unreadable = copy(error)
+                raise
+            _take_effect(Sources(), _sources)
+        return _sources
+
+
+def disabled_backends() -> dict[str, str]:
+    """Return the disabled names in lower case, each with the source that disables it; raises `ConfigError`.
+
+    Doesn't read the tables and lockfiles that settings may name: for the commands that write them.
+    """
+    with registry.lock:
+        now = _sources
+        if now is None:
+            now = read(Sources())
+            check_names(now)
+        return disabled(now)
+
+
+def current() -> Policy:
+    """Return everything that is asked for; raises `ConfigError` if the environment or a file is wrong."""
+    now = sources()
+    tables = None
+    adaptive = None
+    batch_invariant = decides_by(now)[0] == "batch_invariant"
+    if decides_by(now)[0] != "order" and not batch_invariant:
+        tables = Tables(now.tables, registry.entries, _compiled(now))
+        if decides_by(now)[0] == "adaptive" and now.lock is None:
+            adaptive = Adaptive(tables, registry.entries, disabled(now))
+    only_recording = serves(now) and only_records(now) and not _active and not registry.registrations()
+    # A preference for one backend doesn't change calls that torch sends to another one; asking for tables
+    # does.
+    by_measurement = bool(decides_by(now)[1] or now.tables)
+    lock = Lock(now.lock, registry.entries) if now.lock is not None else None
+    return Policy(
+        tuple(_preferences(now)), disabled(now), strict(now), tables, only_recording, lock, by_measurement,
+        adaptive, batch_invariant,
+    )  # fmt: skip
+
+
+def _compiled(now: Sources) -> bool:
+    """Whether routers are compiled, or will be when a call installs them."""
+    if captured.call_cache_in_use is not None:
+        return captured.call_cache_in_use
+    if now.environment.routers == "python":
+        return False
+    try:
+        building.loaded()
+    except BuildError:
+        return False
+    return True
+
+
+def are_read() -> bool:
+    """Whether the environment and the settings files have been read, which the first look at them does."""
+    return _sources is not None
+
+
+def is_active() -> bool:
+    """Whether anything is asked for, so that attnreg serves torch's own attention ops."""
+    try:
+        now = sources()
+    except AttnregError:
+        return True  # so that calls raise the error
+    return serves(now)
+
+
+def serves(now: Sources) -> bool:
+    """Whether attnreg serves torch's own attention ops under these settings."""
+    return bool(_active or _watchers or registry.registrations() or without_implementation(now) != Sources())
+
+
+def activate(active: bool) -> bool:
+    """Serve torch's attention ops even if nothing else is asked for, or not; return what was set before."""
+    global _active
+    with registry.lock:
+        before, _active = _active, active
+        registry.changed()
+        return before
+
+
+def watch(more: int) -> None:
+    """Count a recording more (1) or less (-1); while there is one, torch's attention ops are served."""
+    global _watchers
+    with registry.lock:
+        _watchers += more
+        registry.changed()
+
+
+def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> Sources:
+    """Return the settings in force with a new file, or new settings of the program; raises `ConfigError`."""
+    # Importing pydantic takes 0.1 s, and most programs need no settings file.
+    from attnreg.core.settings import config
+
+    if isinstance(path_or_settings, str | os.PathLike):
+        return checked(replace(sources(), file=config.load(path_or_settings)))
+    program = config.LoadedSettings(config.settings_from(path_or_settings))
+    return checked(replace(sources(), program=program))
+
+
+def reread(needs_record: bool = True) -> Sources:
+    """Return the settings after reading the environment and the files again, as `checked` has them."""
+    return checked(read(_sources or Sources()), needs_record)
+
+
+def apply(fresh: Sources) -> None:
+    """Put checked settings in force."""
+    global _sources, _unreadable
+    with registry.lock:
+        before, _sources, _unreadable = _sources or Sources(), fresh, None
+        registry.changed()
+    _take_effect(before, fresh)
+
+
+def set_aside() -> Callable[[], None]:
+    """Put no settings in force; return a function that restores the earlier ones, or their error."""
+    with registry.lock:
+        was, trouble = _sources, _unreadable
+        apply(Sources())
+
+    def back() -> None:
+        global _sources, _unreadable
+        with registry.lock:
+            apply(was or Sources())
+            _sources, _unreadable = was, trouble
+
+    return back
+
+
+def _take_effect(before: Sources, now: Sources) -> None:
+    level = log_level(now)
+    if level or log_level(before):
+        log.setLevel(level or logging.NOTSET)
+
+
+def _preferences(now: Sources) -> Iterator[Preference]:
+    if now.environment.backend:
+        yield Preference("ATTNREG_BACKEND", now.environment.backend)
+    for registration in registry.registrations():
+        source = f"register_backend({registration.name!r})"
+        yield Preference(source, (registration.name,), registration.devices, required=False)
+    for loaded in now.loaded:
+        # "sm_90" before "cuda": an order for one architecture is stronger than one for all.
+        for device in sorted(loaded.settings.devices, key=lambda key: not key.startswith("sm_")):
+            order = loaded.settings.devices[device].order
+            yield Preference(loaded.origin.describe(("devices", device, "order")), order, (device,))

@@ -1,0 +1,113 @@
+"""The one renderer of decisions and reasons, for errors, log lines, `explain` and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
+
+from attnreg.core.contract.capabilities import one_line
+from attnreg.core.contract.discovery import Entry
+from attnreg.core.contract.lse_columns import COLUMNS
+from attnreg.core.contract.padded_dims import how_padded
+from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.selection.decision import Decision
+from attnreg.errors import UnsupportedInputError
+from attnreg.tools.tuning.lookup import Prediction
+
+__all__ = ["decision_table", "fallback_line", "one_line", "option_lines", "refuse"]
+
+ELIGIBLE = "could run it"
+
+
+def decision_table(spec: AttentionSpec, decision: Decision) -> str:
+    """Return a headline, the input line, and one aligned row per backend and reason."""
+    predicted = decision.predicted if decision.backend is not None else None
+    measured = _predicted(spec, decision, predicted) if predicted is not None else ()
+    return "\n".join(
+        (_headline(spec, decision), f"  {spec.of(decision.direction)}", *_rows(decision), *measured)
+    )
+
+
+def fallback_line(backend: str, reason: str, instead: str) -> str:
+    """Return the log line of a call that a later backend in the order runs."""
+    return f"{backend} can't run this call, {instead} runs it: {reason}"
+
+
+def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:
+    """Yield how a direction that a backend runs has options that its kernel may not know of."""
+    direction, name = decision.direction, decision.backend
+    if name is None:
+        return
+    entry = entries.get(name.casefold())
+    wide = spec if entry is None else entry.padded(spec, direction)
+    if wide is not spec:
+        yield f"{direction} on {name}: {how_padded(spec, wide)}"
+    if spec.sinks and entry is not None and entry.counts_sinks(spec, direction):
+        how = "sinks counted by the kernel, where every row is known to see a key"
+        if direction == "forward":
+            how += " and the program doesn't get the LSE"
+        yield f"{direction} on {name}: {how}"
+    elif spec.sinks:
+        yield f"{direction} on {name}: results are rescaled for the sinks"
+    if entry is not None and entry.adds_columns(spec, direction):
+        given = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
+        yield f"{direction} on {name}: {given}, {wide.head_dim + COLUMNS} for {wide.head_dim}"
+
+
+def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:
+    """Raise the error of a call that no backend can or may run: every backend with every reason."""
+    raise UnsupportedInputError(decision_table(spec, decision), decision.rejected)
+
+
+def _headline(spec: AttentionSpec, decision: Decision) -> str:
+    if decision.backend is not None:
+        return f"{decision.direction} on {spec.device}: {decision.backend}, by {decision.source}"
+    why = f": {decision.refusal}" if decision.refusal else ""
+    return f"no attention backend can run this {decision.direction} on {spec.device}{why}"
+
+
+def _rows(decision: Decision) -> list[str]:
+    width = max(map(len, decision.order), default=0)
+    rows = []
+    for name in decision.order:
+        able = f"runs it, by {decision.source}" if name == decision.backend else ELIGIBLE
+        candidate = decision.predicted.of(name) if decision.predicted is not None else None
+        if candidate is not None and candidate.trouble:
+            able += f", but {candidate.trouble}"
+        reasons = decision.rejected.get(name) or (able,)
+        for number, reason in enumerate(reasons):
+            label = name if number == 0 else ""
+            rows.append(f"  {label:<{width}}  {one_line([reason])}")
+    return rows
+
+
+def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) -> Iterator[str]:
+    """Yield a prediction: a row for each backend, the points that it comes from, and the notes."""
+    where = "in a CUDA graph" if spec.capturing else "in eager mode"
+    unit = (
+        ""
+        if all(point.itself for point in prediction.points)
+        else "; a distance of 1 is a factor of two in a size"
+    )
+    yield f"  predicted by {prediction.table}, {where}{unit}"
+    rows = {}
+    for one in prediction.candidates:
+        text = one.trouble
+        if one.cost_us is not None:
+            parts = f"GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, " if spec.device.type == "cuda" else ""
+            both = f", forward + backward {one.both_us:.1f} µs" if one.both_us is not None else ""
+            text = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.3g} s){both}"
+        refused = "; it can't run this call" if one.backend in decision.rejected else ""
+        rows[one.backend] = f"{text}{refused}"
+    unknown = (name for name in decision.order if prediction.of(name) is None)
+    rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
+    width = max(map(len, rows))
+    yield from (f"    {name:<{width}}  {text}" for name, text in rows.items())
+    for point in prediction.points:
+        near = "this very call" if point.itself else f"at distance {point.distance:.2f}"
+        yield f"    from {point.size}, {near}"
+    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
+    if decision.source == prediction.table and able and able[0].backend != decision.backend:
+        yield f"    {able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
+    for note in prediction.notes:
+        yield f"    {note}"

@@ -1,0 +1,205 @@
+"""The sources of settings, read and checked as one value: the environment, files and the program.
+
+Reading puts nothing in force; `policy` keeps what is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from attnreg.core import registry
+from attnreg.core.selection.lockfile import VARIABLE as LOCK
+from attnreg.core.selection.lockfile import Lockfile
+from attnreg.core.selection.lockfile import load as load_lock
+from attnreg.core.settings import environment
+from attnreg.core.settings.environment import AS_GIVEN, Environment
+from attnreg.core.torchlib import building
+from attnreg.errors import BuildError, ConfigError, UnknownBackendError
+from attnreg.tools.tuning.table import load as load_table
+from attnreg.tools.tuning.tables import Named
+from attnreg.tools.tuning.traces import check_writable
+
+if TYPE_CHECKING:
+    from attnreg.core.settings.config import LoadedSettings
+
+log = logging.getLogger("attnreg")
+
+UNSET = Environment()
+REFERENCE = "math"
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """All sources of settings, the strongest first, and the files that they name; None for an unused one.
+
+    `program` and `file` were passed to `configure`, `environment_file` is ATTNREG_CONFIG's.
+    """
+
+    environment: Environment = UNSET
+    program: LoadedSettings | None = None
+    environment_file: LoadedSettings | None = None
+    file: LoadedSettings | None = None
+    tables: tuple[Named, ...] = ()
+    lock: Lockfile | None = None
+
+    @property
+    def loaded(self) -> tuple[LoadedSettings, ...]:
+        """The settings of the program and of the files, the strongest first."""
+        return tuple(s for s in (self.program, self.environment_file, self.file) if s is not None)
+
+
+def read(before: Sources) -> Sources:
+    """Read the environment and all files anew; raises `ConfigError`."""
+    now = replace(before, environment=environment.read(), environment_file=None)
+    if now.environment.config is None and before.file is None:
+        return now
+    # Importing pydantic takes 0.1 s, and most programs need no settings file.
+    from attnreg.core.settings import config
+
+    if now.environment.config is not None:
+        now = replace(now, environment_file=config.load(now.environment.config))
+    if before.file is not None and before.file.origin.path:
+        now = replace(now, file=config.load(before.file.origin.path))
+    return now
+
+
+def checked(fresh: Sources, needs_record: bool = True) -> Sources:
+    """Check sources against the registry, the files that they name, and each other.
+
+    Returns the same with the measured tables and the lockfile that they name. Besides wrong names, a file
+    that is no table or no lockfile, a recording that can't be written, and compiled routers that aren't there
+    are a `ConfigError`. Unless one `needs_record`, such a recording is logged and left out.
+    """
+    check_names(fresh)
+    variables = fresh.environment
+    if variables.routers == "compiled":
+        try:
+            building.loaded()
+        except BuildError as error:
+            raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
+    if variables.record is not None:
+        try:
+            with _named("ATTNREG_RECORD"):
+                check_writable(variables.record)
+        except ConfigError as error:
+            if needs_record:
+                raise
+            log.warning("calls are not recorded: %s", error)
+            fresh = replace(fresh, environment=variables._replace(record=None))
+    tables = []
+    for loaded in fresh.loaded:
+        if loaded.settings.tuned is not None:
+            source = loaded.origin.describe(("tuned",))
+            with _named(f"{source}: tuned"):
+                tables.append(Named(load_table(loaded.settings.tuned), source))
+    lock = None
+    if variables.lock is not None:
+        with _named(LOCK):
+            lock = load_lock(variables.lock)
+    return replace(fresh, tables=tuple(tables), lock=lock)
+
+
+@contextmanager
+def _named(setting: str) -> Iterator[None]:
+    """Put the setting that names a file before the error about the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+
+
+def check_names(fresh: Sources) -> None:
+    """Check the names of backends only, not the files that settings name.
+
+    An unknown name, a backend that is preferred and disabled, or a disabled reference is a `ConfigError`.
+    """
+    variables = fresh.environment
+    for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
+        for name in names:
+            try:
+                registry.find(name)
+            except UnknownBackendError as error:
+                raise ConfigError(f"{variable}: {error}") from None
+    if fresh.loaded:
+        from attnreg.core.settings import config
+
+        for loaded in fresh.loaded:
+            config.check_backends(loaded, [entry.name for entry in registry.entries().values()])
+    off = disabled(fresh)
+    for name in variables.backend:
+        if source := off.get(name.casefold()):
+            raise ConfigError(f"ATTNREG_BACKEND asks for {name!r}, but it is disabled by {source}")
+    if (source := off.get(REFERENCE)) and not strict(fresh):
+        raise ConfigError(
+            f"{source}: got {REFERENCE!r}, expected another backend, or strict as well "
+            "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can"
+        )
+
+
+def disabled(now: Sources) -> dict[str, str]:
+    """Return the disabled names in lower case, each with the strongest source that disables it."""
+    found = {name.casefold(): "ATTNREG_DISABLE" for name in now.environment.disable}
+    for loaded in now.loaded:
+        for index, name in enumerate(loaded.settings.disabled):
+            found.setdefault(name.casefold(), loaded.origin.describe(("disabled", index)))
+    return found
+
+
+def strict(now: Sources) -> str:
+    """Return the strongest source that sets strict, if it sets it to true; else an empty string."""
+    if now.environment.strict is not None:
+        return "ATTNREG_STRICT" if now.environment.strict else ""
+    on, source = _strongest(now, "strict")
+    return source if on else ""
+
+
+def policy(now: Sources) -> tuple[str, str]:
+    """Return what decides where no backend is preferred, and the source that sets it; empty by default."""
+    if now.environment.policy:
+        return now.environment.policy, "ATTNREG_POLICY"
+    found, source = _strongest(now, "policy")
+    return found or "measured", source
+
+
+def masks(now: Sources) -> str:
+    """Return what becomes of boolean masks."""
+    return now.environment.masks or _strongest(now, "masks")[0] or "as_given"
+
+
+def log_level(now: Sources) -> str:
+    """Return the log level of the strongest settings that have one, or an empty string."""
+    return (_strongest(now, "log_level")[0] or "").upper()
+
+
+def _strongest(now: Sources, field: str) -> tuple[Any, str]:
+    """Return a field of the strongest settings of the program or a file that have it, and their name."""
+    for loaded in now.loaded:
+        if field in loaded.settings.model_fields_set:
+            return getattr(loaded.settings, field), loaded.origin.describe((field,))
+    return None, ""
+
+
+def without_implementation(now: Sources) -> Sources:
+    """Return the sources without what doesn't say which backend runs: such variables, and empty settings.
+
+    A variable that says that something is off is as one that isn't set, but for a file that says otherwise.
+    """
+    program, file = (s if s and s.settings.model_fields_set else None for s in (now.program, now.file))
+    variables = now.environment
+    off = {"strict": False, "masks": AS_GIVEN, "transformers": "0"}
+    unset = {name: getattr(UNSET, name) for name, value in off.items() if getattr(variables, name) == value}
+    return replace(
+        now,
+        environment=variables._replace(routers="", build="", as_flash_attn=None, **unset),
+        program=program,
+        file=file,
+    )
+
+
+def only_records(now: Sources) -> bool:
+    """Whether settings ask for nothing, or only for calls to be recorded."""
+    return without_implementation(now) == Sources(Environment(record=now.environment.record))

@@ -1,0 +1,294 @@
+"""Settings: from a TOML file with `load`, or from Python with `settings_from`.
+
+Both refuse unknown keys, list every problem on a line of its own and name its key. `load` adds the file, line
+and column, and keeps them: a decision can name the line that it comes from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from attnreg.core.settings import toml_file
+from attnreg.core.settings.toml_file import KeyPath, Origin
+from attnreg.errors import ConfigError, did_you_mean
+
+__all__ = [
+    "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
+]  # fmt: skip
+
+REFERENCE = "math"
+
+# What `torch.device` accepts; written out, so that reading settings needn't import torch.
+DEVICE_TYPES = (
+    "cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "ipu", "hip", "ve", "fpga", "lazy", "meta",
+    "mkldnn", "opengl", "opencl", "ideep", "vulkan", "privateuseone",
+)  # fmt: skip
+DEVICE_KEY = rf"^({'|'.join(DEVICE_TYPES)}|sm_[1-9][0-9]{{1,2}})$"
+
+
+def expected(text: str) -> PydanticCustomError:
+    """Return the error of a validator, in whose words `complaint` puts all others."""
+    return PydanticCustomError("attnreg", "Expected {expected}", {"expected": text})
+
+
+def refusal(*problems: tuple[KeyPath, object, str]) -> ValidationError:
+    """Return an error that pydantic merges into its own, with the complete key of each problem.
+
+    A problem is a key relative to the value that the validator was given, what was got, what was expected.
+    """
+    details = [InitErrorDetails(type=expected(text), loc=key, input=got) for key, got, text in problems]
+    return ValidationError.from_exception_data("Settings", details)
+
+
+# What pydantic expected, by the type of its error, in the wording of all other messages.
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "invalid_key": "the name of a setting",
+    "missing": "a list of at least one name",
+    "model_type": "a table",
+    "path_type": "the path of a file",
+    "string_too_short": "a name",
+    "string_type": "a string",
+    "too_short": "at least one name",
+}
+
+
+def complaint(detail: ErrorDetails) -> str:
+    """Return what was got and what was expected, for one error of pydantic's or of a validator."""
+    kind, got = detail["type"], detail["input"]
+    expected = detail.get("ctx", {}).get("expected") or _EXPECTED.get(kind, detail["msg"])
+    if kind == "literal_error":
+        expected += did_you_mean(str(got), expected.split("'")[1::2])
+    return f"missing, expected {expected}" if kind == "missing" else f"got {got!r}, expected {expected}"
+
+
+def _in_order(names: object) -> object:
+    # pydantic would accept a set too, whose order changes from run to run.
+    if not isinstance(names, list | tuple):
+        raise expected("a list of names")
+    return names
+
+
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    keys = [name.casefold() for name in names]
+    repeats = [
+        (
+            (index,),
+            name,
+            f"each name once: [{keys.index(keys[index])}] is the same name, as case doesn't matter",
+        )
+        for index, name in enumerate(names)
+        if keys.index(keys[index]) < index
+    ]
+    if repeats:
+        raise refusal(*repeats)
+    return names
+
+
+def _device(key: str) -> str:
+    if not re.fullmatch(DEVICE_KEY, key):
+        arch = re.fullmatch(r"sm[ _-]?([1-9]\d{1,2})[af]?", key.casefold())
+        near = f"; did you mean 'sm_{arch[1]}'?" if arch else did_you_mean(key, DEVICE_TYPES)
+        raise expected(f"'cpu', 'cuda', another device type of torch or 'sm_NN'{near}")
+    return key
+
+
+def _file(path: object) -> object:
+    if not isinstance(path, str | Path):
+        return path  # for pydantic to refuse
+    if not Path(path).name:  # "" as well as "."
+        raise refusal(((), str(path), "the path of a file"))
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        homeless = "the path of a file (there is no home folder for its ~)"
+        raise refusal(((), str(path), homeless)) from None
+
+
+Name = Annotated[str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_in_order), AfterValidator(_each_once)]
+DeviceKey = Annotated[str, AfterValidator(_device)]
+TableFile = Annotated[Path, BeforeValidator(_file)]
+
+
+class _Table(BaseModel):
+    # Validates instances, too: `model_copy` and `model_construct` check nothing.
+    model_config = ConfigDict(extra="forbid", frozen=True, revalidate_instances="always")
+
+    if not TYPE_CHECKING:  # type checkers take the fields as its arguments
+
+        def __init__(self, /, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise _config_error(error, type(self)) from None
+
+        # Says that it does no more than pydantic's own: validating tables of a file doesn't call it.
+        __init__.__pydantic_base_init__ = True
+
+
+class DeviceSettings(_Table):
+    """The settings of one kind of device."""
+
+    order: Names = Field(
+        min_length=1,
+        description="Backends to prefer, the first most; all others follow in their default order.",
+    )
+
+
+class Settings(_Table):
+    """Everything that can be set. The environment and the program's own calls are stronger."""
+
+    strict: bool = Field(
+        default=False,
+        strict=True,
+        description="Whether it is an error if no backend of the strongest source can run a call.",
+    )
+    disabled: Names = Field(default=(), description="Backends that must not run.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning", description="The least severe messages that the 'attnreg' logger lets pass."
+    )
+    policy: Literal["measured", "order", "adaptive", "batch_invariant"] = Field(
+        default="measured",
+        description="What decides where no backend is preferred: a measured table, if there is one for the "
+        "device, the default order alone, or what the program's own calls take: backends take turns at the "
+        "first ones of each kind. batch_invariant: the default order of those backends whose results for a "
+        "sequence don't depend on its batch.",
+    )
+    masks: Literal["as_given", "recognise"] = Field(
+        default="as_given",
+        description="recognise: boolean masks given to F.scaled_dot_product_attention that are padding, "
+        "causal, a window or documents run as packed calls without a mask.",
+    )
+    tuned: TableFile | None = Field(
+        default=None,
+        description="A table measured by `attnreg tune`; relative to the folder of the settings file.",
+    )
+    devices: dict[DeviceKey, DeviceSettings] = Field(
+        default_factory=dict,
+        description="Settings by device: a device type ('cpu', 'cuda') or the stronger 'sm_NN'.",
+        json_schema_extra={"propertyNames": {"pattern": DEVICE_KEY}},
+    )
+
+    @model_validator(mode="after")
+    def _free_of_contradictions(self) -> Self:
+        disabled = {name.casefold(): toml_file.key_text(key) for key, name in _disabled(self)}
+        problems: list[tuple[KeyPath, object, str]] = [
+            (key, name, f"a backend that isn't disabled: {disabled[name.casefold()]} names it too")
+            for key, name in _ordered(self)
+            if name.casefold() in disabled
+        ]
+        problems += [
+            (key, name, "another backend, or strict = true: the reference runs what no other can")
+            for key, name in _disabled(self)
+            if name.casefold() == REFERENCE and not self.strict
+        ]
+        if problems:
+            raise refusal(*problems)
+        return self
+
+
+def _ordered(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    for device, table in settings.devices.items():
+        for index, name in enumerate(table.order):
+            yield ("devices", device, "order", index), name
+
+
+def _disabled(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
+    for index, name in enumerate(settings.disabled):
+        yield ("disabled", index), name
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSettings:
+    """Settings and their origin: a file, or without a path a call of `configure`."""
+
+    settings: Settings
+    origin: Origin = field(default_factory=Origin)
+
+
+def load(path: str | os.PathLike[str]) -> LoadedSettings:
+    """Read a settings file; an empty one gives the defaults; a `ConfigError` lists every problem."""
+    data, origin = toml_file.read(path)
+    settings = _validated(data, origin)
+    if settings.tuned is not None and origin.path is not None:
+        settings = settings.model_copy(update={"tuned": origin.path.parent / settings.tuned})
+    return LoadedSettings(settings, origin)
+
+
+def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
+    """Return the settings that a program passes to `configure`, checked as `load` does."""
+    if not isinstance(value, Settings | Mapping):
+        raise ConfigError(f"configure(...): got {value!r}, expected Settings or a mapping of its fields")
+    return _validated(value, Origin())
+
+
+def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
+    """Check that settings name known backends only; the case of a name doesn't matter.
+
+    A `ConfigError` lists every unknown name with its position, and the known names.
+    """
+    names = sorted(known, key=str.casefold)
+    keys = {name.casefold() for name in names}
+    problems = [
+        loaded.origin.problem(
+            key, f"got {name!r}, expected one of {', '.join(names)}{did_you_mean(name, names)}"
+        )
+        for key, name in (*_disabled(loaded.settings), *_ordered(loaded.settings))
+        if name.casefold() not in keys
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a settings file, for editors that complete and check it."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Settings.model_json_schema()}
+
+
+def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:
+    try:
+        return Settings.model_validate(value)
+    except ValidationError as error:
+        # `from None`: pydantic's own report has the same problems without their positions.
+        raise _config_error(error, Settings, origin) from None
+
+
+def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:
+    origin = origin or Origin(call=f"{table.__name__}(...)")
+    details = sorted(error.errors(include_url=False), key=lambda detail: origin.position(_key(detail)))
+    return ConfigError("\n".join(_problem(detail, table, origin) for detail in details))
+
+
+def _key(detail: ErrorDetails) -> KeyPath:
+    return tuple(part for part in detail["loc"] if part != "[key]")
+
+
+def _problem(detail: ErrorDetails, table: type[_Table], origin: Origin) -> str:
+    key = _key(detail)
+    if detail["type"] != "extra_forbidden":
+        return origin.problem(key, complaint(detail))
+    name, known = str(key[-1]), (table if len(key) == 1 else DeviceSettings).model_fields
+    # A frequent mistake: a line that is added after a [table] belongs to it.
+    misplaced = f"; {name!r} belongs above the first [table]" if name in Settings.model_fields else ""
+    near = misplaced or did_you_mean(name, known)
+    keys = f"one of {', '.join(known)}" if len(known) > 1 else "".join(known)
+    return origin.problem(key, f"unknown key, expected {keys}{near}")

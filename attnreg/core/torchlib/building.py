@@ -1,0 +1,124 @@
+"""Loading what attnreg has in C++, if it has been compiled; the other rooms use these functions.
+
+`ensure_built` has it compiled in the background, `build` compiles it now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from attnreg.core.torchlib import background, caches, libraries, locks
+from attnreg.core.torchlib.background import build, ensure_built, is_left_out, wait_built
+from attnreg.core.torchlib.libraries import (
+    CALL_CACHE,
+    CPU_KERNEL,
+    LIBRARIES,
+    Library,
+    existing,
+    in_one_line,
+    target,
+)
+from attnreg.errors import BuildError
+
+__all__ = [
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "in_one_line",
+    "loaded", "loaded_cpu_kernel", "may_be_loaded", "status", "target",
+]  # fmt: skip
+
+log = logging.getLogger("attnreg")
+
+
+class Status(NamedTuple):
+    """How a library is."""
+
+    state: str  # "built", "built, not used", "building", "failed", "off" or "not built"
+    file: Path | None = None
+    reason: str = ""  # why it isn't built or used, and what to do
+
+
+def built() -> Path | None:
+    """Return the file of the call cache, if it is compiled."""
+    return existing(CALL_CACHE)
+
+
+def may_be_loaded(library: Library) -> bool:
+    """Whether a library is compiled and nothing is against loading it; takes no lock, as `status` does."""
+    return not is_left_out() and existing(library) is not None
+
+
+def loaded() -> ModuleType:
+    """Return the call cache as a module, loaded once; with ATTNREG_BUILD=now it is compiled first.
+
+    Raises BuildError if it isn't compiled, is damaged or can't be loaded, or others can write to it.
+    """
+    wait_built()
+    if file := built():
+        return _load(file)
+    libraries.checked(CALL_CACHE)  # raises with the reason
+    raise BuildError("the call cache isn't compiled for this torch and Python; `attnreg build` does it")
+
+
+@functools.cache
+def _load(file: Path) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader(CALL_CACHE.name, str(file))
+    spec = importlib.util.spec_from_file_location(CALL_CACHE.name, file, loader=loader)
+    try:
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # there is a loader
+        loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
+    log.info("repeated calls use the compiled call cache, %s", file)
+    return module
+
+
+def loaded_cpu_kernel() -> ctypes.CDLL:
+    """Return the kernel of the CPU backend, loaded once; with ATTNREG_BUILD=now it is compiled first.
+
+    Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS leaves out what is compiled.
+    """
+    if is_left_out():
+        raise BuildError("ATTNREG_ROUTERS=python leaves compiled libraries out")
+    wait_built()
+    return _load_kernel(libraries.checked(CPU_KERNEL))
+
+
+@functools.cache
+def _load_kernel(file: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
+    log.info("the cpu backend uses the compiled kernel, %s", file)
+    return library
+
+
+def status(library: Library) -> Status:
+    """Return whether a library is built, and else why not."""
+    try:
+        if file := existing(library):
+            left_out = "ATTNREG_ROUTERS=python leaves compiled libraries out" if is_left_out() else ""
+            return Status("off" if left_out else "built", file, left_out)
+        if process := locks.holder(background.lock_path()):
+            return Status("building", reason=f"process {process} is compiling now")
+        if failure := background.earlier_failure(library):
+            return Status("failed", reason=failure)
+        if reason := libraries.why_not_used(library):
+            return Status("built, not used", target(library), reason)
+        caches.check_writable(target(library).parent)
+        libraries.find()
+    except (BuildError, OSError, RuntimeError) as error:
+        return Status("not built", reason=str(error))
+    mode = background.build_mode()
+    if mode == "left out":
+        return Status("off", reason="ATTNREG_ROUTERS=python leaves compiled libraries out")
+    if mode == "off":
+        return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
+    when = "in the background at" if mode == "background" else "before"
+    return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")

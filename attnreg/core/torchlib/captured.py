@@ -1,0 +1,120 @@
+"""PyTorch's own kernels, captured before any router covers them, and what may lie above the routers.
+
+A router that calls an op by its name would call itself. `kernel` returns the C++ kernel that was
+registered for an (op, dispatch key) at the first `capture` of the pair; `aten` captures all of them
+before it registers a single router.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.errors import RegistrationError
+
+
+def _too_old(what: str = "") -> RegistrationError:
+    return RegistrationError(f"{what}attnreg needs torch 2.11 or newer, found {torch.__version__}")
+
+
+try:
+    from torch.nn.attention import _registry
+except ImportError as error:
+    raise _too_old() from error
+
+torch_registry = _registry  # of the implementations that `torch.nn.attention` can activate
+log = logging.getLogger("attnreg")
+
+# Whether the routers over these kernels use the compiled call cache; None while no routers are installed.
+call_cache_in_use: bool | None = None
+
+_lock = open_after_fork(threading.Lock())
+_captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
+_warned_of = ""  # which implementation above the routers has been warned of
+
+
+def check_version() -> None:
+    """Raise RegistrationError if torch is older than any that attnreg supports."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        raise _too_old()
+
+
+def capture(op: str, key: str) -> Callable[..., Any] | None:
+    """Return torch's kernel of `aten::op` for a dispatch key, or None where torch has none.
+
+    The first call for a pair decides; later ones return the same kernel, also after a router has
+    been registered over it. Raises RegistrationError if this torch can't return kernels, or other Python code
+    overrides the op.
+    """
+    with _lock:
+        if (op, key) not in _captured:
+            _captured[op, key] = _get(op, key)
+        return _captured[op, key]
+
+
+def kernel(op: str, key: str) -> Callable[..., Any]:
+    """Return torch's kernel as `capture` does; raises RegistrationError as well if torch has none."""
+    found = capture(op, key)
+    if found is None:
+        raise RegistrationError(f"torch {torch.__version__} has no {key} kernel for aten::{op}")
+    return found
+
+
+def check_not_overridden(op: str, key: str) -> None:
+    """Raise RegistrationError if Python code has overridden `aten::op`, before routers are registered.
+
+    Its kernel would be called instead of torch's, and would be gone as soon as that code removes it.
+    """
+    for line in torch._C._dispatch_dump(f"aten::{op}").splitlines():
+        # What Python registers has no C++ signature.
+        if line.startswith(f"{key}: ") and line.endswith(" :: (none) [ boxed ]"):
+            where = line.removeprefix(f"{key}: ").partition(" :: ")[0]
+            raise RegistrationError(
+                f"aten::{op} is overridden for {key} by other Python code, {where}; "
+                "remove that, or let attnreg register its routers first"
+            )
+
+
+def _get(op: str, key: str) -> Callable[..., Any] | None:
+    check_not_overridden(op, key)
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    if get_kernel is None or not hasattr(torch._C._SafeKernelFunction, "call_boxed"):
+        raise _too_old("torch.library.get_kernel or call_boxed is missing: ")
+    try:
+        found = get_kernel(f"aten::{op}", key)
+    except RuntimeError:  # how torch says that there is no kernel for this key, as on any CPU build
+        return None
+    # A fixed key set is enough: these are backend kernels, and no functionality key above them may run twice.
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return functools.partial(found.call_boxed, keys)
+
+
+def shadowed_by() -> str:
+    """Return the implementation of `torch.nn.attention` that overrides ops above the routers, or ''."""
+    name = torch_registry.current_flash_attention_impl()
+    return "" if name in (None, "attnreg") else str(name)
+
+
+def shadow_note() -> str:
+    """Return what to know of that implementation, or ''."""
+    name = shadowed_by()
+    return name and (
+        f"torch.nn.attention has {name!r} active above attnreg's routers: the flash ops "
+        "on CUDA go there; restore_flash_attention_impl() gives them back"
+    )
+
+
+def warn_if_shadowed() -> None:
+    """Warn once of an implementation that was activated after the routers were installed."""
+    global _warned_of
+    name = shadowed_by() if call_cache_in_use is not None else ""
+    if name != _warned_of:
+        _warned_of = name
+        if name:
+            log.warning("%s", shadow_note())

@@ -1,0 +1,232 @@
+"""Calls that the compiled part doesn't take, packed or dense, with their autograd.
+
+For calls in the contract's layout whose arguments have been checked: those with options that the call cache
+leaves out, all where there is no compiled part, and the dense ones of flash-attn's functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.memory import check_all_in_memory
+from attnreg.core.contract.sinks import grad_of_sinks
+from attnreg.core.dispatch.calls import plan_for, wants_deterministic, wants_gradient
+from attnreg.core.dispatch.declined import retry_on_decline
+from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.core.dispatch.scope import ScopedChoice
+from attnreg.core.dispatch.state import Plan
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.core.torchlib.modes import differentiable_once, in_memory
+from attnreg.core.varlen import custom_op
+from attnreg.core.varlen.sinks import counted, with_sinks
+from attnreg.errors import UnsupportedInputError
+
+T = TypeVar("T")
+
+# The tensors of a call that autograd saves.
+_SAVED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes")
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    choice: ScopedChoice | None,
+    sinks: Tensor | None = None,
+    returns_lse: bool = True,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the LSE, as the kernel has laid them out.
+
+    A kernel that counts sinks is given them unless the program gets the LSE: see `sinks.may_be_counted`.
+    `plan` is one that was made for this call, without a gradient.
+    """
+    needs_backward = wants_gradient(query, key, value)
+    if needs_backward or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
+        given = query, key, value, sinks, call, choice, needs_backward, returns_lse
+        return _VarlenAttention.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
+    inputs = query, key, value
+    out, lse, *_ = run_forward(inputs, call, choice, False, sinks, returns_lse, plan)
+    return out, lse
+
+
+def run_forward(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    call: Call,
+    choice: ScopedChoice | None,
+    needs_backward: bool,
+    sinks: Tensor | None = None,
+    returns_lse: bool = True,
+    first: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
+    """Return output, LSE, and for a backward the random state and the choice, which dropout ties.
+
+    `first` is the plan to run, if one was made; where its kernel declines there is another.
+    """
+    made = [] if first is None else [first]
+
+    def plan_and_run() -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
+        if made:
+            plan = made.pop()
+        else:
+            given = call if sinks is None or returns_lse else call._replace(sinks=sinks)
+            plan = plan_for("forward", *inputs, given, choice, needs_backward=needs_backward)
+        rng_state, chosen = None, choice
+        results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
+        if results is not None:
+            return results[0], results[1], rng_state, chosen
+        if call.dropout > 0.0:
+            out, lse, rng_state = run_with_dropout(plan, *inputs, call)
+            chosen = forward_choice(choice, plan, call.dropout)
+        else:
+            out, lse = plan.run(*inputs, call)
+        return *((out, lse) if sinks is None else with_sinks(out, lse, sinks)), rng_state, chosen
+
+    return _launched(plan_and_run, call)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        call: Call,
+        choice: ScopedChoice | None,
+        needs_backward: bool,
+        returns_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        inputs, given = (query, key, value), (call, choice, needs_backward, sinks, returns_lse)
+        out, lse, rng_state, ctx.choice = run_forward(inputs, *given)
+        ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *(getattr(call, name) for name in _SAVED))
+        is_by_call = call.deterministic and not wants_deterministic()  # by the call itself
+        without: dict[str, Any] = dict.fromkeys((*_SAVED, "num_splits"))
+        ctx.call = call._replace(deterministic=is_by_call, **without)
+        ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
+        return out, lse
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_out is None and grad_lse is None:
+            return (None,) * 8
+        call, (*tensors, sinks, rng_state, cu_seq_q, cu_seq_k, used, pages, slopes) = (
+            ctx.call,
+            ctx.saved_tensors,
+        )
+        if not ctx.needs_input_grad[3]:
+            sinks = None
+        is_compiling, needs_kernel = torch.compiler.is_compiling(), any(ctx.needs_input_grad[:3])
+        # Else the backward has it computed.
+        is_ours = sinks is not None and (is_compiling or grad_lse is not None or not needs_kernel)
+        of_sinks = grad_of_sinks(grad_out, tensors[3:], sinks, grad_lse) if is_ours else None
+        if not needs_kernel:
+            return None, None, None, of_sinks, *(None,) * 4
+        grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
+        others = rng_state, grad_lse, cu_seq_q, cu_seq_k, used, pages, slopes
+        if not is_compiling:
+            given = None if is_ours else sinks
+            grads = run_backward(grad_out, tensors, call, ctx.choice, *others, sinks=given)
+            of_sinks = of_sinks if given is None else grads[3]
+        elif call.dropout > 0.0 or call.deterministic or cu_seq_q is None:
+            grads = _backward_uncompiled(grad_out, tensors, call, ctx.choice, *others)
+        else:  # by compiled autograd, into the graph
+            number = 0 if ctx.choice is None else ctx.choice.number
+            grads = custom_op.backward(
+                grad_out, *tensors, cu_seq_q, cu_seq_k, call.max_q, call.max_k, False, None, call.scale,
+                list(call.window), used, pages, "", number, call.softcap, grad_lse, slopes,
+            )  # fmt: skip
+        return *grads[:3], of_sinks, *(None,) * 4
+
+
+def run_backward(
+    grad_out: Tensor,
+    tensors: list[Tensor],
+    call: Call,
+    choice: ScopedChoice | None,
+    rng_state: Tensor | None,
+    grad_lse: Tensor | None,
+    *saved: Tensor | None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value; `tensors` are those, the output and the LSE.
+
+    That of `sinks` comes fourth if they are given, without a gradient of the LSE.
+    """
+    given: dict[str, Any] = dict(zip(_SAVED, saved, strict=True)) | {"rng_state": rng_state}
+    given["grad_lse"] = None if grad_lse is None else _in_memory(grad_lse)
+    call = call._replace(deterministic=call.deterministic or wants_deterministic(), **given)
+    grad_out, (query, key, value, *results) = _in_memory(grad_out), tensors
+
+    inputs = grad_out, query, key, value, *results
+    check_all_in_memory(inputs, call, sinks)
+
+    def plan_and_run() -> tuple[Tensor, ...]:
+        given = call if sinks is None else call._replace(sinks=sinks)
+        plan = plan_for("backward", query, key, value, given, choice)
+        grads = None if sinks is None else counted(plan, inputs, call, sinks)
+        if grads is not None:
+            return grads
+        grads = plan.run(*inputs, call)
+        return grads if sinks is None else (*grads, grad_of_sinks(grad_out, results, sinks, None))
+
+    return _launched(plan_and_run, call)
+
+
+# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
+_backward_uncompiled = _disable_dynamo(run_backward)
+
+
+_lock = open_after_fork(threading.Lock())
+_deterministic_calls = 0
+_mode_before = 0
+
+
+def _launched(plan_and_run: Callable[[], T], call: Call) -> T:
+    """Run a call, in torch's deterministic mode if it asks for that, as some kernels obey nothing else.
+
+    The mode is one for all threads: it stays on until the last of these calls was launched. No lock is held
+    meanwhile, as a call may wait for another thread that loads a backend.
+    """
+    global _deterministic_calls, _mode_before
+    if not call.deterministic or (wants_deterministic() and not _deterministic_calls):
+        return retry_on_decline(plan_and_run)
+    with _lock:
+        if not _deterministic_calls:
+            _mode_before = torch.get_deterministic_debug_mode()
+            torch.use_deterministic_algorithms(True)
+        _deterministic_calls += 1
+    try:
+        return retry_on_decline(plan_and_run)
+    finally:
+        with _lock:
+            _deterministic_calls -= 1
+            if not _deterministic_calls:
+                torch.set_deterministic_debug_mode(_mode_before)
+
+
+def _in_memory(grad: Tensor) -> Tensor:
+    """Return a gradient as memory that kernels can read.
+
+    The dispatcher would make it that, but it isn't asked here. In C++ `as_memory` does the same.
+
+    Raises:
+        UnsupportedInputError: it is a wrapper that doesn't unwrap.
+    """
+    found = in_memory(grad)
+    if found is None:
+        raise UnsupportedInputError(
+            "a gradient must be a plain tensor, got a tensor subclass or, as by is_grads_batched and "
+            "jacobian(vectorize=True), a batch of gradients, which torch.func.jacrev computes as well"
+        )
+    return found

@@ -1,0 +1,205 @@
+"""What the arguments of `varlen_attn` mean, and the look-up of its plans; used by all ways to call it."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.lengths import Cut, cuts_of_window
+from attnreg.core.contract.memory import check_all_in_memory, check_in_memory
+from attnreg.core.contract.sinks import grad_of_sinks
+from attnreg.core.contract.spec import UNBOUNDED, Direction
+from attnreg.core.contract.validation import check, check_layouts, check_scale, checked_softcap
+from attnreg.core.dispatch import call_cache, scope
+from attnreg.core.dispatch.call_cache import Kept, kept_for
+from attnreg.core.dispatch.calls import (
+    keys_used,
+    packed_bounds,
+    plan_for,
+    scale_of,
+    wants_batch_invariant,
+    wants_deterministic,
+)
+from attnreg.core.dispatch.declined import retry_on_decline
+from attnreg.core.dispatch.scope import ScopedChoice
+from attnreg.core.dispatch.state import Plan
+from attnreg.core.torchlib.layout import needs_graph_memory
+from attnreg.core.varlen.sinks import counted, may_be_counted, with_sinks
+from attnreg.core.varlen.spread import check_is_whole
+from attnreg.errors import InvalidInputError
+
+# `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
+Lengths = tuple[Tensor, Tensor | None, int, int]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 1  # numbers of lists in lists fill lines
+
+
+def check_tensors(**given: object) -> None:
+    """Check that arguments are tensors, or None where they may be; others fail inside torch."""
+    for name, tensor in given.items():
+        is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table", "alibi_slopes")
+        if not (isinstance(tensor, Tensor) or is_left_out):
+            raise InvalidInputError(f"{name}: got {_SHORT.repr(tensor)}, expected a tensor")
+        wants_gradient = isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+        if name == "alibi_slopes" and wants_gradient:
+            raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
+    if "cu_seq_q" in given:  # nested tensors of dense calls are explained, too
+        check_layouts(**given)
+    check_in_memory(**given)
+
+
+def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
+    """Check a call without `enable_gqa`: it has to have as many key as query heads."""
+    if query.shape[1:2] != key.shape[-2:-1]:
+        # What is wrong otherwise is the better message: a key of other dimensions has no heads to compare.
+        cu_seq_q, cu_seq_k, max_q, max_k = lengths
+        check(query, key, value, Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k))
+        raise InvalidInputError(
+            f"heads: got {query.shape[1]} for query and {key.shape[-2]} for key, "
+            "expected equal numbers (or enable_gqa=True)"
+        )
+
+
+def check_sinks(query: Tensor, sinks: Tensor) -> None:
+    """Check sinks: one floating-point number for each head of the query, on its device."""
+    check_tensors(query=query, sinks=sinks)
+    got = f"shape {tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
+    fits = sinks.shape == query.shape[1:2] and sinks.device == query.device
+    if not (fits and sinks.is_floating_point() and not sinks.is_sparse):
+        expected = f"({', '.join(map(str, query.shape[1:2]))},), floating-point, on {query.device}"
+        raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
+
+
+def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
+    """Return (left, right), two numbers from -1 on, from the two arguments that say it."""
+    try:
+        left, right = map(operator.index, UNBOUNDED if window_size is None else window_size)
+    except (TypeError, ValueError):
+        left = right = -2
+    if min(left, right) < -1:
+        got = reprlib.repr(window_size)
+        raise InvalidInputError(f"window_size: got {got}, expected (left, right), integers of -1 or more")
+    if is_causal not in (True, False):
+        raise InvalidInputError(f"is_causal: got {is_causal!r}, expected True or False")
+    return left, 0 if is_causal else right
+
+
+def call_of(
+    query: Tensor,
+    lengths: Lengths,
+    scale: float | None,
+    bound: tuple[int, int],
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+) -> Call:
+    """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
+
+    Raises `InvalidInputError` if a length is no integer, or the scale or the softcap no number.
+    """
+    cu_seq_q, cu_seq_k, max_q, max_k = lengths
+    if not type(max_q) is type(max_k) is int:
+        # Those of NumPy are taken as well, as torch's own ops do; specs and kernels get Python's.
+        max_q, max_k = _integer("max_q", max_q), _integer("max_k", max_k)
+    if scale is not None and type(scale) is not float:
+        check_scale(scale)  # the call's key compares it
+    return Call(
+        scale_of(query, scale), max_q, max_k, packed_bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
+        keys_used(seqused_k, cu_seq_k, block_table), block_table, None, alibi_slopes, 0.0, None,
+        num_splits or None, wants_deterministic(), wants_batch_invariant(),
+        checked_softcap(softcap) if softcap else 0.0, grad_lse,
+    )  # fmt: skip
+
+
+def _integer(name: str, number: int) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise InvalidInputError(f"{name}: got {number!r}, expected an integer") from None
+
+
+def run(
+    direction: Direction,
+    tensors: tuple[Tensor, ...],
+    call: Call,
+    choice: ScopedChoice | None,
+    needs_backward: bool = True,
+    sinks: Tensor | None = None,
+    cuts: tuple[Cut, ...] = (),
+) -> tuple[tuple[Tensor, ...], Kept | None]:
+    """Look up the plan of a call and run it; returns the results, and how the call cache is to repeat it.
+
+    `tensors` are what the kernels of that direction take: query, key and value, for a backward those between
+    the gradient and the output with its LSE. With `sinks`, which the kernel may be given, they are counted,
+    and a backward's results have their gradient. `cuts` are as in `Kept`.
+    """
+    query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
+    check_all_in_memory(tensors, call, sinks)
+
+    def plan_and_run() -> tuple[tuple[Tensor, ...], Kept | None]:
+        # With a gradient of the LSE no kernel is given sinks.
+        given = call if sinks is None or call.grad_lse is not None else call._replace(sinks=sinks)
+        plan = plan_for(direction, query, key, value, given, choice, needs_backward=needs_backward)
+        results = None if sinks is None else counted(plan, tensors, call, sinks)
+        if results is not None:
+            return results, _kept(plan, tensors, given, cuts)
+        results = plan.run(*tensors, call)
+        if sinks is None:
+            return results, _kept(plan, tensors, call, cuts)
+        # Rescaled only because the offsets aren't known yet: nothing is kept, so that later ones are counted.
+        is_early = query.is_cuda and may_be_counted(plan, sinks)
+        kept = None if is_early else _kept(plan, tensors, call, cuts)
+        if direction == "forward":
+            return with_sinks(results[0], results[1], sinks), kept
+        of_sinks = grad_of_sinks(tensors[0], tensors[4:], sinks, call.grad_lse)
+        return (*results, of_sinks), kept
+
+    return retry_on_decline(plan_and_run)
+
+
+def _kept(plan: Plan, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ...]) -> Kept | None:
+    """Return what `kept_for` does for a packed call with both offsets."""
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if call_cache.load() is None or cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    if needs_graph_memory(cu_seqlens_q):
+        return None  # what is kept would lie in the graph's memory
+    return kept_for(plan, tensors, call, cuts=cuts)
+
+
+# The call cache calls these two for what it doesn't keep, below its autograd node. `described` says what it
+# is to keep. Sinks are None where the cache itself counts them afterwards.
+def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
+    lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward, sinks) = rest[:4], rest[4:]
+    check_is_whole(lengths[0], query)
+    if not enable_gqa:
+        check_heads(query, key, value, lengths)
+    bound = window(window_size, is_causal)
+    call = call_of(query, lengths, scale, bound)
+    inputs, chosen = (query, key, value), scope.by_number(choice)
+    results, kept = run("forward", inputs, call, chosen, needs_backward, sinks, cuts_of_window(*bound))
+    return *results, call_cache.described(kept)
+
+
+def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
+    tensors, lengths = arguments[:6], arguments[6:10]
+    is_causal, window_size, scale, choice, grad_lse, sinks = arguments[10:]
+    bound = window(window_size, is_causal)
+    call = call_of(tensors[1], lengths, scale, bound, grad_lse=grad_lse)
+    chosen, cuts = scope.by_number(choice), cuts_of_window(*bound)
+    grads, kept = run("backward", tensors, call, chosen, sinks=sinks, cuts=cuts)
+    return grads, call_cache.described(kept)
+
+
+call_cache.set_plans(_plan, _plan_backward, with_sinks, grad_of_sinks)

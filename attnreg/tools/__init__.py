@@ -1,0 +1,1 @@
+"""What is run by hand: measuring, tuning, benchmarks, the demo and the command line. No call passes here."""

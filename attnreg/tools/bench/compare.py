@@ -1,0 +1,210 @@
+"""A shape's tensors and the fronts that take them; sides checked by the accuracy rule, then timed in turn."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnreg.core.dispatch.counters import reset_stats
+from attnreg.core.varlen import front
+from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.shapes import FORWARD, Shape
+from attnreg.tools.bench.sides import STEPS, Side, Tensors, in_words, ran, wrong_backend
+from attnreg.tools.measure import Inputs, Sample, copies, copies_beyond_the_cache
+from attnreg.tools.measure.sample import Verdict
+from attnreg.tools.measure.timing import interleaved, median_ratio
+
+# A model has some layers, and autograd's thread, once awake, goes through them all.
+LAYERS, LAYERS_BYTES = 8, 2**30
+# As long as a measurement takes; long enough for the clock, short enough for many rounds.
+SECONDS = 0.01
+
+
+class Batch:
+    """The tensors of a shape, as several sets of values.
+
+    Attributes:
+        case: the shape as `attnreg.tools.measure` describes it.
+        given: the first set as kernels are given it.
+        sets: in the contract's layout, (B, S, H, D) or packed (T, H, D); taken in turn they don't stay
+            in the device's cache.
+        front_sets: the same memory as SDPA takes it, (B, H, S, D), or as they are where they are packed.
+        call: the other arguments of a kernel.
+        offsets: both tensors of offsets and the longest lengths, as both `varlen_attn` take them.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, sets: int = 1) -> None:
+        self.shape, self.device, self.case = shape, device, shape.case()
+        drawn = copies(self.case, device, sets)
+        self.given: Inputs = drawn[0]
+        self.call = call = self.given.call
+        offsets: tuple[Any, Any] = call.cu_seqlens_q, call.cu_seqlens_k
+        self.offsets = *offsets, call.max_q, call.max_k
+        self.sets = [Tensors(*one[:4]).mapped(lambda x: x) for one in drawn]
+        to_bhsd = [one.mapped(lambda x: x.transpose(1, 2)) for one in self.sets] if not shape.varlen else []
+        self.front_sets = to_bhsd or self.sets
+
+    @functools.cached_property
+    def sample(self) -> Sample:
+        """What the first set should give."""
+        return Sample(self.case, self.given, backward=self.shape.backward)
+
+    def verdict(self, results: Iterable[Tensor], sets: Sequence[Tensors]) -> Verdict:
+        """Return how wrong output and gradients are, in the layout of the sets that they come of."""
+        as_they_are = sets is self.sets
+        return self.sample.verdict(named(x if as_they_are else x.transpose(1, 2) for x in results))
+
+    def with_attnreg(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Call the front through which attnreg runs such a call: its `varlen_attn`, or torch's SDPA."""
+        if not self.shape.varlen:
+            return self._sdpa(q, k, v)
+        return front.varlen_attn(  # type: ignore[return-value]
+            q, k, v, *self.offsets,
+            is_causal=self.shape.causal, enable_gqa=q.shape[1] != k.shape[1], **options,
+        )  # fmt: skip
+
+    def with_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Call torch's front: `torch.nn.attention.varlen.varlen_attn`, or SDPA."""
+        if not self.shape.varlen:
+            return self._sdpa(q, k, v)
+        window = (-1, 0) if self.shape.causal else (-1, -1)
+        run = _torch_varlen_attn(q.shape[1] != k.shape[1])
+        return run(q, k, v, *self.offsets, window_size=window)  # type: ignore[no-any-return]
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[1] == k.shape[1]:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal, enable_gqa=True)
+
+
+def named(results: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return output and gradients, or the output alone, by the names of `measure.Sample`."""
+    return {name: x.detach() for name, x in zip(("out", "dq", "dk", "dv"), results, strict=False)}
+
+
+@functools.cache
+def _torch_varlen_attn(gqa: bool) -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Without an option for fewer key heads its kernel sees them.
+    named = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if gqa and named else varlen_attn
+
+
+def batch_beyond_the_cache(shape: Shape, device: torch.device) -> Batch:
+    """Return a batch whose sets are twice the GPU's last cache, and eight where they are small.
+
+    Two on other devices.
+    """
+    if device.type != "cuda":
+        return Batch(shape, device, 2)
+    case = shape.case()
+    fewest = LAYERS if LAYERS * case.nbytes <= LAYERS_BYTES else 1
+    return Batch(shape, device, copies_beyond_the_cache(case, device, fewest))
+
+
+class Checked(NamedTuple):
+    """A side that is right: its error in units of the most that passes, and what ran in each direction."""
+
+    side: Side
+    error: float
+    ran: dict[str, str]
+
+
+def checked(
+    batch: Batch,
+    sides: Mapping[str, Side],
+    job: Job,
+    verdict: Callable[[str, list[Tensor]], Verdict] | None = None,
+) -> dict[str, Checked]:
+    """Return the sides that are right, and record in the job why the others are left out.
+
+    `verdict` returns how wrong the results of a side are, if `Batch.verdict` can't say.
+    """
+    right = {}
+    if verdict is None:
+        batch.sample  # noqa: B018 - computed here: no side is to be left out because it can't be
+    for name, side in sides.items():
+        what = f"{batch.shape}, {name}"
+        reset_stats()
+        try:
+            results = side.results(batch.shape.backward)
+            error, wrong = verdict(name, results) if verdict else batch.verdict(results, side.sets)
+        except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
+            job.leave_out(what, short(problem))
+            continue
+        found = ran()
+        if wrong:
+            job.leave_out(what, f"WRONG: {wrong}; ran {in_words(found)}")
+        elif side.wanted and (why := wrong_backend(side.wanted, found)):
+            job.leave_out(what, why)
+        else:
+            right[name] = Checked(side, error, found)
+    return right
+
+
+def short(problem: Exception) -> str:
+    """Return an exception in one line."""
+    return textwrap.shorten(f"{type(problem).__name__}: {problem}".partition("\n")[0], 150)
+
+
+def timed(
+    shape: Shape, right: Mapping[str, Checked], yardstick: str, rate: float, job: Job
+) -> list[dict[str, Any]]:
+    """Time the sides of a shape; returns a row for each side and step.
+
+    Times are milliseconds of the device with the host ahead, the median of the rounds.
+    """
+    rows = []
+    for step, run in STEPS.items():
+        measures = {
+            name: one.side.timed(run, one.side.calls(run, SECONDS), "device") for name, one in right.items()
+        }
+        taken = interleaved(measures, job.rounds)
+        for name, seconds in taken.items():
+            median = statistics.median(seconds)
+            speed = shape.flops(step) / median
+            rows.append(
+                {
+                    "case": str(shape),
+                    "shape": shape.to_dict(),
+                    "step": step,
+                    "side": name,
+                    "milliseconds": median * 1e3,
+                    "fastest_and_slowest": [min(seconds) * 1e3, max(seconds) * 1e3],
+                    "times_yardstick": median_ratio(taken[yardstick], seconds),
+                    "teraflops": speed / 1e12,
+                    "of_matmul_rate": speed / rate,
+                    "error": right[name].error,
+                    "ran": right[name].ran,
+                }
+            )
+    return rows
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Table:
+    """Return the rows of one case and step as a table; ratios are to the side `against`."""
+    header = ("side", "ms", f"x {against}", "TFLOP/s", "of matmul", "of allowed", "ran")
+    cells = [
+        (
+            row["side"], f"{row['milliseconds']:.3f}", f"{row['times_yardstick']:.2f}",
+            f"{row['teraflops']:.3g}", f"{row['of_matmul_rate']:.0%}", f"{row['error']:.2f}",
+            _who_ran(row),
+        )
+        for row in rows
+    ]  # fmt: skip
+    return Table(title, header, cells)
+
+
+def _who_ran(row: Mapping[str, Any]) -> str:
+    found = row["ran"]
+    same = row["step"] == FORWARD or found["forward"] == found["backward"]
+    return str(found["forward"] if same else f"{found['forward']}, {found['backward']}")

@@ -1,0 +1,47 @@
+"""Calls as programs make them: new lengths in each, beside one batch that repeats. `attnreg bench fresh`.
+
+Packed training steps have other documents each time, a cache has one key more at each token. What is decided,
+prepared, compiled or planned for lengths that never come again costs its time at each call, which no
+benchmark of one repeated batch shows.
+
+`turns` has how a row is checked and timed, `attention` the rows of attention alone, `llama` those of a model,
+`tables` what becomes of the figures. Read `turns` first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attnreg.errors import BackendUnavailableError
+from attnreg.tools.bench.compare import short
+from attnreg.tools.bench.fresh import attention, llama, tables
+from attnreg.tools.bench.fresh.turns import measured
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.sides import table_in_force
+
+__all__ = ["measure"]
+
+
+def measure(job: Job) -> None:
+    """Measure the rows of `job.part` that there is time for, on a CPU with one thread."""
+    table = table_in_force(job.device, job.table)
+    rows: list[dict[str, Any]] = []
+    results = {"table": table, "rows": rows}
+    threads = torch.get_num_threads()
+    if job.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        for row in job.in_time([*attention.rows(job), *llama.rows(job)]):
+            try:
+                rows += measured(row, job)
+            except Exception as problem:  # noqa: BLE001 - the other rows are worth their figures
+                job.leave_out(str(row), short(problem))
+            job.keep(results)
+    finally:
+        torch.set_num_threads(threads)
+    if not rows:
+        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    job.tables = tables.tables(rows)
+    job.summary = [f"chosen by: {table}", *tables.lines(rows)]

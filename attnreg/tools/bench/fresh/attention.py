@@ -1,0 +1,227 @@
+"""The rows of attention alone: packed training steps, decoding, dense SDPA."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg import api
+from attnreg.core.dispatch import call_cache
+from attnreg.flash_attn import flash_attn_with_kvcache
+from attnreg.tools.bench.compare import Batch
+from attnreg.tools.bench.fresh.turns import NEW, SAME, Row, Stream, Way
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
+from attnreg.tools.bench.sides import Front, by_default, forward, results, settings, torch_alone
+from attnreg.tools.measure.sample import Verdict
+
+OURS, LED, IN_PYTHON = "attnreg", "attnreg, ", "attnreg, Python"
+PACKAGE = "flash-attn-4's own"
+VARLEN, SDPA, KVCACHE = "varlen_attn", "SDPA", "flash_attn_with_kvcache"
+
+SEQUENCES = 8
+# Keys that a cache has room for, and how many of them it holds at most.
+ROOM, HELD = 2048, 2000
+# A batch whose numbers have come before is drawn anew so often; then all have come, and all may come again.
+ATTEMPTS = 200
+
+# What is called for a batch.
+FrontOf = Callable[[Batch], Front]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The calls of some rows: their part, what they go through, and an endless supply of shapes."""
+
+    part: str
+    front: str
+    case: str
+    shapes: Callable[[], Iterator[Shape]]
+    steps: tuple[str, ...] = (BOTH, FORWARD)
+
+
+def packed_shapes(longest: int, *rest: Any) -> Iterator[Shape]:
+    """Yield packed causal batches; none has both the tokens and the longest length of one before.
+
+    Where there are lengths enough each eighth of them has a sequence: batches then take about as long.
+    """
+    draw, part = random.Random(longest), longest // SEQUENCES
+    before: set[tuple[int, int]] = set()
+    parts = [(1, longest)] * SEQUENCES
+    if part >= SEQUENCES:
+        parts = [(number * part + 1, (number + 1) * part) for number in range(SEQUENCES)]
+    while True:
+        for _ in range(ATTEMPTS):
+            lengths = [draw.randint(*bounds) for bounds in draw.sample(parts, SEQUENCES)]
+            if (size := (sum(lengths), max(lengths))) not in before:
+                break
+        else:
+            before.clear()
+        before.add(size)
+        yield packed(lengths, *rest)
+
+
+def growing(first: int, heads: tuple[int, int], dim: int, dtype: str, varlen: bool) -> Iterator[Shape]:
+    """Yield one query over a cache that has one key more at each call."""
+    for number in itertools.count():
+        keys = first + number % (HELD - first)
+        yield replace(decode(SEQUENCES, 1, keys, *heads, dim, dtype), varlen=varlen)
+
+
+def dense_shapes(sizes: list[tuple[int, int]], *rest: Any) -> Iterator[Shape]:
+    """Yield all of some batch sizes with lengths, in an order of chance."""
+    draw = random.Random(0)
+    while True:
+        yield from (dense(*size, *rest) for size in draw.sample(sizes, len(sizes)))
+
+
+def settings_of(device: str) -> list[Setting]:
+    """Return what is measured on a kind of device; a CPU's calls are so small that the host's work shows."""
+    gpu = device == "cuda"
+    dtype = "bfloat16" if gpu else "float32"
+    longest = ((256, 8, 64), (4096, 16, 128)) if gpu else ((15, 2, 16),)
+    wanted = [
+        Setting(
+            "varlen", VARLEN, f"packed, {SEQUENCES} of up to {length} tokens, {heads} heads of {dim}, causal",
+            functools.partial(packed_shapes, length, heads, heads, dim, True, dtype),
+        )
+        for length, heads, dim in longest
+    ]  # fmt: skip
+    first, heads, dim = (600, (32, 8), 128) if gpu else (8, (2, 2), 16)
+    wanted += [
+        Setting(
+            "decode", front, f"decoding, {front}, {SEQUENCES} sequences, "
+            f"heads {heads[0]}:{heads[1]} of {dim}, {first} keys and more",
+            functools.partial(growing, first, heads, dim, dtype, front == VARLEN), (FORWARD,),
+        )
+        for front in (SDPA, KVCACHE, VARLEN)
+    ]  # fmt: skip
+    sizes = [(2, length) for length in range(100, 1001)]
+    if not gpu:
+        sizes = list(itertools.product(range(1, 17), range(2, 41)))
+    count, dim = (8, 64) if gpu else (2, 16)
+    named = "2" if gpu else "1 to 16"
+    case = f"dense SDPA, batch {named}, {sizes[0][1]} to {sizes[-1][1]} tokens, {count} heads of {dim}"
+    shapes = functools.partial(dense_shapes, sizes, count, count, dim, False, dtype)
+    return [*wanted, Setting("dense", SDPA, case, shapes)]
+
+
+def rows(job: Job) -> list[Row]:
+    """Return the rows of the job's part; of each part the first ones where that is enough."""
+    wanted = [one for one in settings_of(job.device.type) if job.part in ("all", one.part)]
+    if job.quick:
+        wanted = list({one.part: one for one in reversed(wanted)}.values())[::-1]
+    return [_row(one, step, job) for one in wanted for step in one.steps]
+
+
+def _row(setting: Setting, step: str, job: Job) -> Row:
+    shapes = setting.shapes()
+
+    def draw() -> Batch:
+        return Batch(next(shapes), job.device)
+
+    return Row(
+        setting.part, setting.case, step, _sides(setting, step, job),
+        {SAME: Stream(draw, repeats=True), NEW: Stream(draw)},
+        functools.partial(_verdict, setting.front), f"torch's {setting.front}",
+    )  # fmt: skip
+
+
+def _verdict(front: str, batch: Batch, results: list[Tensor]) -> Verdict:
+    return batch.verdict(results, batch.sets if front == KVCACHE else batch.front_sets)
+
+
+def _sides(setting: Setting, step: str, job: Job) -> dict[str, Way]:
+    """Return what is compared: torch's function, the package's own, attnreg by choice, and each backend."""
+    front, gpu = setting.front, job.device.type == "cuda"
+    ours: FrontOf = _Cache().front if front == KVCACHE else lambda batch: batch.with_attnreg
+    chosen = functools.partial(settings, "measured", job.table, job.backends) if front == SDPA else by_default
+    ways: dict[str, tuple[FrontOf, Any, str]] = {}
+    if front == SDPA or (front == VARLEN and gpu):  # there is no kernel for torch's on a CPU
+        ways[f"torch's {front}"] = (lambda batch: batch.with_torch), torch_alone, ""
+    if front == VARLEN and "FA4" in job.backends:
+        ways[PACKAGE] = _of_the_package, torch_alone, ""
+    ways[OURS] = ours, chosen, ""
+    if not gpu and call_cache.load() is not None:
+        ways[IN_PYTHON] = ours, functools.partial(_in_python, chosen), ""
+    for name in job.backends:
+        if front == VARLEN:  # the other fronts have no such argument
+            ways[LED + name] = functools.partial(_by_argument, name), by_default, name
+        else:
+            ways[LED + name] = ours, functools.partial(api.use_backend, name), name
+    sets = "sets" if front == KVCACHE else "front_sets"
+    return {
+        name: Way(
+            functools.partial(_prepared, call, sets, step),
+            within if step == BOTH else functools.partial(_without_gradient, within), wanted,
+        )
+        for name, (call, within, wanted) in ways.items()
+    }  # fmt: skip
+
+
+def _prepared(front_of: FrontOf, sets: str, step: str, batch: Batch) -> Callable[[], list[Tensor]]:
+    front, tensors = front_of(batch), getattr(batch, sets)[0]
+    if step == BOTH:
+        return lambda: results(front, tensors)
+    return lambda: [forward(front, tensors)]
+
+
+def _by_argument(name: str, batch: Batch) -> Front:
+    return functools.partial(batch.with_attnreg, backend=name)
+
+
+def _of_the_package(batch: Batch) -> Front:
+    """Return the package's function for packed sequences, which attnreg's FA4 calls kernels of."""
+    function = import_module("flash_attn.cute.interface").flash_attn_varlen_func
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    options = dict(zip(names, batch.offsets, strict=True)) | {"causal": batch.shape.causal}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = function(q, k, v, **options)[0]
+        return out
+
+    return run
+
+
+class _Cache:
+    """Keys and values as decoding keeps them: one memory for all calls, longer than what it holds."""
+
+    _kept: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def front(self, batch: Batch) -> Front:
+        """Return a function that adds the last key and value of the batch to those before, and attends."""
+        keys, values = (x.detach() for x in batch.sets[0].inputs()[1:])
+        key_cache, value_cache, lengths = self._memory(keys)
+        held = keys.shape[1] - 1
+        key_cache[:, :held], value_cache[:, :held] = keys[:, :held], values[:, :held]
+        lengths.fill_(held)
+        new = keys[:, held:], values[:, held:]
+        return lambda q, k, v: flash_attn_with_kvcache(q, key_cache, value_cache, *new, cache_seqlens=lengths)
+
+    def _memory(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self._kept is None:
+            keys, values = (like.new_zeros(len(like), ROOM, *like.shape[2:]) for _ in "kv")
+            self._kept = keys, values, torch.zeros(len(like), dtype=torch.int32, device=like.device)
+        return self._kept
+
+
+@contextlib.contextmanager
+def _in_python(within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with within(), call_cache.paused():
+        yield
+
+
+@contextlib.contextmanager
+def _without_gradient(within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with within(), torch.no_grad():
+        yield

@@ -1,0 +1,161 @@
+"""The rows of a model of transformers: training steps of a Llama on packed documents, forward + backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg import api
+from attnreg.tools.bench.fresh.attention import OURS
+from attnreg.tools.bench.fresh.turns import SAME, Row, Stream, Way
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.shapes import BOTH
+from attnreg.tools.bench.sides import settings, torch_alone
+from attnreg.tools.measure.rule import compare
+from attnreg.tools.measure.sample import Verdict
+
+# Streams: other documents of as many tokens in all, and of another number.
+DOCUMENTS, TOTALS = "new", "new total"
+NAMED, MEASURED, TORCH = OURS, f"{OURS}, sdpa, measured", "torch's sdpa"
+# Documents of a batch. Each has at least half of their mean and at most half more: the last one is also
+# computed alone, by whole matrices.
+COUNT = 8
+IGNORED = -100  # a label that doesn't count
+
+WIDTH, VOCABULARY = 1024, 8192
+SIZES: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "hidden_size": WIDTH, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 32768,
+    },
+    "cpu": {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 64,
+    },
+}  # fmt: skip
+TOKENS = {"cuda": (2048, 16384), "cpu": (64, 256)}
+
+
+class Documents(NamedTuple):
+    """A packed batch: what the model takes, and the tokens of its last document."""
+
+    inputs: dict[str, Tensor]
+    last: Tensor
+
+
+class Model:
+    """A Llama with random weights, and copies of it that say what is right."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model, in the dtype that a program would train it in."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from attnreg.integrations.transformers import install
+
+        install()
+        torch.manual_seed(0)
+        config = LlamaConfig(**SIZES[self.device.type], use_cache=False)
+        return LlamaForCausalLM(config).to(self.device, self.dtype)
+
+    @functools.cached_property
+    def _plain(self) -> dict[torch.dtype, Any]:
+        """The model by plain PyTorch: in float64, and in its own dtype."""
+        copies = {dtype: copy.deepcopy(self.model).to(dtype) for dtype in (torch.float64, self.dtype)}
+        for one in copies.values():
+            one.set_attn_implementation("eager")
+        return copies
+
+    def draw(self, chance: random.Random, total: int) -> Documents:
+        """Return documents of new lengths; only the last one counts in the loss."""
+        mean = total // COUNT
+        ends = [place * mean + chance.randint(-mean // 4, mean // 4) for place in range(1, COUNT)]
+        lengths = [end - start for start, end in itertools.pairwise([0, *ends, total])]
+        vocabulary = SIZES[self.device.type]["vocab_size"]
+        tokens = torch.randint(vocabulary, (1, total), device=self.device)
+        positions = torch.cat([torch.arange(length) for length in lengths])[None].to(self.device)
+        labels, start = tokens.clone(), total - lengths[-1]
+        labels[:, : start + 1] = IGNORED  # the last document's first token is the one before's label
+        inputs = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+        return Documents(inputs, tokens[:, start:])
+
+    def prepared(self, implementation: str, batch: Documents) -> Callable[[], list[Tensor]]:
+        """Return a training step; it returns what `_results` does."""
+        if self.model.config._attn_implementation != implementation:
+            self.model.set_attn_implementation(implementation)
+        return lambda: _results(self.model, batch.inputs, batch.last.shape[1])
+
+    def verdict(self, batch: Documents, results: list[Tensor]) -> Verdict:
+        """Return how wrong the last document's logits are, and a gradient that goes through all layers."""
+        alone = {"input_ids": batch.last, "labels": batch.last}
+        exact, plain = (_results(one, alone, batch.last.shape[1]) for one in self._plain.values())
+        errors = {
+            name: compare((ours,), theirs, truth, self.dtype)
+            for name, ours, theirs, truth in zip(("logits", "gradient"), results, plain, exact, strict=True)
+        }
+        wrong = next((f"{name}: {error}" for name, error in errors.items() if not error.passed), "")
+        return Verdict(max(error.share for error in errors.values()), wrong)
+
+
+def _results(model: Any, inputs: dict[str, Tensor], last: int) -> list[Tensor]:
+    """Make a training step; returns the last tokens' logits, and a gradient of the first layer."""
+    model.zero_grad(set_to_none=True)
+    out = model(**inputs)
+    out.loss.backward()
+    return [out.logits[0, -last:].detach(), model.model.layers[0].self_attn.q_proj.weight.grad]
+
+
+def rows(job: Job) -> list[Row]:
+    """Return a row for each number of tokens, if the job's part has them and transformers is there."""
+    if job.part not in ("all", "transformers"):
+        return []
+    if find_spec("transformers") is None:
+        job.leave_out("transformers", "the package isn't installed")
+        return []
+    model = Model(job.device)
+    return [_row(model, tokens, job) for tokens in TOKENS[job.device.type][: 1 if job.quick else None]]
+
+
+def _row(model: Model, tokens: int, job: Job) -> Row:
+    chance = random.Random(tokens)
+
+    def draw() -> Documents:
+        return model.draw(chance, tokens)
+
+    def draw_total() -> Documents:
+        return model.draw(chance, chance.randint(tokens * 7 // 8, tokens * 9 // 8))
+
+    measured = functools.partial(settings, "measured", job.table, job.backends)
+    ways: dict[str, tuple[str, Any]] = {
+        TORCH: ("sdpa", torch_alone),
+        NAMED: ("attnreg", _installed),
+        MEASURED: ("sdpa", measured),
+    }
+    sizes = SIZES[job.device.type]
+    layers, width = sizes["num_hidden_layers"], sizes["hidden_size"]
+    case = f"a Llama of {layers} layers, {width} wide, {COUNT} packed documents, {tokens:,} tokens"
+    return Row(
+        "transformers", case, BOTH,
+        {name: Way(functools.partial(model.prepared, how), within) for name, (how, within) in ways.items()},
+        {SAME: Stream(draw, repeats=True), DOCUMENTS: Stream(draw), TOTALS: Stream(draw_total)},
+        model.verdict, TORCH,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _installed() -> Iterator[None]:
+    api.install()
+    yield

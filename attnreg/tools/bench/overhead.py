@@ -1,0 +1,206 @@
+"""What attnreg costs the host per call, at shapes so small that the host's work is all there is.
+
+Through `varlen_attn` and SDPA, forward without and with a gradient, forward + backward: torch's own; attnreg
+by default, led by each backend that is registered, inside `use_backend(...)`, with `backend=`; each backend's
+kernels called directly; aten's op, whose autograd is C++; a graph of autograd that does nothing. On a GPU 2
+sequences of 128 tokens, 8 heads of 64, bfloat16: wall time of a few calls without waiting for the device, too
+few to fill its queue. There autograd hands a backward to a thread of its own, which is most of what it
+costs: torch's and attnreg's are measured without that as well. On a CPU some tokens of 8 numbers each, and
+the questions of `overhead_cpu`.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg import api
+from attnreg.core import registry
+from attnreg.tools.bench import overhead_cpu
+from attnreg.tools.bench.compare import Batch, checked
+from attnreg.tools.bench.fronts import SHAPES
+from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.shapes import BOTH, dense, packed
+from attnreg.tools.bench.sides import (
+    Front,
+    Side,
+    Tensors,
+    by_default,
+    called_directly,
+    forward,
+    forward_backward,
+    in_the_callers_thread,
+    settings,
+    torch_alone,
+)
+from attnreg.tools.measure.timing import calls_for, interleaved
+
+# Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.
+CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 5e-3, 5e-4
+CPU_SHAPES = (packed([2, 2], 2, 2, 8, False, "float32"), dense(1, 2, 1, 1, 8, False, "float32"))
+FRONTS = ("varlen_attn", "SDPA")
+
+# Microseconds of each round, by side and step.
+Rounds = Mapping[str, Mapping[str, list[float]]]
+
+TORCH, DEFAULT, LED = "torch", "attnreg", "attnreg, "
+OP, NOTHING = "aten op, C++ autograd", "autograd, nothing"
+ALONE, DIRECTLY = "autograd in the caller's thread", "called directly, "
+# How a backend may be named, as the end of a row's name; a registered one has none.
+IN_SCOPE, BY_ARGUMENT = ", use_backend()", ", backend="
+
+# Microseconds of attnreg's `varlen_attn` on a GPU's host, and of torch's on the host that they were set for:
+# hosts differ by a factor of two.
+AIMS = {"forward, grad": (30.0, 84.0), BOTH: (110.0, 256.0)}
+# What naming a backend for some calls may cost above registering it, in microseconds.
+SCOPED_AIM = 2.0
+
+
+def _with_grad(front: Front, tensors: Tensors) -> Tensor:
+    return front(*tensors.inputs())
+
+
+STEPS = {"forward, no grad": forward, "forward, grad": _with_grad, BOTH: forward_backward}
+
+
+def measure(job: Job) -> None:
+    """Measure both fronts, and on a CPU, on one thread, what `overhead_cpu` asks first."""
+    results: dict[str, Any] = {}
+    threads = torch.get_num_threads()
+    gpu = job.device.type == "cuda"
+    shapes = dict(zip(FRONTS, SHAPES if gpu else CPU_SHAPES, strict=True))
+    questions = {} if gpu else overhead_cpu.QUESTIONS
+    if not gpu:
+        torch.set_num_threads(1)
+    try:
+        for case in job.in_time([*questions, *shapes]):
+            if case in questions:
+                overhead_cpu.answer(case, job, results)
+            else:
+                _compare(case, Batch(shapes[case], job.device), job, results)
+            job.keep(results)
+    finally:
+        torch.set_num_threads(threads)
+    job.keep(results)
+
+
+def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> None:
+    """Add to the results what all calls through one front take."""
+    found = sides(batch, job)
+    nothing = {NOTHING: found.pop(NOTHING)}  # gives no result that could be wrong
+    right = {name: one.side for name, one in checked(batch, found, job).items()}
+    rounds = _rounds(right | nothing, job)
+    results[front] = taken = {
+        name: {step: statistics.median(each) for step, each in steps.items()}
+        for name, steps in rounds.items()
+    }
+    rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
+    job.tables.append(Table(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
+    if job.device.type == "cuda" and batch.shape.varlen:
+        job.summary += [
+            aim(side, step, medians[step], taken.get(TORCH, {}).get(step))
+            for side, medians in taken.items()
+            if side.startswith(DEFAULT)
+            for step in AIMS
+        ]
+    job.summary += scoped_aims(front, rounds)
+
+
+def sides(batch: Batch, job: Job) -> dict[str, Side]:
+    """Return all that are timed, by the names of their rows."""
+    sets, gpu = batch.front_sets, batch.device.type == "cuda"
+    default = by_default if batch.shape.varlen else functools.partial(settings, "measured", job.table)
+    found = {DEFAULT: Side(batch.with_attnreg, sets, default)}
+    if gpu or not batch.shape.varlen:  # aten's ops for packed tensors have no kernel on a CPU
+        found = {TORCH: Side(batch.with_torch, sets, torch_alone)} | found
+    for end, choose in (("", api.register_backend), (IN_SCOPE, api.use_backend)):
+        for name in job.backends:
+            within: Any = functools.partial(choose, name)
+            found[LED + name + end] = Side(batch.with_attnreg, sets, within, wanted=name)
+    if batch.shape.varlen:
+        for name in job.backends:
+            front = functools.partial(batch.with_attnreg, backend=name)
+            found[LED + name + BY_ARGUMENT] = Side(front, sets, by_default, wanted=name)
+    for name in job.backends:
+        kernels = registry.find(name).kernels()
+        direct = called_directly(kernels.forward, kernels.backward, batch.call)
+        found[DIRECTLY + name] = Side(direct, batch.sets, by_default)
+    if gpu:
+        for name in (TORCH, DEFAULT):
+            alone = functools.partial(in_the_callers_thread, found[name].within)
+            found[f"{name}, {ALONE}"] = replace(found[name], within=alone)
+    if gpu or not batch.shape.varlen:
+        found[OP] = Side(aten_op(batch), sets, torch_alone)
+    return found | {NOTHING: Side(lambda q, k, v: q.view_as(q), sets, torch_alone)}
+
+
+def aten_op(batch: Batch) -> Front:
+    """Return aten's flash op as a function of query, key and value."""
+    ops = torch.ops.aten
+    rest: tuple[Any, ...] = ()
+    if batch.shape.varlen:
+        op, rest = ops._flash_attention_forward.default, (*batch.offsets, 0.0, False, False)
+    elif batch.device.type == "cuda":
+        op = ops._scaled_dot_product_flash_attention.default
+    else:
+        op = ops._scaled_dot_product_flash_attention_for_cpu.default
+    return lambda q, k, v: op(q, k, v, *rest)[0]
+
+
+def _rounds(found: Mapping[str, Side], job: Job) -> Rounds:
+    total = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS
+    rounds: dict[str, dict[str, list[float]]] = {name: {} for name in found}
+    for step, run in STEPS.items():
+        measures = {}
+        for name, side in found.items():
+            calls = CALLS
+            if job.device.type != "cuda":
+                calls = calls_for(total, side.timed(run, 3, "host")(), most=500)
+            measures[name] = side.timed(run, calls, "host")
+        for name, taken in interleaved(measures, job.rounds).items():
+            rounds[name][step] = [seconds * 1e6 for seconds in taken]
+    return rounds
+
+
+def aim(what: str, step: str, taken: float, torchs: float | None) -> str:
+    """Return whether a row through `varlen_attn` reaches its aims on a GPU."""
+    limit, of_torchs = AIMS[step]
+    line = f"{what}, {step}: {taken:.1f} µs, aim {limit:.0f}: {_reached(taken <= limit)}"
+    if torchs is None:
+        return line
+    share, least = taken / torchs, limit / of_torchs
+    return f"{line}; {share:.2f} of torch's, aim {least:.2f}: {_reached(share <= least)}"
+
+
+def scoped_aims(front: str, rounds: Rounds) -> list[str]:
+    """Return what naming each backend for some calls costs above registering it, a line for each row.
+
+    That is the median of the differences in each round. Their spread is what half of them lie within:
+    where it is larger than the aim, noise would decide whether that is reached.
+    """
+    lines = []
+    for name in rounds:
+        registered = name.removesuffix(IN_SCOPE).removesuffix(BY_ARGUMENT)
+        if name != registered in rounds:
+            pairs = [zip(rounds[name][step], rounds[registered][step], strict=True) for step in STEPS]
+            added = [sorted(scoped - usual for scoped, usual in each) for each in pairs]
+            medians = [statistics.median(each) for each in added]
+            spread = max(each[-1 - len(each) // 4] - each[len(each) // 4] for each in added)
+            words = ", ".join(f"{one:+.1f}" for one in medians)
+            verdict = _reached(max(medians) <= SCOPED_AIM)
+            if spread > SCOPED_AIM:
+                verdict = f"not decided, as the rounds differ by {spread:.1f} µs"
+            lines.append(
+                f"{front}, {name}: {words} µs above registered, aim {SCOPED_AIM:+.0f} at most: {verdict}"
+            )
+    return lines
+
+
+def _reached(whether: bool) -> str:
+    return "reached" if whether else "MISSED"

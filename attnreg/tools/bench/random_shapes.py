@@ -1,0 +1,225 @@
+"""What each way to choose a backend loses, on shapes drawn at random: `attnreg bench selection --random N`.
+
+A shape follows from the seed and its number. Each backend is registered in turn; the time of the best of
+them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its policy
+"adaptive" (from nothing, after its turns), its default order and every backend are divided by, in each round.
+Calls are made as a program makes them, one right after the other, the layers of a model in one graph. Whether
+the host or the device takes longer is measured for the best backend; shapes of both kinds are summed up
+separately, as what is lost on the host no kernel can win back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import cycle
+from math import exp, log
+from typing import Any
+
+from attnreg.core import registry
+from attnreg.core.dispatch import planning
+from attnreg.core.dispatch.counters import reset_stats
+from attnreg.core.selection import adaptive
+from attnreg.core.selection.turns import MOST_TURNS
+from attnreg.errors import BackendUnavailableError
+from attnreg.tools.bench import sides
+from attnreg.tools.bench.ahead import compile_ahead
+from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, short
+from attnreg.tools.bench.losses import BY_DEVICE, BY_HOST, best_of, summary, tables, worst_of
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.selection import strategies
+from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
+from attnreg.tools.bench.sides import Side
+from attnreg.tools.bench.summary import ADAPTIVE, CHOSEN, FIXED, TORCH
+from attnreg.tools.measure.timing import calls_for, interleaved, timer_for
+from attnreg.tools.tuning.kinds import kind_of
+
+# As long as a measurement takes, but for calls that take longer. With 50 calls of 40 us in each of three
+# rounds the best backend of a call bound by the host took 1.03 times as long as itself. So few fill no queue
+# of a GPU, in which case the host would wait for it.
+SECONDS, MOST_CALLS, FEW_CALLS = 0.012, 250, 50
+# A measurement is the least of so many in a row, as `timeit` takes it: one that another program interrupts
+# says nothing of a kernel. With one alone the same backend, measured twice, differed by up to 1.5 at 30 us.
+BURSTS = 3
+# A host that takes so much of the time is what bounds a call.
+HOST_BOUND = 0.9
+# A shape that the host bounds is measured so many times as often again: five rounds of a backend differed
+# there from five others of the same by up to 1.29.
+MORE = 2
+
+# Lengths, the most tokens in a call, the most floating-point operations of a forward.
+GPU, CPU = (180, 11_600, 48_000, 6e11), (12, 400, 1_200, 2e8)
+
+
+def draw(seed: int, number: int, device: str) -> Shape:
+    """Draw a shape; one seed and number are always the same shape."""
+    rng = random.Random(f"{seed}/{number}")
+    gpu = device == "cuda"
+    least, longest, tokens, most = GPU if gpu else CPU
+    dtype = "bfloat16" if gpu else "float32"
+
+    def length() -> int:
+        return round(exp(rng.uniform(log(least), log(longest))))
+
+    group, dim = rng.choice((1, 4, 8)), rng.choice((64, 96, 128))
+    heads = rng.choice((8, 16, 24, 32))
+    kind, causal = rng.choices(("dense", "packed", "decode"), (4, 4, 2))[0], rng.random() < 0.75
+    while True:
+        batch = round(exp(rng.uniform(0.0, log(24))))
+        rest = heads, heads // group, dim
+        if kind == "decode":
+            shape = decode(batch, rng.choice((1, 1, 1, 4)), length(), *rest, dtype)
+        elif kind == "packed":
+            shape = packed([length() for _ in range(batch)], *rest, causal, dtype)
+        else:
+            shape = dense(batch, length(), *rest, causal, dtype)
+        if sum(shape.lengths_k) <= tokens * (4 if kind == "decode" else 1) and shape.flops(FORWARD) <= most:
+            return shape
+
+
+def measure(job: Job, count: int, seed: int) -> None:
+    """Measure so many shapes, or as many as there is time for; refuses where none could be."""
+    table = sides.table_in_force(job.device, job.table)
+    rows: list[dict[str, Any]] = []
+    _compile_ahead(job, count, seed)
+    with adaptive.from_nothing():
+        _measure(job, count, seed, table, rows)
+    if not rows:
+        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
+    job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
+    job.tables = tables(summed, worst)
+    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
+
+
+def _compile_ahead(job: Job, count: int, seed: int) -> None:
+    """Have the kernels compiled that the shapes need: one shape of each kind needs all of its kind's."""
+    job.advance(0, count, "compiling")
+    device = planning.device_of(job.device)
+    specs = [draw(seed, number, device.type).spec(device) for number in range(count)]
+    one_of_each = {kind_of(spec, "forward"): spec for spec in specs}
+    compile_ahead(one_of_each.values(), map(registry.find, job.backends), job.deadline - time.monotonic())
+
+
+def _measure(job: Job, count: int, seed: int, table: str, rows: list[dict[str, Any]]) -> None:
+    for number in range(count):
+        shape = draw(seed, number, job.device.type)
+        job.advance(number, count, str(shape))
+        if job.late:
+            job.leave_out(f"{count - number} of {count} shapes", "the time was spent")
+            break
+        try:
+            row = _row(shape, job)
+        except Exception as problem:  # noqa: BLE001 - the other shapes are worth their figures
+            job.leave_out(f"{number}: {shape}", short(problem))
+            continue
+        if row is not None:
+            rows.append({"number": number} | row)
+            job.keep({"seed": seed, "table": table, "rows": [*rows]})
+
+
+def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
+    """Return what one shape took, microseconds by step and way; None if no backend runs it."""
+    batch = batch_beyond_the_cache(shape, job.device)
+    ways = {name: side for name, side in strategies(batch, job).items() if name != TORCH}
+    by_turns = functools.partial(sides.settings, "adaptive", job.table, job.backends)
+    ways[ADAPTIVE] = Side(batch.with_attnreg, batch.front_sets, by_turns)
+    _take_turns(ways[ADAPTIVE], shape.backward)
+    right = checked(batch, ways, job)
+    if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
+        return None
+    timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
+    by_round = _by_round(interleaved(timed, job.rounds))
+    taken = _medians(by_round)
+    bound = {step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()}
+    if BY_HOST in bound.values():
+        for step, times in _by_round(interleaved(timed, MORE * job.rounds)).items():
+            for name, found in times.items():
+                by_round[step][name] += found
+        taken = _medians(by_round)
+    return {
+        "case": str(shape),
+        "shape": shape.to_dict(),
+        "ran": {name: _ran(one.side, shape.backward) for name, one in right.items()},
+        "microseconds": taken,
+        "rounds": by_round,
+        "bound": bound,
+    }
+
+
+def _by_round(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Return microseconds by step, way and round, of seconds by way, round and step."""
+    return {
+        step: {name: [one[step] * 1e6 for one in found] for name, found in rounds.items()}
+        for step in rounds[CHOSEN][0]
+    }
+
+
+def _medians(by_round: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {
+        step: {name: statistics.median(found) for name, found in times.items()}
+        for step, times in by_round.items()
+    }
+
+
+def _take_turns(side: Side, backward: bool) -> None:
+    """Make the calls at which backends take turns, and one more, which finds them over."""
+    timer = timer_for(side.sets[0].q.device)
+    with side.within():
+        for _, run, calls, _ in _steps(side, backward):
+            for count in (-(-MOST_TURNS // calls), 1):
+                for _ in range(count):
+                    with contextlib.suppress(Exception):  # the backend gets no more turns
+                        run()
+                timer.wait()
+
+
+def _ran(side: Side, backward: bool) -> dict[str, str]:
+    """Return what runs in each step: without a gradient a forward may be another backend's."""
+    found = {}
+    with side.within():
+        for step, run, _, _ in _steps(side, backward):
+            reset_stats()
+            run()
+            forward, *both = sides.ran().values()
+            found[step] = forward if step == FORWARD else " + ".join(dict.fromkeys((forward, *both)))
+    return found
+
+
+def _steps(side: Side, backward: bool) -> Iterator[tuple[str, Callable[[], object], int, int]]:
+    """Yield each step, what is timed, how many calls are in it, and how often it is run before."""
+    in_turn = cycle(side.sets)
+    yield FORWARD, lambda: sides.forward(side.front, next(in_turn)), 1, sides.WARM_UP
+    if backward:
+        once = -(-sides.WARM_UP // len(side.sets))
+        sets = side.sets
+        yield BOTH, lambda: sides.layers_backward(sides.layers(side.front, sets), sets), len(sets), once
+
+
+def _times(
+    side: Side, backward: bool, often: dict[str, int], clock: str = "back_to_back", most: int = MOST_CALLS
+) -> dict[str, float]:
+    """Return the seconds of a call in each step; `often` keeps how often each is run for that."""
+    taken, timer = {}, timer_for(side.sets[0].q.device)
+    with side.within():
+        for step, run, calls, before in _steps(side, backward):
+            for _ in range(before):
+                run()
+            if step not in often:
+                often[step] = calls_for(SECONDS / BURSTS, timer.back_to_back(run, 1), most)
+            taken[step] = min(getattr(timer, clock)(run, often[step]) for _ in range(BURSTS)) / calls
+    return taken
+
+
+def _bound(side: Side, backward: bool, step: str) -> str:
+    """Return whether the host takes as long as the calls do; on a CPU the device is the host."""
+    if not side.sets[0].q.is_cuda:
+        return BY_DEVICE
+    often: dict[str, int] = {}
+    clocks = "back_to_back", "host"
+    whole, host = (_times(side, backward, often, clock, FEW_CALLS)[step] for clock in clocks)
+    return BY_HOST if host >= HOST_BOUND * whole else BY_DEVICE

@@ -1,0 +1,183 @@
+"""What a measurement returns: plain data for JSON, tables, lines about aims, and the machine it ran on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from rich.console import Console
+from rich.table import Table as Drawn
+from rich.text import Text
+
+from attnreg.errors import ConfigError
+from attnreg.tools.tuning.table import write_whole
+
+T = TypeVar("T")
+
+PACKAGES = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend")
+
+
+class Table(NamedTuple):
+    """A table; the first column is text, the others are numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass
+class Job:
+    """What is to be measured, where progress and results go, and what has come of it so far.
+
+    Attributes:
+        device: where.
+        backends: the names of those that are compared; all of them load there.
+        rounds: how often each side is measured.
+        quick: whether a few cases are enough.
+        deadline: when to begin no further case, in the seconds of `time.monotonic`.
+        out: the file in which everything so far is kept after each case.
+        table: the measured table to choose by, if not the one that ships for the device.
+        part: which of a benchmark's parts.
+        advance: called with the number of cases done, of how many, and the name of the next.
+        left_out: what wasn't measured, and why.
+        kept: the results so far as plain data; None before the first case is done.
+        tables: the same for people.
+        summary: lines that say which targets are reached.
+    """
+
+    device: torch.device
+    backends: tuple[str, ...]
+    rounds: int
+    quick: bool = False
+    deadline: float = inf
+    out: Path | None = None
+    table: Path | None = None
+    part: str = "all"
+    advance: Callable[[int, int, str], None] = lambda *_: None
+    left_out: list[str] = field(default_factory=list)
+    kept: Any = None
+    tables: list[Table] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is spent."""
+        return time.monotonic() >= self.deadline
+
+    def in_time(self, cases: Sequence[T]) -> Iterator[T]:
+        """Yield each case that there is time for, and leave out the others."""
+        for number, case in enumerate(cases):
+            self.advance(number, len(cases), str(case))
+            if self.late:
+                self.leave_out(str(case), "the time was spent")
+            else:
+                yield case
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Record that something isn't measured, and why."""
+        self.left_out.append(f"{what}: {why}")
+
+    def keep(self, results: Any) -> None:
+        """Keep the results so far, and write them."""
+        self.kept = results
+        save(self.out, results, self.left_out)
+
+
+def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Return results with what they were measured on."""
+    found = {"machine": machine(), "results": results}
+    return found | {"left_out": list(left_out)} if left_out else found
+
+
+def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
+    """Write the results, and what they were measured on, as JSON; raises `ConfigError` if it can't."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _json(document(results, left_out)) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+
+
+def _json(value: Any, indent: str = "") -> str:
+    """Return JSON with a line for each row: short enough to keep, and to see what changed."""
+    inner = indent + " "
+    nested = isinstance(value, dict) and any(isinstance(one, dict | list) for one in value.values())
+    if nested and len(indent) < 2:
+        rows = [f"{inner}{json.dumps(key)}: {_json(one, inner)}" for key, one in value.items()]
+        return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(inner + json.dumps(_rounded(row)) for row in value) + f"\n{indent}]"
+    return json.dumps(_rounded(value))
+
+
+def _rounded(value: Any) -> Any:
+    """Return the same with five digits of each number: no clock has more."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def show(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], place: Console | None = None
+) -> None:
+    """Print a table, on a console or for 110 columns."""
+    drawn = Drawn(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, name in enumerate(header):
+        drawn.add_column(name, justify="left" if index == 0 else "right")
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    place = place or Console(width=110)
+    place.print(Text(f"\n{title}", style="bold"))
+    place.print(drawn)
+
+
+def show_machine(place: Console | None = None, known: dict[str, str] | None = None) -> None:
+    """Print what the figures were measured on, unless that is `known` already."""
+    facts = " · ".join(f"{key} {value}" for key, value in (known or machine()).items())
+    (place or Console(width=110)).print(Text(facts))
+
+
+def machine() -> dict[str, str]:
+    """Return what a figure has to be read with, each fact as text."""
+    processors = re.findall(r"^model name\s*:\s*(.*?)\s*$", _text_of("/proc/cpuinfo"), re.MULTILINE)
+    kind = platform.processor() or platform.machine()
+    facts = {
+        "processor": f"{processors[0]}, {len(processors)} cores" if processors else kind,
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "attnreg": sys.modules["attnreg"].__version__,
+    }
+    if torch.cuda.is_available():
+        driver = re.search(r"\d{3}\.\d+(\.\d+)?", _text_of("/proc/driver/nvidia/version"))
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = str(torch.version.cuda)
+        facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        facts["driver"] = driver.group() if driver else "unknown"
+        for name in PACKAGES:
+            with contextlib.suppress(PackageNotFoundError):
+                facts[name] = version(name)
+    return facts
+
+
+def _text_of(path: str) -> str:
+    """Return what the kernel says in a file, or nothing where there is no such file."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

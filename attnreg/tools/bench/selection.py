@@ -1,0 +1,215 @@
+"""How good attnreg's choices are, end to end, on shapes that no table was tuned on.
+
+For each case and direction: the time through attnreg with a measured table, over that of the best
+single kernel. There are two yardsticks, since a small call is bound by the host: the kernels called
+directly, joined by a minimal `autograd.Function`, and the backends through the same front, each led by
+`register_backend`. The other strategies are attnreg's default order, each backend first, and torch alone:
+its default SDPA, its `varlen_attn`.
+
+Times are of calls one right after the other; where the host is slower than the device it is the host's.
+The tensors change with every call, so that they come from memory as they do in a model, and the calls on
+them are one graph, through which autograd goes in one pass. The backward alone is repeated on one graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from attnreg import api
+from attnreg.core import registry
+from attnreg.core.dispatch import counters, planning
+from attnreg.errors import BackendUnavailableError
+from attnreg.tools.bench import sides
+from attnreg.tools.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, short
+from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
+from attnreg.tools.bench.sides import Side
+from attnreg.tools.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gains, ratios, summary
+from attnreg.tools.measure.timing import calls_for, interleaved, timer_for
+
+QUICK = 6
+DIRECTLY = "called directly, "
+# As long as a measurement takes, but for calls that take longer.
+SECONDS = 0.005
+
+
+def measure(job: Job) -> None:
+    """Measure every case that the time allows; refuses where attnreg ran none of them."""
+    shapes = held_out(job.device.type)
+    shapes = shapes[: QUICK if job.device.type == "cuda" else QUICK // 2] if job.quick else shapes
+    table = sides.table_in_force(job.device, job.table)
+    rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {}
+    for number, shape in enumerate(shapes):
+        job.advance(number, len(shapes), str(shape))
+        if job.late:
+            job.leave_out(f"{len(shapes) - number} of {len(shapes)} cases", "the time was spent")
+            break
+        try:
+            row = _row(shape, job)
+        except Exception as problem:  # noqa: BLE001 - the other cases are worth their figures
+            job.leave_out(str(shape), short(problem))
+            continue
+        rows += [row] if row else []
+        summed, gained = summary(rows), gains(rows)
+        reached = aims(summed, gained)
+        results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": [*rows]}
+        job.keep(results)
+    if not rows:
+        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
+    for one in results["aims"]:
+        word = "reached" if one["reached"] else "MISSED"
+        job.summary.append(f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {word}")
+    job.keep(results)
+
+
+def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
+    """Return what one case took, microseconds by direction and strategy; None if attnreg didn't run it."""
+    batch = batch_beyond_the_cache(shape, job.device)
+    right = checked(batch, strategies(batch, job), job)
+    if CHOSEN not in right:
+        return None
+    runners = {name: Runner(one.side, shape.backward) for name, one in right.items()}
+    for name, (side, backward) in _direct(batch, job).items():
+        if wrong := batch.verdict(side.results(backward), side.sets).wrong:
+            job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
+        else:
+            runners[DIRECTLY + name] = Runner(side, backward)
+    measured = interleaved(
+        {name: functools.partial(runner.measure, job.device) for name, runner in runners.items()}, job.rounds
+    )
+    directions = {}
+    for direction in measured[CHOSEN][0]:
+        taken = {
+            name: statistics.median(seconds[direction] for seconds in rounds) * 1e6
+            for name, rounds in measured.items()
+            if direction in rounds[0]
+        }
+        direct = [name for name in taken if name.startswith(DIRECTLY)]
+        directly = {name.removeprefix(DIRECTLY): taken.pop(name) for name in direct}
+        directions[direction] = {
+            "called_directly": directly, "front": taken, "ratios": ratios(directly, taken)
+        }  # fmt: skip
+    return {
+        "case": str(shape),
+        "group": shape.group,
+        "shape": shape.to_dict(),
+        "ran": {name: _ran(one) for name, one in right.items()},
+        "directions": directions,
+    }
+
+
+def _ran(one: Checked) -> dict[str, str]:
+    """Return which backend each call runs: a forward without gradients may be another's than one with."""
+    counters.reset_stats()
+    one.side.results(backward=False)
+    alone = sides.ran()["forward"]
+    return {FORWARD: alone, "forward, grad": one.ran["forward"], BACKWARD: one.ran["backward"]}
+
+
+def strategies(batch: Batch, job: Job) -> dict[str, Side]:
+    """Return every way to decide: by measurement, by order, always one backend first, torch alone."""
+    within: dict[str, Any] = {
+        CHOSEN: functools.partial(sides.settings, "measured", job.table, job.backends),
+        ORDER: functools.partial(sides.settings, "order", among=job.backends),
+        **{FIXED + name: functools.partial(api.register_backend, name) for name in job.backends},
+    }
+    found = {name: Side(batch.with_attnreg, batch.front_sets, one) for name, one in within.items()}
+    return found | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
+
+
+def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
+    """Return each backend's kernels called directly, and whether there is a backward."""
+    spec = batch.shape.spec(planning.device_of(job.device))
+    found = {}
+    for name in job.backends:
+        entry = registry.find(name)
+        if entry.reasons(spec, "forward"):
+            continue
+        backward = batch.shape.backward and not entry.reasons(spec, "backward")
+        kernels = entry.kernel("forward", spec), entry.kernel("backward", spec) if backward else None
+        found[name] = (
+            Side(sides.called_directly(*kernels, batch.call), batch.sets, sides.by_default),
+            backward,
+        )
+    return found
+
+
+class Runner:
+    """What times a side in each direction, all of them in one round.
+
+    One graph has a call for each set of tensors, as a model has layers: autograd's thread, once awake, goes
+    through them all.
+    """
+
+    def __init__(self, side: Side, backward: bool) -> None:
+        self._side, self._backward = side, backward
+        self._times: dict[str, int] = {}  # how often each direction is run in a measurement
+
+    def measure(self, device: torch.device) -> dict[str, float]:
+        """Return the seconds of a call in each direction; the first round is a warm-up as well."""
+        taken, timer = {}, timer_for(device)
+        with self._side.within():
+            for direction, run, calls in self._steps():
+                for _ in range(sides.WARM_UP):
+                    run()
+                if direction not in self._times:
+                    once = timer.back_to_back(run, 2)
+                    self._times[direction] = calls_for(SECONDS, once, most=100)
+                taken[direction] = timer.back_to_back(run, self._times[direction]) / calls
+        return taken
+
+    def _steps(self) -> Iterator[tuple[str, Callable[[], object], int]]:
+        """Yield each direction, what is timed, and how many calls of attention are in it."""
+        front, sets = self._side.front, self._side.sets
+        in_turn = cycle(sets)
+        yield FORWARD, lambda: sides.forward(front, next(in_turn)), 1
+        if self._backward:
+            yield BOTH, lambda: sides.layers_backward(sides.layers(front, sets), sets), len(sets)
+            outs = sides.layers(front, sets)  # isn't timed
+            yield BACKWARD, lambda: sides.layers_backward(outs, sets, retain_graph=True), len(sets)
+
+
+def _tables(results: dict[str, Any]) -> list[Table]:
+    """Return the means, the gains over torch, and a row for each case."""
+    found = []
+    rows_of = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
+    for direction, yardstick in dict.fromkeys(key[:2] for key in rows_of):
+        names = dict.fromkeys(key[2] for key in rows_of if key[:2] == (direction, yardstick))
+        rows = []
+        for name in names:
+            cells = [rows_of.get((direction, yardstick, name, group)) for group in GROUPS]
+            rows.append((name, *(f"{one['mean']:.3f} / {one['worst']:.2f}" if one else "-" for one in cells)))
+        title = f"{direction}: time over that of the {yardstick}, geometric mean / worst"
+        found.append(Table(title, ("strategy", *GROUPS), rows))
+    gained = [
+        (f"{r['group']}, {r['direction']}", f"{r['mean']:.2f}", f"{r['worst']:.2f}", str(r["cases"]))
+        for r in results["gains"]
+    ]
+    found.append(Table("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained))
+    directions = dict.fromkeys(name for row in results["rows"] for name in row["directions"])
+    found += [_cases(direction, results["rows"]) for direction in directions]
+    return found
+
+
+def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
+    here = [row for row in rows if direction in row["directions"]]
+    names = list(dict.fromkeys(name for row in here for name in row["directions"][direction]["front"]))
+    cells = []
+    for row in here:
+        found, chosen = row["directions"][direction], row["ran"][CHOSEN]
+        parts = ("forward, grad", BACKWARD) if direction == BOTH else (direction,)
+        times = [found["front"].get(name) for name in names]
+        directly = min(found["called_directly"].values(), default=None)
+        which = "+".join(dict.fromkeys(chosen[part] for part in parts))
+        shown = ("-" if time is None else f"{time:.1f}" for time in (*times, directly))
+        cells.append((row["case"], which, *shown))
+    short = [name.removeprefix("attnreg, ").removeprefix(FIXED) for name in names]
+    return Table(f"{direction}, µs", ("case", "chosen", *short, "called directly"), cells)

@@ -1,0 +1,200 @@
+"""The calls that are measured, as data: lengths, heads, mask, how much there is to compute."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import starmap, zip_longest
+from typing import Any
+
+from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.tools.measure import Case
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+
+# A forward is two matrix products, a backward five, as in the FlashAttention-2 paper.
+COST = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One call.
+
+    Attributes:
+        lengths_q, lengths_k: of each sequence, in tokens; all equal where they aren't packed.
+        heads: (query, key).
+        dim: the head dim.
+        causal: whether a query sees no later key; lengths of queries and keys are then the same.
+        varlen: whether the sequences are packed.
+        dtype: its name.
+        backward: whether a program would ask for the gradient.
+    """
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    heads: tuple[int, int]
+    dim: int
+    causal: bool = False
+    varlen: bool = False
+    dtype: str = "bfloat16"
+    backward: bool = True
+
+    @property
+    def group(self) -> str:
+        """Return "dense", "packed" or "decode"."""
+        if not self.backward:
+            return "decode"
+        return "packed" if self.varlen else "dense"
+
+    def case(self) -> Case:
+        """Return the call as `attnreg.tools.measure` describes it."""
+        masked = self.causal and max(self.lengths_q) > 1  # one query sees all keys
+        return Case(
+            name=str(self), lens_q=self.lengths_q, lens_k=self.lengths_k, varlen=self.varlen,
+            heads=self.heads, dims=(self.dim, self.dim), window=(-1, 0 if masked else -1), dtype=self.dtype,
+            one_cu_seqlens=self.lengths_q == self.lengths_k,
+        )  # fmt: skip
+
+    def spec(self, device: Device) -> AttentionSpec:
+        """Return the call as selection sees it."""
+        return self.case().spec(device, needs_backward=self.backward)
+
+    def flops(self, step: str) -> float:
+        """Return the floating-point operations of a step: 4 x dim for each pair of query and key that counts.
+
+        Half the pairs count under a causal mask; a backward takes 2.5 times a forward. It is the
+        convention of the FlashAttention-2 paper.
+        """
+        pairs = sum(q * k for q, k in zip(self.lengths_q, self.lengths_k, strict=True))
+        return 4.0 * self.dim * self.heads[0] * pairs * (0.5 if self.causal else 1.0) * COST[step]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data; where all sequences have the same length, it once."""
+        lengths = {
+            name: found[0] if len(set(found)) == 1 else list(found)
+            for name, found in (("lengths_q", self.lengths_q), ("lengths_k", self.lengths_k))
+        }
+        return {"batch": len(self.lengths_q), **asdict(self), **lengths}
+
+    def __str__(self) -> str:
+        batch, longest, (heads_q, heads_k) = len(self.lengths_q), max(self.lengths_q), self.heads
+        length = f"≤{longest}" if self.varlen and len(set(self.lengths_q)) > 1 else str(longest)
+        if self.lengths_k != self.lengths_q:
+            length += f"/{max(self.lengths_k)}"
+        heads = f"h{heads_q}" if heads_q == heads_k else f"h{heads_q}:{heads_k}"
+        return f"{self.group} {batch}x{length} {heads} d{self.dim}{' causal' if self.causal else ''}"
+
+
+def packed(
+    lengths: Sequence[int], heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
+) -> Shape:
+    """Return self-attention of packed sequences."""
+    given = tuple(lengths)
+    return Shape(
+        lengths_q=given, lengths_k=given, heads=(heads_q, heads_k), dim=dim, causal=causal, varlen=True,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def dense(batch: int, length: int, *rest: Any) -> Shape:
+    """Return self-attention of sequences of one length; the rest is that of `packed`."""
+    return replace(packed((length,) * batch, *rest), varlen=False)
+
+
+def ragged(batch: int, longest: int, *rest: Any) -> Shape:
+    """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest.
+
+    The rest is that of `packed`.
+    """
+    draw = random.Random(batch * 1_000_003 + longest)
+    drawn = (round(longest * 0.3 * draw.lognormvariate(0.0, 0.8)) for _ in range(batch - 1))
+    lengths = [*(min(max(length, 1 + longest // 64), longest) for length in drawn), longest]
+    return packed(lengths, *rest)
+
+
+def decode(
+    batch: int, queries: int, keys: int, heads_q: int, heads_k: int, dim: int, dtype: str = "bfloat16"
+) -> Shape:
+    """Return a few queries over many keys, without a gradient."""
+    return Shape(
+        lengths_q=(queries,) * batch, lengths_k=(keys,) * batch, heads=(heads_q, heads_k), dim=dim,
+        dtype=dtype, backward=False,
+    )  # fmt: skip
+
+
+# Batch, length, heads of query and key, head dim, causal: sizes that no grid of `attnreg tune` has.
+DENSE = (
+    (3, 1536, 24, 24, 128, True), (1, 6000, 32, 8, 128, True), (11, 320, 12, 12, 64, False),
+    (5, 1100, 20, 20, 64, True), (2, 3000, 40, 8, 128, True), (7, 777, 12, 12, 96, False),
+    (24, 192, 16, 4, 64, True), (1, 12000, 24, 24, 128, True), (4, 2500, 24, 24, 64, False),
+    (9, 640, 32, 32, 128, True), (1, 900, 10, 10, 64, True), (6, 1400, 32, 4, 128, True),
+    (13, 450, 24, 24, 128, False), (2, 7000, 16, 16, 64, True), (3, 2200, 16, 8, 96, True),
+    (1, 3500, 40, 40, 128, False), (40, 224, 8, 8, 128, False), (2, 5000, 32, 8, 64, True),
+    (15, 1000, 12, 12, 64, True), (1, 10000, 20, 4, 128, False), (6, 300, 32, 8, 128, True),
+    (1, 1800, 32, 8, 128, True), (3, 4500, 12, 12, 64, False), (10, 1700, 16, 2, 128, True),
+)  # fmt: skip
+
+# Batch, longest, heads of query and key, head dim, causal.
+RAGGED = (
+    (12, 1500, 16, 16, 128, True), (5, 5000, 32, 8, 128, True), (31, 600, 12, 12, 64, False),
+    (8, 2300, 24, 24, 64, True), (3, 9000, 16, 16, 128, False), (17, 700, 20, 4, 96, True),
+    (48, 400, 8, 8, 64, True), (7, 3200, 40, 8, 128, True), (20, 900, 24, 24, 128, False),
+    (2, 12000, 32, 4, 128, True), (10, 1900, 16, 4, 64, False), (6, 1200, 12, 12, 64, True),
+    (36, 1300, 16, 16, 128, True), (4, 350, 10, 10, 128, True), (14, 2800, 32, 8, 64, True),
+    (9, 500, 32, 32, 96, False), (3, 6500, 24, 24, 64, True), (25, 1700, 16, 8, 128, True),
+    (11, 3700, 20, 20, 128, False), (16, 800, 32, 8, 128, True),
+)  # fmt: skip
+
+# Batch, queries, keys, heads of query and key, head dim.
+DECODE = (
+    (3, 1, 6000, 32, 8, 128), (24, 1, 1500, 24, 24, 64), (1, 1, 24000, 40, 8, 128),
+    (12, 4, 3000, 32, 8, 128), (7, 1, 5000, 16, 16, 128), (32, 1, 2500, 32, 4, 128),
+    (2, 8, 12000, 24, 24, 128), (5, 1, 9000, 20, 4, 64), (20, 3, 1900, 16, 4, 64),
+    (1, 1, 3500, 32, 32, 128), (10, 1, 14000, 32, 8, 128), (4, 6, 7000, 40, 8, 128),
+    (28, 1, 4500, 12, 12, 96), (6, 5, 20000, 32, 4, 128),
+)  # fmt: skip
+
+# Six that a CPU computes in milliseconds.
+SMALL = (
+    dense(3, 150, 4, 4, 64, True, "float32"),
+    ragged(5, 180, 4, 4, 64, True, "float32"),
+    decode(3, 1, 700, 4, 2, 64, "float32"),
+    dense(2, 220, 4, 2, 64, False, "float32"),
+    ragged(7, 90, 4, 2, 32, False, "float32"),
+    dense(5, 70, 6, 6, 32, True, "float32"),
+)
+
+
+def held_out(device: str) -> list[Shape]:
+    """Return shapes that no table was tuned on; the first of them vary in everything already."""
+    if device != "cuda":
+        return list(SMALL)
+    kinds = starmap(dense, DENSE), starmap(ragged, RAGGED), starmap(decode, DECODE)
+    return [shape for row in zip_longest(*kinds) for shape in row if shape is not None]
+
+
+def pull_request(device: str) -> list[Shape]:
+    """Return the setting of PyTorch's PR 164502, and on a CPU a small one of the kind.
+
+    Lengths are random multiples of 64, the last of them the longest.
+    """
+    gpu = device == "cuda"
+    batch, longest, heads, dtype = (8, 2048, 16, "bfloat16") if gpu else (4, 256, 4, "float32")
+    draw = random.Random(0)
+    lengths = [*(64 * draw.randint(1, longest // 64) for _ in range(batch - 1)), longest]
+    return [packed(lengths, heads, heads, d, causal, dtype) for d in (64, 128) for causal in (False, True)]
+
+
+def sdpa_grid(device: str) -> list[Shape]:
+    """Return dense calls of as many tokens in all, as many short sequences or one long; heads x dim alike."""
+    gpu = device == "cuda"
+    tokens, width, dtype = (16384, 2048, "bfloat16") if gpu else (512, 256, "float32")
+    lengths = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (64, 128, 512)
+    return [
+        dense(tokens // length, length, width // dim, width // dim // ratio, dim, causal, dtype)
+        for dim in (64, 128)
+        for causal in (False, True)
+        for ratio in ((1, 4) if gpu else (1, 2))
+        for length in lengths
+    ]

@@ -1,0 +1,264 @@
+"""The sides of a comparison: a function of query, key and value, its inputs, and its context.
+
+The context decides which kernel runs: torch alone, attnreg by itself or by measurement, one backend. The
+function decides which front is called: attnreg's or torch's `varlen_attn`, SDPA, or a backend's kernels
+called directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg import api
+from attnreg.core import aten, registry
+from attnreg.core.dispatch import planning
+from attnreg.core.dispatch.counters import stats
+from attnreg.core.selection import policy
+from attnreg.errors import ConfigError
+from attnreg.tools.bench.shapes import BOTH, FORWARD
+from attnreg.tools.measure.timing import calls_for, timer_for
+from attnreg.tools.tuning.tables import Report
+
+Front = Callable[[Tensor, Tensor, Tensor], Tensor]
+Step = Callable[[Front, "Tensors"], object]
+Clock = Literal["device", "eager", "host"]
+
+# A registration drops all plans. The first call makes one, the second finds that it may be kept, and a
+# backend may prepare a launcher in the next.
+WARM_UP = 4
+
+
+class Tensors(NamedTuple):
+    """Query, key and value, which take a gradient, and the incoming gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those that take a gradient."""
+        return self.q, self.k, self.v
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Tensors:
+        """Return leaves of their own, each changed in the same way."""
+        q, k, v, grad = (change(x.detach()) for x in self)
+        return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is timed.
+
+    Attributes:
+        front: what is called with query, key and value, and returns the output.
+        sets: its inputs, taken in turn.
+        within: the context in which it is called.
+        wanted: the backend that has to run it, if only one may.
+    """
+
+    front: Front
+    sets: Sequence[Tensors]
+    within: Callable[[], AbstractContextManager[Any]]
+    wanted: str = ""
+
+    def results(self, backward: bool = True) -> list[Tensor]:
+        """Return output and gradients of the first set, or the output alone."""
+        tensors = self.sets[0]
+        with self.within():
+            if not backward:
+                return [forward(self.front, tensors)]
+            return results(self.front, tensors)
+
+    def timed(self, step: Step, calls: int, clock: Clock = "eager") -> Callable[[], float]:
+        """Return what measures the seconds of a call of `step`: one of those of `measure.timing`."""
+        timer, sets = timer_for(self.sets[0].q.device), cycle(self.sets)
+
+        def run() -> object:
+            return step(self.front, next(sets))
+
+        def measure() -> float:
+            with self.within():
+                for _ in range(WARM_UP):
+                    run()
+                if clock == "device":
+                    return timer.device_and_host(run, calls).device
+                return timer.host(run, calls) if clock == "host" else timer.back_to_back(run, calls)
+
+        return measure
+
+    def calls(self, step: Step, total: float) -> int:
+        """Return how many calls of `step` take so many seconds, about."""
+        self.timed(step, 1)()
+        # Fewer launches than a GPU's queue has room for: else the host can't get ahead.
+        return calls_for(total, self.timed(step, 3)(), most=50)
+
+
+def forward(front: Front, tensors: Tensors) -> Tensor:
+    """Run a forward without gradients."""
+    with torch.no_grad():
+        return front(*tensors.inputs())
+
+
+def forward_backward(front: Front, tensors: Tensors) -> tuple[Tensor, ...]:
+    """Run a forward and its backward."""
+    out = front(*tensors.inputs())
+    # What is timed as the least that autograd costs uses the query only.
+    return torch.autograd.grad(out, tensors.inputs(), tensors.grad, allow_unused=True)
+
+
+def results(front: Front, tensors: Tensors) -> list[Tensor]:
+    """Run a forward and its backward, and return output and gradients."""
+    out = front(*tensors.inputs())
+    return [out.detach(), *torch.autograd.grad(out, tensors.inputs(), tensors.grad)]
+
+
+def layers(front: Front, sets: Sequence[Tensors]) -> list[Tensor]:
+    """Run a forward of each set, as a model's layers are run one after the other."""
+    return [front(*tensors.inputs()) for tensors in sets]
+
+
+def layers_backward(outs: Sequence[Tensor], sets: Sequence[Tensors], **options: bool) -> tuple[Tensor, ...]:
+    """Run the backwards of all of them in one pass of autograd."""
+    inputs = [x for tensors in sets for x in tensors.inputs()]
+    return torch.autograd.grad(outs, inputs, [tensors.grad for tensors in sets], **options)
+
+
+STEPS: dict[str, Step] = {FORWARD: forward, BOTH: forward_backward}
+
+
+def called_directly(
+    forward: Callable[..., Any], backward: Callable[..., Any] | None, *last: object
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return attention by a backend's two functions, joined by an `autograd.Function` and nothing else.
+
+    `forward` is given query, key, value and what comes `last`, and returns the output first; `backward` the
+    gradient of that, the three, what `forward` has returned, and what comes last.
+    """
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            found: Tensor = _Direct.apply(forward, backward, last, query, key, value)  # type: ignore[no-untyped-call]
+            return found
+        out: Tensor = forward(query, key, value, *last)[0]
+        return out
+
+    return attention
+
+
+class _Direct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, last: tuple[object, ...], *inputs: Tensor) -> Any:
+        results = forward(*inputs, *last)
+        ctx.save_for_backward(*inputs, *results)
+        ctx.kernel, ctx.last = backward, last
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        return None, None, None, *ctx.kernel(grad_out, *ctx.saved_tensors, *ctx.last)
+
+
+def ran() -> dict[str, str]:
+    """Return which backends ran in each direction since the counters were last set to zero.
+
+    A direction in which none did was torch's own.
+    """
+    calls = stats().calls
+    return {
+        direction: "+".join(name for name, counts in calls.items() if counts[direction]) or "torch"
+        for direction in ("forward", "backward")
+    }
+
+
+def wrong_backend(wanted: str, found: Mapping[str, str]) -> str:
+    """Return what ran instead of a backend, or an empty string if that did."""
+    if set(found.values()) == {wanted}:
+        return ""
+    reasons = [f"{row.backend}: {row.reason}" for row in stats().fallbacks[:2]]
+    return "; ".join((f"ran {in_words(found)}", *reasons))
+
+
+def in_words(found: Mapping[str, str]) -> str:
+    """Return what ran as a text."""
+    return ", ".join(f"{name} ({direction})" for direction, name in found.items())
+
+
+# Contexts
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Set aside what environment variables and files ask for; afterwards all is as it was."""
+    routers, active = aten.installed(), policy.activate(False)
+    put_back = policy.set_aside()
+    try:
+        yield
+    finally:
+        put_back()
+        policy.activate(active)
+        (aten.ensure if routers else aten.restore)()
+
+
+@contextlib.contextmanager
+def torch_alone() -> Iterator[None]:
+    """Have torch's ops as they are without attnreg."""
+    api.uninstall()
+    yield
+
+
+@contextlib.contextmanager
+def in_the_callers_thread(within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Have a backward run in the thread that calls it, inside another of these blocks."""
+    with within(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextlib.contextmanager
+def by_default() -> Iterator[None]:
+    """Have nothing registered: what attnreg does by itself."""
+    aten.ensure()
+    yield
+
+
+@contextlib.contextmanager
+def settings(chosen_by: str, table: Path | None = None, among: Iterable[str] = ()) -> Iterator[None]:
+    """Have `policy` in force: "measured", "order" or "adaptive".
+
+    With `among`, no other backends are chosen, but for `math`, to which all else falls back.
+    """
+    wanted = {"math", *map(str.casefold, among)}
+    others = [entry.name for name, entry in registry.entries().items() if name not in wanted]
+    before = policy.sources()
+    named = {} if table is None else {"tuned": table}
+    api.configure({"policy": chosen_by, "disabled": others if among else []} | named)
+    try:
+        yield
+    finally:
+        policy.apply(before)
+
+
+def table_in_force(device: torch.device, table: Path | None = None) -> str:
+    """Return the name of the measured table that decides on a device, or why none does.
+
+    Raises `ConfigError` if a table was named that was measured on another machine.
+    """
+    with settings("measured", table):
+        tables = policy.current().tables
+        report = tables.report(planning.device_of(device)) if tables is not None else Report()
+    named = report.in_force is not None and bool(report.in_force.source)
+    if table is not None and not named:
+        reason = "; ".join(report.refused) or f"it is of another kind of device than {device.type}"
+        raise ConfigError(f"--table: {table}: {reason}")
+    if report.in_force is None:
+        return "; ".join(("the default order, as no table is in force", *report.refused))
+    return str(report.in_force)

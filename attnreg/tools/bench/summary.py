@@ -1,0 +1,89 @@
+"""The rows of `selection` in sum: ratios to the best, their means and worst, and the aims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from statistics import geometric_mean
+from typing import Any
+
+from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD
+
+CHOSEN, ORDER, FIXED, TORCH = "attnreg, measured", "attnreg, order", "always ", "torch"
+ADAPTIVE = "attnreg, adaptive"
+DIRECT, SAME_FRONT = "best called directly", "best through the same front"
+GROUPS = ("all", "dense", "packed", "decode")
+
+MEAN_AIM, WORST_AIM = 1.02, 1.15
+GAIN_AIMS = {"dense": 1.10, "packed": 1.6}
+
+Row = Mapping[str, Any]
+
+
+def ratios(directly: Mapping[str, float], front: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return, for each yardstick that there is, each strategy's time over that of the best.
+
+    `directly` has the time of each backend's kernel called directly, `front` that of each strategy through
+    the front; those that name a fixed order are the candidates for the best one there.
+    """
+    fixed = [time for name, time in front.items() if name.startswith(FIXED)]
+    best = {DIRECT: min(directly.values(), default=0.0), SAME_FRONT: min(fixed, default=0.0)}
+    return {
+        yardstick: {name: time / least for name, time in front.items()}
+        for yardstick, least in best.items()
+        if least
+    }
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return geometric mean, worst and number of the ratios, by direction, yardstick, group and strategy."""
+    found = []
+    for direction, yardstick, group in product((FORWARD, BACKWARD, BOTH), (DIRECT, SAME_FRONT), GROUPS):
+        named: dict[str, list[tuple[float, str]]] = {}
+        for row in rows:
+            if group in ("all", row["group"]) and direction in row["directions"]:
+                for strategy, ratio in row["directions"][direction]["ratios"].get(yardstick, {}).items():
+                    named.setdefault(strategy, []).append((ratio, row["case"]))
+        found += [
+            {
+                "direction": direction, "yardstick": yardstick, "group": group, "strategy": strategy,
+                "mean": geometric_mean(ratio for ratio, _ in ratios), "worst": max(ratios)[0],
+                "worst_case": max(ratios)[1], "cases": len(ratios),
+            }
+            for strategy, ratios in named.items()
+        ]  # fmt: skip
+    return found
+
+
+def gains(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return how many times as fast as torch's default the chosen backend is, by direction and group."""
+    found = []
+    for direction, group in product((FORWARD, BOTH), GROUPS[1:]):
+        alike = [row for row in rows if row["group"] == group]
+        taken = [row["directions"].get(direction, {"front": {}})["front"] for row in alike]
+        times = [one[TORCH] / one[CHOSEN] for one in taken if TORCH in one and CHOSEN in one]
+        if times:
+            found.append(
+                {
+                    "direction": direction, "group": group, "mean": geometric_mean(times),
+                    "worst": min(times), "cases": len(times),
+                }
+            )  # fmt: skip
+    return found
+
+
+def aims(summed: Sequence[Row], gained: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the aims with what was measured for each, and whether it is reached."""
+    found = []
+    for row in summed:
+        if (row["group"], row["strategy"]) == ("all", CHOSEN) and row["direction"] != BOTH:
+            for what, aim in (("mean", MEAN_AIM), ("worst", WORST_AIM)):
+                named = "geometric mean" if what == "mean" else "worst"
+                text = f"{row['direction']}, chosen / {row['yardstick']}, {named}"
+                found.append({"what": text, "value": row[what], "aim": aim, "reached": row[what] <= aim})
+    for row in gained:
+        if row["direction"] == BOTH and row["group"] in GAIN_AIMS:
+            aim, over = GAIN_AIMS[row["group"]], "SDPA" if row["group"] == "dense" else "varlen_attn"
+            text = f"{BOTH}, times as fast as torch's {over}, geometric mean"
+            found.append({"what": text, "value": row["mean"], "aim": aim, "reached": row["mean"] >= aim})
+    return found

@@ -1,0 +1,131 @@
+"""Packed sequences in the setting of PyTorch's PR #164502: attnreg, torch's varlen_attn, padded SDPA.
+
+8 sequences, lengths random multiples of 64 up to 2048, 16 heads, bfloat16; head dim 64 and 128, causal or
+not; on a CPU 4 sequences up to 256, 4 heads, float32. Padded SDPA gets its tensors already padded;
+without a mask its tokens see the padding, and it is compared with what attention gives then.
+TFLOP/s count what the real lengths need.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from attnreg import api
+from attnreg.core import registry
+from attnreg.core.contract.backend import Backend, Kernels
+from attnreg.errors import BackendUnavailableError
+from attnreg.tools.bench.compare import Batch, checked, named, table, timed
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.shapes import BOTH, FORWARD, pull_request
+from attnreg.tools.bench.sides import STEPS, Side, Tensors, by_default, torch_alone
+from attnreg.tools.measure import Inputs, Sample
+from attnreg.tools.measure.sample import Verdict
+from attnreg.tools.measure.timing import matmul_rate
+
+TORCH, UNMASKED, MASKED = "torch varlen_attn", "SDPA, padded", "SDPA, padded, mask"
+DEFAULT, LED = "attnreg, default", "attnreg, "
+AIMS = {FORWARD: 1.4, BOTH: 1.6}
+
+
+def measure(job: Job) -> None:
+    """Time every side of every case; the yardstick is torch's varlen_attn, else padded SDPA."""
+    shapes = pull_request(job.device.type)[: 1 if job.quick else None]
+    rate = matmul_rate(job.device, getattr(torch, shapes[0].dtype))
+    found: list[dict[str, Any]] = []
+    results = {"lengths": list(shapes[0].lengths_q), "matmul_teraflops": rate / 1e12, "rows": found}
+    for shape in job.in_time(shapes):
+        batch = Batch(shape, job.device, sets=3)
+        padded = [tensors.mapped(functools.partial(_pad, batch)) for tensors in batch.sets]
+        verdict = functools.partial(_verdict, batch, _padded_sample(batch, padded[0]))
+        right = checked(batch, _sides(batch, padded, job.backends), job, verdict)
+        yardstick = next((name for name in (TORCH, MASKED) if name in right), None)
+        if yardstick is None:
+            raise BackendUnavailableError(f"{TORCH} and {MASKED} are the yardsticks, and neither runs here")
+        rows = timed(shape, right, yardstick, rate, job)
+        case = f"head dim {shape.dim}{', causal' if shape.causal else ''}"
+        found += [{**row, "case": case, "panel": "", "yardstick": yardstick} for row in rows]
+        job.keep(results)
+        job.tables += [
+            table(f"{case}, {step}", [row for row in rows if row["step"] == step], yardstick)
+            for step in STEPS
+        ]
+    job.summary = [_aim(row) for row in found if row["side"] == DEFAULT]
+    job.keep(results)
+
+
+def _aim(row: dict[str, Any]) -> str:
+    line = f"{row['case']}, {row['step']}: {row['times_yardstick']:.2f} x {row['yardstick']}"
+    if row["yardstick"] != TORCH:
+        return line
+    aim = AIMS[row["step"]]
+    return f"{line}, aim {aim}: {'reached' if row['times_yardstick'] >= aim else 'MISSED'}"
+
+
+def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> dict[str, Side]:
+    sdpa, visible = F.scaled_dot_product_attention, _is_token(batch)[:, None, None, :]  # (B, 1, 1, S)
+    if batch.shape.causal:
+        longest = batch.call.max_q
+        visible = visible & torch.ones(longest, longest, dtype=torch.bool, device=batch.device).tril()
+    found = {
+        TORCH: Side(batch.with_torch, batch.sets, torch_alone),
+        UNMASKED: Side(functools.partial(sdpa, is_causal=batch.shape.causal), padded, torch_alone),
+        MASKED: Side(functools.partial(sdpa, attn_mask=visible), padded, torch_alone),
+        DEFAULT: Side(batch.with_attnreg, batch.sets, by_default),
+    }
+    led: dict[str, str | Backend] = {name: name for name in backends}
+    if {"cuDNN", "FA4"} <= set(backends):
+        led["cuDNN+FA4"] = _mixed("cuDNN", "FA4")
+    for name, backend in led.items():
+        within = functools.partial(api.register_backend, backend)
+        found[LED + name] = Side(batch.with_attnreg, batch.sets, within, wanted=name)
+    return found
+
+
+def _mixed(forward: str, backward: str) -> Backend:
+    """Return a backend made of one's forward and another's backward, which both have to load."""
+    first, second = registry.find(forward), registry.find(backward)
+    if first.backend is None or second.backend is None:
+        raise BackendUnavailableError(f"{forward} or {backward} is broken")
+    return Backend(
+        name=f"{forward}+{backward}",
+        forward=first.backend.forward,
+        backward=second.backend.backward,
+        load=lambda: Kernels(first.kernels().forward, second.kernels().backward),
+    )
+
+
+def _pad(batch: Batch, x: Tensor) -> Tensor:
+    """Return packed rows padded, (B, H, S, D)."""
+    return pad_sequence(list(torch.split(x, list(batch.shape.lengths_q))), batch_first=True).transpose(1, 2)
+
+
+def _is_token(batch: Batch) -> Tensor:
+    """Return what of the padded rows isn't padding, (B, S)."""
+    positions = torch.arange(batch.call.max_q, device=batch.device)
+    lengths: Tensor = batch.offsets[0].diff()
+    return positions < lengths[:, None]
+
+
+def _padded_sample(batch: Batch, padded: Tensors) -> Sample:
+    """Return what attention that sees the padding gives."""
+    case, count = batch.case, len(batch.case.lens_q)
+    seen = replace(case, lens_q=(case.max_q,) * count, lens_k=(case.max_k,) * count, varlen=False)
+    call = batch.call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
+    return Sample(seen, Inputs(*padded.mapped(lambda x: x.transpose(1, 2).detach()), call))
+
+
+def _verdict(batch: Batch, padded: Sample, name: str, results: list[Tensor]) -> Verdict:
+    """Return how wrong a side is: SDPA's have another layout, and without a mask it sees the padding."""
+    if name not in (UNMASKED, MASKED):
+        return batch.verdict(results, batch.sets)
+    bshd = [x.transpose(1, 2) for x in results]
+    if name == UNMASKED:
+        return padded.verdict(named(bshd))
+    return batch.sample.verdict(named(x[_is_token(batch)] for x in bshd))

@@ -1,0 +1,62 @@
+"""`attnreg build`: compile what attnreg has in C++ now, so that calls cost less."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from attnreg.tools.cli.options import AsJson
+from attnreg.tools.cli.output import FAILED, console, import_torch, print_json, table
+
+
+def build(
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Compile only what isn't compiled yet and hasn't failed before.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compile the call cache and the kernel for this CPU now.
+
+    The call cache runs repeated calls without Python. Both are compiled for this torch and Python into the
+    user's cache folder, with the C++ compiler that CXX names, or else one that is found. It takes about half
+    a minute. Programs that start after it use them. Without this command the first program that runs
+    attention has them compiled in the background, which ATTNREG_BUILD=off forbids. With
+    ATTNREG_ROUTERS=python neither is used.
+
+    The exit code is 1 if one of them can't be compiled; the other is kept.
+
+    Example: attnreg build
+    """
+    import_torch()
+    from attnreg.core.torchlib import building
+    from attnreg.errors import BuildError
+
+    began = time.perf_counter()
+    made: dict[str, str] = {}
+    failures: list[str] = []
+    libraries = {"file": building.CALL_CACHE, "cpu_kernel": building.CPU_KERNEL}
+    found = {name: building.status(library) for name, library in libraries.items()}
+    others = {status.reason for status in found.values() if status.state == "building"}
+    for reason in others:
+        typer.echo(f"attnreg: {reason}, waiting for it", err=True)
+    for name, library in libraries.items():
+        try:
+            if missing and found[name].state == "failed":
+                raise BuildError(found[name].reason)
+            with console(stderr=True).status(f"compiling {library.title}"):
+                made[name] = str(building.build(library, missing or bool(others)))
+        except BuildError as error:
+            failures.append(str(error))
+            # With --missing it goes into a log.
+            said = building.in_one_line(str(error)) if missing else error
+            typer.echo(f"attnreg: {said}", err=True)
+    seconds = round(time.perf_counter() - began, 1)
+    if as_json:
+        problem = {"type": "BuildError", "message": "\n".join(failures)}
+        print_json({**made, **({"error": problem} if failures else {"seconds": seconds})})
+    elif made and not missing:
+        titles = {"file": "call cache", "cpu_kernel": "CPU kernel"}
+        rows = [(titles[name], file) for name, file in made.items()]
+        table("", [*rows, ("compiled in", f"{seconds} s")])
+    if failures:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,265 @@
+"""`attnreg info`: devices, backends, settings with their sources, and what torch does without attnreg.
+
+Whatever is broken on a machine is what `info` is run for, so nothing that it collects raises.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from attnreg.errors import AttnregError
+from attnreg.tools.cli.options import AsJson
+from attnreg.tools.cli.output import counted, import_torch, print_json, stdout_to_stderr, table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnreg.core.contract.discovery import Entry
+    from attnreg.core.contract.spec import Device
+    from attnreg.core.selection.decision import Policy
+    from attnreg.core.torchlib.libraries import Library
+
+    Rows = Iterator[tuple[str, ...]]
+
+
+def info(as_json: AsJson = False) -> None:
+    """Show devices, backends, settings, and torch's own choices.
+
+    A backend that can't load and settings that can't be read are rows like any other: they don't stop
+    the command.
+
+    Example: attnreg info --json > report.json
+    """
+    import_torch()
+    with stdout_to_stderr():
+        found = collected()
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def collected() -> dict[str, Any]:
+    """Return what `info` shows, as plain data."""
+    from attnreg.core import aten, registry
+    from attnreg.core.dispatch import planning
+    from attnreg.core.selection import policy
+    from attnreg.core.selection.decision import Policy
+    from attnreg.core.torchlib import building, captured
+    from attnreg.tools.cli import facts
+
+    in_force, problem = Policy(), ""
+    try:
+        in_force = policy.current()
+    except AttnregError as error:
+        problem = str(error)
+    devices = [(planning.device_of(device), named) for device, named in facts.devices()]
+    return {
+        "versions": facts.versions(),
+        "devices": [named | facts.order(device, in_force) for device, named in devices],
+        "backends": [_backend(entry, in_force) for entry in registry.entries().values()],
+        "settings": {
+            "variables": list(_variables()),
+            "in_force": [
+                {"setting": name, "value": value, "source": source}
+                for name, value, source in _settings(in_force)
+            ],
+            "problem": problem,
+        },
+        "tables": [{"device": named["device"], **_table(device, in_force)} for device, named in devices],
+        "routers": {
+            "installed": aten.installed(),
+            "compiled": _compiled(),
+            "serving": policy.is_active(),
+            "shadowed_by": captured.shadowed_by(),
+            "untouched_programs": facts.untouched_programs(),
+        },
+        "compiled": [_library(library) for library in building.LIBRARIES],
+        "torch": facts.own_choice(),
+    }
+
+
+def _compiled() -> dict[str, str | None]:
+    """Return the file of the compiled call cache, and why programs that start here don't use it."""
+    from attnreg.core.torchlib import building
+
+    file, problem = building.built(), None
+    try:
+        building.loaded()
+    except AttnregError as error:
+        problem = str(error)
+    if os.environ.get("ATTNREG_ROUTERS", "").strip().casefold() == "python":
+        problem = "ATTNREG_ROUTERS=python leaves them out"
+    return {"file": str(file) if file else None, "problem": problem}
+
+
+def _library(library: Library) -> dict[str, str | None]:
+    """Return whether a library in C++ is compiled for the torch and the Python that run this, and loads."""
+    from attnreg.core.torchlib import building
+
+    state, path, reason = building.status(library)
+    if state == "built":
+        try:
+            (building.loaded if library is building.CALL_CACHE else building.loaded_cpu_kernel)()
+        except AttnregError as error:
+            state, reason = "can't load", str(error)
+    title = library.title.removeprefix("the ")
+    return {"library": title, "state": state, "file": str(path) if path else None, "reason": reason}
+
+
+def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
+    from attnreg.tools.cli import facts
+
+    state, reason = facts.state(entry, in_force)
+    return {
+        "name": entry.name,
+        "version": entry.version(),
+        "state": state,
+        "reason": reason,
+        "origin": entry.origin,
+        "devices": list(entry.backend.devices) if entry.backend is not None else [],
+    }
+
+
+def _table(device: Device, in_force: Policy) -> dict[str, Any]:
+    """Return which measured table decides on a device, and why others don't."""
+    from attnreg.tools.tuning.tables import Report
+
+    found = in_force.tables.report(device) if in_force.tables is not None else Report()
+    return {
+        "in_force": None if found.in_force is None else str(found.in_force),
+        "points": 0 if found.in_force is None else len(found.in_force.table.points),
+        "notes": list(found.notes),
+        "refused": list(found.refused),
+    }
+
+
+def _variables() -> Iterator[dict[str, str | None]]:
+    """Yield attnreg's variables, then those that start with its prefix but are unknown."""
+    from attnreg.core.settings import environment
+
+    unknown = [name for name in os.environ if name.upper().startswith(environment.PREFIX)]
+    for name in dict.fromkeys([*environment.VARIABLES, *sorted(unknown)]):
+        known = environment.VARIABLES.get(name)
+        purpose = known.description if known else "unknown to attnreg"
+        yield {"name": name, "value": os.environ.get(name), "purpose": purpose}
+
+
+def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
+    """Yield the settings in force, highest precedence first: name, value, source."""
+    from attnreg.core import registry
+    from attnreg.core.selection import policy
+
+    for preference in in_force.preferences:
+        where = f" on {', '.join(preference.devices)}" if preference.devices else ""
+        yield f"prefer{where}", ", ".join(preference.names), preference.source
+    for name, source in in_force.disabled.items():
+        yield "disabled", registry.find(name).name, source
+    if in_force.strict:
+        yield "strict", "true", in_force.strict
+    try:
+        sources = policy.sources()
+    except AttnregError:
+        return
+    if sources.lock is not None:
+        yield "lock", f"{sources.lock.path}, {counted(len(sources.lock.rows), 'row')}", "ATTNREG_LOCK"
+    for key in ("policy", "masks", "record"):
+        if value := getattr(sources.environment, key):
+            yield key, str(value), f"ATTNREG_{key.upper()}"
+    for one in sources.loaded:
+        for key in ("log_level", "policy", "masks", "tuned"):
+            if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
+                yield key, str(value), one.origin.describe((key,))
+        if one.origin.path is not None:
+            by = "ATTNREG_CONFIG" if one is sources.environment_file else "configure(...)"
+            yield "settings file", str(one.origin.path), by
+
+
+def _print(found: dict[str, Any]) -> None:
+    versions = found["versions"]
+    names = ("attnreg", "python", "torch", "cuda", "cudnn")
+    table("Versions", ((name, versions[name] or "none") for name in names))
+    table("Devices, and their backends in order of preference", _device_rows(found))
+    table("Backends", _backend_rows(found["backends"]), ("name", "version", "state", "from"))
+    table("Environment", _variable_rows(found["settings"]["variables"]))
+    table("Settings in force, highest precedence first", _setting_rows(found["settings"]))
+    table("Measured tables", _table_rows(found["tables"]))
+    table("PyTorch's own functions", _router_rows(found["routers"], found["settings"]["problem"]))
+    compiled = found["compiled"]
+    libraries = (
+        (one["library"], one["file"] if one["state"] == "built" else f"{one['state']}: {one['reason']}")
+        for one in compiled
+    )
+    table(f"Compiled for torch {versions['torch']} and Python {versions['python']}", libraries)
+    table("What torch does without attnreg", _torch_rows(found["torch"]))
+
+
+def _device_rows(found: dict[str, Any]) -> Rows:
+    for device in found["devices"]:
+        capability = device["compute_capability"]
+        yield device["device"], device["name"] + (f", compute capability {capability}" if capability else "")
+        for rank, choice in enumerate(device["order"], 1):
+            yield "", f"{rank}. {choice['backend']}, by {choice['source']}"
+        if device["problem"]:
+            yield "problem", device["problem"]
+    if trouble := found["versions"]["gpu_trouble"]:
+        yield "cuda", f"none: {trouble}"
+
+
+def _backend_rows(found: list[dict[str, Any]]) -> Rows:
+    for backend in found:
+        yield backend["name"], backend["version"], backend["state"], backend["origin"]
+        if backend["reason"]:
+            yield "", "", "", backend["reason"]
+
+
+def _variable_rows(found: list[dict[str, Any]]) -> Rows:
+    for one in found:
+        yield one["name"], "not set" if one["value"] is None else repr(one["value"])
+        yield "", one["purpose"]
+
+
+def _setting_rows(found: dict[str, Any]) -> Rows:
+    for line in found["problem"].splitlines():
+        yield "problem", line
+    if found["problem"]:
+        yield "", "attention calls are refused until this is corrected"
+    for one in found["in_force"]:
+        yield one["setting"], f"{one['value']}, by {one['source']}"
+    if not (found["problem"] or found["in_force"]):
+        yield "none", "each device has its default order of backends"
+
+
+def _table_rows(found: list[dict[str, Any]]) -> Rows:
+    for one in found:
+        in_force = f"{one['in_force']}, {counted(one['points'], 'point')}" if one["in_force"] else ""
+        yield one["device"], in_force or "none: the default order decides"
+        for line in (*one["refused"], *one["notes"]):
+            yield "", line
+
+
+def _router_rows(found: dict[str, Any], problem: str) -> Rows:
+    compiled, trouble = found["compiled"], found["untouched_programs"]
+    calls = "run by attnreg's backends" if found["serving"] else "run by torch, as no backend is selected"
+    yield "routers", "installed" if found["installed"] else "not installed"
+    yield "repeated calls", f"run by {'Python' if compiled['problem'] else 'the compiled call cache'}"
+    if compiled["file"] and compiled["problem"]:
+        yield "", f"the compiled call cache is not used: {compiled['problem']}"
+    yield "calls", "refused: see the problems above" if problem else calls
+    if found["shadowed_by"]:
+        yield "shadowed", f"torch.nn.attention has activated {found['shadowed_by']!r} above the routers"
+    yield (
+        "programs that import only torch",
+        f"can't use attnreg: {trouble}" if trouble else "use attnreg if a variable selects a backend",
+    )
+
+
+def _torch_rows(found: dict[str, Any]) -> Rows:
+    for device, kernel in found["chooses"].items():
+        yield f"bfloat16, causal, on {device}", kernel
+    # On a CPU torch ignores both: it tries flash, then math.
+    yield "order of kernels on CUDA", ", ".join(found["priority"])
+    yield "enabled kernels", ", ".join(name for name, on in found["enabled"].items() if on)
+    yield "flash implementation", found["flash_implementation"] or "torch's own"
+    yield "other implementations", ", ".join(found["flash_implementations"])

@@ -1,0 +1,272 @@
+"""Options that several commands share, and the functions that read them.
+
+A reader turns the text of an option into a value, or raises an error that says what was got and what
+was expected. An option of a single command is declared in that command's file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
+from attnreg.tools.cli.output import counted
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnreg.core.contract.discovery import Entry
+    from attnreg.core.contract.spec import AttentionSpec
+    from attnreg.tools.tuning.traces import Recorded
+
+
+log = logging.getLogger("attnreg")
+
+
+def valued(name: str, metavar: str, text: str, *, show_default: bool = False, **further: Any) -> Any:
+    """Declare an option that takes a value; most defaults only mean that it isn't given."""
+    # Every option gives its name: with a metavar alone, typer 0.27.0 to 0.27.3 loses it.
+    return typer.Option(name, metavar=metavar, help=text, show_default=show_default, **further)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DeviceHere = Annotated[
+    str, valued("--device", "DEVICE", "cpu, cuda or cuda:1. Default: the GPU if there is one.")
+]
+Backends = Annotated[
+    list[str], valued("--backend", "NAMES", "One or several with commas. Default: all that run here.")
+]
+Dtypes = Annotated[list[str], valued("--dtype", "DTYPES", "One or several with commas. Default: bf16.")]
+Keys = Annotated[
+    list[str], valued("--kv", "B,S,H,D", "Shape of key and value, one for each --q. Default: as --q.")
+]
+ValueDim = Annotated[int | None, valued("--head-dim-v", "N", "Head dim of the value, if it differs.", min=1)]
+Causal = Annotated[bool, typer.Option("--causal", help="Causal mask: the last query sees all keys.")]
+Window = Annotated[str, valued("--window", "L,R", "Sliding window: keys visible before and after; -1: all.")]
+Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seqlens).")]
+Sinks = Annotated[
+    bool, typer.Option("--sinks", help="With sinks: one more score for each head, without a value.")
+]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")
+]
+Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Run the backward as well.")]
+Budget = Annotated[str, valued("--budget", "TIME", "Stop after this time: 60s, 5m or 1h. Default: no limit.")]
+TRACE = valued("--from", "FILE", "Calls recorded by attnreg.record or ATTNREG_RECORD.")
+
+# On a GPU it takes longer than all others together, and is preferred to none of them.
+REFERENCE = "math"
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
+    """Read as many whole numbers as `meaning` has words between its commas."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != meaning.count(",") + 1:
+        raise InvalidInputError(f"{option}: got {text!r}, expected whole numbers: {meaning}")
+    return found
+
+
+def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
+    """Read an option that is repeated, or has several names with commas, or both."""
+    found = [name.strip() for value in values for name in value.split(",")]
+    if "" in found:
+        raise InvalidInputError(f"{option}: got {','.join(values)!r}, expected names separated by commas")
+    return tuple(dict.fromkeys(found))
+
+
+def seconds(text: str) -> float:
+    """Read `--budget`, a time such as `60s`, `5m` or `1.5h`; infinity if it isn't given."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if text and (found is None or not float(found[1])):
+        raise InvalidInputError(f"--budget: got {text!r}, expected a time: 60s, 5m or 1h")
+    return float(found[1]) * {"m": 60.0, "h": 3600.0}.get(found[2], 1.0) if found else math.inf
+
+
+def dtype_name(text: str) -> str:
+    """Read a floating-point dtype by any usual name; returns torch's name."""
+    import torch
+
+    from attnreg.core.contract.spec import canonical_dtype
+
+    name = canonical_dtype(text)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInputError(
+            f"--dtype: got {text!r}, expected a floating-point dtype: {', '.join(DTYPES)}, ..."
+            f"{did_you_mean(name, DTYPES)}"
+        )
+    return name
+
+
+def torch_device(text: str, option: str = "--device") -> torch.device:
+    """Read a device that torch knows; this machine's GPU, else its CPU, if the option isn't given."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not text:
+        return torch.device("cuda:0" if gpus else "cpu")
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        raise InvalidInputError(
+            f"{option}: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or another device that torch knows"
+        ) from None
+    if found.type == "cuda" and gpus:
+        found = torch.device("cuda", found.index or 0)
+        if found.index >= gpus:
+            there = " or ".join(f"cuda:{index}" for index in range(gpus))
+            raise InvalidInputError(f"{option}: got {text!r}, expected {there}")
+    return found
+
+
+def present_device(text: str, option: str = "--device") -> torch.device:
+    """Read a device of this machine, to run something on."""
+    import torch
+
+    found = torch_device(text, option)
+    if found.type == "meta":
+        raise InvalidInputError(f"{option}: got 'meta', expected a device that computes")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInputError(f"{option}: got {text!r}, but torch finds no CUDA GPU here")
+    return found
+
+
+def recorded_on(trace: Path, device: str) -> list[Recorded]:
+    """Return what `--from` has recorded on a type of device; logs how many calls on others are left out."""
+    from attnreg.tools.tuning import traces
+
+    recorded = traces.read(trace)
+    here = [one for one in recorded if one.spec.device.type == device]
+    elsewhere = " and ".join(sorted({one.spec.device.type for one in recorded} - {device}))
+    if elsewhere and not here:
+        raise InvalidInputError(
+            f"--from: got calls on {elsewhere}, expected some on {device}, the device of --device"
+        )
+    if elsewhere:
+        left_out = counted(len(recorded) - len(here), "call")
+        log.warning("--from: left out %s on %s, as the device is %s", left_out, elsewhere, device)
+    if not here:
+        raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")
+    return here
+
+
+def check_writable(option: str, file: Path, mark: str = "") -> None:
+    """Check that an option's file can be written, as `tuning.table.check_writable` does."""
+    from attnreg.tools.tuning import table
+
+    try:
+        table.check_writable(file, mark)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def candidates(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[tuple[Entry, str]]:
+    """Return the backends that are named by `--backend`, else all, each with why it can't run, or "".
+
+    Without `files` the table and the lockfile that settings name needn't be readable: the command may be
+    about to write them.
+    """
+    from attnreg.core import registry
+    from attnreg.core.selection import policy
+
+    found = dict.fromkeys(registry.find(name) for name in named) or registry.entries().values()
+    disabled = policy.current().disabled if files else policy.disabled_backends()
+    return [(entry, _reason(entry, device, disabled.get(entry.name.casefold(), ""))) for entry in found]
+
+
+def measurable(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[Entry]:
+    """Return the backends to compare: those named, which have to run on the device, else all that do.
+
+    The reference is left out on a GPU, unless it is named or the only one.
+    """
+    found = candidates(named, device, files)
+    for entry, reason in found:
+        if named and reason:
+            raise BackendUnavailableError(f"--backend: {entry.name} {reason}")
+    entries = [entry for entry, reason in found if not reason]
+    if not named and device.type == "cuda" and len(entries) > 1:
+        entries = [entry for entry in entries if entry.name != REFERENCE]
+    if not entries:
+        raise BackendUnavailableError(f"no backend can be measured on {device}")
+    return entries
+
+
+def _reason(entry: Entry, device: torch.device, disabled_by: str) -> str:
+    if disabled_by:
+        return f"is disabled by {disabled_by}"
+    if entry.backend is not None and device.type not in entry.backend.devices:
+        return f"runs on {', '.join(entry.backend.devices)} only"
+    try:
+        entry.kernels()
+    except BackendUnavailableError:
+        return entry.unavailable()
+    return ""
+
+
+def window_of(text: str, causal: bool = False) -> tuple[int, int]:
+    """Read `--window`, whose right side `--causal` closes."""
+    left, right = numbers("--window", text, "left,right")
+    if min(left, right) < -1:
+        raise InvalidInputError(f"--window: got {text!r}, expected numbers of keys, -1 for all")
+    return left, 0 if causal else right
+
+
+def spec_of(
+    q: str, kv: str, device: str, dtype: str, window: str, causal: bool, head_dim_v: int | None, **facts: Any
+) -> AttentionSpec:
+    """Read the options that describe one call; `facts` are further fields of its spec.
+
+    The device is one of this machine, or a simulated one such as sm_90.
+    """
+    from attnreg.core.contract.spec import AttentionSpec, Device
+    from attnreg.core.dispatch import planning
+    from attnreg.core.dispatch.calls import bounds
+
+    batch, max_q, heads_q, head_dim = numbers("--q", q, "batch,length,heads,head_dim")
+    batch_k, max_k, heads_k, head_dim_k = numbers("--kv", kv, "batch,length,heads,head_dim")
+    if (batch, head_dim) != (batch_k, head_dim_k):
+        raise InvalidInputError(
+            f"--kv: got batch {batch_k} and head dim {head_dim_k}, expected those of --q, "
+            f"{batch} and {head_dim}"
+        )
+    sides = window_of(window, causal)
+    selected = Device.parse(device) if device else None
+    if selected is None or not selected.simulated:
+        selected = planning.device_of(torch_device(device))
+    return AttentionSpec(
+        device=selected,
+        dtype=dtype_name(dtype),
+        batch=batch,
+        max_q=max_q,
+        max_k=max_k,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        window=bounds(sides, causal, max_q, max_k),
+        **facts,
+    )
+
+
+def specs_of(
+    queries: list[str], keys: list[str], device: str, dtypes: list[str], *shared: Any, **facts: Any
+) -> list[AttentionSpec]:
+    """Read repeated `--q` and `--kv`, each pair in each dtype; `shared` and `facts` go to `spec_of`."""
+    if keys and len(keys) != len(queries):
+        raise InvalidInputError(f"--kv: got {len(keys)}, expected one for each --q, {len(queries)}, or none")
+    return [
+        spec_of(q, kv, device, dtype, *shared, **facts)
+        for q, kv in zip(queries, keys or queries, strict=True)
+        for dtype in names("--dtype", dtypes) or ("bf16",)
+    ]

@@ -1,0 +1,140 @@
+"""`attnreg run`: an unchanged program, its attention on backends of the user's choice."""
+
+import atexit
+import builtins
+import functools
+import importlib.util
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from attnreg.errors import InvalidInputError
+from attnreg.tools.cli.options import valued
+from attnreg.tools.cli.output import console, table
+
+
+def run(
+    context: typer.Context,
+    program: Annotated[
+        list[str], typer.Argument(metavar="PROGRAM", help="What `python` would run, and its arguments.")
+    ],
+    backend: Annotated[
+        list[str], valued("--backend", "NAMES", "Prefer these, one or several with commas.")
+    ] = [],  # noqa: B006 - typer makes a new list for each call
+    disable: Annotated[
+        list[str], valued("--disable", "NAMES", "Never run these, one or several with commas.")
+    ] = [],  # noqa: B006
+    config: Annotated[Path | None, valued("--config", "FILE", "Settings file (TOML).")] = None,
+    strict: Annotated[
+        bool | None,
+        typer.Option("--strict/--no-strict", help="Fail if none of the preferred backends can run a call."),
+    ] = None,
+    record: Annotated[
+        Path | None, valued("--record", "FILE", "Record the attention calls, for `attnreg tune --from`.")
+    ] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="When the program ends, print on stderr which backends ran.")
+    ] = False,
+    as_module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.")] = False,
+) -> None:
+    """Run a Python program on attention backends of your choice.
+
+    The program needs no change. The options set ATTNREG_BACKEND, ATTNREG_DISABLE, ATTNREG_CONFIG,
+    ATTNREG_STRICT and ATTNREG_RECORD for the program and for the processes that it starts.
+
+    Example: attnreg run --backend FA4,cuDNN train.py --epochs 3
+    """
+    name, *arguments = program
+    _check_exists(name, as_module)
+    given = {
+        "ATTNREG_BACKEND": ",".join(backend),
+        "ATTNREG_DISABLE": ",".join(disable),
+        "ATTNREG_CONFIG": "" if config is None else str(config.absolute()),
+        "ATTNREG_STRICT": "" if strict is None else str(int(strict)),
+        "ATTNREG_RECORD": "" if record is None else str(record.absolute()),
+    }
+    # Read before the program starts, which checks the names of backends; torch is imported for that, before
+    # attnreg's own modules as in `import_torch`. No GPU is initialised: the program may still set
+    # CUDA_VISIBLE_DEVICES.
+    import torch  # noqa: F401
+
+    import attnreg
+
+    os.environ.update({variable: value for variable, value in given.items() if value})
+    attnreg.reload()
+    if stats:
+        from attnreg.core.aten import bypassed
+
+        bypassed.observe(1)
+        atexit.register(_print_stats)
+    context.obj.append(functools.partial(_start, name, arguments, as_module))
+
+
+def _check_exists(name: str, as_module: bool) -> None:
+    if as_module:
+        _set_first_path(str(Path.cwd()))
+        # To look up a module inside a package would import the package.
+        outermost = name.partition(".")[0]
+        if not outermost or importlib.util.find_spec(outermost) is None:
+            raise InvalidInputError(f"-m: got {name!r}, expected a module that can be imported")
+    elif not Path(name).exists():
+        raise InvalidInputError(f"got {name!r}, expected a program: there is no such file")
+
+
+def _print_stats() -> None:
+    import attnreg
+
+    counted, place = attnreg.stats(), console(stderr=True)
+    if counted.calls:
+        calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
+        table("What ran", calls, ("backend", "forward", "backward"), right=2, place=place)
+    elif not (counted.fallbacks or counted.failures or counted.bypassed or counted.masks):
+        place.print("No attention call went through attnreg", style="bold")
+    if counted.fallbacks:
+        rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)
+        table("What could not run, and why", rows, ("backend", "calls", "reason"), place=place)
+    if counted.failures:
+        failures = ((row.backend, str(row)) for row in counted.failures)
+        table("What failed", failures, ("backend", "error"), place=place)
+    if counted.bypassed:
+        passed = ((row.kernel, str(row.count), row.reason) for row in counted.bypassed)
+        title = "What PyTorch sent past attnreg, and why"
+        table(title, passed, ("kernel", "calls", "reason"), place=place)
+    if counted.masks:
+        masks = ((row.seen, str(row.count)) for row in counted.masks)
+        table("What boolean masks were", masks, ("mask", "calls"), place=place)
+
+
+def _start(name: str, arguments: list[str], as_module: bool) -> None:
+    """Run the program as `python name arguments` does, or `python -m name arguments`."""
+    sys.argv = [name, *arguments]
+    if as_module:  # sys.path has the current folder already
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    path = Path(name).absolute()
+    if pkgutil.get_importer(str(path)) is not None:  # a folder or an archive with a __main__.py
+        _set_first_path(str(path))
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    _set_first_path(str(path.resolve().parent))
+    # `runpy.run_path` would set __file__ to the path as typed, which is wrong after a chdir, and would
+    # clear the module while the program's threads and exit handlers still use it.
+    main = ModuleType("__main__")
+    main.__file__, main.__builtins__ = str(path), builtins  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec")
+    exec(code, main.__dict__)  # noqa: S102 - running a program is the command's purpose
+
+
+def _set_first_path(folder: str) -> None:
+    """Replace the folder that Python put first on sys.path, the command line's, by the program's."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder

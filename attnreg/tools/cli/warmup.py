@@ -1,0 +1,217 @@
+"""`attnreg warmup`: run kinds of calls once, so that backends compile their kernels ahead of time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import groupby, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnreg.errors import InvalidInputError
+from attnreg.tools.cli import options, output
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnreg.core.contract.spec import AttentionSpec
+    from attnreg.core.dispatch.first_calls import FirstCall
+    from attnreg.tools.tuning.representatives import Kind
+
+    # What the progress bar says of it, and what runs it.
+    Job = tuple[str, Callable[[], list[FirstCall]]]
+
+
+def warmup(
+    q: Annotated[
+        list[str],
+        options.valued(
+            "--q", "B,S,H,D", "Query: batch, length, heads, head dim. Repeat it for several calls."
+        ),
+    ] = [],  # noqa: B006 - typer makes a new list for each call
+    kv: options.Keys = [],  # noqa: B006
+    heads: Annotated[
+        list[str],
+        options.valued("--heads", "Q,K", "In place of --q, for any lengths: heads of query and key."),
+    ] = [],  # noqa: B006
+    head_dim: Annotated[
+        list[str], options.valued("--head-dim", "NUMBERS", "With --heads: one or several with commas.")
+    ] = [],  # noqa: B006
+    trace: Annotated[Path | None, options.TRACE] = None,
+    device: options.DeviceHere = "",
+    dtype: options.Dtypes = [],  # noqa: B006
+    causal: options.Causal = False,
+    window: options.Window = "-1,-1",
+    varlen: options.Varlen = False,
+    head_dim_v: options.ValueDim = None,
+    deterministic: options.Deterministic = False,
+    backward: options.Backward = True,
+    backend: options.Backends = [],  # noqa: B006
+    as_json: options.AsJson = False,
+) -> None:
+    """Run kinds of calls once, so that their kernels are compiled.
+
+    Kernels that a backend keeps on disk are then ready when the next program starts; what it builds for
+    one process, such as cuDNN's execution plans, isn't: attnreg.warmup does that in the program. Without
+    --backend, recorded calls run on the backends that they would run on. Prints how long each first call
+    took.
+
+    Example: attnreg warmup --backend FA4 --heads 32,8 --head-dim 64,128 --varlen --causal
+    """
+    shared = {
+        "--dtype": bool(dtype), "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
+        "--head-dim-v": head_dim_v is not None, "--deterministic": deterministic,
+    }  # fmt: skip
+    _check_given(q, heads, head_dim, trace, shared)
+    output.import_torch()
+    place, named = options.present_device(device), options.names("--backend", backend)
+    with output.stdout_to_stderr():
+        facts: dict[str, Any] = {"varlen": varlen, "deterministic": deterministic}
+        specs = options.specs_of(q, kv, str(place), dtype, window, causal, head_dim_v, **facts)
+        facts |= {"head_dim_v": head_dim_v, "window": options.window_of(window, causal)}
+        kinds = [*_calls(specs), *_kinds(heads, head_dim, dtype, place, facts)]
+        recorded = _recorded(trace, place) if trace is not None else []
+        if not backward:
+            kinds, recorded = _forwards(kinds), _forwards(recorded)
+        jobs = list(_jobs(kinds, named, place))
+        jobs += _jobs(recorded, named, place) if named else _jobs_as_decided(recorded)
+        done, finished = _run(jobs)
+    _show(done, finished, place, as_json)
+    if not finished:
+        raise typer.Exit(output.INTERRUPTED)
+    failed = any(one.error is not None and not one.refused for one in done)
+    refused = any(one.refused and (named or one.backend is None) for one in done)
+    if failed or refused or not any(one.error is None for one in done):
+        raise typer.Exit(output.FAILED)
+
+
+def _check_given(
+    q: list[str], heads: list[str], head_dim: list[str], trace: Path | None, shared: dict[str, bool]
+) -> None:
+    """Check that there is something to run, and that each option says something of it."""
+    if not (q or heads or head_dim or trace):
+        raise InvalidInputError("got nothing to run, expected --q, --heads and --head-dim, or --from")
+    if bool(heads) != bool(head_dim):
+        one, other = ("--heads", "--head-dim") if heads else ("--head-dim", "--heads")
+        raise InvalidInputError(f"{one}: got no {other}, expected both")
+    unused = [name for name, given in shared.items() if given]
+    if unused and not (q or heads):
+        raise InvalidInputError(
+            f"{' and '.join(unused)}: got --from alone, expected the call that it describes: --q or --heads"
+        )
+
+
+def _calls(specs: list[AttentionSpec]) -> Iterator[Kind]:
+    """Yield calls that are run with their own lengths, in both directions."""
+    from attnreg.tools.tuning import representatives
+
+    for spec in specs:
+        yield representatives.one_call(spec)._replace(directions=("forward", "backward"))
+
+
+def _kinds(
+    heads: list[str], head_dims: list[str], dtypes: list[str], place: torch.device, facts: dict[str, Any]
+) -> Iterator[Kind]:
+    """Yield a kind without lengths, in both directions, for each heads, head dim and dtype."""
+    from attnreg.core.dispatch import planning
+    from attnreg.tools.tuning import representatives
+
+    names = [options.dtype_name(name) for name in options.names("--dtype", dtypes) or ("bf16",)]
+    for both, dim, dtype in product(heads, options.names("--head-dim", head_dims), names):
+        heads_q, heads_k = options.numbers("--heads", both, "query heads,key heads")
+        (head_dim,) = options.numbers("--head-dim", dim, "head dim")
+        own = {"heads_q": heads_q, "heads_k": heads_k, "head_dim": head_dim, "dtype": dtype}
+        same_dim = {"head_dim_v": head_dim} if facts["head_dim_v"] is None else {}
+        fields = {**facts, **own, **same_dim, "needs_backward": True}
+        yield representatives.without_lengths(fields, planning.device_of(place))
+
+
+def _recorded(trace: Path, place: torch.device) -> list[Kind]:
+    """Return the kinds of a recording's calls on this type of device."""
+    from attnreg.core.dispatch import planning
+    from attnreg.tools.tuning import representatives
+
+    recorded = options.recorded_on(trace, place.type)
+    return representatives.recorded_kinds(recorded, planning.device_of(place))
+
+
+def _forwards(kinds: list[Kind]) -> list[Kind]:
+    return [one._replace(directions=("forward",)) for one in kinds if "forward" in one.directions]
+
+
+def _jobs(kinds: Iterable[Kind], named: tuple[str, ...], place: torch.device) -> Iterator[Job]:
+    """Yield what runs each kind on each backend that is named, else on all that serve the device."""
+    found = [
+        (entry, against)
+        for entry, against in options.candidates(named, place)
+        # A backend for other devices is listed only if it is named.
+        if named or entry.backend is None or place.type in entry.backend.devices
+    ]
+    for kind, (entry, against) in product(kinds, found):
+        for direction in kind.directions:
+            yield f"{entry.name} {direction}", partial(_once, kind.spec, direction, entry, against)
+
+
+def _once(*job: Any) -> list[FirstCall]:
+    from attnreg.core.dispatch.first_calls import run_once
+
+    return [run_once(*job)]
+
+
+def _jobs_as_decided(kinds: Iterable[Kind]) -> Iterator[Job]:
+    """Yield what runs each kind on the backends that its calls would run on."""
+    from attnreg.core.dispatch.first_calls import run_decided
+
+    for number, kind in enumerate(kinds, 1):
+        for direction in kind.directions:
+            yield f"kind {number} {direction}", partial(run_decided, kind, direction)
+
+
+def _run(jobs: list[Job]) -> tuple[list[FirstCall], bool]:
+    """Return what came of the jobs, and whether all were done."""
+    done: list[FirstCall] = []
+    with contextlib.suppress(KeyboardInterrupt), output.progress(len(jobs)) as update:
+        for description, run in jobs:
+            update(description=description)
+            done += run()
+            update(advance=1)
+        return done, True
+    return done, False
+
+
+def _show(done: list[FirstCall], finished: bool, place: torch.device, as_json: bool) -> None:
+    if as_json:
+        calls = [_data(one) for one in done]
+        output.print_json({"device": str(place), "finished": finished, "calls": calls})
+        return
+    for spec, group in groupby(done, key=lambda one: one.kind):
+        title = f"{spec} on {spec.device}"
+        output.table(title, map(_row, group), ("backend", "direction", "seconds", ""))
+
+
+def _data(one: FirstCall) -> dict[str, Any]:
+    from attnreg.core import registry
+
+    state = "ran" if one.error is None else "refused" if one.refused else "failed"
+    return {
+        "backend": one.backend,
+        "version": registry.find(one.backend).version() if one.backend else "",
+        "call": str(one.kind),
+        "direction": one.direction,
+        "state": state,
+        "seconds": one.seconds,
+        "prepared": one.prepared,
+        "reason": one.error or "",
+    }
+
+
+def _row(one: FirstCall) -> tuple[str, ...]:
+    seconds = "-" if one.seconds is None else f"{one.seconds:.3f}"
+    # An error of the compiler has many lines; the reasons of all backends are a table.
+    reason = (one.error or "").partition("\n")[0] if one.backend else one.error or ""
+    note = f"not run: {reason}" if one.refused else reason
+    prepared = "compiled, built or loaded" if one.prepared else ""
+    return one.backend or "-", one.direction, seconds.rjust(7), note or prepared

@@ -1,0 +1,121 @@
+"""Whether the bits of a sequence's results depend on its batch, for kernels that are told they may not.
+
+A batch is run as it is, then its sequences in other batches: each by itself, and all in reverse
+order with two more. There the longest lengths are others, sequences lie elsewhere in memory, and threads get
+another share of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Kernels
+from attnreg.errors import RegistrationError
+from attnreg.tools.measure import promises
+from attnreg.tools.measure.inputs import Inputs
+from attnreg.tools.measure.reference import Results
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_batch_invariant(kernels: Kernels, given: Inputs, results: Sequence[tuple[Tensor, ...]]) -> None:
+    """Check results of a batch, those of repeated calls as well, against those of its sequences elsewhere."""
+    repeated = {
+        name
+        for other in results[1:]
+        for name, x, y in zip(Results._fields, results[0], other, strict=False)
+        if not _same(x, y)
+    }
+    if repeated:
+        raise RegistrationError(f"{_listed(repeated)}: got other bits for a repeated batch-invariant call")
+    if differing := dependent(kernels, given):
+        raise RegistrationError(f"{_listed(differing)}: got other bits for a sequence in another batch")
+
+
+def dependent(kernels: Kernels, given: Inputs) -> set[str]:
+    """Return which results have other bits for a sequence in another batch: some of `Results`."""
+    of_queries, of_keys = _rows(given)
+    everyone = range(len(of_queries))
+    whole = _by_sequence(kernels, given)
+    found = set()
+    for order in (*([number] for number in everyone), [*everyone[::-1], *everyone[:2]]):
+        parts = _by_sequence(kernels, _batch(given, order, of_queries, of_keys))
+        for number, part in zip(order, parts, strict=True):
+            pairs = zip(Results._fields, part, whole[number], strict=False)
+            found |= {name for name, x, y in pairs if not _same(x, y)}
+    return found
+
+
+def _rows(given: Inputs) -> tuple[list[slice], list[slice]]:
+    """Return where the queries and keys of each sequence are; nothing for pages, which may be shared."""
+    sides = (given.q, given.call.cu_seqlens_q), (given.k, given.call.cu_seqlens_k)
+    queries, keys = (
+        [slice(n, n + 1) for n in range(len(x))]
+        if offsets is None
+        else [slice(*two) for two in pairwise(offsets.tolist())]
+        for x, offsets in sides
+    )
+    return queries, [] if given.call.block_table is not None else keys
+
+
+def _batch(given: Inputs, order: Sequence[int], of_queries: list[slice], of_keys: list[slice]) -> Inputs:
+    """Return a batch of these sequences in that order, in memory of its own."""
+    q, k, v, grad_out, call = given
+
+    def picked(x: Tensor, rows: list[slice]) -> Tensor:
+        return torch.cat([x[rows[number]] for number in order]) if rows else x.clone()
+
+    def each(x: Tensor | None, dims: int) -> Tensor | None:
+        """Return the rows of a tensor that has one for each sequence, if it does."""
+        if x is None or x.dim() != dims or len(x) != len(of_queries):
+            return x
+        return x[list(order)]
+
+    changes: dict[str, Any] = {name: each(getattr(call, name), dims) for name, dims in _PER_SEQUENCE.items()}
+    call = call._replace(**changes)
+    if call.grad_lse is not None:  # (B, H, S_q), packed (H, T_q)
+        grad_lse = call.grad_lse if call.cu_seqlens_q is None else call.grad_lse.T
+        grad_lse = picked(grad_lse, of_queries)
+        call = call._replace(grad_lse=grad_lse if call.cu_seqlens_q is None else grad_lse.T.contiguous())
+    if call.cu_seqlens_q is not None:
+        call = call._replace(**_offsets("q", of_queries, order, call.cu_seqlens_q))
+    if call.cu_seqlens_k is not None:
+        call = call._replace(**_offsets("k", of_keys, order, call.cu_seqlens_k))
+    return Inputs(
+        picked(q, of_queries), picked(k, of_keys), picked(v, of_keys), picked(grad_out, of_queries), call
+    )
+
+
+# The optional tensors of a call with a row for each sequence, and their dimensions then.
+_PER_SEQUENCE = {"seqused_k": 1, "block_table": 2, "attn_bias": 4, "alibi_slopes": 2}
+
+
+def _offsets(side: str, rows: list[slice], order: Sequence[int], like: Tensor) -> dict[str, Any]:
+    lengths = [rows[number].stop - rows[number].start for number in order]
+    offsets = like.new_tensor([*accumulate(lengths, initial=0)])
+    return {f"cu_seqlens_{side}": offsets, f"max_{side}": max(lengths)}
+
+
+def _by_sequence(kernels: Kernels, given: Inputs) -> list[tuple[Tensor, ...]]:
+    """Run a batch; returns the results of each sequence."""
+    results, (of_queries, of_keys) = promises.results(kernels, given), _rows(given)
+    lse = results[1] if given.call.cu_seqlens_q is None else results[1].T
+    by_query, by_key = [results[0], lse, *results[2:3]], results[3:] if of_keys else ()
+    return [
+        (*(x[rows] for x in by_query), *(x[of_keys[number]] for x in by_key))
+        for number, rows in enumerate(of_queries)
+    ]
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    bits = _INTEGERS[x.element_size()]
+    return x.dtype == y.dtype and torch.equal(x.contiguous().view(bits), y.contiguous().view(bits))
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(name for name in Results._fields if name in names)

@@ -1,0 +1,200 @@
+"""What the contract asks of kernels besides accuracy: form, memory, repeatability, dropout, launchers."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.launchers import AddressLauncher, Launcher
+from attnreg.core.contract.spec import Direction
+from attnreg.core.contract.validation import checked_against_contract
+from attnreg.errors import RegistrationError
+from attnreg.tools.measure.cases import Case
+from attnreg.tools.measure.inputs import Guarded, Inputs
+from attnreg.tools.measure.reference import Results, kept_weights
+
+
+def checked(kernels: Kernels) -> Kernels:
+    """Return the kernels with a look at the form of what they return."""
+    forward = _checked(kernels.forward, "forward")
+    backward = None if kernels.backward is None else _checked(kernels.backward, "backward")
+    return kernels._replace(forward=forward, backward=backward)
+
+
+def _checked(run: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
+    return checked_against_contract(run, direction, "the kernel", lambda: None)
+
+
+def run_both(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
+    """Return output and LSE, and the gradients where there is a backward; what isn't written is NaN."""
+    with _uninitialized_is_nan():
+        return _results(kernels, given)
+
+
+def results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
+    """Return the same as a program gets it: in torch's deterministic mode if that is asked for."""
+    if not given.call.deterministic:
+        return _results(kernels, given)
+    # Aten's flash op looks at the mode, and not where it only warns. Without the variable torch refuses
+    # matrix products on a GPU in that mode.
+    variable = "CUBLAS_WORKSPACE_CONFIG"
+    unset = variable not in os.environ
+    os.environ.setdefault(variable, ":4096:8")
+    try:
+        with _deterministic_mode("error", filled=False):
+            return _results(kernels, given)
+    finally:
+        if unset:
+            del os.environ[variable]
+
+
+@torch.no_grad()
+def _results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
+    q, k, v, grad_out, call = given
+    out, lse = kernels.forward(q, k, v, call._replace(grad_lse=None))
+    if kernels.backward is None:
+        return out, lse
+    return out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call)
+
+
+@contextmanager
+def _uninitialized_is_nan() -> Iterator[None]:
+    """Have torch.empty return NaN, so that a result that isn't written shows."""
+    # Of the modes in which torch fills memory the one that refuses no operation.
+    with _deterministic_mode(torch.get_deterministic_debug_mode() or "warn", filled=True):
+        yield
+
+
+@contextmanager
+def _deterministic_mode(wanted: int | str, filled: bool) -> Iterator[None]:
+    settings: Any = torch.utils.deterministic
+    mode, before = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode(wanted)
+    settings.fill_uninitialized_memory = filled
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = before
+
+
+def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
+    """Check that nothing was written to the inputs or around them, and that the results are new tensors."""
+    if guarded.written():
+        raise RegistrationError("the kernel has written to its inputs or around them")
+    named = [pair for several in results for pair in zip(Results._fields, several, strict=False)]
+    if shared := {name for name, result in named if guarded.holds(result)}:
+        raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
+
+
+def check_new(kernels: Kernels, given: Inputs) -> None:
+    """Check that a call writes to no result of an earlier one of its kind, which may still be in use."""
+    earlier, later = run_both(kernels, given), run_both(kernels, given)
+    kept = {x.untyped_storage().data_ptr() for x in earlier if x.numel()}
+    named = zip(Results._fields, later, strict=False)
+    if shared := {name for name, x in named if x.numel() and x.untyped_storage().data_ptr() in kept}:
+        raise RegistrationError(
+            f"{', '.join(sorted(shared))}: got memory of an earlier call's result, expected new tensors"
+        )
+
+
+def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
+    """Check that a NaN in a query, or in a key or value that it sees, stays one in its output and gradient.
+
+    Not in the LSE, of which kernels make +inf; nor in gradients of other keys.
+    """
+    for field, tensor in zip(("query", "key", "value"), given[:3], strict=True):
+        changed = tensor.clone()
+        (changed if case.varlen else changed[0])[0] = torch.nan
+        replaced: dict[str, Any] = {field[0]: changed}
+        found = run_both(kernels, given._replace(**replaced))
+        named = dict(zip(Results._fields, found, strict=False))
+        count = 1 if field == "query" else case.lens_q[0]
+        for name in ("out", "dq")[: 1 + ("dq" in named)]:
+            rows = named[name] if case.varlen else named[name][0]
+            if not rows[:count].isnan().all():
+                raise RegistrationError(f"{name}: got numbers for a NaN in the {field}, expected NaN")
+
+
+def check_repeatable(kernels: Kernels, given: Inputs) -> None:
+    """Check that a call with `deterministic` gives the same bits each time."""
+    first, *others = (results(kernels, given) for _ in range(3))
+    pairs = [pair for other in others for pair in zip(Results._fields, first, other, strict=False)]
+    if differing := {name for name, x, y in pairs if not torch.equal(x, y)}:
+        raise RegistrationError(
+            f"{', '.join(sorted(differing))}: got other bits for the same deterministic call"
+        )
+
+
+def check_dropout(kernels: Kernels, case: Case, given: Inputs) -> None:
+    """Check how many weights are dropped, and that another random state drops others."""
+    q, k, v, _, call = given
+    if call.rng_state is None:
+        return
+    other = call._replace(rng_state=(call.rng_state.view(torch.int64) + 1).view(torch.uint64))
+    with torch.no_grad():
+        kept, others = (kept_weights(case, kernels.forward(q, k, v, one)[0]) for one in (call, other))
+    count = case.heads[0] * sum(map(_seen, case.lens_q, case.lens_k, repeat(case.window)))
+    dropped = 1.0 - float(kept.count_nonzero()) / count
+    # Six standard deviations: of right kernels one in 500 million is beyond them.
+    if abs(dropped - case.dropout) > 6.0 * math.sqrt(case.dropout * (1.0 - case.dropout) / count):
+        raise RegistrationError(f"dropout: got {dropped:.3f} of the weights dropped, expected {case.dropout}")
+    if torch.equal(kept, others):
+        raise RegistrationError("dropout: got the same weights dropped with another rng_state")
+
+
+def _seen(len_q: int, len_k: int, window: tuple[int, int]) -> int:
+    """Return how many pairs of a query and a key a window leaves of a sequence."""
+    left, right = (len_q + len_k if bound < 0 else bound for bound in window)
+    ends = range(len_k - len_q, len_k)  # of each row the key in line with it
+    return sum(max(0, min(end + right, len_k - 1) - max(end - left, 0) + 1) for end in ends)
+
+
+def launched(
+    specialize: Callable[..., Any],
+    kernels: Kernels,
+    given: Inputs,
+    results: tuple[Tensor, ...],
+    earlier: Inputs,
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the results of every launcher, or a direction's own where it has none or that declines.
+
+    The launchers are those for an earlier call, whose tensors have other values.
+    """
+    *tensors, grad_out, call = given
+    *before, grad_before, call_before = earlier
+    out_before, lse_before, *_ = run_both(kernels, earlier)
+
+    def launches(direction: Direction, seen: list[Tensor], given: list[Tensor], own: Any) -> list[Any]:
+        with torch.no_grad(), _uninitialized_is_nan():
+            launcher = specialize(direction, tuple(seen), call_before)
+            # As a function, and as the compiled call cache calls it.
+            ways: list[Any] = [launcher]
+            if isinstance(launcher, AddressLauncher):
+                ways.append(launcher.on_addresses)
+            return [own if run is None else _launch(run, direction, given, call, own) for run in ways]
+
+    for forward in launches("forward", before, tensors, results[:2]):
+        seen, wanted = [grad_before, *before, out_before, lse_before], [grad_out, *tensors, *forward]
+        for backward in launches("backward", seen, wanted, results[2:]) if kernels.backward else [()]:
+            yield *forward, *backward
+
+
+def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:
+    """Return what a launcher gives for tensors, checked like a kernel's; `own` if it declines."""
+    further: tuple[Any, ...] = ()
+    if call.varlen:
+        further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False
+    further = further if call.sinks is None else (call.sinks, *further)
+    return _checked(lambda *_: run(*given, *further) or own, direction)(*given, call)

@@ -1,0 +1,168 @@
+"""Attention as textbooks write it: whole matrices, autograd, nothing clever. The one reference.
+
+In float64 it is the truth; in the inputs' own dtype it is what a user would get without any kernel,
+which says how wrong a kernel may be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.tools.measure.cases import Case
+from attnreg.tools.measure.inputs import Inputs, key_rows, rows_of
+
+
+class Results(NamedTuple):
+    """What forward and backward return, in the contract's shapes."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None = None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: tuple[int, int] = (-1, -1),
+    *,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    kept: Tensor | None = None,
+    softcap: float = 0.0,
+    first_row: int = 0,
+    len_q: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of sequences of equal lengths, in the dtype of the tensors.
+
+    Args:
+        query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v).
+        scale, window, bias, alibi_slopes, softcap: as in `Call`.
+        kept: (B, H, S_q, S_k), the factors of dropout: 0 where a weight is dropped.
+        first_row, len_q: where the rows are in the query, and how long that is, if they aren't all of it.
+
+    Returns:
+        The output (B, S_q, H, D_v) and the LSE (B, H, S_q), both differentiable.
+    """
+    group = query.shape[2] // key.shape[2]
+    query, key, value = (
+        x.transpose(1, 2) for x in (query, *(x.repeat_interleave(group, dim=2) for x in (key, value)))
+    )
+    scores = query @ key.mT * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    rows, keys = scores.shape[-2:]
+    i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
+    i = i + keys - (rows if len_q is None else len_q)
+    j = torch.arange(keys, device=scores.device)
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
+    if window[0] >= 0:
+        visible = visible & (j >= i - window[0])
+    if window[1] >= 0:
+        visible = visible & (j <= i + window[1])
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[..., None, None].to(scores.dtype) * (i - j).abs()
+    if bias is not None:
+        visible = visible & (bias if bias.dtype == torch.bool else bias > -torch.inf)
+        if bias.dtype != torch.bool:
+            scores = scores + bias.masked_fill(bias == -torch.inf, 0.0).to(scores.dtype)
+    sees_a_key = visible.any(-1, keepdim=True)
+    # A row without a key keeps its scores through the softmax and loses its weights after: no NaN arises.
+    weights = scores.masked_fill(~visible & sees_a_key, -torch.inf).softmax(-1).masked_fill(~visible, 0.0)
+    lse = scores.masked_fill(~visible, -torch.inf).logsumexp(-1)
+    if kept is not None:
+        weights = weights * kept.to(weights.dtype)
+    return (weights @ value).transpose(1, 2), lse
+
+
+@torch.enable_grad()  # a caller may have turned it off for the kernels
+def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
+    """Return the results of a case, computed in one dtype throughout; `kept` as by `kept_weights`."""
+    q, k, v, grad = (_rows(x).detach().to(dtype) for x in (given.q, given.k, given.v, given.grad_out))
+    out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    call = given.call
+    sinks = None if call.sinks is None else call.sinks.detach().to(dtype).requires_grad_()
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    grad_lse = None if call.grad_lse is None else _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype)
+    # No row belongs to two groups, so each has gradients of its own: rows of no sequence keep zeros.
+    for batch, rows_q, rows_k in _same_lengths(case, given):
+        bias = call.attn_bias
+        if bias is not None:
+            sizes = len(case.lens_q), case.heads[0], rows_q.shape[1], rows_k.shape[1]
+            bias = bias.expand(sizes)[batch]
+        slopes = call.alibi_slopes
+        query, key, value = (x.requires_grad_() for x in (q[rows_q], k[rows_k], v[rows_k]))
+        part = attend(
+            *(query, key, value, call.scale, call.window),
+            bias=bias,
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch],
+            softcap=call.softcap,
+            kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
+        )
+        if case.sinks or sinks is not None:
+            part = with_sinks(*part, sinks_of(part[1]) if sinks is None else sinks)
+        results, of_results = [part[0]], [grad[rows_q]]
+        if grad_lse is not None:
+            results.append(part[1].mT)
+            of_results.append(grad_lse[rows_q].masked_fill(results[1] == -torch.inf, 0.0))
+        leaves = (query, key, value) if sinks is None else (query, key, value, sinks)
+        dq[rows_q], dk[rows_k], dv[rows_k], *of_sinks = torch.autograd.grad(results, leaves, of_results)
+        if dsinks is not None:
+            dsinks += of_sinks[0]
+        out[rows_q], lse[rows_q] = part[0].detach(), part[1].detach().mT
+    like = given.grad_out, given.q, given.k, given.v
+    out, dq, dk, dv = (x.view(one.shape) for x, one in zip((out, dq, dk, dv), like, strict=True))
+    return Results(out, lse.view(given.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, dsinks)
+
+
+def sinks_of(lse: Tensor) -> Tensor:
+    """Return the sinks (H,) of a case that has some."""
+    return torch.linspace(-1.0, 3.0, lse.shape[-2], dtype=lse.dtype, device=lse.device)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and LSE with one more key, without a value, for each row that sees a key at all."""
+    unseen = lse == -torch.inf
+    seen = lse.masked_fill(unseen, 0.0)
+    total = torch.logaddexp(seen, sinks[:, None])
+    return (out * (seen - total).exp().mT[..., None]).to(out.dtype), total.masked_fill(unseen, -torch.inf)
+
+
+def kept_weights(case: Case, out: Tensor) -> Tensor:
+    """Return the factors of dropout (B, H, max_q, max_k) that an output shows.
+
+    The value being the identity, column j of the output is the weight of key j.
+    """
+    kept = out.new_zeros(len(case.lens_q), case.heads[0], case.max_q, case.max_k, dtype=torch.float64)
+    for number, rows in enumerate(rows_of(case.lens_q, case.lens_q)):
+        columns = case.lens_k[number]
+        shown = _rows(out)[rows.to(out.device), :, :columns] != 0.0
+        kept[number, :, : len(rows), :columns] = shown.transpose(0, 1) / (1.0 - case.dropout)
+    return kept
+
+
+def _same_lengths(case: Case, given: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield sequences of equal lengths: their numbers and their rows of queries and of keys."""
+    numbers_of = defaultdict(list)
+    for number, lens in enumerate(zip(case.lens_q, case.lens_seen, strict=True)):
+        if all(lens):
+            numbers_of[lens].append(number)
+    rows_q, rows_k = rows_of(case.lens_q, case.lens_q), key_rows(case, given.call.block_table)
+    for numbers in numbers_of.values():
+        stacked = (torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k))
+        at, queries, keys = (x.to(given.q.device) for x in (torch.tensor(numbers), *stacked))
+        yield at, queries, keys
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 3 else x.flatten(0, 1)

@@ -1,0 +1,201 @@
+"""The accuracy rule, and the check of kernels by it.
+
+A kernel is right if its largest error against attention in float64 is at most twice that of plain PyTorch
+operations in the inputs' own dtype, plus the rounding of the result itself; three times with a softcap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.core.contract.backend import Call, Kernels
+from attnreg.errors import UnsupportedInputError
+from attnreg.tools.measure import promises
+from attnreg.tools.measure.cases import Case
+from attnreg.tools.measure.inputs import Guarded, inputs
+from attnreg.tools.measure.invariance import check_batch_invariant
+from attnreg.tools.measure.reference import Results, attention, kept_weights, sinks_of, with_sinks
+
+FACTOR = 2.0
+# With a softcap: GPU kernels take the tanh that the hardware approximates, as flash-attention's tests allow.
+SOFTCAP_FACTOR = 3.0
+
+# Relative and absolute, those that torch.testing.assert_close uses by default.
+TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float64: (1e-7, 1e-7)}
+
+# Where a gradient is 0 by cancellation, as with one visible key, rounding it costs nothing; but the
+# kernel has come there through float32.
+LEAST = FACTOR * TOLERANCES[torch.float32][1]
+
+
+class Error(NamedTuple):
+    """The largest error of one tensor, against float64.
+
+    Attributes:
+        kernel: that of the kernel; infinite where the result has NaN or another shape.
+        math: that of plain PyTorch operations in the inputs' dtype.
+        atol: what rounding the result costs by itself.
+        factor: how many times the error of `math` passes.
+    """
+
+    kernel: float
+    math: float
+    atol: float
+    factor: float = FACTOR
+
+    @property
+    def allowed(self) -> float:
+        """The most that passes."""
+        return self.factor * self.math + self.atol
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel is right."""
+        return self.kernel <= self.allowed
+
+    @property
+    def ratio(self) -> float:
+        """The error in units of plain PyTorch's; infinite where that has none."""
+        if self.kernel == 0.0:
+            return 0.0
+        return self.kernel / self.math if self.math else torch.inf
+
+    @property
+    def share(self) -> float:
+        """The error in units of the most that passes."""
+        if self.kernel == 0.0:
+            return 0.0
+        return self.kernel / self.allowed if self.allowed else torch.inf
+
+    def __str__(self) -> str:
+        sign = "<=" if self.passed else ">"
+        return f"{self.kernel:.3g} {sign} {self.factor:g} * {self.math:.3g} + {self.atol:.3g}"
+
+
+def measure(
+    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+) -> dict[str, Error]:
+    """Run a case and return the errors of `out` and `lse`, and of `dq`, `dk`, `dv` with a backward.
+
+    Where the kernels return launchers for repeated calls, these are run as well, and the larger error counts.
+
+    Raises:
+        RegistrationError: the kernels break the contract otherwise: see `promises`.
+        UnsupportedInputError: a kernel declines the case.
+    """
+    given = inputs(case, device, seed)
+    guarded, kernels = Guarded(given), promises.checked(kernels)
+    if case.sinks:
+        kernels = _with_sinks(kernels)
+    results = [promises.run_both(kernels, guarded.inputs)]
+    kept = kept_weights(case, results[0][0]) if case.dropout else None
+    truth = attention(case, given, torch.float64, kept)
+    plain = attention(case, given, given.q.dtype, kept)
+    if kernels.specialize is not None and _may_be_specialized(case, given.call, truth):
+        earlier = Guarded(inputs(case.reordered(), device, seed + 1)).inputs
+        results += promises.launched(kernels.specialize, kernels, guarded.inputs, results[0], earlier)
+    promises.check_memory(guarded, results)
+    if case.dropout:
+        promises.check_dropout(kernels, case, guarded.inputs)
+    if case.seen_nan:
+        promises.check_seen_nan(kernels, case, guarded.inputs)
+    if case.deterministic:
+        promises.check_repeatable(kernels, guarded.inputs)
+    if case.batch_invariant:
+        check_batch_invariant(kernels, guarded.inputs, results)
+    errors = errors_of(results, plain, truth, given.q.dtype)
+    return {name: error._replace(factor=factor_of(case)) for name, error in errors.items()}
+
+
+def factor_of(case: Case) -> float:
+    """Return how many times the error of plain PyTorch operations passes."""
+    return SOFTCAP_FACTOR if case.softcap else FACTOR
+
+
+def errors_of(
+    results: Iterable[tuple[Tensor, ...]], plain: Results, truth: Results, dtype: torch.dtype
+) -> dict[str, Error]:
+    """Return the largest error of each tensor in one or more results for the same inputs of some dtype."""
+    names = zip(Results._fields, zip(*results, strict=True), strict=False)
+    return {name: compare(got, getattr(plain, name), getattr(truth, name), dtype) for name, got in names}
+
+
+def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
+    """Return the larger error of one or more results for the same inputs of some dtype.
+
+    `got` is what kernels returned, `plain` what plain PyTorch operations give in that dtype, `truth` the same
+    in float64.
+    """
+    return Error(max(_distance(one, truth) for one in got), _distance(plain, truth), _rounding(truth, dtype))
+
+
+def measure_taken(
+    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+) -> tuple[dict[str, Error], str]:
+    """Return the errors of the directions that the kernels take, and why they decline one; empty if none."""
+    try:
+        return measure(kernels, case, device, seed), ""
+    except UnsupportedInputError as error:
+        declined = str(error)
+    if kernels.backward is None:
+        return {}, declined
+    errors, forwards = measure_taken(kernels._replace(backward=None), case, device, seed)
+    return errors, forwards or declined
+
+
+def _with_sinks(kernels: Kernels) -> Kernels:
+    """Return the kernels with sinks counted between forward and backward, as callers of theirs do."""
+
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernels.forward(*given)
+        return with_sinks(out, lse, sinks_of(lse))
+
+    return kernels._replace(forward=forward, specialize=None)
+
+
+def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
+    """Whether a case is one for which routers may ask `Kernels.specialize` for a launcher."""
+    lengths = zip(case.lens_q, case.lens_k, strict=True)
+    no_unused_rows = not case.tail and all((queries > 0) == (keys > 0) for queries, keys in lengths)
+    further = (
+        call.seqused_k,
+        call.block_table,
+        call.attn_bias,
+        call.alibi_slopes,
+        call.num_splits,
+        call.grad_lse,
+    )
+    plain = not (call.dropout or call.softcap) and all(argument is None for argument in further)
+    every_row_sees_a_key = bool(truth.lse.isfinite().all())
+    return no_unused_rows and plain and every_row_sees_a_key
+
+
+def _distance(got: Tensor, truth: Tensor) -> float:
+    if got.shape != truth.shape:
+        return torch.inf
+    if not got.numel():
+        return 0.0
+    got = got.detach().to(torch.float64)
+    distance = (got - truth).abs()
+    if math.isfinite(largest := float(distance.amax())):
+        return largest
+    # An LSE of -inf has a distance of NaN from itself.
+    distance = distance.masked_fill(got == truth, 0.0)
+    return float(distance.nan_to_num(nan=torch.inf, posinf=torch.inf).amax())
+
+
+def _rounding(truth: Tensor, dtype: torch.dtype) -> float:
+    known = truth.isfinite()
+    finite = truth if known.all() else truth[known]
+    if not finite.numel():
+        return 0.0
+    if dtype in TOLERANCES:
+        relative, absolute = TOLERANCES[dtype]
+        return FACTOR * (absolute + relative * float(finite.abs().amax()))
+    rounded = finite.to(dtype)
+    return max(LEAST, FACTOR * float((rounded + 0.3 - 0.3 - rounded).abs().amax()))

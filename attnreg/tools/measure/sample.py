@@ -1,0 +1,165 @@
+"""The accuracy rule at a call's own size, where computing all of it in float64 would take too long.
+
+A few heads of a few sequences are enough to find a wrong mask or offset, and the kernel that is wrong
+only where sequences are long, batches wide, or offsets large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.tools.measure.cases import Case
+from attnreg.tools.measure.inputs import Inputs
+from attnreg.tools.measure.reference import attend, with_sinks
+from attnreg.tools.measure.rule import Error, compare, factor_of
+
+# As many scores as are computed at once: 512 MB of them in float64.
+SCORES = 2**26
+
+# Rows are compared in blocks: under a causal mask the last ones are so small that an error as large as they
+# are would be lost next to the first ones. A block has rows enough to tell how far off plain operations are:
+# with a row or two that is luck, and one in twenty short sequences failed a backward whose only fault was to
+# read the rounded `out`, as those of all flash kernels do.
+BLOCKS = 8
+ROWS = 16
+
+
+class Part(NamedTuple):
+    """A key head of one sequence with the query heads that share it."""
+
+    sequence: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"sequence {self.sequence}, key head {self.head}"
+
+
+class Verdict(NamedTuple):
+    """The largest error, in units of the most that passes, and which result is wrong, where, by how much."""
+
+    error: float
+    wrong: str
+
+
+class Sample:
+    """What some parts of a call should give: the longest sequence, the shortest, and the last one.
+
+    `given` are the tensors of the call in the contract's layout; `backward` has gradients compared as well.
+    """
+
+    def __init__(self, case: Case, given: Inputs, *, backward: bool = True) -> None:
+        self._case, self._given, self._backward = case, given, backward
+        self._starts = [tuple(accumulate(lens, initial=0)) for lens in (case.lens_q, case.lens_k)]
+        self._exact = {
+            part: (self._computed(part, torch.float64), self._computed(part, given.q.dtype))
+            for part in self._parts()
+        }
+
+    def errors(self, results: Mapping[str, Tensor]) -> dict[Part, dict[str, Error]]:
+        """Return the error of each result in each part."""
+        found: dict[Part, dict[str, Error]] = {}
+        for part, (truth, plain) in self._exact.items():
+            found[part] = {}
+            for name, result in results.items():
+                rows = self._rows(part, name, result)
+                count = min(max(len(rows) // ROWS, 1), BLOCKS)
+                blocks = zip(*(x.tensor_split(count) for x in (rows, plain[name], truth[name])), strict=True)
+                errors = (
+                    compare((ours,), theirs, exact, self._given.q.dtype)
+                    for ours, theirs, exact in blocks
+                    if len(exact)
+                )
+                errors = (error._replace(factor=factor_of(self._case)) for error in errors)
+                found[part][name] = max(errors, key=lambda error: error.share)
+        return found
+
+    def verdict(self, results: Mapping[str, Tensor]) -> Verdict:
+        """Return how wrong results are; of `out`, `lse`, `dq`, `dk`, `dv`, whichever are given."""
+        for name, result in results.items():
+            if name != "lse" and not bool(result.isfinite().all()):
+                return Verdict(torch.inf, f"{name} has values that aren't finite")
+        errors = [
+            (error, f"{name} of {part}: {error}")
+            for part, named in self.errors(results).items()
+            for name, error in named.items()
+        ]
+        wrong = next((text for error, text in errors if not error.passed), "")
+        return Verdict(max((error.share for error, _ in errors), default=0.0), wrong)
+
+    def _parts(self) -> list[Part]:
+        lens = list(zip(self._case.lens_q, self._case.lens_k, strict=True))
+        filled = [number for number, pair in enumerate(lens) if all(pair)]
+        last = self._case.heads[1] - 1
+        if not filled:
+            return []
+        longest = max(filled, key=lens.__getitem__)
+        shortest = min(reversed(filled), key=lens.__getitem__)
+        return list(dict.fromkeys((Part(longest, 0), Part(shortest, last), Part(filled[-1], last))))
+
+    def _rows(self, part: Part, name: str, x: Tensor) -> Tensor:
+        """Return what belongs to a part: (S, heads, dim), or (S, heads) of the LSE."""
+        group = self._case.heads[0] // self._case.heads[1]
+        of_keys = name in ("k", "v", "dk", "dv")
+        first, count = (part.head, 1) if of_keys else (part.head * group, group)
+        heads = slice(first, first + count)
+        starts = self._starts[of_keys]
+        here = slice(starts[part.sequence], starts[part.sequence + 1])
+        if name == "lse":
+            return (x[heads, here] if self._case.varlen else x[part.sequence, heads]).mT
+        return (x[here] if self._case.varlen else x[part.sequence])[:, heads]
+
+    def _bias(self, part: Part, head: int, rows: slice) -> Tensor | None:
+        """Return what a call without packed sequences adds to the scores of some rows of a query head."""
+        if (bias := self._given.call.attn_bias) is None:
+            return None
+        sizes = len(self._case.lens_q), self._case.heads[0], self._case.max_q, self._case.max_k
+        group = sizes[1] // self._case.heads[1]
+        return bias.expand(sizes)[part.sequence, part.head * group + head, rows]
+
+    @torch.enable_grad()  # a caller may have turned it off for the kernels
+    def _computed(self, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the results of a part, computed in one dtype a query head and some rows at a time."""
+        given, call = self._given, self._given.call
+        named = (("q", given.q), ("k", given.k), ("v", given.v), ("q", given.grad_out))
+        q, k, v, grad = (self._rows(part, name, x).detach().to(dtype) for name, x in named)
+        of_lse = None if call.grad_lse is None else self._rows(part, "lse", call.grad_lse).to(dtype)
+        k, v = k.requires_grad_(), v.requires_grad_()
+        # The gradients of key and value are sums over heads and rows; summing itself is to cost nothing.
+        sums = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in (("dk", k), ("dv", v))}
+        heads: dict[str, list[Tensor]] = {"out": [], "lse": [], "dq": []}
+        at_once = max(SCORES // len(k), 1)
+        for head in range(q.shape[1]):
+            sinks = None if call.sinks is None else call.sinks.to(dtype)[part.head * q.shape[1] + head, None]
+            rows: dict[str, list[Tensor]] = {name: [] for name in heads}
+            for first in range(0, len(q), at_once):
+                some = q[first : first + at_once, head : head + 1].requires_grad_()
+                out, lse = attend(
+                    *(some[None], k[None], v[None], call.scale, call.window),
+                    bias=self._bias(part, head, slice(first, first + at_once)),
+                    softcap=call.softcap,
+                    first_row=first,
+                    len_q=len(q),
+                )
+                if sinks is not None:
+                    out, lse = with_sinks(out, lse, sinks)
+                rows["out"].append(out[0].detach())
+                rows["lse"].append(lse[0].detach().mT)
+                if self._backward:
+                    results, incoming = [out], [grad[first : first + at_once, head : head + 1][None]]
+                    if of_lse is not None:
+                        results.append(lse)
+                        further = of_lse[first : first + at_once, head : head + 1].mT[None]
+                        incoming.append(further.masked_fill(lse == -torch.inf, 0.0))
+                    dq, dk, dv = torch.autograd.grad(results, (some, k, v), incoming)
+                    rows["dq"].append(dq)
+                    sums["dk"] += dk
+                    sums["dv"] += dv
+            for name, parts in rows.items():
+                heads[name].append(torch.cat(parts) if parts else q.new_zeros(0))
+        found = {name: torch.cat(parts, 1) for name, parts in heads.items() if parts[0].numel()}
+        return found | {name: total.to(dtype) for name, total in sums.items() if self._backward}

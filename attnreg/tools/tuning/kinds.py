@@ -1,0 +1,282 @@
+"""What makes the times of two calls comparable: their kind, and their coordinates within it.
+
+Within a kind, kernels take the same code paths, so times can be interpolated between sizes, and between kinds
+that differ only in the ratio of heads. Between other kinds they can't, except as `distance_between` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import ceil, log2
+from typing import NamedTuple
+
+from attnreg.core.contract.spec import AttentionSpec, Direction
+
+MASKS = ("none", "causal", "window")
+
+# Both run on the same units at the same rate, so one can replace the other.
+HALVES = ("bfloat16", "float16")
+
+# Reading a number takes about as long as this many multiplications; short queries are bound by reading.
+READING = 100
+
+# The distance of a factor of two in the ratio of heads, where one in a size is 1: with each point of the
+# H200's table predicted from the others, 0.5 is best (0.25 and 1 are worse). A call with few queries mostly
+# reads the keys, and a kernel may read those of several heads once or several times: there the distance is
+# larger.
+RATIO, SHORT, FARTHER = 0.5, 16, 1.0
+
+# Kernels process keys in tiles of this size. Without a mask they check bounds only for a partial last tile,
+# which takes cuDNN a quarter longer on an H200.
+TILE, PARTIAL = 128, 1.0
+
+# Kernels have other code paths for one query than for two.
+SINGLE = 5.0
+
+# What the host takes for a call depends on how many kernels it launches, hardly on its size. Where there are
+# fewer blocks of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among
+# blocks, and one more kernel adds up the parts. With one query cuDNN does so, too, from some keys on, if its
+# blocks are for less than half of the multiprocessors. Where query heads share key heads, kernels add up the
+# gradients of the keys, and FA4's are two more.
+MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
+SHARED = ", shared key heads"
+HOST_SHAPES = (MANY, MANY + SHARED, FEW, FEW + SHARED, ONE, LONG)
+ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS, HALF = 64, 200, 2**14, 512, 66
+
+# How a kernel's time may grow with a call's sizes; a backend's points tell which of these fits it best. With
+# few queries a block reads keys for the query heads of one key head, or for one query head. It reads all keys
+# of a sequence, one block on a multiprocessor at a time or several, or a part of them, and all work.
+SPREADS = tuple(product(("key head", "query head"), ("one block at a time", "several", "parts of the keys")))
+
+# With more queries a block has a tile of them, and takes as long before its first key as for so many keys.
+# Together with `SPREADS`, `FARTHER` and `SINGLE` chosen by two tables of two minutes, of an H100 and an H200:
+# 511 and 155 forwards of random shapes take 1.006 of the best backend's time in place of 1.015 and 1.011, and
+# at worst 1.25 in place of 2.90.
+STARTS = (30, 100, 200, 300)
+GROWTHS = (*SPREADS, *STARTS)
+
+# The multiprocessors of an H100 and of an H200.
+PROCESSORS = 132
+
+
+class Kind(NamedTuple):
+    """The properties that calls have to share for their times to depend on sizes alone.
+
+    Attributes:
+        direction: `"forward"` or `"backward"`.
+        dtype, head_dim, head_dim_v: as in the spec.
+        ratio: query heads for each key head.
+        mask: `"none"`, `"causal"` or `"window"`.
+        varlen: whether sequences are packed.
+        extras: names of further spec fields that change a kernel's code path.
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    ratio: int
+    mask: str
+    varlen: bool
+    extras: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        dims = str(self.head_dim)
+        if self.head_dim_v != self.head_dim:
+            dims += f"/{self.head_dim_v}"
+        heads = (f"{self.ratio}:1 heads",) if self.ratio else ()
+        mask = "no mask" if self.mask == "none" else self.mask
+        layout = "packed" if self.varlen else "dense"
+        return ", ".join((self.dtype, f"head dim {dims}", *heads, mask, layout, *self.extras, self.direction))
+
+
+class Size(NamedTuple):
+    """The sizes of a call: what calls of one kind differ in."""
+
+    batch: int
+    max_q: int
+    max_k: int
+    heads_q: int
+    tokens_q: int
+    tokens_k: int
+    window: tuple[int, int] = (-1, -1)
+
+    def __str__(self) -> str:
+        return f"B {self.batch}, {self.max_q} x {self.max_k}, H {self.heads_q}"
+
+
+def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
+    """Return the kind of one direction of a call."""
+    extras = {
+        "alibi": spec.alibi,
+        "bias": spec.bias,
+        "deterministic": spec.deterministic and direction == "backward",  # forwards are anyway
+        "dropout": spec.dropout > 0.0,
+        "grad_lse": spec.grad_lse and direction == "backward",
+        "num_splits": spec.num_splits is not None,
+        "page_size": spec.page_size is not None,
+        "seqused_k": spec.seqused_k,
+        "sinks": spec.gives_sinks,
+        "softcap": spec.softcap > 0.0,
+    }
+    return Kind(
+        direction,
+        spec.dtype,
+        spec.head_dim,
+        spec.head_dim_v,
+        spec.heads_q // spec.heads_k,
+        "window" if spec.windowed else "causal" if spec.causal else "none",
+        spec.varlen,
+        tuple(name for name, on in extras.items() if on),
+    )
+
+
+def size_of(spec: AttentionSpec) -> Size:
+    """Return the size of a call."""
+    return Size(spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k, spec.window)
+
+
+def heads_k(kind: Kind, size: Size) -> int:
+    """Return how many key heads a call has."""
+    return max(size.heads_q // max(kind.ratio, 1), 1)
+
+
+def host_shapes_of(kind: Kind, size: Size) -> tuple[str, ...]:
+    """Return which of `HOST_SHAPES` a call is, and those that come near where a table doesn't have it.
+
+    As the backends' kernels were seen to split keys. None of calls with sinks: those of `HOST_SHAPES` have
+    none, and results that are rescaled for them take several kernels more.
+    """
+    if "sinks" in kind.extras:
+        return ()
+    if size.max_q == 1 and not kind.varlen:
+        return ONE if size.max_k <= MANY_KEYS or size.batch * heads_k(kind, size) > HALF else LONG, MANY
+    blocks = size.batch * size.heads_q * -(-size.max_q // ROWS)
+    many = kind.varlen or blocks > AT_ONCE or size.max_k * kind.head_dim <= TILE_NUMBERS
+    like = MANY if many else FEW
+    return (like + SHARED, like, MANY) if kind.ratio > 1 else (like, MANY)
+
+
+def family_of(kind: Kind) -> Kind:
+    """Return the kind with a ratio of 0: kinds that differ only in the ratio of heads are one family."""
+    return kind._replace(ratio=0)
+
+
+def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
+    """Return the coordinates of a call in its family, as logarithms to base 2.
+
+    They are batch x heads, both lengths, the longest length over the mean, and the ratio of heads (twice);
+    then whether the last tile of keys is partial, and whether there is one query.
+    """
+    ratio = log2(max(kind.ratio, 1))
+    mean = size.tokens_q / size.batch if size.batch else 0.0
+    partial = not kind.varlen and kind.mask == "none" and size.max_k > TILE and size.max_k % TILE
+    return (
+        log2(max(size.batch * size.heads_q, 1)),
+        log2(max(size.max_q, 1)),
+        log2(max(size.max_k, 1)),
+        log2(max(size.max_q, 1) / max(mean, 1.0)),
+        RATIO * ratio,
+        FARTHER * ratio if size.max_q <= SHORT else 0.0,
+        PARTIAL if partial else 0.0,
+        SINGLE if size.max_q == 1 else 0.0,
+    )
+
+
+def works(kind: Kind, size: Size, processors: int = 1) -> tuple[float, ...]:
+    """Return the work that a call's time grows with, for each of `GROWTHS`.
+
+    It is `work` for those of calls with another number of queries, of backwards, and of a device whose number
+    of multiprocessors doesn't matter: a CPU, or calls of nearly the same size.
+    """
+    usual = (work(kind, size),)
+    if size.max_q <= SHORT:
+        return (*_spread(kind, size, processors), *usual * len(STARTS))
+    if kind.direction == "backward" or processors == 1:
+        return usual * len(GROWTHS)
+    scores, read = _in_tiles(kind, size, processors)
+    return (*usual * len(SPREADS), *(scores + start * read for start in STARTS))
+
+
+def _spread(kind: Kind, size: Size, processors: int) -> Iterator[float]:
+    """Yield the work of few queries. Blocks that are fewer than multiprocessors take as long as so many."""
+    one_each = kind._replace(ratio=1)
+    for amount, heads in (
+        (work(kind, size), heads_k(kind, size)),
+        (work(one_each, size), size.heads_q),
+    ):
+        share = max(size.batch * heads, 1) / processors
+        yield from (amount * ceil(share) / share, amount * max(1.0, 1.0 / share), amount)
+
+
+def _in_tiles(kind: Kind, size: Size, processors: int) -> tuple[float, float]:
+    """Return the work of blocks that compute whole tiles, and what is added for each key of a start.
+
+    What is read before is a block's queries and, once for each key head, the keys. Without a mask blocks of
+    equal sequences take as long as each other, and run in waves.
+    """
+    batch = max(size.batch, 1)
+    # Lengths of packed sequences aren't known one by one: their last tiles are half full.
+    ragged = kind.varlen and size.tokens_q < batch * size.max_q
+    queries, keys = (
+        mean + TILE / 2 if ragged else ceil(mean / TILE) * TILE
+        for mean in (max(tokens / batch, 1.0) for tokens in (size.tokens_q, size.tokens_k))
+    )
+    scores = size.heads_q * _pairs_in_tiles(kind.mask, size.window, queries, keys)
+    if kind.mask == "none" and not ragged:
+        share = batch * max(size.heads_q, 1) * queries / TILE / processors
+        scores *= ceil(share) / share
+    read = size.heads_q * queries + heads_k(kind, size) * size.tokens_k / batch
+    each = batch * (kind.head_dim + kind.head_dim_v + 1)
+    return each * scores, each * read
+
+
+def _pairs_in_tiles(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
+    """Return `_pairs` of whole tiles."""
+    if mask == "none":
+        return queries * keys
+    if mask == "causal":
+        seen = min(queries, keys)
+        return seen * (max(keys - queries, 0.0) + (seen + TILE) / 2)
+    left, right = (keys if bound < 0 else float(bound) for bound in window)
+    return queries * min(keys, left + right + 1 + TILE)
+
+
+def work(kind: Kind, size: Size) -> float:
+    """Return roughly how many multiplications a call takes in all; above 0."""
+    batch = max(size.batch, 1)
+    queries, keys = max(size.tokens_q / batch, 1.0), max(size.tokens_k / batch, 1.0)
+    read = size.heads_q * queries + heads_k(kind, size) * keys
+    scores = size.heads_q * _pairs(kind.mask, size.window, queries, keys)
+    return batch * (kind.head_dim + kind.head_dim_v + 1) * (scores + READING * read)
+
+
+def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
+    """Return how many pairs of a query and a key of one sequence the mask leaves."""
+    if mask == "none":
+        return queries * keys
+    if mask == "causal":
+        seen = min(queries, keys)
+        return queries * keys - queries * queries / 2 if keys >= queries else seen * seen / 2
+    left, right = (keys if bound < 0 else float(bound) for bound in window)
+    return queries * min(keys, left + right + 1)
+
+
+def distance_between(wanted: Kind, other: Kind) -> float | None:
+    """Return how far a family is from the wanted one; None if its times can't replace that one's.
+
+    Those of the other half precision can, those of a larger head dim, as kernels pad to it, and first those
+    without sinks in place of those with, and the other way round. Those of another mask or layout, a smaller
+    head dim or other options can't.
+    """
+    if (wanted.direction, *wanted[5:7]) != (other.direction, *other[5:7]):
+        return None
+    if (different := {*wanted.extras} ^ {*other.extras}) - {"sinks"}:
+        return None
+    if wanted.dtype != other.dtype and not (wanted.dtype in HALVES and other.dtype in HALVES):
+        return None
+    if other.head_dim < wanted.head_dim or other.head_dim_v < wanted.head_dim_v or not wanted.head_dim_v:
+        return None
+    dims = other.head_dim * other.head_dim_v / max(wanted.head_dim * wanted.head_dim_v, 1)
+    return (wanted.dtype != other.dtype) * 0.5 + 2 * log2(dims) + bool(different) * 0.05

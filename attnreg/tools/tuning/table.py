@@ -1,0 +1,183 @@
+"""The file of a measured table: points and the environment that they were measured in, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attnreg.errors import ConfigError
+from attnreg.tools.tuning.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
+
+T = TypeVar("T")
+
+FORMAT = "attnreg measured table"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What a measurement depends on.
+
+    Attributes:
+        device: the GPU's name, or the processor's.
+        compute_capability: `"9.0"`; empty on a CPU.
+        torch, cuda, cudnn, driver, attnreg: versions; empty where there is none.
+        threads: how many torch uses; empty on a GPU.
+        backends: the version of each backend that loads there.
+    """
+
+    device: str
+    compute_capability: str = ""
+    torch: str = ""
+    cuda: str = ""
+    cudnn: str = ""
+    driver: str = ""
+    attnreg: str = ""
+    threads: str = ""
+    backends: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Points and host times of one environment; `name` is the table's name in messages."""
+
+    environment: Environment
+    points: tuple[Point, ...]
+    name: str = "table"
+    fronts: tuple[Front, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "environment": asdict(self.environment),
+            "fronts": [front.to_dict() for front in self.fronts],
+            "points": [point.to_dict() for point in self.points],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file atomically, one point per line; raises `OSError` if it can't be written."""
+        write_rows(Path(path), self.to_dict(), "points")
+
+
+def load(path: str | os.PathLike[str]) -> Table:
+    """Read a table; a `ConfigError` names the file, and the key at which it is wrong."""
+    file = Path(path)
+
+    def read(data: object) -> Table:
+        found = of_format(data, FORMAT, VERSION, "`attnreg tune` writes it", "measure it again")
+        fronts, points = each(found, "fronts", Front.from_dict), each(found, "points", Point.from_dict)
+        check_once([point.place for point in points], "points", "kind and size")
+        return Table(environment_from(found.get("environment")), points, file.name, fronts)
+
+    return read_whole(file, "a table of `attnreg tune`", read)
+
+
+def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
+    """Return what `read` makes of a file's JSON; `expected` names what the file should be.
+
+    Raises a `ConfigError` that names the file if it can't be read, is no JSON, or `read` finds it malformed.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: can't be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: got no JSON ({error}), expected {expected}") from error
+    try:
+        return read(data)
+    except Malformed as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> dict[str, Any]:
+    """Return the data of a file of that format and version; raises `Malformed` if it isn't."""
+    if not isinstance(data, dict) or data.get("format") != name:
+        got = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise Malformed(f"format: got {got!r}, expected {name!r}, as {written}")
+    if data.get("version") != version:
+        raise Malformed(f"version: got {data.get('version')!r}, expected {version}: {remedy}")
+    return data
+
+
+def each(data: Mapping[str, Any], key: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
+    """Return what `read` makes of each row and its place in the file; raises `Malformed`."""
+    rows = checked(data.get(key), key, (f"a list of {key}", lambda rows: isinstance(rows, list)))
+    return tuple(read(row, f"{key}[{number}]") for number, row in enumerate(rows))
+
+
+def check_once(keys: Sequence[Hashable], place: str, expected: str) -> None:
+    """Check that no key is there twice; raises `Malformed`."""
+    seen: set[Hashable] = set()
+    for number, key in enumerate(keys):
+        if key in seen:
+            raise Malformed(f"{place}[{number}]: is there twice, expected each {expected} once")
+        seen.add(key)
+
+
+def environment_from(data: object) -> Environment:
+    """Return the environment of a file's data; raises `Malformed`."""
+    names = [one.name for one in fields(Environment)]
+    found = with_keys(data, names, "environment", "a device and its versions")
+    for key, value in found.items():
+        place = f"environment.{key}"
+        if key != "backends":
+            checked(value, place, ANY_TEXT)
+            continue
+        for name, version in checked(value, place, ("the versions of backends", is_dict)).items():
+            checked(version, f"{place}.{name}", ANY_TEXT)
+    checked(found["device"], "environment.device", ("the name of a device", bool))
+    return Environment(**found)
+
+
+def write_rows(path: Path, data: dict[str, Any], key: str) -> None:
+    """Write JSON atomically, a line for each row of `data[key]`; raises `OSError`."""
+    rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop(key))
+    write_whole(path, f'{json.dumps(data, indent=1)[:-2]},\n "{key}": [\n  {rows}\n ]\n}}\n')
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that readers see the old contents or the new, also after an interruption."""
+    target = path.resolve()
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        if target.exists():
+            mode = target.stat().st_mode & 0o777
+        else:
+            os.umask(umask := os.umask(0o022))  # the only way to read it is to set it
+            mode = 0o666 & ~umask
+        Path(temporary).chmod(mode)
+        Path(temporary).replace(target)
+    except BaseException:
+        with suppress(OSError):
+            Path(temporary).unlink()
+        raise
+
+
+def check_writable(path: Path, mark: str = "") -> None:
+    """Check that `write_whole` can write a file, without touching what it has.
+
+    With a `mark`, an existing file has to contain it in its first kilobyte: files of other programs aren't
+    replaced. Raises `ConfigError`.
+    """
+    try:
+        if path.exists() and not path.is_file():  # to replace a device such as /dev/null would harm everybody
+            raise OSError(0, "is a folder" if path.is_dir() else "isn't a regular file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(0, "Permission denied")
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+        begins = path.read_bytes()[:1024] if mark and path.is_file() else b""
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+    if begins and mark.encode() not in begins:
+        raise ConfigError(f"{path}: exists, and isn't a file that this command writes: give another file")

@@ -1,0 +1,141 @@
+"""Calls as JSON, and the file of a recorded workload: a line for each distinct call, with its counts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.torchlib import locks
+from attnreg.errors import ConfigError, InvalidInputError
+from attnreg.tools.tuning import table
+
+log = logging.getLogger("attnreg")
+
+_FIELDS = {one.name: one.default for one in fields(AttentionSpec)}
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class Recorded(NamedTuple):
+    """One call of a workload, and how often each of its directions ran."""
+
+    spec: AttentionSpec
+    forward: int
+    backward: int
+
+
+def spec_to(spec: AttentionSpec) -> dict[str, Any]:
+    """Return a call as plain data, without its device and without fields at their defaults."""
+    found = {}
+    for name, default in _FIELDS.items():
+        value = getattr(spec, name)
+        if name != "device" and (default is MISSING or value != default):
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def spec_from(data: object, device: Device) -> AttentionSpec:
+    """Return the call that `spec_to` has made plain data of; raises `InvalidInputError` if it is no call."""
+    if not isinstance(data, dict):
+        raise InvalidInputError(f"spec: got {data!r}, expected an object")
+    if unknown := sorted(data.keys() - (_FIELDS.keys() - {"device"})):
+        raise InvalidInputError(f"spec.{unknown[0]}: unknown key")
+    try:
+        return AttentionSpec(device=device, **data)
+    except TypeError as error:
+        raise InvalidInputError(f"spec: {error}") from None
+
+
+def read(path: Path) -> list[Recorded]:
+    """Return the calls of a recorded workload in the order of the file, each once.
+
+    Raises `ConfigError` if it can't be read, or a line isn't one of `attnreg.record`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
+    return _recorded(lines, path)
+
+
+def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], seconds: float = 10.0) -> None:
+    """Add counts to a file; other processes may do so at the same time, each of them for so many seconds.
+
+    Raises `ConfigError` if it can't be written, as on a full disk, or isn't a recorded workload. Then it is
+    as it was.
+    """
+    try:
+        with locks.rewriting(path, seconds):
+            before = read(path) if path.exists() else []
+            known = {one.spec: [one.forward, one.backward] for one in before}
+            for (spec, direction), count in counts.items():
+                known.setdefault(spec, [0, 0])[DIRECTIONS.index(direction)] += count
+            table.write_whole(path, "".join(_line(spec, *both) for spec, both in known.items()))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+
+
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """Return where a file is, checked before the first call to be one for recording; raises `ConfigError`."""
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"record: got {path!r}, expected the path of a file")
+    file = Path(path).absolute()
+    table.check_writable(file)
+    if file.exists():
+        read(file)
+    return file
+
+
+def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
+    found: dict[AttentionSpec, Recorded] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            one = _parsed(line)
+        except (InvalidInputError, ValueError) as error:
+            if not line.endswith("\n") and number > 1:
+                # The process was killed while it wrote this line.
+                log.warning("%s:%d: left out: the line is incomplete", path, number)
+                break
+            raise ConfigError(
+                f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
+            ) from error
+        before = found.get(one.spec, Recorded(one.spec, 0, 0))
+        found[one.spec] = Recorded(one.spec, before.forward + one.forward, before.backward + one.backward)
+    return list(found.values())
+
+
+def _parsed(line: str) -> Recorded:
+    data = _with_keys("the line", json.loads(line), ("device", "forward", "backward", "spec"))
+    where = _with_keys("device", data["device"], ("type", "capability", "name"))
+    counts = data["forward"], data["backward"]
+    if not all(isinstance(n, int) and n >= 0 for n in counts):
+        raise ValueError(f"counts {counts}")
+    capability = where["capability"]
+    if not (capability is None or isinstance(capability, list)):
+        raise ValueError(f"device.capability {capability!r} is no list")
+    if wrong := [name for name in ("type", "name") if not isinstance(where[name], str)]:
+        raise ValueError(f"device.{wrong[0]} {where[wrong[0]]!r} is no text")
+    device = Device(where["type"], None if capability is None else tuple(capability), name=where["name"])
+    return Recorded(spec_from(data["spec"], device), *counts)
+
+
+def _with_keys(place: str, data: object, keys: Iterable[str]) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{place} is no object")
+    if missing := [key for key in keys if key not in data]:
+        raise ValueError(f"{place} has no {missing[0]}")
+    return data
+
+
+def _line(spec: AttentionSpec, forward: int, backward: int) -> str:
+    device = {name: getattr(spec.device, name) for name in ("type", "capability", "name")}
+    row = {"forward": forward, "backward": backward, "spec": spec_to(spec), "device": device}
+    return json.dumps(row, separators=(",", ":")) + "\n"

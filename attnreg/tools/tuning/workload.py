@@ -1,0 +1,275 @@
+"""The calls to measure: which ones `attnreg tune` measures by default, and the tensors of any call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product, zip_longest
+from typing import TypeVar
+
+import torch
+
+from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.tools import measure
+from attnreg.tools.measure import Case, Inputs, copies_beyond_the_cache
+
+T = TypeVar("T")
+
+CAUSAL, FULL = (-1, 0), (-1, -1)
+
+# Queries over a cache of keys, and their mask: one token, a chunk of a prompt, and a few speculated tokens,
+# for which programs use a mask of their own or none.
+DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
+
+# Between powers of two, and no multiples of a kernel's tile: without a mask, kernels take longer for those.
+BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
+
+# What `--grid quick` measures on a GPU, in its order, each size with three head dims: query heads for each
+# key head, whether packed, the mask, (batch, max_q, max_k). Few ratios, as FA4 compiles for seconds for each,
+# and lengths that are no multiples of a kernel's tile, as those of most calls. In a simulation with those of
+# an H200's 904 points that are nearest to these and 247 random shapes, the first 13 sizes did nearly as well
+# as all points. On an H100 they lacked 2 x 900 (with few blocks FA4 takes a third less than larger calls let
+# expect), four queries over 300 keys (which take each backend 1.4 times as long as they do), and one query of
+# as many key heads (of which FA2 took three times what points of shared ones let expect; with it 287 random
+# forwards take 1.012 of the best backend's time instead of 1.017). On an H200 they lacked more such blocks
+# than the GPU runs at once (FA4 took 1.7 times cuDNN's time; with them 155 random forwards take 1.011 instead
+# of 1.019). With four queries over 6,000 shared keys, and over 300 of as many key heads, 48 random calls of
+# four queries on an H100 take 1.015 instead of 1.054, at worst 1.34 instead of 1.68.
+QUICK = (
+    (4, False, CAUSAL, ((8, 1000, 1000),)),
+    (4, False, FULL, ((8, 1000, 1000), (8, 1, 1024), (1, 1, 16384))),
+    (4, True, CAUSAL, ((8, 1024, 1024),)),
+    (4, True, FULL, ((8, 1024, 1024),)),
+    (4, False, FULL, ((8, 1, 8192), (16, 4, 4096), (1, 4, 4096), (16, 4, 300), (4, 4, 6000))),
+    (4, False, FULL, ((16, 250, 250), (4, 4000, 4000))),
+    (4, False, CAUSAL, ((16, 256, 256), (2, 900, 900), (4, 4096, 4096))),
+    (1, False, CAUSAL, ((8, 1000, 1000), (16, 256, 256), (2, 900, 900), (4, 4096, 4096))),
+    (1, False, FULL, ((8, 1000, 1000), (16, 250, 250), (2, 900, 900), (4, 4000, 4000))),
+    (1, False, FULL, ((6, 1, 1448), (20, 1, 2048), (4, 4, 2048), (16, 4, 300))),
+    (1, True, CAUSAL, ((8, 1024, 1024),)),
+    (4, False, FULL, ((2, 900, 900),)),
+    (4, True, CAUSAL, ((2, 900, 900),)),
+    (4, True, FULL, ((2, 900, 900),)),
+)
+QUICK_DIMS, QUICK_HEADS = (128, 64, 96), 16
+
+# Sequences of a packed batch differ in length: their tokens are this fraction of batch x longest.
+FILL = 0.6
+
+# Fields whose tensors can't be generated: their values are the program's.
+GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of call, the (batch, max_q, max_k) of each of its sizes, and whether most models make it.
+
+    `heads` are those of query and key; `varlen` says whether the sequences are packed.
+    """
+
+    dim: int
+    heads: tuple[int, int]
+    window: tuple[int, int]
+    varlen: bool
+    shapes: Iterable[tuple[int, int, int]]
+    dtype: str = "bfloat16"
+    usual: bool = True
+
+    def specs(self, device: Device) -> list[AttentionSpec]:
+        """Return the calls."""
+        return [
+            AttentionSpec(
+                device=device, dtype=self.dtype, batch=batch, max_q=max_q, max_k=max_k,
+                heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dim, head_dim_v=self.dim,
+                tokens_q=self._tokens(batch, max_q), tokens_k=self._tokens(batch, max_k),
+                varlen=self.varlen, window=self.window, needs_backward=max_q > 16,
+            )
+            for batch, max_q, max_k in self.shapes
+        ]  # fmt: skip
+
+    def _tokens(self, batch: int, longest: int) -> int:
+        ragged = self.varlen and batch > 1 and longest > 1
+        return max(int(batch * longest * FILL), longest) if ragged else batch * longest
+
+
+def grid(name: str, device: Device) -> list[AttentionSpec]:
+    """Return the calls of the grid `"quick"` or `"full"` for a device, the most valuable first.
+
+    They are the kinds of calls that models make, at several sizes. The order is from coarse to fine: a run
+    that stops early has the most important kinds, each at a medium size, its smallest and its largest, and
+    lacks only sizes in between.
+    """
+    full = name == "full"
+    if device.type == "cuda" and not full:
+        return list(_quick_gpu(device))
+    kinds = list(_gpu() if device.type == "cuda" else _cpu(full))
+    usual, rare = (
+        list(coarse_to_fine([kind.specs(device) for kind in kinds if kind.usual is wanted]))
+        for wanted in (True, False)
+    )
+    # Three sizes of each usual kind, then two calls of those for one of the others.
+    head = 3 * sum(kind.usual for kind in kinds)
+    rest = zip_longest(usual[head::2], usual[head + 1 :: 2], rare)
+    found = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
+    return list(dict.fromkeys(found))
+
+
+def coarse_to_fine(groups: Iterable[Sequence[T]]) -> Iterator[T]:
+    """Yield the middle of each group, its ends, then the middles of the gaps, and so on; groups alternate."""
+    for turn in zip_longest(*([group[i] for i in _halving(len(group))] for group in groups)):
+        yield from (one for one in turn if one is not None)
+
+
+def _halving(count: int) -> list[int]:
+    """Return the numbers below `count`: the middle, both ends, then the middle of each remaining gap."""
+    middle, last = count // 2, count - 1
+    order = list(dict.fromkeys((middle, 0, last))) if count else []
+    gaps = [(0, middle), (middle, last)]
+    while gaps:
+        low, high = gaps.pop(0)
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return order
+
+
+def _quick_gpu(device: Device) -> Iterator[AttentionSpec]:
+    for ratio, varlen, window, shapes in QUICK:
+        for shape, dim in product(shapes, QUICK_DIMS):
+            yield from Kind(dim, (QUICK_HEADS, QUICK_HEADS // ratio), window, varlen, (shape,)).specs(device)
+
+
+def _gpu() -> Iterator[Kind]:
+    """Yield the kinds of a GPU, the most usual first."""
+    dims = ((128, 16), (64, 16), (96, 16), (256, 8), (192, 8), (32, 16))
+    for (dim, heads), ratio in product(dims, (1, 4, 8)):
+        usual, both = dim in (64, 128) and ratio < 8, (heads, heads // ratio)
+        for varlen, window in product((False, True), (CAUSAL, FULL)):
+            shapes = _squares(usual, uneven=window == FULL and not varlen)
+            yield Kind(dim, both, window, varlen, shapes, usual=usual)
+        if dim in (64, 96, 128):
+            for queries, window in DECODES:
+                yield Kind(dim, both, window, False, _decodes(usual, window == FULL, queries))
+
+
+def _squares(fine: bool, uneven: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield self-attention of a few thousand tokens and more, by length."""
+    if not fine:
+        for batch, length in (
+            ((16, 250), (8, 1000), (4, 4000)) if uneven else ((16, 256), (8, 1024), (4, 4096))
+        ):
+            yield batch, length, length
+        yield 1, 16384, 16384
+        return
+    for length in (128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+        for batch in dict.fromkeys((1, max(4096 // length, 1), max(32768 // length, 1))):
+            yield batch, length, length
+    for length in BETWEEN[:-1] if uneven else ():
+        yield max(16384 // length, 1), length, length
+
+
+def _decodes(fine: bool, uneven: bool, queries: int) -> Iterator[tuple[int, int, int]]:
+    """Yield short queries over long keys."""
+    if not fine:
+        yield from ((8, queries, 1024), (8, queries, 32768))
+        return
+    sizes = [*product((1024, 2048, 4096, 8192, 16384, 32768), (1, 16))]
+    if uneven:
+        # How many waves of blocks such a call takes (two, or two and a half) is half of its time.
+        sizes += product(BETWEEN[3::2], (1, 6, 16, 24, 64))
+    for keys, batch in sizes:
+        yield batch, queries, keys
+
+
+def _cpu(full: bool) -> Iterator[Kind]:
+    """Yield the kinds of a CPU, in sizes that take it milliseconds."""
+    lengths = (32, 64, 128, 256, 512, 1024) if full else (64, 512)
+    squares = tuple((2, length, length) for length in lengths)
+    kinds = product(("float32", "bfloat16"), (64, 128) if full else (64,), (1, 4) if full else (1,))
+    for dtype, dim, ratio in kinds:
+        for varlen, window in product((False, True), (CAUSAL, FULL)):
+            yield Kind(dim, (4, 4 // ratio), window, varlen, squares, dtype)
+        yield Kind(dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
+
+
+def unmeasurable(spec: AttentionSpec) -> str:
+    """Return why a call can't be measured, or an empty string."""
+    options = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
+    options += ["dropout"] if spec.dropout > 0.0 else []
+    if options:
+        return f"{' and '.join(options)} can't be measured: the default order decides"
+    tokens = spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k
+    return (
+        "" if all((*tokens, spec.heads_q, spec.head_dim, spec.head_dim_v)) else "there is nothing to compute"
+    )
+
+
+def copies(spec: AttentionSpec, device: torch.device) -> list[Inputs]:
+    """Return the tensors of a call, so often that one round of them is twice the cache."""
+    case = case_of(spec)
+    return measure.copies(case, device, copies_beyond_the_cache(case, device))
+
+
+def case_of(spec: AttentionSpec) -> Case:
+    """Return the call as a `Case`, with lengths for its sequences."""
+    (tokens_q, max_q), (tokens_k, max_k) = (spec.tokens_q, spec.max_q), (spec.tokens_k, spec.max_k)
+    return Case(
+        name=str(spec),
+        lens_q=lengths(spec.batch, tokens_q, max_q) if spec.varlen else (max_q,) * spec.batch,
+        lens_k=lengths(spec.batch, tokens_k, max_k) if spec.varlen else (max_k,) * spec.batch,
+        varlen=spec.varlen,
+        heads=(spec.heads_q, spec.heads_k),
+        dims=(spec.head_dim, spec.head_dim_v),
+        window=spec.window,
+        dtype=spec.dtype,
+        one_cu_seqlens=(tokens_q, max_q) == (tokens_k, max_k),
+        softcap=spec.softcap,
+        grad_lse=spec.grad_lse,
+        counts_sinks=spec.gives_sinks,
+        deterministic=spec.deterministic,
+    )
+
+
+def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
+    """Return lengths of sequences: one is the longest, the others rise evenly and sum to the rest.
+
+    A program's `max_q` may be above its longest sequence; no sequence is longer than all tokens.
+    """
+    longest = min(longest, tokens)
+    tokens = min(tokens, batch * longest)
+    others, rest = batch - 1, tokens - longest
+    if others <= 0 or not longest:
+        return (longest,) * batch
+    mean = rest / others
+    reach = min(mean, longest - mean)
+    ramp = [mean + reach * (2 * (i + 0.5) / others - 1) for i in range(others)]
+    ends = [round(end) for end in accumulate(ramp)]
+    found = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return (longest, *(min(max(length, 0), longest) for length in found))
+
+
+def small_cases(spec: AttentionSpec) -> tuple[Case, ...]:
+    """Return small calls of the same kind, quick to compute in float64; the first that runs is enough."""
+    return tuple(_at_most(spec, most) for most in (192, 384))
+
+
+def _at_most(spec: AttentionSpec, most: int) -> Case:
+    n_q, n_k = min(spec.max_q, most), min(spec.max_k, most)
+    if spec.max_q < spec.max_k and n_q == n_k:
+        n_q = max(n_q * 2 // 3, 1)
+    ratio = spec.heads_q // spec.heads_k
+    parts = (1, 2, 3) if spec.varlen else (1, 1)
+    return Case(
+        name=f"{spec.dtype} {n_q} x {n_k}",
+        lens_q=tuple(-(-n_q // part) for part in parts),
+        lens_k=tuple(-(-n_k // part) for part in parts),
+        varlen=spec.varlen,
+        heads=(2 * ratio, 2),
+        dims=(spec.head_dim, spec.head_dim_v),
+        window=tuple(min(bound, most // 2) for bound in spec.window),  # type: ignore[arg-type]
+        dtype=spec.dtype,
+        softcap=spec.softcap,
+        grad_lse=spec.grad_lse,
+        counts_sinks=spec.gives_sinks,
+    )
