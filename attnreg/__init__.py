@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from attnreg.core.contract.lengths import Cut
     from attnreg.core.contract.spec import AttentionSpec, Device
     from attnreg.core.dispatch.counters import Stats, reset_stats, stats
-    from attnreg.core.dispatch.first_calls import FirstCall, warmup
-    from attnreg.core.explanation import Explanation, explain
     from attnreg.core.selection.decision import Decision
     from attnreg.core.settings.config import Settings
     from attnreg.core.varlen.front import AuxRequest, varlen_attn, varlen_attn_out
@@ -53,28 +51,30 @@ if TYPE_CHECKING:
     from attnreg.parallel.front import context_parallel
     from attnreg.parallel.layout import Layout, Piece
     from attnreg.parallel.methods import explain_context_parallel
+    from attnreg.tools.explanation import Explanation, explain
+    from attnreg.tools.warmup import FirstCall, warmup
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "api": "Handle configure install list_backends record register_backend reload uninstall use_backend",
-    "contract.backend": "Backend Call Kernels",
-    "contract.capabilities": "Capabilities Range",
-    "contract.lengths": "Cut",
-    "contract.spec": "AttentionSpec Device",
-    "dispatch.counters": "Stats reset_stats stats",
-    "dispatch.first_calls": "FirstCall warmup",
+    "core.contract.backend": "Backend Call Kernels",
+    "core.contract.capabilities": "Capabilities Range",
+    "core.contract.lengths": "Cut",
+    "core.contract.spec": "AttentionSpec Device",
+    "core.dispatch.counters": "Stats reset_stats stats",
     "errors": "AttnregError BackendUnavailableError BuildError ConfigError InvalidInputError"
     " RanksDifferError RegistrationError UnknownBackendError UnsupportedInputError",
-    "explanation": "Explanation explain",
     "parallel.balance": "spread_documents",
     "parallel.context": "ContextParallel",
     "parallel.front": "context_parallel",
     "parallel.layout": "Layout Piece",
     "parallel.methods": "explain_context_parallel",
-    "selection.decision": "Decision",
-    "settings.config": "Settings",
-    "varlen.front": "AuxRequest varlen_attn varlen_attn_out",
+    "core.selection.decision": "Decision",
+    "core.settings.config": "Settings",
+    "tools.explanation": "Explanation explain",
+    "tools.warmup": "FirstCall warmup",
+    "core.varlen.front": "AuxRequest varlen_attn varlen_attn_out",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {"flash_attn", "integrations"}  # parts of attnreg that a program may name without an import

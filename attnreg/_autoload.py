@@ -58,8 +58,8 @@ def activate() -> None:
 
     try:
         from attnreg.core import aten
-        from attnreg.core.selection import policy
-        from attnreg.core.selection.sources import masks
+        from attnreg.core.policy import current as policy
+        from attnreg.core.policy.sources import masks
         from attnreg.core.settings.environment import RECOGNISE
 
         aten.ensure()
@@ -188,7 +188,7 @@ def _load_op(name: str) -> object:
 def _activated_by_torch() -> SimpleNamespace:
     """Serve PyTorch's own functions; return what torch's registry keeps while "attnreg" is active."""
     from attnreg.core import aten
-    from attnreg.core.selection import policy
+    from attnreg.core.policy import current as policy
 
     installed_before = aten.installed()
     aten.ensure()

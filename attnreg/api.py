@@ -19,10 +19,10 @@ from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import scope, trace
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.times.traces import check_writable
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.masks import serving
-from attnreg.tools.tuning.traces import check_writable
 
 if TYPE_CHECKING:  # it takes 0.1 s to import, and most programs need no settings file
     from attnreg.core.settings.config import Settings

@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg.core import registry
 from attnreg.core.contract.spec import Device
+from attnreg.core.times import table
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.kinds import PROCESSORS
+from attnreg.core.times.lookup import predict, predict_both
 from attnreg.tools.bench.losses import MUCH, losses_of
 from attnreg.tools.bench.random_shapes import draw
 from attnreg.tools.bench.report import save, show
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
 from attnreg.tools.bench.summary import FIXED
-from attnreg.tools.tuning import table
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.kinds import PROCESSORS
-from attnreg.tools.tuning.lookup import predict, predict_both
 from attnreg.tools.tuning.review import choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from attnreg.core.selection.predictions import Prediction
     from attnreg.tools.bench.shapes import Shape
-    from attnreg.tools.tuning.lookup import Prediction
 
 SHIPPED = Path(table.__file__).parent / "shipped" / "nvidia-h200.json"
 DEVICE = Device.parse("sm_90")

@@ -31,12 +31,12 @@ from attnreg.core.backends.cpu import compiled as cpu_compiled
 from attnreg.core.backends.cudnn import rounding
 from attnreg.core.contract import discovery, offsets
 from attnreg.core.dispatch import call_cache, counters, scope, trace
-from attnreg.core.selection import adaptive, policy
+from attnreg.core.policy import current as policy
+from attnreg.core.times import adaptive, tables
 from attnreg.core.torchlib import building, caches, layout, libraries
 from attnreg.core.varlen import front
 from attnreg.errors import BuildError
 from attnreg.tools.measure import rule
-from attnreg.tools.tuning import tables
 
 
 def pytest_addoption(parser):

@@ -14,7 +14,7 @@ from torch.nn import attention
 import attnreg
 from attnreg import _autoload
 from attnreg.core import aten
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError, UnknownBackendError
 

@@ -15,8 +15,8 @@ from attnreg.core import aten
 from attnreg.core.aten import efficient
 from attnreg.core.aten.bypassed import ROUTED
 from attnreg.core.contract.discovery import Entry
-from attnreg.core.explanation import UNASKED, call_spec
 from attnreg.core.torchlib import captured
+from attnreg.tools.explanation import UNASKED, call_spec
 
 NOTHING_ASKS = "nothing asks for a backend: torch's functions run torch's own kernels"
 NOT_SERVED = NOTHING_ASKS.replace("torch's f", "attnreg.varlen_attn runs as explained, torch's f")

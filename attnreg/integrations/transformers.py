@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.core import aten
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.core.torchlib.modes import is_for_others
 from attnreg.core.varlen import spread
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError

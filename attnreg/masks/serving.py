@@ -25,7 +25,7 @@ from attnreg.core.dispatch.calls import (
 )
 from attnreg.core.dispatch.planning import device_of
 from attnreg.core.dispatch.state import state
-from attnreg.core.selection.sources import REFERENCE
+from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.core.varlen.front import varlen_attn

@@ -19,13 +19,13 @@ from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import bounds, decisions, wants_gradient
 from attnreg.core.dispatch.planning import device_of, spec_of
 from attnreg.core.dispatch.state import state
-from attnreg.core.explanation import explain
 from attnreg.core.selection.render import refuse
 from attnreg.core.varlen.plans import check_sinks, window
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.parallel.estimates import Shape
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.stepwise import Options
+from attnreg.tools.explanation import explain
 
 
 class Arguments(NamedTuple):

@@ -96,7 +96,7 @@ MISALIGNED = {
 def test_torchs_own_kernel_is_given_tensors_that_it_can_load(route, ran, kind, layout):
     kernels = native_kernels()
     route(kernels)
-    attnreg.core.selection.policy.activate(True)
+    attnreg.core.policy.current.activate(True)
     inputs = [
         layout(x.detach().transpose(1, 2)).transpose(1, 2).requires_grad_()
         for x in qkv(6, 6, dim=16, dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ def test_torchs_own_kernel_is_given_tensors_that_it_can_load(route, ran, kind, l
 def test_torchs_own_kernel_on_a_gpu_is_not_given_a_scale_that_is_not_above_0(route, ran, kind, scale):
     kernels = native_kernels()
     route(kernels)
-    attnreg.core.selection.policy.activate(True)
+    attnreg.core.policy.current.activate(True)
     inputs = qkv(6, 6)
     for _ in range(3):
         assert_call_right(kind, call(kind, inputs, scale=scale), inputs, scale=scale)
@@ -130,7 +130,7 @@ def test_torchs_cudnn_backward_is_given_a_gradient_laid_out_as_its_output(route,
     """Torch looks its graph up without looking at the gradient's strides."""
     kernels = native_kernels()
     route(kernels)
-    attnreg.core.selection.policy.activate(True)
+    attnreg.core.policy.current.activate(True)
     inputs = [x.detach().requires_grad_() for x in qkv(6, 6, dim=16)]
     for layout in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
         for _ in range(3):
@@ -154,7 +154,7 @@ def test_a_bias_wider_than_the_keys_that_a_causal_mask_leaves_is_cut_with_them(r
 
 def test_a_bias_is_not_lost_after_calls_without_one(route, ran):
     route(native_kernels())
-    attnreg.core.selection.policy.activate(True)
+    attnreg.core.policy.current.activate(True)
     inputs = qkv()
     for _ in range(2):
         call("cudnn", inputs)[0].sum().backward()

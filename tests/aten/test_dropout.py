@@ -106,7 +106,7 @@ def test_a_mask_that_torchs_own_kernel_drew_stays_with_it(route, ran, kind):
     kernels = native_kernels()
     route(kernels)
     inputs = qkv()
-    attnreg.core.selection.policy.activate(True)
+    attnreg.core.policy.current.activate(True)
     out, *_, seed, offset, _ = call(kind, inputs, 0.2)
     with attnreg.register_backend("math"):
         out.sum().backward()
@@ -136,7 +136,7 @@ def test_torchs_own_kernel_draws_its_dropout_as_without_attnreg(route, packed, k
 
     kernels[FORWARD[kind]].function = drawing
     route(kernels)
-    attnreg.core.selection.policy.activate(True)
+    attnreg.core.policy.current.activate(True)
     *inputs, cu, _, longest, _ = packed(LENGTHS_Q, grad=False)
     for _ in range(2):
         torch.manual_seed(3)

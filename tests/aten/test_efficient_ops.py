@@ -16,10 +16,10 @@ import attnreg
 from attnreg.core.aten.efficient import ALONE
 from attnreg.core.backends import efficient as backend
 from attnreg.core.backends import math
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.times import traces
 from attnreg.core.torchlib import captured
 from attnreg.errors import UnsupportedInputError
-from attnreg.tools.tuning import traces
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

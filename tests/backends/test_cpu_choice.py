@@ -20,13 +20,13 @@ from attnreg.core.backends import cpu
 from attnreg.core.backends.cpu import choice, compiled, torch_path
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import AttentionSpec, Device
-from attnreg.core.selection.lockfile import Lockfile, Row
+from attnreg.core.policy.lockfile import Lockfile, Row
+from attnreg.core.times import traces
+from attnreg.core.times.environments import _environment, environment, matched
+from attnreg.core.times.table import Environment
 from attnreg.core.torchlib import building, caches
 from attnreg.errors import BuildError, UnsupportedInputError
 from attnreg.tools.measure.inputs import inputs
-from attnreg.tools.tuning import traces
-from attnreg.tools.tuning.environments import _environment, environment, matched
-from attnreg.tools.tuning.table import Environment
 
 DTYPES = ("float32", "bfloat16", "float16")
 BOTH = ["forward", "backward"]

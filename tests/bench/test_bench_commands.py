@@ -13,7 +13,7 @@ from support.command_line import invoke, words
 
 import attnreg
 from attnreg.core import aten, registry
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.tools import tuning
 from attnreg.tools.bench import selection
 from attnreg.tools.bench.report import Job

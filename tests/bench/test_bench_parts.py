@@ -10,8 +10,10 @@ import torch
 import attnreg
 from attnreg.core import aten, registry
 from attnreg.core.contract.spec import Device
-from attnreg.core.selection import policy
-from attnreg.core.selection.sources import Sources, without_implementation
+from attnreg.core.policy import current as policy
+from attnreg.core.policy.sources import Sources, without_implementation
+from attnreg.core.times.kinds import MANY, ONE, kind_of, size_of
+from attnreg.core.times.table import load
 from attnreg.core.torchlib import captured
 from attnreg.errors import ConfigError
 from attnreg.tools import tuning
@@ -22,8 +24,6 @@ from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
 from attnreg.tools.bench.sides import called_directly, wrong_backend
 from attnreg.tools.bench.summary import CHOSEN, DIRECT, FIXED, SAME_FRONT, TORCH, aims, gains, ratios, summary
 from attnreg.tools.measure.timing import Timer
-from attnreg.tools.tuning.kinds import MANY, ONE, kind_of, size_of
-from attnreg.tools.tuning.table import load
 from attnreg.tools.tuning.workload import grid
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from support.known import know
 from support.tuned import spec_with
 
 from attnreg.core import registry
+from attnreg.core.times.kinds import kind_of
 from attnreg.tools.bench import ahead
-from attnreg.tools.tuning.kinds import kind_of
 
 # Eight kinds, two sizes of each.
 KINDS = [

@@ -9,7 +9,7 @@ from support.tuned import spec_with
 
 import attnreg
 from attnreg.core.contract.capabilities import Range
-from attnreg.tools.tuning import traces
+from attnreg.core.times import traces
 
 DIRECTIONS = ("forward", "backward")
 KINDS = ("warmup", "--device", "cpu")

@@ -13,8 +13,8 @@ from attnreg.core.contract.capabilities import Range
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.padded_dims import padded, with_padding
 from attnreg.core.contract.spec import AttentionSpec, Device
-from attnreg.core.explanation.call_spec import ODD_DIMS
 from attnreg.testing import Conformance
+from attnreg.tools.explanation.call_spec import ODD_DIMS
 from attnreg.tools.measure import Case
 
 STEPS = {"head_dim": Range(8, 256, 8), "head_dim_v": Range(8, 256, 8)}

@@ -9,10 +9,10 @@ import attnreg
 from attnreg.core import aten, registry
 from attnreg.core.backends.cpu import choice
 from attnreg.core.dispatch import call_cache
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.times.points import Front
 from attnreg.core.torchlib import building, caches, captured
 from attnreg.errors import BuildError, ConfigError
-from attnreg.tools.tuning.points import Front
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,7 +19,7 @@ from attnreg.core.backends import math as math_backend
 from attnreg.core.backends.cpu import compiled
 from attnreg.core.contract.launchers import AddressLauncher, Prepared
 from attnreg.core.dispatch.counters import Failure
-from attnreg.core.selection import ranks
+from attnreg.core.policy import ranks
 from attnreg.errors import is_of_device
 
 LIMITS = attnreg.Capabilities(

@@ -7,8 +7,8 @@ from support import gpu
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.selection import adaptive
-from attnreg.core.selection.turns import MOST_TURNS
+from attnreg.core.times import adaptive
+from attnreg.core.times.turns import MOST_TURNS
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnreg
 from attnreg.core.backends import efficient
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.testing import Conformance
 from attnreg.tools.measure import QUICK, Case
 

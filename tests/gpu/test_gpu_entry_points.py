@@ -248,7 +248,7 @@ def test_dropout_runs_on_one_that_has_it_with_the_reason_on_record(named, ran):
 @pytest.mark.parametrize("chosen", [FLASH, CUDNN], ids=["flash", "cudnn"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_step_after_step_runs_the_same_backend(routers, chosen, dropout, ran):
-    attnreg.core.selection.policy.activate(True)  # torch's own kernels, through the routers
+    attnreg.core.policy.current.activate(True)  # torch's own kernels, through the routers
     inputs = gpu.bhsd(length=256)
     with torch_chooses(chosen):
         for _ in range(4):

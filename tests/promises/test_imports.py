@@ -17,10 +17,18 @@ ROOT = Path(attnreg.__file__).parent
 
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
-    "errors, settings, torchlib, contract, backends measure, registry tuning, selection, dispatch, aten, "
-    "varlen, masks, flash_attn, integrations, _autoload api explanation, parallel, testing, bench, demo, "
-    "cli, __main__"
+    "errors, settings, torchlib, contract, backends registry, selection, times, policy, dispatch, aten, "
+    "varlen, measure, masks, flash_attn, integrations, _autoload api, explanation, parallel, tuning, warmup, "
+    "testing, bench, demo, cli, __main__"
 )
+# What a call passes knows nothing of the other wings.
+WINGS = {
+    "core": "settings torchlib contract backends registry selection times policy dispatch aten varlen",
+    "for other libraries": "masks flash_attn integrations parallel",
+    "tools": "measure explanation tuning warmup testing bench demo cli",
+}
+WINGS = {wing: set(rooms.split()) for wing, rooms in WINGS.items()}
+FOLDERS = ("core", "tools")  # the rooms of the third wing are where programs import them
 LAYER = {room: number for number, rooms in enumerate(LAYERS.split(",")) for room in rooms.split()}
 
 # Who may import what from outside the standard library; "torch" any module may.
@@ -43,7 +51,9 @@ def name_of(path):
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"}
+# The two folders are no rooms; their `__init__` is empty but for a docstring.
+NO_ROOMS = {ROOT / "__init__.py", *(ROOT / folder / "__init__.py" for folder in FOLDERS)}
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path not in NO_ROOMS}
 
 
 @functools.cache
@@ -52,7 +62,8 @@ def parsed(path):
 
 
 def room(module):
-    return module.split(".")[0]
+    first, *rest = module.split(".")
+    return rest[0] if first in FOLDERS and rest else first
 
 
 def imports(module, only_at_import=False):
@@ -198,7 +209,9 @@ def needed(module):
     found, new = set(), {module}
     while new:
         found |= new
-        parents = {name[:end] for name in new for end, letter in enumerate(name) if letter == "."}
+        parents = {name[:end] for name in new for end, letter in enumerate(name) if letter == "."} & set(
+            MODULES
+        )
         new = parents.union(*(inner(name, only_at_import=True) for name in new)) - found
     return found - {module}
 
@@ -230,6 +243,29 @@ def test_every_module_has_its_place_in_the_layers():
     assert {room(module) for module in MODULES} == set(LAYER)
 
 
+def test_what_a_call_passes_imports_no_other_wing():
+    wing_of = {room: wing for wing, rooms in WINGS.items() for room in rooms}
+    assert set(LAYER) - set(wing_of) == {"errors", "_autoload", "api", "__main__"}
+    assert {room(name) for name in MODULES if name.startswith("core.")} == WINGS["core"]
+    assert {room(name) for name in MODULES if name.startswith("tools.")} == WINGS["tools"] - {"testing"}
+    arrows = {
+        (module, name)
+        for module in MODULES
+        if room(module) in WINGS["core"]
+        for name in inner(module)
+        if room(name) != "errors" and wing_of.get(room(name)) != "core"
+    }
+    assert arrows == set()
+
+
+def test_a_decision_needs_no_torch():
+    script = "import sys; sys.modules['torch'] = None\n"
+    for module in sorted(name for name in MODULES if name.startswith("core.selection")):
+        run = python("-c", f"{script}import attnreg.{module}")
+        assert (run.returncode, run.stderr) == (0, ""), module
+    assert "ModuleNotFoundError" in python("-c", f"{script}import attnreg.core.dispatch.planning").stderr
+
+
 def test_a_module_imports_lower_rooms_only():
     for module in MODULES:
         others = {name for name in inner(module) if room(name) != room(module)}
@@ -252,35 +288,35 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_a_backend_knows_its_own_folder_and_no_other_backend():
-    files = [module for module in MODULES if module.startswith("backends.")]
-    assert "backends.math" in files
+    files = [module for module in MODULES if module.startswith("core.backends.")]
+    assert "core.backends.math" in files
     for module in files:
-        own = module.split(".")[1]
-        others = {name.split(".")[1] for name in inner(module) if name.startswith("backends.")}
+        own = module.split(".")[2]
+        others = {name.split(".")[2] for name in inner(module) if name.startswith("core.backends.")}
         assert others <= {own}, module
 
 
 def test_no_other_room_imports_a_backend():
     known = {name for module in MODULES if room(module) != "backends" for name in inner(module)}
-    assert {name for name in known if name.startswith("backends.")} == set()
+    assert {name for name in known if name.startswith("core.backends.")} == set()
 
 
 def test_measure_knows_the_contract_only():
     known = {name for module in MODULES if room(module) == "measure" for name in inner(module)}
     contract = ("spec", "capabilities", "backend", "known_issues", "launchers", "validation")
-    allowed = {"errors", *(f"contract.{name}" for name in contract)}
+    allowed = {"errors", *(f"core.contract.{name}" for name in contract)}
     assert {name for name in known if room(name) != "measure"} <= allowed
 
 
 def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
     names = ("kinds", "points", "table", "index", "lookup")
-    pure = {f"tuning.{name}" for name in names}
-    assert "torch" not in imports("contract.spec")
+    pure = {f"core.times.{name}" for name in names}
+    below = {"errors", "core.contract.spec", "core.selection.predictions"}
     for module in pure:
-        assert inner(module, only_at_import=True) <= pure | {"errors", "contract.spec"}, module
+        assert inner(module, only_at_import=True) <= pure | below, module
         assert "torch" not in imports(module), module
-    assert "torch" not in imports("selection.decision")
-    assert "torch" not in imports("tuning.tables", only_at_import=True)  # comparing environments needs none
+    # Comparing environments needs none.
+    assert "torch" not in imports("core.times.tables", only_at_import=True)
 
 
 def test_only_the_programs_on_top_use_the_public_names():
@@ -312,11 +348,11 @@ def test_a_backend_imports_a_kernel_package_inside_a_function_only():
 @pytest.mark.parametrize(
     ("source", "seen"),
     [
-        ("import attnreg.core.selection.policy", {"selection.policy"}),
-        ("from attnreg.core.selection import policy", {"selection.policy"}),
-        ("from attnreg.core.aten import flash, ensure", {"aten.flash", "aten"}),
-        ("def f():\n    from attnreg.core.selection import policy", {"selection.policy"}),
-        ("if TYPE_CHECKING:\n    from attnreg.core.selection import policy", {"selection.policy"}),
+        ("import attnreg.core.policy.current", {"core.policy.current"}),
+        ("from attnreg.core.policy import current", {"core.policy.current"}),
+        ("from attnreg.core.aten import flash, ensure", {"core.aten.flash", "core.aten"}),
+        ("def f():\n    from attnreg.core.policy import current", {"core.policy.current"}),
+        ("if TYPE_CHECKING:\n    from attnreg.core.policy import current", {"core.policy.current"}),
         ("import torch, attnreg", set()),
     ],
 )

@@ -6,7 +6,7 @@ from support.known import know
 import attnreg
 from attnreg.core import aten, registry
 from attnreg.core.backends import math as math_backend
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support.sdpa import sdpa
 
 import attnreg
 from attnreg.core import aten
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.errors import BackendUnavailableError, RegistrationError, UnknownBackendError
 
 pytestmark = pytest.mark.usefixtures("routers")

@@ -10,7 +10,7 @@ from support.sdpa import sdpa
 import attnreg
 from attnreg import api
 from attnreg.core import aten, registry
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.errors import InvalidInputError, RegistrationError
 
 pytestmark = pytest.mark.usefixtures("routers")

@@ -9,7 +9,7 @@ from support.packed_calls import attend
 import attnreg
 from attnreg.core import registry
 from attnreg.core.backends import math as math_backend
-from attnreg.core.selection import adaptive, turns
+from attnreg.core.times import adaptive, turns
 
 
 @pytest.fixture

@@ -13,14 +13,15 @@ from support.policies import SPEC
 from support.refusals import refusal
 
 import attnreg
-from attnreg.core.selection import adaptive, policy
-from attnreg.core.selection.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
+from attnreg.core.policy import current as policy
+from attnreg.core.selection.predictions import Candidate, Prediction
+from attnreg.core.times import adaptive
+from attnreg.core.times.kinds import kind_of, size_of
+from attnreg.core.times.points import Measured
+from attnreg.core.times.table import load
+from attnreg.core.times.tables import Tables
+from attnreg.core.times.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
 from attnreg.flash_attn import flash_attn_with_kvcache
-from attnreg.tools.tuning.kinds import kind_of, size_of
-from attnreg.tools.tuning.lookup import Candidate, Prediction
-from attnreg.tools.tuning.points import Measured
-from attnreg.tools.tuning.table import load
-from attnreg.tools.tuning.tables import Tables
 
 pytestmark = pytest.mark.usefixtures("routers")
 

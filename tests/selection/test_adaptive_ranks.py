@@ -8,7 +8,7 @@ from support.packed_calls import attend
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.selection import adaptive, job_results
+from attnreg.core.times import adaptive, job_results
 from attnreg.core.torchlib import job_store
 
 pytestmark = pytest.mark.usefixtures("routers")
@@ -32,7 +32,7 @@ class Rank:
         self._patch.setattr(job_store, "default", lambda: self._store)
         self._patch.setattr(job_store, "group_of_several", lambda: dist)
         # Nothing but this policy asks here.
-        self._patch.setattr("attnreg.core.selection.ranks.agree", lambda *arguments: None)
+        self._patch.setattr("attnreg.core.policy.ranks.agree", lambda *arguments: None)
         registry.changed()
 
     def __exit__(self, *error):

@@ -17,7 +17,8 @@ from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch.counters import Fallback
 from attnreg.core.dispatch.state import state
-from attnreg.core.selection import policy, ranks
+from attnreg.core.policy import current as policy
+from attnreg.core.policy import ranks
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("routers")

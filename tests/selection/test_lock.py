@@ -16,11 +16,12 @@ from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.state import state
-from attnreg.core.selection import lockfile, policy
+from attnreg.core.policy import current as policy
+from attnreg.core.policy import lockfile
+from attnreg.core.policy.lockfile import Lock
 from attnreg.core.selection.decision import Policy, tied_to
-from attnreg.core.selection.lockfile import Lock
+from attnreg.core.times import traces
 from attnreg.errors import BackendUnavailableError, ConfigError, UnsupportedInputError
-from attnreg.tools.tuning import traces
 
 pytestmark = pytest.mark.usefixtures("routers")
 

@@ -10,7 +10,7 @@ from support.refusals import refusal
 
 import attnreg
 from attnreg.core import aten
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.core.selection.decision import Policy, Preference
 from attnreg.core.settings.config import DeviceSettings, Settings
 from attnreg.errors import UnsupportedInputError

@@ -11,7 +11,7 @@ import attnreg
 from attnreg.core import aten, registry
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.dispatch import scope
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.errors import BackendUnavailableError, ConfigError, UnknownBackendError
 
 pytestmark = pytest.mark.usefixtures("routers", "known")

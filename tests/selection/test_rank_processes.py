@@ -14,7 +14,7 @@ from support.tuned import point, spec_with, table
 from attnreg.core import registry
 from attnreg.core.backends.cpu import compiled
 from attnreg.core.contract.spec import Device
-from attnreg.tools.tuning.environments import environment
+from attnreg.core.times.environments import environment
 
 CPU = Device("cpu")
 

@@ -18,12 +18,12 @@ import attnreg
 from attnreg import RanksDifferError
 from attnreg.core import registry
 from attnreg.core.contract.spec import Device
-from attnreg.core.selection import ranks
+from attnreg.core.policy import ranks
+from attnreg.core.policy.lockfile import Lock, Lockfile, Row
 from attnreg.core.selection.decision import Policy, Preference
-from attnreg.core.selection.lockfile import Lock, Lockfile, Row
+from attnreg.core.times.environments import environment
+from attnreg.core.times.tables import Named, Tables
 from attnreg.core.torchlib import job_store
-from attnreg.tools.tuning.environments import environment
-from attnreg.tools.tuning.tables import Named, Tables
 
 CPU = Device("cpu")
 

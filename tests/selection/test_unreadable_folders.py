@@ -5,10 +5,10 @@ import os
 import pytest
 from support.processes import forked
 
+from attnreg.core.times import tables, traces
+from attnreg.core.times.table import Environment, load
 from attnreg.errors import ConfigError
-from attnreg.tools.tuning import tables, traces
 from attnreg.tools.tuning.session import kept
-from attnreg.tools.tuning.table import Environment, load
 
 HERE = Environment(device="a test")
 

@@ -8,10 +8,10 @@ import functools
 import torch
 
 from attnreg import AttentionSpec, Device
+from attnreg.core.times.kinds import kind_of, size_of
+from attnreg.core.times.points import Measured, Point
+from attnreg.core.times.table import Environment, Table
 from attnreg.tools.measure.timing import Taken, Timer
-from attnreg.tools.tuning.kinds import kind_of, size_of
-from attnreg.tools.tuning.points import Measured, Point
-from attnreg.tools.tuning.table import Environment, Table
 
 SPEC = AttentionSpec(
     device=Device("cpu"), dtype="bfloat16", batch=2, max_q=256, max_k=256, heads_q=4, heads_k=4,

@@ -20,7 +20,7 @@ from attnreg.core.contract.backend import Backend, Call
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.dispatch.state import state
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.core.torchlib.isolation import run_in_thread, strip_tracebacks
 from attnreg.errors import BackendUnavailableError, ConfigError
 

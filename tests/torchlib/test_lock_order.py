@@ -14,7 +14,7 @@ import attnreg
 from attnreg import flash_attn
 from attnreg.core import registry
 from attnreg.core.backends import math
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
 from attnreg.core.torchlib import locks
 
 ROOT = Path(attnreg.__file__).parent

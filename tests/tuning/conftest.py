@@ -6,9 +6,9 @@ import pytest
 from support.tuned import CPU, Clock, slowed
 
 from attnreg.core.contract.discovery import Entry
+from attnreg.core.times.table import Environment
 from attnreg.tools.tuning.checks import Checks
 from attnreg.tools.tuning.session import Session
-from attnreg.tools.tuning.table import Environment
 
 
 @pytest.fixture

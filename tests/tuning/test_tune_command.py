@@ -13,15 +13,15 @@ from attnreg.core import registry
 from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.times import traces
+from attnreg.core.times.kinds import MANY, SHARED
+from attnreg.core.times.points import Front
+from attnreg.core.times.table import load
 from attnreg.core.torchlib import captured
 from attnreg.tools.bench import fronts
 from attnreg.tools.cli.tune import host_rows
-from attnreg.tools.tuning import traces
 from attnreg.tools.tuning.checks import DeviceLostError
-from attnreg.tools.tuning.kinds import MANY, SHARED
-from attnreg.tools.tuning.points import Front
-from attnreg.tools.tuning.table import load
 
 SMALL = spec_with(32)
 

@@ -9,9 +9,10 @@ from support.command_line import invoke
 from support.tuned import point, spec_with, table, took
 
 from attnreg.core import registry
-from attnreg.tools.tuning import review, tables
-from attnreg.tools.tuning.points import Measured
-from attnreg.tools.tuning.table import load
+from attnreg.core.times import tables
+from attnreg.core.times.points import Measured
+from attnreg.core.times.table import load
+from attnreg.tools.tuning import review
 
 H200, H100 = (tables.SHIPPED / name for name in ("nvidia-h200.json", "nvidia-h100-80gb-hbm3.json"))
 VERSIONS = {

@@ -3,8 +3,8 @@
 import pytest
 from support.tuned import point, spec_with
 
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.lookup import predict
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.lookup import predict
 
 
 def fastest(points, spec):

@@ -3,9 +3,9 @@
 import pytest
 from support.tuned import point, spec_with
 
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.kinds import SPREADS, kind_of, size_of, works
-from attnreg.tools.tuning.lookup import predict
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.kinds import SPREADS, kind_of, size_of, works
+from attnreg.core.times.lookup import predict
 
 
 def times(points, processors, **changes):

@@ -7,8 +7,9 @@ import random
 import pytest
 from support.tuned import point, spec_with, took
 
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.kinds import (
+from attnreg.core.selection.predictions import MARGIN, reordered
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.kinds import (
     FEW,
     LONG,
     MANY,
@@ -20,8 +21,8 @@ from attnreg.tools.tuning.kinds import (
     size_of,
     work,
 )
-from attnreg.tools.tuning.lookup import CALLS_PER_SHAPE, MARGIN, USUAL_HOST, predict, predict_both, reordered
-from attnreg.tools.tuning.points import Front, Measured
+from attnreg.core.times.lookup import CALLS_PER_SHAPE, USUAL_HOST, predict, predict_both
+from attnreg.core.times.points import Front, Measured
 
 
 def said(points, spec, direction="forward"):

@@ -11,15 +11,15 @@ from support.tuned import CPU, SPEC, altered, off_by, raising, spec_with, watche
 
 from attnreg.core.contract.capabilities import Range
 from attnreg.core.contract.spec import Device
+from attnreg.core.times.kinds import size_of
+from attnreg.core.times.points import Front
+from attnreg.core.times.table import Environment, Table, load
 from attnreg.errors import ConfigError
 from attnreg.tools.tuning import checks
 from attnreg.tools.tuning import measure as measuring
 from attnreg.tools.tuning.checks import Checks, DeviceLostError
-from attnreg.tools.tuning.kinds import size_of
 from attnreg.tools.tuning.measure import Measurement
-from attnreg.tools.tuning.points import Front
 from attnreg.tools.tuning.session import kept
-from attnreg.tools.tuning.table import Environment, Table, load
 from attnreg.tools.tuning.workload import coarse_to_fine, copies, grid, lengths, small_cases, unmeasurable
 
 SMALL = spec_with(32)

@@ -19,13 +19,13 @@ from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.state import state
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.times import tables
+from attnreg.core.times.environments import environment
+from attnreg.core.times.lookup import predict_both
+from attnreg.core.times.points import Measured
+from attnreg.core.times.tables import file_name
 from attnreg.errors import ConfigError
-from attnreg.tools.tuning import tables
-from attnreg.tools.tuning.environments import environment
-from attnreg.tools.tuning.lookup import predict_both
-from attnreg.tools.tuning.points import Measured
-from attnreg.tools.tuning.tables import file_name
 from attnreg.tools.tuning.workload import unmeasurable
 
 CPU = Device("cpu")

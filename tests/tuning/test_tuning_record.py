@@ -17,10 +17,10 @@ from support.tuned import spec_with
 import attnreg
 from attnreg.core.dispatch import counters, trace
 from attnreg.core.dispatch.state import state
+from attnreg.core.times import traces
+from attnreg.core.times.traces import spec_from, spec_to
 from attnreg.core.torchlib import locks
 from attnreg.errors import ConfigError
-from attnreg.tools.tuning import traces
-from attnreg.tools.tuning.traces import spec_from, spec_to
 
 pytestmark = pytest.mark.usefixtures("routers")
 
@@ -270,7 +270,7 @@ import resource, sys
 from pathlib import Path
 import attnreg
 from attnreg.errors import ConfigError
-from attnreg.tools.tuning import traces
+from attnreg.core.times import traces
 file = Path(sys.argv[1])
 counts = {(one.spec, "forward"): 1 for one in traces.read(file)}
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -7,10 +7,10 @@ import pytest
 import attnreg
 from attnreg import AttentionSpec, Device
 from attnreg.core import registry
-from attnreg.tools.tuning import table, tables
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.lookup import predict
-from attnreg.tools.tuning.tables import file_name
+from attnreg.core.times import table, tables
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.lookup import predict
+from attnreg.core.times.tables import file_name
 
 FILES = sorted(tables.SHIPPED.glob("*.json"))
 H200 = tables.SHIPPED / "nvidia-h200.json"

@@ -17,15 +17,15 @@ import attnreg
 from attnreg.core import registry
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
-from attnreg.core.selection import policy
-from attnreg.core.selection.turns import MOST_TURNS
-from attnreg.tools.tuning import tables, traces
+from attnreg.core.policy import current as policy
+from attnreg.core.times import tables, traces
+from attnreg.core.times.environments import environment
+from attnreg.core.times.lookup import predict
+from attnreg.core.times.table import load
+from attnreg.core.times.traces import spec_from, spec_to
+from attnreg.core.times.turns import MOST_TURNS
 from attnreg.tools.tuning.checks import Checks
-from attnreg.tools.tuning.environments import environment
-from attnreg.tools.tuning.lookup import predict
 from attnreg.tools.tuning.measure import Measurement
-from attnreg.tools.tuning.table import load
-from attnreg.tools.tuning.traces import spec_from, spec_to
 
 LENGTHS, HEADS = (5, 9), 4
 PACKED = spec_with(32, batch=3, varlen=True, tokens_q=80, tokens_k=80, needs_backward=True)

@@ -11,9 +11,9 @@ from support.refusals import refusal
 from support.tuned import point, spec_with, table, took
 
 from attnreg.core.contract.spec import Device
-from attnreg.tools.tuning.environments import matched, matched_simulated
-from attnreg.tools.tuning.points import Front, Measured
-from attnreg.tools.tuning.table import Environment, load
+from attnreg.core.times.environments import matched, matched_simulated
+from attnreg.core.times.points import Front, Measured
+from attnreg.core.times.table import Environment, load
 
 CUDNN = "9.19.0 (frontend 1.32.0)"
 HERE = Environment(
@@ -75,7 +75,7 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     WHOLE.save(file)
     before = file.read_bytes()
     monkeypatch.setattr(
-        "attnreg.tools.tuning.table.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full"))
+        "attnreg.core.times.table.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full"))
     )
     with pytest.raises(OSError, match="full"):
         table().save(file)

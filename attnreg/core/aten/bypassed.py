@@ -25,9 +25,9 @@ from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import counters, scope, trace
 from attnreg.core.dispatch.planning import Native, device_of
 from attnreg.core.dispatch.state import state
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
-from attnreg.core.selection.sources import masks, strict
 from attnreg.core.settings.environment import RECOGNISE
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain

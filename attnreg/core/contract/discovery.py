@@ -27,7 +27,7 @@ from attnreg.core.torchlib.isolation import strip_tracebacks
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
-GROUP = "attnreg.backends"
+FOLDER, GROUP = "attnreg.core.backends", "attnreg.backends"
 CHECK_FAILED = "check failed: "
 SET_ASIDE = "not tried again for calls like this: "
 
@@ -335,9 +335,9 @@ def discover() -> list[Entry]:
 
 def _points() -> Iterator[tuple[EntryPoint, str]]:
     # By name: the contract is below the backends in the order of imports.
-    for module in pkgutil.iter_modules(importlib.import_module(GROUP).__path__):
+    for module in pkgutil.iter_modules(importlib.import_module(FOLDER).__path__):
         if not module.name.startswith("_"):
-            path = f"{GROUP}.{module.name}"
+            path = f"{FOLDER}.{module.name}"
             yield EntryPoint(module.name, f"{path}:BACKEND", GROUP), path
     # Sorted: which of two backends of one name comes first mustn't depend on the file system.
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):

@@ -19,14 +19,12 @@ from attnreg.core.dispatch import counters, trace
 from attnreg.core.dispatch.declined import JudgedEntry, declined, with_reasons
 from attnreg.core.dispatch.kinds import builders, refined_key
 from attnreg.core.dispatch.state import CallKind, Plan, State
-from attnreg.core.selection import ranks
-from attnreg.core.selection.adaptive import Adaptive
+from attnreg.core.policy import ranks
 from attnreg.core.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
+from attnreg.core.selection.protocols import Times, Turn
 from attnreg.core.selection.render import refuse
-from attnreg.core.selection.turns import Turn
 from attnreg.core.torchlib import building, captured
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
-from attnreg.tools.tuning.tables import Tables
 
 log = logging.getLogger("attnreg")
 
@@ -107,7 +105,7 @@ def make_plan(
     return made._replace(kernel=checked, is_checked=False)
 
 
-def _times(policy: Policy, native: str) -> Adaptive | Tables | None:
+def _times(policy: Policy, native: str) -> Times | None:
     """Return the measured times that decide where nothing asks for a backend; None if none do."""
     leaves_native = native and (policy.only_recording or not policy.by_measurement)
     return None if leaves_native or policy.lock is not None else policy.adaptive or policy.tables

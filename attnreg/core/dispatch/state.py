@@ -19,9 +19,10 @@ from attnreg.core.contract.lengths import Cut, Lengths, step_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, trace
 from attnreg.core.dispatch.declined import DeclinedError
-from attnreg.core.selection import policy, ranks
+from attnreg.core.policy import current as policy
+from attnreg.core.policy import ranks
 from attnreg.core.selection.decision import Policy
-from attnreg.core.selection.turns import Turn
+from attnreg.core.selection.protocols import Turn
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 
 log = logging.getLogger("attnreg")

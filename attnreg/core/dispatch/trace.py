@@ -20,9 +20,9 @@ from pathlib import Path
 from attnreg.core import registry
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.counters import Counter, collect
+from attnreg.core.times.traces import merge
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import AttnregError
-from attnreg.tools.tuning.traces import merge
 
 log = logging.getLogger("attnreg")
 

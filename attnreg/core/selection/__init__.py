@@ -1,7 +1,6 @@
-"""Choosing a backend: a spec, the backends and a policy give a decision, without a tensor or a GPU.
+"""Choosing a backend: a spec, the backends and a policy give a decision, without a tensor, torch or a GPU.
 
-Here also: all settings as one policy (`sources`, `policy`), lockfiles (`lockfile`), the check
-that ranks choose alike (`ranks`), the one renderer of reasons (`render`), and the policy "adaptive", which
-times the program's own calls (`turns`, `adaptive`, `job_results`). May import: `registry`, `tuning` and all
-below them, but no backend. Read `decision.py` first.
+`decision` chooses, `predictions` orders backends by measured times, `render` is the one renderer of reasons.
+`protocols` says what decisions need of tables, of lockfiles and of the policy "adaptive": rooms above have
+their classes. May import: errors, settings, contract. Read `decision.py` first.
 """

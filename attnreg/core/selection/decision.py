@@ -13,11 +13,9 @@ from itertools import takewhile
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.discovery import SET_ASIDE, Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
-from attnreg.core.selection.adaptive import Adaptive
-from attnreg.core.selection.lockfile import Lock
+from attnreg.core.selection.predictions import Prediction, with_sources
+from attnreg.core.selection.protocols import Adaptive, Lock, Tables
 from attnreg.errors import UnsupportedInputError
-from attnreg.tools.tuning.lookup import Prediction, with_sources
-from attnreg.tools.tuning.tables import Tables
 
 __all__ = [
     "BATCH_INVARIANT",

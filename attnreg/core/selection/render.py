@@ -11,8 +11,8 @@ from attnreg.core.contract.lse_columns import COLUMNS
 from attnreg.core.contract.padded_dims import how_padded
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.selection.decision import Decision
+from attnreg.core.selection.predictions import Prediction
 from attnreg.errors import UnsupportedInputError
-from attnreg.tools.tuning.lookup import Prediction
 
 __all__ = ["decision_table", "fallback_line", "one_line", "option_lines", "refuse"]
 

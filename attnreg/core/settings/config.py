@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from attnreg.core.settings import toml_file
+from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.settings.toml_file import KeyPath, Origin
 from attnreg.errors import ConfigError, did_you_mean
 
@@ -33,7 +34,6 @@ __all__ = [
     "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
 ]  # fmt: skip
 
-REFERENCE = "math"
 
 # What `torch.device` accepts; written out, so that reading settings needn't import torch.
 DEVICE_TYPES = (

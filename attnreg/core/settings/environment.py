@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 PREFIX = "ATTNREG_"
 
+# The backend that runs whatever no other can.
+REFERENCE = "math"
+
 AS_GIVEN, RECOGNISE = "as_given", "recognise"
 
 

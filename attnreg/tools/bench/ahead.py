@@ -21,9 +21,9 @@ import torch
 from attnreg.core import registry
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.times.kinds import kind_of
 from attnreg.tools.measure.timing import timer_for
 from attnreg.tools.tuning.checks import Checks
-from attnreg.tools.tuning.kinds import kind_of
 from attnreg.tools.tuning.measure import Measurement
 
 # Starting a process takes as long as compiling a few kinds.

@@ -21,14 +21,14 @@ from attnreg.core import aten
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import call_cache, planning
 from attnreg.core.dispatch.counters import reset_stats
+from attnreg.core.times.kinds import FEW, LONG, MANY, ONE, SHARED
+from attnreg.core.times.points import Front
 from attnreg.core.torchlib import captured
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.shapes import Shape, decode, dense, packed
 from attnreg.tools.bench.sides import Side, layers, layers_backward, ran, untouched, wrong_backend
 from attnreg.tools.measure.timing import interleaved, timer_for
 from attnreg.tools.tuning.checks import check_alive
-from attnreg.tools.tuning.kinds import FEW, LONG, MANY, ONE, SHARED
-from attnreg.tools.tuning.points import Front
 from attnreg.tools.tuning.session import Session
 
 SHAPES = (packed([128, 128], 8, 8, 64, False), dense(2, 128, 8, 8, 64, False))

@@ -23,8 +23,9 @@ from typing import Any
 from attnreg.core import registry
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.counters import reset_stats
-from attnreg.core.selection import adaptive
-from attnreg.core.selection.turns import MOST_TURNS
+from attnreg.core.times import adaptive
+from attnreg.core.times.kinds import kind_of
+from attnreg.core.times.turns import MOST_TURNS
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.ahead import compile_ahead
@@ -36,7 +37,6 @@ from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, decode, dense, pack
 from attnreg.tools.bench.sides import Side
 from attnreg.tools.bench.summary import ADAPTIVE, CHOSEN, FIXED, TORCH
 from attnreg.tools.measure.timing import calls_for, interleaved, timer_for
-from attnreg.tools.tuning.kinds import kind_of
 
 # As long as a measurement takes, but for calls that take longer. With 50 calls of 40 us in each of three
 # rounds the best backend of a call bound by the host took 1.03 times as long as itself. So few fill no queue

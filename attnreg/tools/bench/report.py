@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
+from attnreg.core.times.table import write_whole
 from attnreg.errors import ConfigError
-from attnreg.tools.tuning.table import write_whole
 
 T = TypeVar("T")
 

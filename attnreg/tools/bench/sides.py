@@ -22,11 +22,11 @@ from attnreg import api
 from attnreg.core import aten, registry
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.counters import stats
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.times.tables import Report, Tables
 from attnreg.errors import ConfigError
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 from attnreg.tools.measure.timing import calls_for, timer_for
-from attnreg.tools.tuning.tables import Report
 
 Front = Callable[[Tensor, Tensor, Tensor], Tensor]
 Step = Callable[[Front, "Tensors"], object]
@@ -254,7 +254,7 @@ def table_in_force(device: torch.device, table: Path | None = None) -> str:
     """
     with settings("measured", table):
         tables = policy.current().tables
-        report = tables.report(planning.device_of(device)) if tables is not None else Report()
+        report = tables.report(planning.device_of(device)) if isinstance(tables, Tables) else Report()
     named = report.in_force is not None and bool(report.in_force.source)
     if table is not None and not named:
         reason = "; ".join(report.refused) or f"it is of another kind of device than {device.type}"

@@ -206,7 +206,7 @@ def _fresh(
 
 def _check_files(out: Path | None, plot: Path | None, table: Path | None) -> None:
     """Fail now if a file can't be read, written or drawn: not after everything has been measured."""
-    from attnreg.tools.tuning.table import load
+    from attnreg.core.times.table import load
 
     if out is not None:
         options.check_writable("--out", out.absolute(), '"machine"')

@@ -12,7 +12,7 @@ from attnreg.tools.cli.output import FAILED, import_torch, print_json
 
 if TYPE_CHECKING:
     from attnreg.core.contract.spec import AttentionSpec
-    from attnreg.core.explanation import Explanation
+    from attnreg.tools.explanation import Explanation
 
 
 def explain(
@@ -111,9 +111,10 @@ def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> 
     Those two would load the backends. Here they need not load, so that a call on another machine can be
     explained.
     """
-    from attnreg.core import explanation, registry
+    from attnreg.core import registry
     from attnreg.core.dispatch import scope
     from attnreg.core.selection.decision import Preference
+    from attnreg.tools import explanation
 
     found = tuple(registry.find(name).name for name in ((only,) if only else preferred))
     if not found:

@@ -114,7 +114,7 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
         device=device, dtype="float32", batch=1, max_q=1, max_k=1,
         heads_q=1, heads_k=1, head_dim=8, head_dim_v=8,
     ))  # fmt: skip
-    problem = _lock_problem(in_force, device)
+    problem = "" if in_force.lock is None else in_force.lock.problem(device)
     in_force = replace(in_force, lock=None)  # a lock has no row for this made-up call
     try:
         planning.decide(spec, "forward", entries, in_force)
@@ -134,12 +134,3 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
             source = sources.get(name.casefold(), default_source(spec))
             found.append({"backend": name, "source": source})
     return {"order": found, "problem": problem}
-
-
-def _lock_problem(in_force: Policy, device: Device) -> str:
-    """Return why the lock in force refuses the calls of a device; empty if it doesn't."""
-    if in_force.lock is None or in_force.lock.file.device != device.type:
-        return ""
-    backends = dict.fromkeys(row.backend for row in in_force.lock.file.rows)
-    differs = dict.fromkeys(filter(None, (in_force.lock.differences(device, name) for name in backends)))
-    return f"ATTNREG_LOCK: {'; '.join(differs)}: calls on this device are refused" if differs else ""

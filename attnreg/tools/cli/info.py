@@ -44,7 +44,7 @@ def collected() -> dict[str, Any]:
     """Return what `info` shows, as plain data."""
     from attnreg.core import aten, registry
     from attnreg.core.dispatch import planning
-    from attnreg.core.selection import policy
+    from attnreg.core.policy import current as policy
     from attnreg.core.selection.decision import Policy
     from attnreg.core.torchlib import building, captured
     from attnreg.tools.cli import facts
@@ -124,9 +124,10 @@ def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
 
 def _table(device: Device, in_force: Policy) -> dict[str, Any]:
     """Return which measured table decides on a device, and why others don't."""
-    from attnreg.tools.tuning.tables import Report
+    from attnreg.core.times.tables import Report, Tables
 
-    found = in_force.tables.report(device) if in_force.tables is not None else Report()
+    tables = in_force.tables
+    found = tables.report(device) if isinstance(tables, Tables) else Report()
     return {
         "in_force": None if found.in_force is None else str(found.in_force),
         "points": 0 if found.in_force is None else len(found.in_force.table.points),
@@ -149,7 +150,7 @@ def _variables() -> Iterator[dict[str, str | None]]:
 def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
     """Yield the settings in force, highest precedence first: name, value, source."""
     from attnreg.core import registry
-    from attnreg.core.selection import policy
+    from attnreg.core.policy import current as policy
 
     for preference in in_force.preferences:
         where = f" on {', '.join(preference.devices)}" if preference.devices else ""

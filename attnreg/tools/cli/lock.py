@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+    from attnreg.core.policy.lockfile import Lockfile
     from attnreg.core.selection.decision import Decision, Policy
-    from attnreg.core.selection.lockfile import Lockfile
-    from attnreg.tools.tuning.traces import Recorded
+    from attnreg.core.times.traces import Recorded
 
     # Calls that no backend can run, with the decision: a lockfile has no row for them.
     Refused = list[tuple[AttentionSpec, Decision]]
@@ -38,7 +38,7 @@ def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) ->
 
     Example: attnreg lock --from calls.jsonl --out lock.json
     """
-    from attnreg.core.selection.lockfile import VARIABLE
+    from attnreg.core.policy.lockfile import VARIABLE
 
     in_force = os.environ.pop(VARIABLE, None)  # may be unreadable: perhaps it is the file to be written
     try:
@@ -65,9 +65,9 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     """Decide which backend runs each call of a trace, and write the lockfile."""
     from attnreg.core import registry
     from attnreg.core.dispatch.state import state
-    from attnreg.core.selection.lockfile import FORMAT, Lockfile, Row
-    from attnreg.tools.tuning import traces
-    from attnreg.tools.tuning.environments import environment
+    from attnreg.core.policy.lockfile import FORMAT, Lockfile, Row
+    from attnreg.core.times import traces
+    from attnreg.core.times.environments import environment
 
     check_writable("--out", out, FORMAT)
     if out.exists() and trace.exists() and out.samefile(trace):

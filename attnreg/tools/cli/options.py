@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnreg.core.settings.environment import REFERENCE
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
 from attnreg.tools.cli.output import counted
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from attnreg.core.contract.discovery import Entry
     from attnreg.core.contract.spec import AttentionSpec
-    from attnreg.tools.tuning.traces import Recorded
+    from attnreg.core.times.traces import Recorded
 
 
 log = logging.getLogger("attnreg")
@@ -59,9 +60,6 @@ Deterministic = Annotated[
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Run the backward as well.")]
 Budget = Annotated[str, valued("--budget", "TIME", "Stop after this time: 60s, 5m or 1h. Default: no limit.")]
 TRACE = valued("--from", "FILE", "Calls recorded by attnreg.record or ATTNREG_RECORD.")
-
-# On a GPU it takes longer than all others together, and is preferred to none of them.
-REFERENCE = "math"
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -144,7 +142,7 @@ def present_device(text: str, option: str = "--device") -> torch.device:
 
 def recorded_on(trace: Path, device: str) -> list[Recorded]:
     """Return what `--from` has recorded on a type of device; logs how many calls on others are left out."""
-    from attnreg.tools.tuning import traces
+    from attnreg.core.times import traces
 
     recorded = traces.read(trace)
     here = [one for one in recorded if one.spec.device.type == device]
@@ -163,7 +161,7 @@ def recorded_on(trace: Path, device: str) -> list[Recorded]:
 
 def check_writable(option: str, file: Path, mark: str = "") -> None:
     """Check that an option's file can be written, as `tuning.table.check_writable` does."""
-    from attnreg.tools.tuning import table
+    from attnreg.core.times import table
 
     try:
         table.check_writable(file, mark)
@@ -178,7 +176,7 @@ def candidates(named: tuple[str, ...], device: torch.device, files: bool = True)
     about to write them.
     """
     from attnreg.core import registry
-    from attnreg.core.selection import policy
+    from attnreg.core.policy import current as policy
 
     found = dict.fromkeys(registry.find(name) for name in named) or registry.entries().values()
     disabled = policy.current().disabled if files else policy.disabled_backends()
@@ -196,6 +194,7 @@ def measurable(named: tuple[str, ...], device: torch.device, files: bool = True)
             raise BackendUnavailableError(f"--backend: {entry.name} {reason}")
     entries = [entry for entry, reason in found if not reason]
     if not named and device.type == "cuda" and len(entries) > 1:
+        # On a GPU it takes longer than all others together, and is preferred to none of them.
         entries = [entry for entry in entries if entry.name != REFERENCE]
     if not entries:
         raise BackendUnavailableError(f"no backend can be measured on {device}")

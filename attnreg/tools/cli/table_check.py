@@ -19,9 +19,9 @@ MOST_SHOWN = 10  # outliers
 def check(file: Path, as_json: bool) -> None:
     """Check a table and print what was found; exits with 1 if it has a problem."""
     from attnreg.core import registry
+    from attnreg.core.times.table import load
+    from attnreg.core.times.tables import SHIPPED
     from attnreg.tools.tuning.review import Review, review
-    from attnreg.tools.tuning.table import load
-    from attnreg.tools.tuning.tables import SHIPPED
 
     with output.stdout_to_stderr():
         entries = registry.entries()

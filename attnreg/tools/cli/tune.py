@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from attnreg.core.contract.spec import AttentionSpec, Device
-    from attnreg.tools.tuning.points import Front, Point
+    from attnreg.core.times.points import Front, Point
     from attnreg.tools.tuning.session import Session
 
 GRIDS = ("quick", "full")
@@ -137,7 +137,7 @@ def _specs(
 
 def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
     """Return the calls of a trace as if they were made on this device, the most work first."""
-    from attnreg.tools.tuning.kinds import kind_of, size_of, work
+    from attnreg.core.times.kinds import kind_of, size_of, work
 
     weights: dict[AttentionSpec, float] = {}
     for one in options.recorded_on(trace, device.type):
@@ -153,12 +153,12 @@ def _session(out: Path | None, place: torch.device, named: tuple[str, ...], fres
     """Return a session that starts from the points its table has, once the file is known to be writable."""
     from attnreg.core import registry
     from attnreg.core.dispatch import planning
+    from attnreg.core.times.environments import environment
+    from attnreg.core.times.table import Table, load
+    from attnreg.core.times.tables import file_name
     from attnreg.tools.measure import timing
     from attnreg.tools.tuning.checks import Checks
-    from attnreg.tools.tuning.environments import environment
     from attnreg.tools.tuning.session import Session, kept
-    from attnreg.tools.tuning.table import Table, load
-    from attnreg.tools.tuning.tables import file_name
 
     entries = options.measurable(named, place, files=False)
     here = environment(planning.device_of(place), registry.entries())

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from attnreg.core.contract.spec import AttentionSpec
-    from attnreg.core.dispatch.first_calls import FirstCall
     from attnreg.tools.tuning.representatives import Kind
+    from attnreg.tools.warmup import FirstCall
 
     # What the progress bar says of it, and what runs it.
     Job = tuple[str, Callable[[], list[FirstCall]]]
@@ -156,14 +156,14 @@ def _jobs(kinds: Iterable[Kind], named: tuple[str, ...], place: torch.device) ->
 
 
 def _once(*job: Any) -> list[FirstCall]:
-    from attnreg.core.dispatch.first_calls import run_once
+    from attnreg.tools.warmup import run_once
 
     return [run_once(*job)]
 
 
 def _jobs_as_decided(kinds: Iterable[Kind]) -> Iterator[Job]:
     """Yield what runs each kind on the backends that its calls would run on."""
-    from attnreg.core.dispatch.first_calls import run_decided
+    from attnreg.tools.warmup import run_decided
 
     for number, kind in enumerate(kinds, 1):
         for direction in kind.directions:

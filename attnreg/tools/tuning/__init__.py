@@ -1,7 +1,5 @@
-"""Tables of measured times: their file, what they predict for a call, and how `attnreg tune` measures them.
+"""How `attnreg tune` measures a table: `workload`, `checks`, `measure` and `session`, in this order.
 
-Read in this order: `points` and `table` (the file), `kinds`, `index` and `lookup` (what it predicts),
-`tables` (which one is in force); then `traces`, `workload`, `checks`, `measure` and `session` (measuring).
-`representatives` has a small call for each kind, to be run ahead.
-May import: errors, settings, torchlib, contract, measure; `import attnreg` imports none of it.
+`representatives` has a small call for each kind, to be run ahead; `review` tries a table on other calls. What
+a table is, and what it predicts, is in `core/times/`. May import: `core/` and `measure`.
 """

@@ -12,11 +12,11 @@ from attnreg.core.contract.backend import Kernels
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.sinks import with_rescaling
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.times.kinds import kind_of
+from attnreg.core.times.points import Measured
 from attnreg.errors import AttnregError
 from attnreg.tools.measure import Case, Error, measure_taken
 from attnreg.tools.measure.sample import Verdict
-from attnreg.tools.tuning.kinds import kind_of
-from attnreg.tools.tuning.points import Measured
 from attnreg.tools.tuning.workload import small_cases
 
 TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}

@@ -13,12 +13,12 @@ import torch
 
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.times.kinds import kind_of, size_of
+from attnreg.core.times.points import Measured, Point
 from attnreg.errors import AttnregError
 from attnreg.tools.measure import Sample
 from attnreg.tools.measure.timing import Taken, Timer, calls_for, shuffled
 from attnreg.tools.tuning.checks import TENSORS, Checks, TimeIsUpError, failed, kernels_for, reasons
-from attnreg.tools.tuning.kinds import kind_of, size_of
-from attnreg.tools.tuning.points import Measured, Point
 from attnreg.tools.tuning.workload import case_of, copies
 
 # Past the deadline there are still the fewest, as the median of three leaves out a round in which the machine

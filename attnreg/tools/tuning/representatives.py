@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.times.traces import Recorded
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.tools import measure
 from attnreg.tools.measure import Inputs
-from attnreg.tools.tuning.traces import Recorded
 from attnreg.tools.tuning.workload import case_of
 
 # The most tokens of a sequence that is run, and a shorter one for queries or keys that are fewer. Both are

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.kinds import PROCESSORS, family_of
-from attnreg.tools.tuning.lookup import MARGIN, Prediction, predict, reordered
-from attnreg.tools.tuning.points import Point
-from attnreg.tools.tuning.table import Table
+from attnreg.core.selection.predictions import MARGIN, Prediction, reordered
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.kinds import PROCESSORS, family_of
+from attnreg.core.times.lookup import predict
+from attnreg.core.times.points import Point
+from attnreg.core.times.table import Table
 
 # Points of a family, with fewer of which there are no neighbours to predict from. The H200's table has 5.
 LEAST_POINTS = 4

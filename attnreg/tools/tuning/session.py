@@ -14,15 +14,15 @@ import torch
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.times.environments import matched
+from attnreg.core.times.kinds import Kind, Size, kind_of, size_of
+from attnreg.core.times.points import Front, Point
+from attnreg.core.times.table import Environment, Table, load
 from attnreg.core.torchlib import locks
 from attnreg.errors import ConfigError
 from attnreg.tools.measure.timing import Timer
 from attnreg.tools.tuning.checks import Checks, TimeIsUpError, no_memory, reasons
-from attnreg.tools.tuning.environments import matched
-from attnreg.tools.tuning.kinds import Kind, Size, kind_of, size_of
 from attnreg.tools.tuning.measure import Measurement
-from attnreg.tools.tuning.points import Front, Point
-from attnreg.tools.tuning.table import Environment, Table, load
 from attnreg.tools.tuning.workload import unmeasurable
 
 # The least time that a call is expected to take; with less left, the session ends.

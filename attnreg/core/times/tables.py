@@ -19,12 +19,13 @@ from pathlib import Path
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lse_columns import widened
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.selection.predictions import Prediction
+from attnreg.core.times.environments import environment, matched, matched_simulated
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.kinds import PROCESSORS, kind_of
+from attnreg.core.times.lookup import predict, predict_both
+from attnreg.core.times.table import Table, load
 from attnreg.errors import ConfigError
-from attnreg.tools.tuning.environments import environment, matched, matched_simulated
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.kinds import PROCESSORS, kind_of
-from attnreg.tools.tuning.lookup import Prediction, predict, predict_both
-from attnreg.tools.tuning.table import Table, load
 
 log = logging.getLogger("attnreg")
 
@@ -131,6 +132,21 @@ class Tables:
         """Return why tables aren't in force on a device, and notes about the one that is."""
         report = self.report(device)
         return (*report.refused, *report.notes)
+
+    def identity(self, device: Device) -> tuple[str, str]:
+        """Return a digest of the table in force on a device, and its name or why there is none."""
+        report = self.report(device)
+        if report.in_force is None:
+            return "no table", "; ".join(report.refused) or "the default order"
+        cached = ", compiled call cache" if self.compiled else ""  # predictions depend on it
+        return f"contents {report.in_force.digest}{cached}", report.in_force.table.name
+
+    def gap(self, spec: AttentionSpec, direction: Direction) -> str:
+        """Return the sentence that the table in force has no call of such a kind; empty if it has."""
+        table, spec = self.report(spec.device).in_force, spec.of(direction)
+        if table is None or self.predict(spec, direction) is not None:
+            return ""
+        return f"{table} has nothing of this kind: {kind_of(spec, direction)}"
 
     def _compared(self, device: Device) -> Report:
         found, refused, warned = Report(), [], []

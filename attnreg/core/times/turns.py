@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.times.index import MOST_FLOOR_US
+from attnreg.core.times.kinds import Kind, Size, coordinates, size_of, work
+from attnreg.core.times.points import Measured, Point
 from attnreg.core.torchlib.locks import open_after_fork
-from attnreg.tools.tuning.index import MOST_FLOOR_US
-from attnreg.tools.tuning.kinds import Kind, Size, coordinates, size_of, work
-from attnreg.tools.tuning.points import Measured, Point
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from math import dist, log
 from statistics import median, pvariance
 from typing import NamedTuple
 
-from attnreg.tools.tuning.kinds import (
+from attnreg.core.times.kinds import (
     GROWTHS,
     RATIO,
     SHORT,
@@ -21,7 +21,7 @@ from attnreg.tools.tuning.kinds import (
     family_of,
     works,
 )
-from attnreg.tools.tuning.points import Front, Measured, Point
+from attnreg.core.times.points import Front, Measured, Point
 
 # How many points a prediction uses. With each point of the H200's table predicted from the others, eight,
 # weighted by the inverse square of their distance, chose best.

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.selection.decision import BATCH_INVARIANT, Policy
+from attnreg.core.times.environments import environment
 from attnreg.core.torchlib import job_store
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import RanksDifferError
-from attnreg.tools.tuning.environments import environment
 
 log = logging.getLogger("attnreg")
 
@@ -131,7 +131,7 @@ def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inp
         table,
         ", ".join(f"{name} {loading[name] or ''}".strip() for name in sorted(loading)) or "none",
         ", ".join(requested) or "nothing",
-        "none" if policy.lock is None else f"contents {policy.lock.file.digest}",
+        "none" if policy.lock is None else f"contents {policy.lock.digest}",
         table_name,
     )
 
@@ -139,11 +139,7 @@ def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inp
 def _table(policy: Policy, device: Device) -> tuple[str, str]:
     if policy.tables is None:
         return "no table", BATCH_INVARIANT if policy.batch_invariant else 'policy = "order"'
-    report = policy.tables.report(device)
-    if report.in_force is None:
-        return "no table", "; ".join(report.refused) or "the default order"
-    cached = ", compiled call cache" if policy.tables.compiled else ""  # predictions depend on it
-    return f"contents {report.in_force.digest}{cached}", report.in_force.table.name
+    return policy.tables.identity(device)
 
 
 def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
-from attnreg.tools.tuning.table import Environment
+from attnreg.core.times.table import Environment
 
 
 def environment(device: Device, entries: Mapping[str, Entry]) -> Environment:

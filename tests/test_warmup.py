@@ -8,8 +8,7 @@ import torch
 
 import attnreg
 from attnreg.core.contract.capabilities import Range
-from attnreg.core.dispatch import first_calls
-from attnreg.core.dispatch.first_calls import FirstCall
+from attnreg.tools.warmup import FirstCall
 
 KIND = {"dtype": "fp32", "heads_q": 4, "heads_k": 2, "head_dim": 16}
 SPEC = attnreg.AttentionSpec(
@@ -254,7 +253,7 @@ def test_seconds_are_those_of_loading_and_of_the_call(fake, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(first_calls.time, "perf_counter", lambda: times[0])
+    monkeypatch.setattr("attnreg.tools.warmup.time.perf_counter", lambda: times[0])
     one = fake("one")
     load = taking(3.0, kernels_of(one, forward=taking(4.0, one.forward)))
     with attnreg.register_backend(fake("one", load=load).backend):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.times import table
 from attnreg.core.torchlib import locks
 from attnreg.errors import ConfigError, InvalidInputError
-from attnreg.tools.tuning import table
 
 log = logging.getLogger("attnreg")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple
 
-from attnreg.tools.tuning.kinds import HOST_SHAPES, MANY, MASKS, Kind, Size
+from attnreg.core.times.kinds import HOST_SHAPES, MANY, MASKS, Kind, Size
 
 
 class Malformed(ValueError):  # noqa: N818 - its message becomes that of a ConfigError

@@ -20,10 +20,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnreg.core import registry
-from attnreg.core.selection.adaptive import Adaptive
-from attnreg.core.selection.decision import Policy, Preference
-from attnreg.core.selection.lockfile import Lock
-from attnreg.core.selection.sources import (
+from attnreg.core.policy.lockfile import Lock
+from attnreg.core.policy.sources import (
     Sources,
     check_names,
     checked,
@@ -34,10 +32,12 @@ from attnreg.core.selection.sources import (
     strict,
     without_implementation,
 )
-from attnreg.core.selection.sources import policy as decides_by
+from attnreg.core.policy.sources import policy as decides_by
+from attnreg.core.selection.decision import Policy, Preference
+from attnreg.core.times.adaptive import Adaptive
+from attnreg.core.times.tables import Tables
 from attnreg.core.torchlib import building, captured
 from attnreg.errors import AttnregError, BuildError
-from attnreg.tools.tuning.tables import Tables
 
 if TYPE_CHECKING:
     from attnreg.core.settings.config import Settings

@@ -21,7 +21,13 @@ from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, declined, scope
 from attnreg.core.dispatch.planning import decide, entries_with_native
 from attnreg.core.dispatch.state import state
-from attnreg.core.explanation.call_spec import (
+from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
+from attnreg.core.selection.render import decision_table, option_lines
+from attnreg.core.torchlib import captured
+from attnreg.core.varlen.front import AuxRequest, asks_for_lse
+from attnreg.core.varlen.plans import check_sinks, check_tensors
+from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+from attnreg.tools.explanation.call_spec import (
     FLASH,
     VARLEN,
     CallSpec,
@@ -31,13 +37,6 @@ from attnreg.core.explanation.call_spec import (
     never_seen,
     packed,
 )
-from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
-from attnreg.core.selection.render import decision_table, option_lines
-from attnreg.core.torchlib import captured
-from attnreg.core.varlen.front import AuxRequest, asks_for_lse
-from attnreg.core.varlen.plans import check_sinks, check_tensors
-from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
-from attnreg.tools.tuning.kinds import kind_of
 
 __all__ = ["Explanation", "explain"]
 
@@ -231,13 +230,8 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
     """Yield of which directions the table in force says nothing."""
-    table = policy.tables.report(spec.device).in_force if policy.tables is not None else None
-    if table is None or policy.tables is None or policy.lock is not None:
-        return
-    for direction in directions:
-        wanted = spec.of(direction)
-        if policy.tables.predict(wanted, direction) is None:
-            yield f"{table} has nothing of this kind: {kind_of(wanted, direction)}"
+    if policy.tables is not None and policy.lock is None:
+        yield from filter(None, (policy.tables.gap(spec, direction) for direction in directions))
 
 
 def _turns(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:

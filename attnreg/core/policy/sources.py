@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from attnreg.core import registry
-from attnreg.core.selection.lockfile import VARIABLE as LOCK
-from attnreg.core.selection.lockfile import Lockfile
-from attnreg.core.selection.lockfile import load as load_lock
+from attnreg.core.policy.lockfile import VARIABLE as LOCK
+from attnreg.core.policy.lockfile import Lockfile
+from attnreg.core.policy.lockfile import load as load_lock
 from attnreg.core.settings import environment
-from attnreg.core.settings.environment import AS_GIVEN, Environment
+from attnreg.core.settings.environment import AS_GIVEN, REFERENCE, Environment
+from attnreg.core.times.table import load as load_table
+from attnreg.core.times.tables import Named
+from attnreg.core.times.traces import check_writable
 from attnreg.core.torchlib import building
 from attnreg.errors import BuildError, ConfigError, UnknownBackendError
-from attnreg.tools.tuning.table import load as load_table
-from attnreg.tools.tuning.tables import Named
-from attnreg.tools.tuning.traces import check_writable
 
 if TYPE_CHECKING:
     from attnreg.core.settings.config import LoadedSettings
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("attnreg")
 
 UNSET = Environment()
-REFERENCE = "math"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,20 +18,21 @@ from pathlib import Path
 
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
-from attnreg.core.selection import job_results
-from attnreg.core.selection.job_results import NOTHING
-from attnreg.core.selection.sources import REFERENCE
-from attnreg.core.selection.turns import MOST_CALLS, Cell, Turn, Turns, cell_of, lock
+from attnreg.core.selection.predictions import Prediction
+from attnreg.core.settings.environment import REFERENCE
+from attnreg.core.times import job_results
+from attnreg.core.times.environments import environment
+from attnreg.core.times.index import Kinds
+from attnreg.core.times.job_results import NOTHING
+from attnreg.core.times.kinds import kind_of, size_of
+from attnreg.core.times.lookup import predict, predict_both
+from attnreg.core.times.points import Point
+from attnreg.core.times.table import Environment, Table, load
+from attnreg.core.times.tables import Tables, file_name
+from attnreg.core.times.traces import DIRECTIONS
+from attnreg.core.times.turns import MOST_CALLS, Cell, Turn, Turns, cell_of, lock
 from attnreg.core.torchlib import caches, job_store, locks
 from attnreg.errors import AttnregError
-from attnreg.tools.tuning.environments import environment
-from attnreg.tools.tuning.index import Kinds
-from attnreg.tools.tuning.kinds import kind_of, size_of
-from attnreg.tools.tuning.lookup import Prediction, predict, predict_both
-from attnreg.tools.tuning.points import Point
-from attnreg.tools.tuning.table import Environment, Table, load
-from attnreg.tools.tuning.tables import Tables, file_name
-from attnreg.tools.tuning.traces import DIRECTIONS
 
 log = logging.getLogger("attnreg")
 

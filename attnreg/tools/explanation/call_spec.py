@@ -18,9 +18,9 @@ from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.core.contract.validation import check, check_scale, check_values, checked_dropout
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
 from attnreg.core.dispatch.planning import Native, device_of, spec_of
-from attnreg.core.selection import policy
+from attnreg.core.policy import current as policy
+from attnreg.core.policy.sources import masks
 from attnreg.core.selection.decision import Decision, Preference
-from attnreg.core.selection.sources import masks
 from attnreg.core.settings.environment import RECOGNISE
 from attnreg.core.torchlib.modes import autocast
 from attnreg.core.varlen.plans import Lengths, call_of, check_heads, window

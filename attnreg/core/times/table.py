@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnreg.core.times.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
 from attnreg.errors import ConfigError
-from attnreg.tools.tuning.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.times import table
+from attnreg.core.times.environments import environment, matched, matched_simulated
+from attnreg.core.times.points import ANY_TEXT, Malformed, checked, one_of, with_keys
+from attnreg.core.times.traces import DIRECTIONS, spec_from, spec_to
 from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
-from attnreg.tools.tuning import table
-from attnreg.tools.tuning.environments import environment, matched, matched_simulated
-from attnreg.tools.tuning.points import ANY_TEXT, Malformed, checked, one_of, with_keys
-from attnreg.tools.tuning.traces import DIRECTIONS, spec_from, spec_to
 
 FORMAT = "attnreg lockfile"
 VERSION = 1
@@ -127,6 +127,19 @@ class Lock:
         self._entries = entries
         self._numbers = {key_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
         self._differences: dict[tuple[Device, str], str] = {}
+
+    @property
+    def digest(self) -> str:
+        """A hash of its contents."""
+        return self.file.digest
+
+    def problem(self, device: Device) -> str:
+        """Return why it refuses all calls of a device; empty if it doesn't."""
+        if self.file.device != device.type:
+            return ""
+        backends = dict.fromkeys(row.backend for row in self.file.rows)
+        differs = dict.fromkeys(filter(None, (self.differences(device, name) for name in backends)))
+        return f"{VARIABLE}: {'; '.join(differs)}: calls on this device are refused" if differs else ""
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
         """Return the row of one direction of a call, and its name for messages.

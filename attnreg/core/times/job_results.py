@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from attnreg.core.times.points import Point
 from attnreg.core.torchlib import job_store
-from attnreg.tools.tuning.points import Point
 
 log = logging.getLogger("attnreg")
 

@@ -1,0 +1,137 @@
+"""The predicted times of backends for one direction of a call, and the order of backends that follows. Pure.
+
+Tables and the policy "adaptive" make predictions (`core/times/`); decisions read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+# A smaller difference is chance, and isn't worth another kernel's rounding. Host times are of one small call,
+# and those of others differ more: of 150 and 97 random shapes on an H100, with its table and with an H200's,
+# forwards took 1.056, 1.027, 1.056 and 1.037 times as long as with the best backend (1.075, 1.030, 1.089 and
+# 1.041 with 0.02 for these, too).
+MARGIN, HOST_MARGIN = 0.02, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """The predicted times of one backend.
+
+    Attributes:
+        backend: its name.
+        cost_us: the larger of both times plus a share of the first call; in a CUDA graph the GPU time
+            alone. None if it must not be chosen.
+        gpu_us, host_us: microseconds.
+        first_call_s: seconds of the first call of a new shape.
+        trouble: why it must not be chosen: its results were wrong, or it failed.
+        both_us: what forward and backward cost together, where a gradient is wanted and the table has times
+            of both. If it has none of this backend's other direction, that of the first choice counts.
+        by_host: whether the host's part of what it is ranked by is larger than the GPU's, and counts.
+    """
+
+    backend: str
+    cost_us: float | None = None
+    gpu_us: float = 0.0
+    host_us: float = 0.0
+    first_call_s: float = 0.0
+    trouble: str = ""
+    both_us: float | None = None
+    by_host: bool = False
+
+    @property
+    def rank_us(self) -> float | None:
+        """What backends are ranked by; None if it must not be chosen."""
+        return self.cost_us if self.both_us is None else self.both_us
+
+
+class Source(Protocol):
+    """A measured call that a prediction comes from."""
+
+    @property
+    def size(self) -> str:
+        """Its lengths and heads, as text."""
+
+    @property
+    def distance(self) -> float:
+        """How far it is from the call, in powers of two of the sizes."""
+
+    @property
+    def itself(self) -> bool:
+        """Whether it is the very call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a table predicts for one direction of a call.
+
+    Attributes:
+        table: the table's name and origin.
+        candidates: the measured backends, the fastest first, those with trouble last.
+        points: the points used, the nearest first.
+        notes: reasons why the prediction may be inexact.
+        leads: whether a backend that it doesn't know comes behind those that it does, and not in its place in
+            the default order. rest: what orders these, if anything does.
+    """
+
+    table: str
+    candidates: tuple[Candidate, ...]
+    points: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = ()
+    leads: bool = False
+    rest: Prediction | None = None
+
+    def of(self, backend: str) -> Candidate | None:
+        """Return the prediction for a backend; the case of its name doesn't matter."""
+        name = backend.casefold()
+        return next((one for one in self.candidates if one.backend.casefold() == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the same as plain data, for JSON."""
+        points = [{"size": one.size, "distance": one.distance} for one in self.points]
+        rest = self.rest and self.rest.to_dict()
+        return {**asdict(replace(self, points=(), rest=None)), "points": points, "rest": rest}
+
+
+def with_sources(
+    order: Sequence[str], able: Container[str], prediction: Prediction | None, default: str
+) -> dict[str, str]:
+    """Return the order of backends where none is preferred, each with the source of its position."""
+    if prediction is None:
+        return dict.fromkeys(order, default)
+    known = {one.backend.casefold() for one in prediction.candidates if one.rank_us is not None}
+    others = with_sources(order, able, prediction.rest, default)
+    return {
+        name: prediction.table if name in known else others[name]
+        for name in reordered(order, able, prediction)
+    }
+
+
+def reordered(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
+    """Return names in lower case, the first choice first.
+
+    The measured backends are ordered by cost among the positions that they have by default; one that wasn't
+    measured keeps its position, unless the prediction `leads`. Those that were wrong or failed come last.
+    """
+    known = {name: one for name in default if (one := prediction.of(name)) is not None}
+    costs = {name: one.rank_us for name, one in known.items() if one.rank_us is not None}
+    best = min((cost for name, cost in costs.items() if name in able), default=0.0)
+    # Of those that are as fast as the best, chance aside, the first by default.
+    first = next(
+        (name for name, cost in costs.items() if name in able and cost <= _within(best, known[name])), None
+    )
+    by_cost = sorted(costs, key=lambda name: (name != first, costs[name]))
+    failed = [name for name in known if name not in costs]
+    if prediction.leads:
+        others = default if prediction.rest is None else reordered(default, able, prediction.rest)
+        return [*by_cost, *(name for name in others if name not in known), *failed]
+    places = iter(by_cost)
+    kept = [next(places) if name in costs else name for name in default if name in costs or name not in known]
+    return kept + failed
+
+
+def _within(best: float, one: Candidate) -> float:
+    """Return up to which cost a candidate is as fast as the best, chance aside."""
+    return best * (1 + (HOST_MARGIN if one.by_host else MARGIN))
