@@ -32,7 +32,7 @@ at_end = sorted(name for name in sys.modules if name.partition(".")[0] in ("attn
 
 import json, attnreg
 try:
-    installed = __import__("attnreg.core.aten").aten.installed()
+    installed = __import__("attnreg.core.aten").core.aten.installed()
     calls = attnreg.stats().calls
 finally:
     print(json.dumps([at_start, at_end, error, installed, calls]))

@@ -221,10 +221,10 @@ class Conformance:
 
 def _place(error: Exception) -> str:
     """Return the line of the backend's code that an exception comes from, such as "kernels.py:42: "."""
-    ours, torchs = (Path(module.__file__ or "").parent for module in (registry, torch))
+    ours, torchs = Path(__file__).parents[1], Path(torch.__file__ or "").parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "backends")
+        of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "core" / "backends")
         if not of_library and not path.is_relative_to(torchs):
             return f"{path.name}:{frame.lineno}: "
     return ""

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +11,11 @@ from attnreg.core import aten, registry
 from attnreg.core.contract.spec import Device
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import Sources, without_implementation
+from attnreg.core.times import tables
 from attnreg.core.times.kinds import MANY, ONE, kind_of, size_of
 from attnreg.core.times.table import load
 from attnreg.core.torchlib import captured
 from attnreg.errors import ConfigError
-from attnreg.tools import tuning
 from attnreg.tools.bench import fronts, overhead, overhead_cpu, plots, selection, shapes, sides
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.report import Job
@@ -27,7 +26,7 @@ from attnreg.tools.measure.timing import Timer
 from attnreg.tools.tuning.workload import grid
 
 CPU = torch.device("cpu")
-SHIPPED = Path(tuning.__file__).parent / "shipped"
+SHIPPED = tables.SHIPPED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -386,7 +386,7 @@ def test_make_finds_a_compiler_where_attnreg_does(monkeypatch, tmp_path, name):
     monkeypatch.setenv("CXX", "CXX --an-option" if name == "named by CXX" else "")
     for variable in ("ROUTERS", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES"):  # of `make test ROUTERS=python`
         monkeypatch.delenv(variable, raising=False)
-    makefile = Path(building.__file__).parents[2] / "Makefile"
+    makefile = Path(building.__file__).parents[3] / "Makefile"
     said = subprocess.run(
         [make, "-s", "-f", makefile, "--eval", "found:; $(info $(ROUTERS))", "found"],
         capture_output=True, text=True, check=True,

@@ -287,7 +287,7 @@ def test_without_points_with_sinks_those_without_decide_and_explain_says_so(in_f
 @pytest.mark.parametrize("name", ["nvidia-h200", "nvidia-h100-80gb-hbm3"])
 def test_by_a_table_without_sinks_calls_have_the_host_times_of_those_without(name):
     """One that ships with attnreg, which has times of fronts: results aren't rescaled in either."""
-    path = Path(attnreg.__file__).parent / "tuning" / "shipped" / f"{name}.json"
+    path = Path(attnreg.__file__).parent / "core" / "times" / "shipped" / f"{name}.json"
     kinds = tables.Named(load(path)).kinds
     spec = dataclasses.replace(
         CALLED, device=Device("cuda", (9, 0)), dtype="bfloat16", batch=2, max_q=16, max_k=16, heads_q=16,

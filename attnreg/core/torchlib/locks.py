@@ -17,22 +17,23 @@ from typing import TypeVar
 
 ORDER = (
     "flash_attn.activation._lock",  # an installed flash-attn is imported behind it
-    "contract.discovery._loading",  # a backend's `load` may call attention
-    "registry.lock",  # of the settings and routers as well; no code but torch's and attnreg's runs behind it
-    "torchlib.background._waiting",
-    "dispatch.trace._writing",
-    "dispatch.trace._lock",
-    "selection.turns.lock",
-    "selection.ranks._lock",  # other ranks are waited for behind it
-    "backends.cudnn.execution_plans._building",
-    "backends.fa4.adapter._compile_lock",
-    "aten.bypassed._lock",
-    "varlen.autograd._lock",
-    "dispatch.scope._lock",
-    "dispatch.counters._lock",
-    "torchlib.captured._lock",
-    "torchlib.device_code._lock",  # NVRTC compiles behind it
-    "contract.offsets._lock",
+    "core.contract.discovery._loading",  # a backend's `load` may call attention
+    # Of the settings and routers as well; no code but torch's and attnreg's runs behind it.
+    "core.registry.lock",
+    "core.torchlib.background._waiting",
+    "core.dispatch.trace._writing",
+    "core.dispatch.trace._lock",
+    "core.times.turns.lock",
+    "core.policy.ranks._lock",  # other ranks are waited for behind it
+    "core.backends.cudnn.execution_plans._building",
+    "core.backends.fa4.adapter._compile_lock",
+    "core.aten.bypassed._lock",
+    "core.varlen.autograd._lock",
+    "core.dispatch.scope._lock",
+    "core.dispatch.counters._lock",
+    "core.torchlib.captured._lock",
+    "core.torchlib.device_code._lock",  # NVRTC compiles behind it
+    "core.contract.offsets._lock",
     "masks.cache._lock",
 )
 

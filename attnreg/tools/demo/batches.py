@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import attnreg
 
-_OWN = Path(__file__).parents[1]
+_OWN = Path(__file__).parents[2]
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # The target at padding: the default `ignore_index` of `cross_entropy`.
