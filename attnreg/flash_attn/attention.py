@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.memory import check_in_memory
 from attnreg.core.contract.regular import regular_offsets
-from attnreg.core.contract.validation import checked_dropout, checked_softcap
+from attnreg.core.contract.validation import checked_number
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import plan_for, wants_deterministic
 from attnreg.core.dispatch.state import Plan
@@ -92,7 +92,7 @@ class Options(NamedTuple):
         try:
             return 0.0 if self.softcap < 0.0 else self.softcap
         except TypeError:
-            return checked_softcap(self.softcap)  # an error, which says what was expected
+            return float(checked_number("softcap", self.softcap))  # an error, which says what was expected
 
     def call(
         self,
@@ -104,12 +104,12 @@ class Options(NamedTuple):
     ) -> Call:
         """Return the contract's `Call`; both offsets are None for a dense one."""
         bound = window(self.window_size, self.causal)
-        options = seqused_k, block_table, num_splits, self.bound_on_scores, self.alibi_slopes
-        call = call_of(query, lengths, self.softmax_scale, bound, *options)
-        return call._replace(
-            dropout=checked_dropout(self.dropout_p),
-            deterministic=self.deterministic or call.deterministic,
-        )
+        options = {
+            "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
+            "softcap": self.bound_on_scores, "alibi_slopes": self.alibi_slopes, "dropout": self.dropout_p,
+        }  # fmt: skip
+        call = call_of(query, lengths, self.softmax_scale, bound, **options)
+        return call._replace(deterministic=self.deterministic or call.deterministic)
 
 
 def attend_packed(
@@ -166,7 +166,7 @@ def checked_call(
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
     if torch.compiler.is_compiling() or not is_plain(*tensors):
         window(options.window_size, options.causal)
-        checked_softcap(options.bound_on_scores)
+        checked_number("softcap", options.bound_on_scores)
         return None
     # A plan depends on dtypes and shapes: no copy of a cache is made for it.
     if torch.is_autocast_enabled(q.device.type):

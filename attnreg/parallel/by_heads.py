@@ -249,9 +249,7 @@ def _backward(
     work: Work, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a group of heads."""
-    call = work.call(saved[0])._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-    offsets = work.batch.cu_seq, work.batch.cu_seq, None, None, None
-    return run_backward(grad, list(saved), call, work.options.choice, None, grad_lse, *offsets)
+    return run_backward(grad, list(saved), work.call(saved[0]), work.options.choice, grad_lse)
 
 
 def _multiple(heads: int, ranks: int) -> int:

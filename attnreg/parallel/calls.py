@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
-from attnreg.core.contract.validation import check_scale, checked_softcap
+from attnreg.core.contract.validation import check_scale, checked_number
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import bounds, decisions, wants_gradient
 from attnreg.core.dispatch.planning import device_of, spec_of
@@ -66,7 +66,7 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, longest
     # As a number: tensors are compared as objects, and each would be another kind.
     check_scale(1.0 if given.scale is None else given.scale)
     scale = None if given.scale is None else float(given.scale)
-    softcap = checked_softcap(given.softcap) if given.softcap else 0.0
+    softcap = checked_number("softcap", given.softcap) if given.softcap else 0.0
     chosen = scope.current() if given.backend is None else scope.exclusive(given.backend)
     backends = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)
     gradients = query.requires_grad, key.requires_grad, value.requires_grad

@@ -269,9 +269,7 @@ def _part_backward(
     rows, grad_out, out = (taken({0: x}, part.queries) for x in of_rows)
     grad_lse, lse = (None if x is None else taken({0: x.mT}, part.queries).mT.contiguous() for x in lses)
     tensors: list[Any] = [rows, *of_keys, out, lse]
-    call = work.call(rows, part)._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-    offsets = part.cu_q, part.cu_k, None, None, None
-    return run_backward(grad_out, tensors, call, work.options.choice, None, grad_lse, *offsets)
+    return run_backward(grad_out, tensors, work.call(rows, part), work.options.choice, grad_lse)
 
 
 def _add(sums: list[Sums], returning: Returning, key: Tensor, value: Tensor) -> None:

@@ -9,6 +9,7 @@ from support.refusals import refusal
 
 from attnreg import AttentionSpec, Capabilities, Device, Range, RegistrationError
 from attnreg.core.contract.capabilities import ANY_SIZE
+from attnreg.core.contract.options import OPTIONS
 
 # As little as one can declare, and a call that still fits.
 LEAST = {"devices": ("cpu",), "dtypes": ("float32",)}
@@ -92,7 +93,10 @@ def test_a_limit_refuses_what_is_beyond_it_in_one_sentence_and_nothing_else(limi
 def test_every_field_is_behind_some_reason():
     behind = {name for *_, wider in REASONS for name in wider}
     # By itself it refuses nothing: it says how a backward is given what it doesn't take (`lse_columns`).
-    assert behind | {"delta_from_out"} == {field.name for field in dataclasses.fields(Capabilities)}
+    # Options that have no field are in a test of their own: `test_made_up_option.py`.
+    assert behind | {"delta_from_out", "options"} == {
+        field.name for field in dataclasses.fields(Capabilities)
+    }
 
 
 def test_all_reasons_are_listed_at_once_in_a_fixed_order():
@@ -111,14 +115,14 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
         "query and key must have the same number of heads, got 4 and 1",
         "is_causal must be False, got True",
         "window_size must be (-1, -1) or causal, got (4, 0)",
+        "scale must be above 0",
         "dropout_p must be 0, got 0.5",
         "attn_bias must be None, got a tensor",
         "alibi_slopes must be None, got a tensor",
-        "scale must be above 0",
-        "grad_lse must be None, got a tensor: no gradient of the LSE",
-        "softcap must be 0, got 5.0",
         "seqused_k must be None, got a tensor",
         "num_splits must be None, got 2",
+        "softcap must be 0, got 5.0",
+        "grad_lse must be None, got a tensor: no gradient of the LSE",
         "not deterministic, and deterministic algorithms are on",
         "not batch-invariant, and policy is batch_invariant",
         "dropout_p must be 0 where policy is batch_invariant, got 0.5",
@@ -169,6 +173,7 @@ DTYPES = (
     "torch's own names: float16, bfloat16, float32, float64, "
     "float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, float8_e5m2fnuz"
 )
+OPTION_NAMES = f"a tuple of options: {', '.join(row.name for row in OPTIONS)}"
 BAD = [
     *(("devices", value, NAMES) for value in ("cpu", (), ["cpu"])),
     *(("devices", value, DEVICES) for value in (("gpu",), ("cpu", "cuda:0"), ("CUDA",), ("sm_90",))),
@@ -182,6 +187,7 @@ BAD = [
     ("head_dim_v", Range(8, 256, 0), RANGE),
     ("batch", None, RANGE),
     ("heads", (0, 1), RANGE),
+    *(("options", value, OPTION_NAMES) for value in (["softcap"], "softcap", ("temperature",))),
     *(("page_size", value, RANGE) for value in (16, Range(16, None))),
 ] + [
     (field.name, value, "True or False")

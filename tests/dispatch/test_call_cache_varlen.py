@@ -133,6 +133,7 @@ FIELDS = {
     "softcap": lambda given: attend(given, softcap=1.0),
     "grad_lse": None,
     "sinks": lambda given: attend(given, sinks=torch.zeros(4)),
+    "further": None,  # the call cache runs no call with a further option: `test_made_up_option.py`
 }
 FURTHER = {
     "causal": lambda given: attend(given, is_causal=True),

@@ -410,7 +410,8 @@ def outcomes(kernels, texts, seed=0):
 
 
 def test_every_field_of_a_call_has_a_mutant():
-    assert {field for field, *_ in FIELDS.values()} == KEYED_BY.keys()
+    # The kit has no case of an option that has no field of its own.
+    assert {field for field, *_ in FIELDS.values()} == KEYED_BY.keys() - {"further"}
 
 
 @pytest.mark.parametrize(("kernels", "text"), [row[-2:] for row in (*FIELDS.values(), *RESULTS.values())],

@@ -20,14 +20,14 @@ both to one backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.lengths import Cut
-from attnreg.core.contract.spec import LEAST_SCALE
+from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, further_value
 from attnreg.errors import RegistrationError
 
 if TYPE_CHECKING:  # limits are looked up without torch
@@ -79,6 +79,8 @@ class Call(NamedTuple):
             a value, that every row sees; packed calls only. Given only where the direction declares `sinks`
             and every row is known to see another key. The forward counts them in output and LSE, the backward
             is given that LSE and returns their gradient as a fourth.
+        further: options without a field of their own, sorted by name; each is read as an attribute, which is
+            `Option.off` for a call without it.
     """
 
     scale: float
@@ -99,6 +101,7 @@ class Call(NamedTuple):
     softcap: float = 0.0
     grad_lse: Tensor | None = None
     sinks: Tensor | None = None
+    further: tuple[tuple[str, Any], ...] = ()
 
     @property
     def causal(self) -> bool:
@@ -115,11 +118,35 @@ class Call(NamedTuple):
         """Whether the same call has to give the same bits again: what depends on a race is no invariant."""
         return self.deterministic or self.batch_invariant
 
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """Return the call with options set, by their names, wherever a call has them."""
+        own = {name: value for name, value in options.items() if name in self._fields}
+        others = dict(self.further) | {name: options[name] for name in options.keys() - own.keys()}
+        on = {row.name for row in OPTIONS if row.is_on(others.get(row.name))}
+        return self._replace(**own, further=tuple(pair for pair in sorted(others.items()) if pair[0] in on))
+
     def kind(self) -> tuple[object, ...]:
         """Return what a decision about this call may depend on, but for lengths; see `KEYED_BY`."""
         tensors = [None if x is None else (x.dim(), x.dtype, x.device) for x in _tensors_of(self)]
-        return self.scale >= LEAST_SCALE, self.sinks is not None, *_values_of(self), *tensors
+        further = tuple((name, _alike(value)) for name, value in self.further) if self.further else ()
+        return self.scale >= LEAST_SCALE, self.sinks is not None, *_values_of(self), further, *tensors
 
+
+def _alike(value: Any) -> object:
+    """Return what a decision may depend on of an option: of a tensor rank, dtype and device."""
+    return (value.dim(), value.dtype, value.device) if hasattr(value, "dtype") else value
+
+
+def _option(call: Call, name: str) -> Any:
+    """Return the value of an option that has no field."""
+    try:
+        return further_value(name, call.further)
+    except AttributeError:
+        raise AttributeError(f"Call has no attribute {name!r}") from None
+
+
+# Not in the class, where a type checker would take any name for an attribute.
+Call.__getattr__ = _option  # type: ignore[attr-defined]
 
 # How each field of `Call` enters `Call.kind`, under which a plan is kept: by value, by its sign, by the rank,
 # dtype and device of the tensor, by whether there is one (of sinks, which only times depend on), as a length,
@@ -127,15 +154,15 @@ class Call(NamedTuple):
 # missing here is an error at import: calls that differ in it would share a plan.
 KEYED_BY = {
     "scale": "sign",
-    "sinks": "presence",
     "rng_state": "nothing",
+    "further": "value",
     **dict.fromkeys(("max_q", "max_k"), "length"),
-    **dict.fromkeys(("window", "dropout", "num_splits"), "value"),
-    **dict.fromkeys(("deterministic", "batch_invariant", "softcap"), "value"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), "tensor"),
-    **dict.fromkeys(("block_table", "attn_bias", "alibi_slopes", "grad_lse"), "tensor"),
+    **dict.fromkeys(("window", "deterministic", "batch_invariant"), "value"),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "tensor"),
+    **{row.name: row.keyed for row in OPTIONS},
 }
-_values_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value"))
+_of_values = [n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value" and name != "further"]
+_values_of = itemgetter(*_of_values)
 _tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from attnreg.core.contract.lengths import Cut
+from attnreg.core.contract.options import OPTIONS, Option
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.errors import RegistrationError
 
@@ -61,6 +62,7 @@ class Capabilities:
         page_size: page sizes of a paged key-value cache; None if it can't read one.
         batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
             grid, which `GRID` limits.
+        options: names of the options that it runs and that have no field here: see `contract.options`.
 
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
@@ -85,6 +87,7 @@ class Capabilities:
     page_size: Range | None = None
     batch: Range = ANY_SIZE
     heads: Range = ANY_SIZE
+    options: tuple[str, ...] = ()
     dense: bool = True
     varlen: bool = False
     gqa: bool = False
@@ -116,6 +119,12 @@ class Capabilities:
             # Further reasons would be about a device that this backend doesn't serve.
             return (f"device must be {one_of(self.devices)}, got {spec.device.type}",)
         return (*self._limits(spec), *self._switches(spec))
+
+    def runs(self, option: Option) -> bool:
+        """Whether calls with an option are declared."""
+        if option.field in self.__dataclass_fields__:
+            return bool(getattr(self, option.field))
+        return option.name in self.options
 
     def cuts(self) -> tuple[Cut, ...]:
         """Return where the limits of lengths lie; none of a range in steps, which no cut can say."""
@@ -159,7 +168,7 @@ class Capabilities:
             yield f"query heads must be {self.heads}, got {spec.heads_q}"
 
     def _switches(self, spec: AttentionSpec) -> Iterator[str]:
-        q, k, splits = spec.heads_q, spec.heads_k, spec.num_splits
+        q, k = spec.heads_q, spec.heads_k
         not_deterministic = "not deterministic, and deterministic algorithms are on"
         not_invariant = "not batch-invariant, and policy is batch_invariant"
         no_mask = f"dropout_p must be 0 where policy is batch_invariant, got {spec.dropout}"
@@ -169,15 +178,12 @@ class Capabilities:
             (q != k, self.gqa, f"query and key must have the same number of heads, got {q} and {k}"),
             (spec.causal, self.causal, "is_causal must be False, got True"),
             (spec.windowed, self.window, f"window_size must be (-1, -1) or causal, got {spec.window}"),
-            (spec.dropout > 0.0, self.dropout, f"dropout_p must be 0, got {spec.dropout}"),
-            (spec.bias, self.bias, "attn_bias must be None, got a tensor"),
-            (spec.alibi, self.alibi, "alibi_slopes must be None, got a tensor"),
             (not spec.positive_scale, self.any_scale, "scale must be above 0"),
-            (spec.grad_lse, self.grad_lse, "grad_lse must be None, got a tensor: no gradient of the LSE"),
-            (spec.sinks, self.sinks, "sinks must be None, got a tensor: they are counted after the kernel"),
-            (spec.softcap > 0.0, self.softcap, f"softcap must be 0, got {spec.softcap}"),
-            (spec.seqused_k, self.seqused_k, "seqused_k must be None, got a tensor"),
-            (splits is not None, self.num_splits, f"num_splits must be None, got {splits}"),
+            *(
+                (row.is_on_in(spec), self.runs(row), row.reason.format(getattr(spec, row.field)))
+                for row in OPTIONS
+                if row.reason is not None
+            ),
             (spec.deterministic, self.deterministic, not_deterministic),
             (spec.batch_invariant, self.batch_invariant, not_invariant),
             (spec.batch_invariant and spec.dropout > 0.0, False, no_mask),
@@ -200,6 +206,10 @@ def _badly_typed(name: str, value: object) -> str:
             return "a non-empty tuple of names"
         known, exists = (DEVICES, _is_device) if name == "devices" else (DTYPES, DTYPES.__contains__)
         return "" if all(map(exists, value)) else f"torch's own names: {', '.join(known)}"
+    if name == "options":
+        options = [row.name for row in OPTIONS]
+        are_options = isinstance(value, tuple) and all(name in options for name in value)
+        return "" if are_options else f"a tuple of options: {', '.join(options)}"
     if name == "compute_capability":
         return (
             ""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
+from attnreg.core.contract.options import options_on
 from attnreg.errors import UnsupportedInputError
 
 # Others may have no memory of their own.
@@ -34,8 +35,7 @@ def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call, sinks: Tensor |
     names = _OF_FORWARD if len(tensors) == len(_OF_FORWARD) else _OF_BACKWARD
     check_in_memory(
         **dict(zip(names, tensors, strict=True)), cu_seq_q=call.cu_seqlens_q, cu_seq_k=call.cu_seqlens_k,
-        seqused_k=call.seqused_k, block_table=call.block_table, alibi_slopes=call.alibi_slopes,
-        grad_lse=call.grad_lse, sinks=sinks,
+        **{row.name: getattr(call, row.name) for row in options_on(call)} | {"sinks": sinks},
     )  # fmt: skip
 
 

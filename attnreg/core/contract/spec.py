@@ -7,14 +7,14 @@ and tests build it for hardware that isn't there. `Device` is the device of the 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, Direction, Option, further_value
 from attnreg.errors import InvalidInputError
 
-__all__ = ["AttentionSpec", "Device", "Direction", "canonical_dtype"]
-
-Direction = Literal["forward", "backward"]
+__all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dtype"]
 
 UNBOUNDED = (-1, -1)
 
@@ -26,10 +26,6 @@ USUAL = 1024
 
 # Query rows of a key head, of all its query heads, below which a call with a cache decodes.
 FEW_ROWS = 1024
-
-# The smallest normal float32. Kernels round a scale to float32, where one below this may be flushed to 0: it
-# counts as 0 in `positive_scale`.
-LEAST_SCALE = 2.0**-126
 
 # The minimum of each number; None means that the call doesn't have it.
 LEAST = {
@@ -103,7 +99,8 @@ class AttentionSpec:
     Lengths count tokens. No sequence of the batch is longer than `max_q` and `max_k` (each has that length
     where the batch is dense); `tokens_q` and `tokens_k` the packed totals, `batch * max`
     unless given. `window` is (left, right) in tokens, -1 unbounded, aligned bottom-right;
-    `(-1, 0)` is causal. `dtype` takes a `torch.dtype` or any usual name of one.
+    `(-1, 0)` is causal. `dtype` takes a `torch.dtype` or any usual name of one. `further` has the options
+    without a field of their own (`contract.options`), as pairs or a mapping; each is read as an attribute.
 
     Raises:
         InvalidInputError: a number is out of range, `heads_q` isn't a multiple of `heads_k`, or the
@@ -137,6 +134,7 @@ class AttentionSpec:
     deterministic: bool = False
     batch_invariant: bool = False
     capturing: bool = False
+    further: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.device, Device):
@@ -161,10 +159,11 @@ class AttentionSpec:
                 f"heads: got {self.heads_q} for the query and {self.heads_k} for the key, "
                 "expected the first to be a multiple of the second"
             )
-        if not 0.0 <= self.dropout <= 1.0:
-            raise InvalidInputError(f"dropout_p: got {self.dropout}, expected 0 to 1")
-        if self.softcap and not LEAST_SCALE <= self.softcap <= 1.0 / LEAST_SCALE:
-            raise InvalidInputError(f"softcap: got {self.softcap}, expected 0, or a number above 0")
+        further = self.further.items() if isinstance(self.further, Mapping) else map(tuple, self.further)
+        object.__setattr__(self, "further", tuple(sorted(further)))
+        for option in OPTIONS:
+            if option.values == "number":
+                option.checked(getattr(self, option.field))
 
     def but(self, **changes: Any) -> AttentionSpec:
         """Return a copy with some fields changed."""
@@ -191,16 +190,21 @@ class AttentionSpec:
         return self.but(sinks=False) if self.sinks else self
 
     def of(self, direction: str) -> AttentionSpec:
-        """Return the spec of one direction: `num_splits` is a forward's alone, `grad_lse` a backward's.
+        """Return the spec of one direction, without the options of the other alone.
 
         It is without sinks where no kernel is given them: in a capture, where it isn't known that every row
         sees a key, and in a program that has a gradient of the LSE and so gets the LSE.
         """
         if self.sinks and (self.capturing or self.grad_lse):
             return self.without_sinks.of(direction)
-        if direction == "forward":
-            return self.but(grad_lse=False) if self.grad_lse else self
-        return self if self.num_splits is None else self.but(num_splits=None)
+        others = [row for row in OPTIONS if direction not in row.directions and row.is_on_in(self)]
+        return self.without(*others) if others else self
+
+    def without(self, *options: Option) -> AttentionSpec:
+        """Return the spec of the same call without some of its options."""
+        names = {row.field for row in options}
+        own = {row.field: row.off_in_spec for row in options if row.field in self.__dataclass_fields__}
+        return self.but(**own, further=tuple(pair for pair in self.further if pair[0] not in names))
 
     def of_any_batch(self) -> AttentionSpec:
         """Return a usual call with the same dtype, head dims, mask and options.
@@ -243,19 +247,26 @@ class AttentionSpec:
             f"packed, {sequences} up to {self.max_q} x {self.max_k}": self.varlen,
             "causal": self.causal and not self.windowed,
             f"window {self.window}": self.windowed,
-            f"dropout {self.dropout}": self.dropout > 0.0,
-            "attn_bias": self.bias,
-            "alibi": self.alibi,
-            "seqused_k": self.seqused_k,
-            f"pages of {self.page_size}": self.page_size is not None,
-            f"num_splits {self.num_splits}": self.num_splits is not None,
+            **dict.fromkeys(self._labels(), True),
             "scale 0 or below": not self.positive_scale,
-            f"softcap {self.softcap}": self.softcap > 0.0,
             "needs grad": self.needs_backward,
-            "gradient of the LSE": self.grad_lse,
-            "sinks": self.sinks,
             "deterministic": self.deterministic,
             "batch-invariant": self.batch_invariant,
             "in a CUDA graph": self.capturing,
         }
         return [text for text, on in shown.items() if on]
+
+    def _labels(self) -> Iterator[str]:
+        return (row.label.format(getattr(self, row.field)) for row in OPTIONS if row.is_on_in(self))
+
+
+def _option(spec: AttentionSpec, name: str) -> Any:
+    """Return the value of an option that has no field."""
+    try:
+        return further_value(name, object.__getattribute__(spec, "further"), of_spec=True)
+    except AttributeError:
+        raise AttributeError(f"AttentionSpec has no attribute {name!r}") from None
+
+
+# Not in the class, where a type checker would take any name for an attribute.
+AttentionSpec.__getattr__ = _option  # type: ignore[attr-defined]

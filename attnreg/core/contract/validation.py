@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.spec import LEAST_SCALE, Direction
+from attnreg.core.contract.options import OPTIONS, Direction
 from attnreg.errors import InvalidInputError, RegistrationError
 
 
@@ -188,28 +188,13 @@ def check_scale(scale: float) -> None:
         raise _wrong("scale", repr(scale), "a finite number")
 
 
-def checked_softcap(softcap: float) -> float:
-    """Return a softcap as a float; it is 0 for none, or a finite number above 0."""
-    _refuse_gradient("softcap", softcap)
-    try:
-        found = float(softcap) if not isinstance(softcap, str) else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        found = math.nan
-    if found != 0.0 and not LEAST_SCALE <= found <= 1.0 / LEAST_SCALE:
-        raise _wrong("softcap", repr(softcap), "0 for none, or a number above 0 that float32 can hold")
-    return found
+def checked_number(name: str, value: Any) -> Any:
+    """Return the value of an option that is a number: a field of `Call`, as Python's own number.
 
-
-def checked_dropout(dropout_p: float) -> float:
-    """Return a probability of dropping an attention weight as a float."""
-    _refuse_gradient("dropout_p", dropout_p)
-    try:
-        found = float(dropout_p) if not isinstance(dropout_p, str) else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        found = math.nan
-    if not 0.0 <= found <= 1.0:
-        raise _wrong("dropout_p", repr(dropout_p), "0 to 1")
-    return found
+    Raises:
+        InvalidInputError: it is no number, or out of range, or a tensor that needs a gradient.
+    """
+    return next(row for row in OPTIONS if row.name == name).checked(value)
 
 
 def _refuse_gradient(what: str, number: object) -> None:

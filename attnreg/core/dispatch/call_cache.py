@@ -31,6 +31,7 @@ from attnreg.core.contract.launchers import (
     with_lengths,
 )
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
+from attnreg.core.contract.options import options_on
 from attnreg.core.contract.validation import check_values, every_row_sees_a_key
 from attnreg.core.dispatch import counters, scope
 from attnreg.core.dispatch.state import Plan
@@ -93,16 +94,10 @@ def kept_for(
         auxiliary, cuts: see `Kept`.
 
     Returns:
-        None for what the cache key or a launcher's arguments leave out: a bias, dropout, pages,
-        lengths in use, slopes, a softcap, a gradient of the LSE; and for a first call, whose results were
-        only just checked.
+        None for options that the call cache leaves out (`Option.cached`), and for a first call, whose
+        results were only just checked.
     """
-    others = (
-        call.attn_bias, call.seqused_k, call.block_table, call.alibi_slopes, call.num_splits, call.grad_lse
-    )  # fmt: skip
-    if load() is None or not plan.is_checked or call.dropout > 0.0 or call.softcap > 0.0:
-        return None
-    if any(one is not None for one in others):
+    if load() is None or not plan.is_checked or not all(row.cached for row in options_on(call)):
         return None
     launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
     is_final = launcher is not None or plan.specialize is None

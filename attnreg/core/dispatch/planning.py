@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.spec import LEAST_SCALE, AttentionSpec, Device, Direction
+from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, options_on
+from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.contract.validation import checked_against_contract
 from attnreg.core.dispatch import counters, trace
 from attnreg.core.dispatch.declined import JudgedEntry, declined, with_reasons
@@ -146,11 +147,20 @@ def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> 
     return {**entries, native.name.casefold(): _NativeEntry(native)}
 
 
+_SPEC_FIELDS = frozenset(field.name for field in fields(AttentionSpec))
+
+
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
     """Return the spec of a call in the contract's layout."""
     varlen, paged = call.varlen, call.block_table is not None
     capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
+    described = {
+        row.field: row.described(getattr(call, row.name)) for row in OPTIONS if row.values != "pages"
+    }
+    described["sinks"] = described["sinks"] and not capturing
+    own = {name: value for name, value in described.items() if name in _SPEC_FIELDS}
+    further = {row.field: described[row.field] for row in options_on(call) if row.field not in _SPEC_FIELDS}
     spec = AttentionSpec(
         device=device_of(query.device),
         dtype=str(query.dtype),
@@ -161,15 +171,9 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         tokens_k=batch * call.max_k if paged or not varlen else key.shape[0],
         varlen=varlen,
         window=call.window,
-        dropout=call.dropout,
-        bias=call.attn_bias is not None,
-        alibi=call.alibi_slopes is not None,
-        seqused_k=call.seqused_k is not None,
         page_size=key.shape[1] if paged else None,
-        num_splits=call.num_splits,
         positive_scale=call.scale >= LEAST_SCALE,
-        softcap=call.softcap, grad_lse=call.grad_lse is not None,
-        sinks=call.sinks is not None and not capturing,
+        **own, further=tuple(further.items()),
         needs_backward=needs_backward,
         deterministic=call.deterministic,
         batch_invariant=call.batch_invariant,

@@ -11,6 +11,7 @@ from itertools import product
 from math import ceil, log2
 from typing import NamedTuple
 
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, Direction
 
 MASKS = ("none", "causal", "window")
@@ -108,18 +109,10 @@ class Size(NamedTuple):
 
 def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
     """Return the kind of one direction of a call."""
-    extras = {
-        "alibi": spec.alibi,
-        "bias": spec.bias,
-        "deterministic": spec.deterministic and direction == "backward",  # forwards are anyway
-        "dropout": spec.dropout > 0.0,
-        "grad_lse": spec.grad_lse and direction == "backward",
-        "num_splits": spec.num_splits is not None,
-        "page_size": spec.page_size is not None,
-        "seqused_k": spec.seqused_k,
-        "sinks": spec.gives_sinks,
-        "softcap": spec.softcap > 0.0,
-    }
+    of_direction = (row for row in OPTIONS if direction in row.directions)
+    extras = {row.field: row.is_on_in(spec) for row in of_direction}
+    extras |= {"deterministic": spec.deterministic and direction == "backward"}  # forwards are anyway
+    extras |= {"sinks": spec.gives_sinks}
     return Kind(
         direction,
         spec.dtype,
@@ -128,7 +121,7 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
         spec.heads_q // spec.heads_k,
         "window" if spec.windowed else "causal" if spec.causal else "none",
         spec.varlen,
-        tuple(name for name, on in extras.items() if on),
+        tuple(name for name in sorted(extras) if extras[name]),
     )
 
 

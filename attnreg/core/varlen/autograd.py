@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.memory import check_all_in_memory
+from attnreg.core.contract.options import options_on
 from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.core.dispatch.declined import retry_on_decline
@@ -29,9 +30,6 @@ from attnreg.core.varlen.sinks import counted, with_sinks
 from attnreg.errors import UnsupportedInputError
 
 T = TypeVar("T")
-
-# The tensors of a call that autograd saves.
-_SAVED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "alibi_slopes")
 
 
 def attend(
@@ -108,10 +106,12 @@ class _VarlenAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         inputs, given = (query, key, value), (call, choice, needs_backward, sinks, returns_lse)
         out, lse, rng_state, ctx.choice = run_forward(inputs, *given)
-        ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *(getattr(call, name) for name in _SAVED))
+        saved = tensors_of_backward(call)
+        ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *saved.values())
+        ctx.names, ctx.is_in_op = tuple(saved), custom_op.takes(call)
         is_by_call = call.deterministic and not wants_deterministic()  # by the call itself
-        without: dict[str, Any] = dict.fromkeys((*_SAVED, "num_splits"))
-        ctx.call = call._replace(deterministic=is_by_call, **without)
+        without = call.with_options(dict.fromkeys((*saved, "num_splits")))
+        ctx.call = without._replace(cu_seqlens_q=None, cu_seqlens_k=None, deterministic=is_by_call)
         ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
         return out, lse
 
@@ -120,10 +120,8 @@ class _VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
             return (None,) * 8
-        call, (*tensors, sinks, rng_state, cu_seq_q, cu_seq_k, used, pages, slopes) = (
-            ctx.call,
-            ctx.saved_tensors,
-        )
+        kept = ctx.saved_tensors  # a checkpoint lets them be read once
+        (*tensors, sinks, rng_state), saved = kept[:7], kept[7:]
         if not ctx.needs_input_grad[3]:
             sinks = None
         is_compiling, needs_kernel = torch.compiler.is_compiling(), any(ctx.needs_input_grad[:3])
@@ -133,20 +131,41 @@ class _VarlenAttention(torch.autograd.Function):
         if not needs_kernel:
             return None, None, None, of_sinks, *(None,) * 4
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-        others = rng_state, grad_lse, cu_seq_q, cu_seq_k, used, pages, slopes
-        if not is_compiling:
-            given = None if is_ours else sinks
-            grads = run_backward(grad_out, tensors, call, ctx.choice, *others, sinks=given)
-            of_sinks = of_sinks if given is None else grads[3]
-        elif call.dropout > 0.0 or call.deterministic or cu_seq_q is None:
-            grads = _backward_uncompiled(grad_out, tensors, call, ctx.choice, *others)
-        else:  # by compiled autograd, into the graph
-            number = 0 if ctx.choice is None else ctx.choice.number
-            grads = custom_op.backward(
-                grad_out, *tensors, cu_seq_q, cu_seq_k, call.max_q, call.max_k, False, None, call.scale,
-                list(call.window), used, pages, "", number, call.softcap, grad_lse, slopes,
-            )  # fmt: skip
+        names, call, choice = ctx.names, ctx.call, ctx.choice
+        if is_compiling and ctx.is_in_op and not call.deterministic:  # by compiled autograd, into the graph
+            grads = custom_op.backward_of(call, choice, grad_out, tensors, grad_lse, names, saved)
+        else:
+            run = _backward_uncompiled if is_compiling else _backward
+            rest = None if is_ours else sinks, rng_state, names, saved
+            grads = run(grad_out, tensors, call, choice, grad_lse, *rest)
+            of_sinks = of_sinks if is_ours or sinks is None else grads[3]
         return *grads[:3], of_sinks, *(None,) * 4
+
+
+def tensors_of_backward(call: Call) -> dict[str, Tensor]:
+    """Return the tensors of a forward's call that its backward's has as well, by the fields or options."""
+    offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    options = {row.name: getattr(call, row.name) for row in options_on(call) if "backward" in row.directions}
+    tensors = {name: x for name, x in (offsets | options).items() if isinstance(x, Tensor)}
+    return {name: x for name, x in tensors.items() if name not in ("sinks", "grad_lse")}
+
+
+def _backward(
+    grad_out: Tensor,
+    tensors: list[Tensor],
+    call: Call,
+    choice: ScopedChoice | None,
+    grad_lse: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    names: tuple[str, ...],
+    saved: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    given = dict(zip(names, saved, strict=True))
+    offsets = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
+    call = call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], rng_state=rng_state)
+    call = call.with_options(given)
+    return run_backward(grad_out, tensors, call, choice, grad_lse, sinks)
 
 
 def run_backward(
@@ -154,18 +173,16 @@ def run_backward(
     tensors: list[Tensor],
     call: Call,
     choice: ScopedChoice | None,
-    rng_state: Tensor | None,
     grad_lse: Tensor | None,
-    *saved: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value; `tensors` are those, the output and the LSE.
 
-    That of `sinks` comes fourth if they are given, without a gradient of the LSE.
+    `call` has what the forward's had. The gradient of `sinks` comes fourth if they are given, without a
+    gradient of the LSE.
     """
-    given: dict[str, Any] = dict(zip(_SAVED, saved, strict=True)) | {"rng_state": rng_state}
-    given["grad_lse"] = None if grad_lse is None else _in_memory(grad_lse)
-    call = call._replace(deterministic=call.deterministic or wants_deterministic(), **given)
+    grad_lse = None if grad_lse is None else _in_memory(grad_lse)
+    call = call._replace(deterministic=call.deterministic or wants_deterministic(), grad_lse=grad_lse)
     grad_out, (query, key, value, *results) = _in_memory(grad_out), tensors
 
     inputs = grad_out, query, key, value, *results
@@ -184,7 +201,7 @@ def run_backward(
 
 
 # Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
-_backward_uncompiled = _disable_dynamo(run_backward)
+_backward_uncompiled = _disable_dynamo(_backward)
 
 
 _lock = open_after_fork(threading.Lock())

@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from attnreg.core.contract import options
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.contract.spec import UNBOUNDED
 from attnreg.core.contract.validation import check
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import with_aliased_offsets
+from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
 from attnreg.core.varlen.sinks import with_sinks
+
+# The options that the ops have, by the argument of `varlen_attn`.
+OPTIONS = frozenset(row.argument for row in options.OPTIONS if row.in_op)
 
 
 # torch's own `torch_attn::_varlen_attn` has these arguments in this order, up to `num_splits`.
@@ -56,8 +61,11 @@ def forward(
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
-    rest = seqused_k, block_table, num_splits, softcap, alibi_slopes
-    call = with_aliased_offsets(call_of(query, lengths, scale, bound, *rest))
+    given = {
+        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     choice = scope.exclusive(backend) if backend else scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
     if sinks is not None:
@@ -131,12 +139,46 @@ def backward(
     its third result: that is `rng_state`, as there is no dropout.
     """
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
-    rest = seqused_k, block_table, None, softcap, alibi_slopes, grad_lse
-    call = with_aliased_offsets(call_of(query, lengths, scale, bound, *rest))
+    given = {
+        "seqused_k": seqused_k, "block_table": block_table, "softcap": softcap, "alibi_slopes": alibi_slopes,
+        "grad_lse": grad_lse,
+    }  # fmt: skip
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.exclusive(backend) if backend else scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
+
+
+def takes(call: Call) -> bool:
+    """Whether the ops have all options of a packed call as arguments."""
+    return call.varlen and all(row.in_op for row in options.options_on(call))
+
+
+def backward_of(
+    call: Call,
+    choice: ScopedChoice | None,
+    grad_out: Tensor,
+    tensors: list[Tensor],
+    grad_lse: Tensor | None,
+    names: tuple[str, ...],
+    saved: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    """Call the backward's op for a forward that ran past its op.
+
+    Args:
+        call: the forward's, without its tensors: these are `saved`, by `names`.
+        choice: what the forward ran by.
+        grad_out: (T_q, H, D_v), in the dtype of the output.
+        tensors: query, key and value, the output and the LSE.
+        grad_lse: (H, T_q) float32, or None.
+    """
+    given = dict(zip(names, saved, strict=True))
+    return backward(  # type: ignore[no-any-return]
+        grad_out, *tensors, given["cu_seqlens_q"], given.get("cu_seqlens_k"), call.max_q, call.max_k, False,
+        None, call.scale, list(call.window), given.get("seqused_k"), given.get("block_table"), "",
+        0 if choice is None else choice.number, call.softcap, grad_lse, given.get("alibi_slopes"),
+    )  # fmt: skip
 
 
 @backward.register_fake

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from attnreg.core.contract.validation import checked_dropout, checked_softcap
+from attnreg.core.contract.options import OPTIONS, options_of
+from attnreg.core.contract.validation import checked_number
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import wants_gradient
-from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
 from attnreg.core.varlen import custom_op, spread
@@ -29,6 +29,14 @@ from attnreg.core.varlen.plans import Lengths, call_of, check_heads, check_sinks
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
+
+
+# `is_causal`, `window_size`, `scale` and `enable_gqa`.
+Mask = tuple[bool, Sequence[int] | None, float | None, bool]
+
+
+# The value of each option for a call without it, by the argument of `varlen_attn`.
+OFF = {row.argument: row.off for row in OPTIONS}
 
 
 class AuxRequest(NamedTuple):
@@ -73,6 +81,7 @@ def varlen_attn(
     backend: str | None = None,
     group: Any = None,
     mesh: None = None,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention over packed sequences of different lengths.
 
@@ -116,6 +125,7 @@ def varlen_attn(
             its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it
             every call is spread.
         mesh: refused: a `DeviceMesh` is for `attnreg.context_parallel`.
+        options: options that have no argument of their own, each a row of `contract.options`.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
@@ -126,26 +136,14 @@ def varlen_attn(
         UnsupportedInputError: no backend can run the call, or `backend` can't; with every reason.
         UnknownBackendError: there is no such `backend`.
         BackendUnavailableError: that `backend` can't load here.
+        TypeError: there is no such option.
     """
     compiling = torch.compiler.is_compiling()
-    choice, returns_lse = None, asks_for_lse(return_aux)
-    if spread.is_on or group is not None or mesh is not None:
-        given = {
-            "is_causal": is_causal, "window_size": window_size, "scale": scale, "enable_gqa": enable_gqa,
-            "softcap": softcap, "sinks": sinks, "with_lse": returns_lse, "backend": backend,
-        }  # fmt: skip
-        refused = {
-            "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
-            "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
-        }  # fmt: skip
-        offsets = {"cu_seq_q": cu_seq_q, "cu_seq_k": cu_seq_k}
-        longest = {"max_q": max_q, "max_k": max_k}
-        attend_spread = spread.attend_uncompiled if compiling else spread.attend
-        results = attend_spread(group, mesh, query, key, value, offsets, longest, given, refused)
-        return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
-    if sinks is not None:
+    returns_lse = asks_for_lse(return_aux)
+    is_spread = spread.is_on or group is not None or mesh is not None
+    if sinks is not None and not is_spread:
         check_sinks(query, sinks)
-    if not compiling:
+    if not (compiling or is_spread):
         choice = scope.current() if backend is None else scope.exclusive(backend)
         cache = call_cache.active if call_cache.is_loaded else call_cache.load()
         # With graph trees nothing that is known of offsets may be used: see `layout.needs_graph_memory`.
@@ -157,6 +155,7 @@ def varlen_attn(
             and not softcap
             and alibi_slopes is None
             and not dropout_p
+            and not options
             and GRAPH_TREES not in sys.modules
         ):
             results = cache.varlen(
@@ -165,43 +164,71 @@ def varlen_attn(
             )  # fmt: skip
             if results is not None:
                 return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
+    lengths = cu_seq_q, cu_seq_k, max_q, max_k
+    options |= {
+        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
+        "sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_p": dropout_p,
+    }  # fmt: skip
+    mask = is_causal, window_size, scale, enable_gqa
+    call = query, key, value, lengths, mask, options, backend, returns_lse
+    if is_spread:
+        results = (spread.attend_uncompiled if compiling else spread.attend)(group, mesh, *call)
+    else:
+        results = _attend_unspread(*call)
+    return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
+
+
+def _attend_unspread(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Lengths,
+    mask: Mask,
+    options: dict[str, Any],
+    backend: str | None,
+    returns_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of a call that the call cache doesn't run: by its plan, or as an op."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        spread.check_is_whole(lengths[0], query)
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
-    if not compiling:
-        spread.check_is_whole(cu_seq_q, query)
-    check_tensors(
-        query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k,
-        block_table=block_table, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    lengths = cu_seq_q, cu_seq_k, max_q, max_k
+    tensors = {"cu_seq_q": lengths[0], "cu_seq_k": lengths[1]}
+    tensors |= {name: options[name] for name in ("seqused_k", "block_table", "alibi_slopes")}
+    check_tensors(query=query, key=key, value=value, **tensors)
+    is_causal, window_size, scale, enable_gqa = mask
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
     query, key, value = autocast(query, key, value)
-    out: Tensor
-    lse: Tensor
-    plain = not compiling and is_plain(
-        query, key, value, cu_seq_q, cu_seq_k, seqused_k, block_table, alibi_slopes, sinks
-    )  # fmt: skip
-    if dropout_p and not (plain or compiling):
+    plain = not compiling and is_plain(query, key, value, options["sinks"], *tensors.values())
+    others = [
+        name for name, value in options.items() if name not in custom_op.OPTIONS and _is_on(name, value)
+    ]
+    if others and not (plain or compiling):
+        options_of(options)  # raises if there is no such option
+        name, off = others[0], OFF[others[0]]
+        expected = off if off is None else f"{off:g}"
         raise UnsupportedInputError(
-            "dropout_p must be 0 in dispatch modes, in function transforms and for tensor subclasses, "
-            f"got {dropout_p}"
+            f"{name} must be {expected} in dispatch modes, in function transforms and for tensor subclasses, "
+            f"got {options[name]}"
         )
-    if dropout_p or plain:
-        options = scale, bound, seqused_k, block_table, num_splits, softcap, alibi_slopes
-        if compiling:
-            out, lse = _attend_uncompiled(query, key, value, lengths, options, sinks, dropout_p, backend)
-        else:
-            out, lse = _attend(query, key, value, lengths, options, sinks, dropout_p, choice, returns_lse)
-    else:
-        op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
-        out, lse, _ = op(
-            query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, seqused_k,
-            block_table, num_splits, backend or "", wants_gradient(query, key, value),
-            checked_softcap(softcap or 0.0), alibi_slopes, sinks,
-        )  # fmt: skip
-    return (out, lse.float().contiguous()) if returns_lse else out
+    if others or plain:
+        attend = _attend_uncompiled if compiling else _attend
+        return attend(query, key, value, lengths, scale, bound, options, backend, returns_lse or compiling)
+    op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
+    softcap = checked_number("softcap", options["softcap"] or 0.0)
+    out, lse, _ = op(
+        query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, options["seqused_k"],
+        options["block_table"], options["num_splits"], backend or "", wants_gradient(query, key, value),
+        softcap, options["alibi_slopes"], options["sinks"],
+    )  # fmt: skip
+    return out, lse
+
+
+def _is_on(name: str, value: Any) -> bool:
+    return value is not None and (isinstance(value, Tensor) or value != OFF.get(name))
 
 
 def _attend(
@@ -209,32 +236,23 @@ def _attend(
     key: Tensor,
     value: Tensor,
     lengths: Lengths,
-    options: tuple[Any, ...],
-    sinks: Tensor | None,
-    dropout_p: float,
-    choice: ScopedChoice | None,
-    returns_lse: bool = True,
+    scale: float | None,
+    bound: tuple[int, int],
+    options: dict[str, Any],
+    backend: str | None,
+    returns_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of a call with the further arguments of `call_of`."""
-    call = call_of(query, lengths, *options)._replace(dropout=checked_dropout(dropout_p or 0.0))
+    """Return output and LSE of a call that its plan runs in Python."""
+    choice = scope.current() if backend is None else scope.exclusive(backend)
+    by_name = options_of(options)
+    sinks = by_name.pop("sinks", None)
+    call = call_of(query, lengths, scale, bound, **by_name)
     return attend(query, key, value, call, choice, sinks, returns_lse)
 
 
-# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
-@_disable_dynamo
-def _attend_uncompiled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    options: tuple[Any, ...],
-    sinks: Tensor | None,
-    dropout_p: float,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    """Do the same in a compiled program, between two of its graphs. Dynamo of torch 2.11 breaks a `Call`."""
-    choice = scope.current() if backend is None else scope.exclusive(backend)
-    return _attend(query, key, value, lengths, options, sinks, dropout_p, choice)
+# In a compiled program between two of its graphs: Dynamo of torch 2.11 breaks a `Call`. Torch's own lazy
+# `torch.compiler.disable`: that imports all of Dynamo at once.
+_attend_uncompiled = _disable_dynamo(_attend)
 
 
 def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, Tensor]:

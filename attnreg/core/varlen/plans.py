@@ -13,9 +13,10 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
 from attnreg.core.contract.memory import check_all_in_memory, check_in_memory
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.contract.spec import UNBOUNDED, Direction
-from attnreg.core.contract.validation import check, check_layouts, check_scale, checked_softcap
+from attnreg.core.contract.validation import check, check_layouts, check_scale
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.call_cache import Kept, kept_for
 from attnreg.core.dispatch.calls import (
@@ -42,10 +43,13 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 1  # numbers of lists in lists fill lines
 
 
+_MAY_BE_NONE = {"cu_seq_k", *(row.argument for row in OPTIONS)}
+
+
 def check_tensors(**given: object) -> None:
     """Check that arguments are tensors, or None where they may be; others fail inside torch."""
     for name, tensor in given.items():
-        is_left_out = tensor is None and name in ("cu_seq_k", "seqused_k", "block_table", "alibi_slopes")
+        is_left_out = tensor is None and name in _MAY_BE_NONE
         if not (isinstance(tensor, Tensor) or is_left_out):
             raise InvalidInputError(f"{name}: got {_SHORT.repr(tensor)}, expected a tensor")
         wants_gradient = isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
@@ -93,20 +97,19 @@ def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int
 
 
 def call_of(
-    query: Tensor,
-    lengths: Lengths,
-    scale: float | None,
-    bound: tuple[int, int],
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    grad_lse: Tensor | None = None,
+    query: Tensor, lengths: Lengths, scale: float | None, bound: tuple[int, int], **options: Any
 ) -> Call:
-    """Return the contract's `Call` of these arguments; `bound` is what `window` returned.
+    """Return the contract's `Call` of these arguments.
 
-    Raises `InvalidInputError` if a length is no integer, or the scale or the softcap no number.
+    Args:
+        query: (T_q, H, D), or (B, S_q, H, D) of a dense call.
+        lengths: both offsets, None of a dense call, and the longest lengths.
+        scale: the factor on the scores, one over the root of D for None.
+        bound: what `window` returned.
+        options: by their names in `contract.options`.
+
+    Raises:
+        InvalidInputError: a length is no integer, or the scale or an option no number.
     """
     cu_seq_q, cu_seq_k, max_q, max_k = lengths
     if not type(max_q) is type(max_k) is int:
@@ -114,12 +117,15 @@ def call_of(
         max_q, max_k = _integer("max_q", max_q), _integer("max_k", max_k)
     if scale is not None and type(scale) is not float:
         check_scale(scale)  # the call's key compares it
-    return Call(
+    call = Call(
         scale_of(query, scale), max_q, max_k, packed_bounds(bound, False, max_q, max_k), cu_seq_q, cu_seq_k,
-        keys_used(seqused_k, cu_seq_k, block_table), block_table, None, alibi_slopes, 0.0, None,
-        num_splits or None, wants_deterministic(), wants_batch_invariant(),
-        checked_softcap(softcap) if softcap else 0.0, grad_lse,
+        deterministic=wants_deterministic(), batch_invariant=wants_batch_invariant(),
     )  # fmt: skip
+    if not options:
+        return call
+    rows = (row for row in OPTIONS if row.is_on(options.get(row.name)))
+    call = call.with_options({row.name: row.checked(options[row.name]) for row in rows})
+    return call._replace(seqused_k=keys_used(call.seqused_k, cu_seq_k, call.block_table))
 
 
 def _integer(name: str, number: int) -> int:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakIdKeyDictionary
 
+from attnreg.core.contract.options import OPTIONS
 from attnreg.errors import InvalidInputError
+
+# The options of calls that can be spread, by the argument of `varlen_attn`.
+SPREAD = frozenset(row.argument for row in OPTIONS if row.spread)
 
 # What calls are spread by while its `with` block lasts. It is one for all threads, as an activation that is
 # checkpointed is computed once more on a thread of autograd's. Compiled code looks at `is_on` alone, as it is
@@ -55,8 +60,19 @@ def check_is_off(instead: str) -> None:
         )
 
 
-def attend(group: Any, mesh: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of a call that is spread."""
+def attend(
+    group: Any,
+    mesh: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[Tensor, Tensor | None, int, int],
+    mask: tuple[bool, Sequence[int] | None, float | None, bool],
+    options: dict[str, Any],
+    backend: str | None,
+    returns_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of a call of `varlen_attn` that is spread over ranks."""
     if mesh is not None:
         raise InvalidInputError(
             f"mesh: got {mesh!r}, expected None: give it to attnreg.context_parallel(mesh, cu_seq), and what "
@@ -68,7 +84,14 @@ def attend(group: Any, mesh: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
             f"group: got {over!r}, expected what attnreg.context_parallel(group, cu_seq) returns, as it says "
             "which rank has which tokens"
         )
-    return over.attend(*arguments)  # type: ignore[no-any-return]
+    offsets, longest = dict(zip(("cu_seq_q", "cu_seq_k"), lengths, strict=False)), lengths[2:]
+    names = "is_causal", "window_size", "scale", "enable_gqa"
+    arguments: dict[str, Any] = dict(zip(names, mask, strict=True))
+    arguments |= {"backend": backend, "with_lse": returns_lse}
+    refused = {name: options[name] for name in options if name not in SPREAD}
+    arguments |= {name: options[name] for name in options if name in SPREAD}
+    lasts = dict(zip(("max_q", "max_k"), longest, strict=True))
+    return over.attend(query, key, value, offsets, lasts, arguments, refused)  # type: ignore[no-any-return]
 
 
 # A compiled program breaks its graph there: what ranks exchange is in the order of Python's calls.

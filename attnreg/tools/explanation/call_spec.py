@@ -15,7 +15,7 @@ from attnreg.core.aten.routing import call_of as dense_call_of
 from attnreg.core.aten.schemas import SdpaCpuForward
 from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
-from attnreg.core.contract.validation import check, check_scale, check_values, checked_dropout
+from attnreg.core.contract.validation import check, check_scale, check_values
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
 from attnreg.core.dispatch.planning import Native, device_of, spec_of
 from attnreg.core.policy import current as policy
@@ -274,8 +274,11 @@ def packed(
         check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)
     bound = window(window_size, is_causal)
-    rest = seqused_k, block_table, num_splits, softcap, alibi_slopes
-    call = call_of(query, lengths, scale, bound, *rest)._replace(dropout=checked_dropout(dropout_p))
+    options = {
+        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "dropout": dropout_p,
+    }  # fmt: skip
+    call = call_of(query, lengths, scale, bound, **options)
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:

@@ -125,7 +125,7 @@ def spec_of(point: Point) -> AttentionSpec:
         heads_q=size.heads_q, heads_k=size.heads_q // kind.ratio, head_dim=kind.head_dim,
         head_dim_v=kind.head_dim_v, tokens_q=size.tokens_q, tokens_k=size.tokens_k, varlen=kind.varlen,
         window=size.window, needs_backward=kind.direction == "backward", capturing=True,
-        **dict.fromkeys(kind.extras, True),
+        **dict.fromkeys(kind.extras, True),  # type: ignore[arg-type]
     )  # fmt: skip
 
 

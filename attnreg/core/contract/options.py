@@ -1,0 +1,188 @@
+"""The options of attention calls: a row each, from which all that handles options is derived.
+
+A row says how a call without the option looks, which capability answers for it, the words of the reason where
+no capability does, and who passes calls with it on. `Call`, `AttentionSpec` and `Capabilities` have a typed
+field for each option that kernels of attnreg's own read. A row without such a field is complete as well: its
+value travels in `Call.further` and `AttentionSpec.further`, a backend declares it by its name in
+`Capabilities.options`, and a kernel reads it as `call.<name>`. `docs/adding-an-option.md` has an example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attnreg.errors import InvalidInputError, did_you_mean
+
+Direction = Literal["forward", "backward"]
+
+# The smallest normal float32. Kernels round a scale to float32, where one below this may be flushed to 0: it
+# counts as 0 in `AttentionSpec.positive_scale`.
+LEAST_SCALE = 2.0**-126
+
+BOTH: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option of attention calls.
+
+    Attributes:
+        name: its field of `Call`.
+        values: "number", "integer" or "tensor"; "pages" of a table whose spec has the size of a page.
+        off: the value of a call without it.
+        reason: the reason against a backend that doesn't declare it; `{}` is the spec's value. None where a
+            range of `Capabilities` decides, or where no reason is needed.
+        label: how errors and `explain` show a call with it; `{}` is the spec's value.
+        argument: its name in `varlen_attn`, as `name` unless given; None where that has no such argument.
+        field: its field of `AttentionSpec` and `Capabilities`, as `name` unless given.
+        low, high, expected: the least and greatest number besides `off`, and the words for what is allowed.
+        directions: the directions whose kernels get it.
+        keyed: whether plans are kept by its "value", by rank, dtype and device of the "tensor", or by the
+            "presence" of a tensor that only times depend on.
+        cached: whether the compiled call cache runs calls with it.
+        in_op: whether the custom op of compiled programs, modes and subclasses has it as an argument.
+        spread: whether calls with it can be spread over ranks.
+    """
+
+    name: str
+    values: Literal["number", "integer", "tensor", "pages"]
+    off: float | None = None
+    reason: str | None = None
+    label: str = ""
+    argument: str | None = ""
+    field: str = ""
+    low: float = -math.inf
+    high: float = math.inf
+    expected: str = "a number"
+    directions: tuple[Direction, ...] = BOTH
+    keyed: Literal["value", "tensor", "presence"] = "value"
+    cached: bool = False
+    in_op: bool = False
+    spread: bool = False
+
+    def __post_init__(self) -> None:
+        if self.argument == "":
+            object.__setattr__(self, "argument", self.name)
+        object.__setattr__(self, "field", self.field or self.name)
+        if self.values in ("tensor", "pages") and self.keyed == "value":
+            object.__setattr__(self, "keyed", "tensor")
+
+    def is_on(self, value: object) -> bool:
+        """Whether a value of `Call`'s field, or of the argument, means a call with the option."""
+        if self.values == "integer":  # 0 leaves it to the kernel, too
+            return bool(value)
+        return value is not None and (self.off is None or value != self.off)
+
+    def described(self, value: Any) -> Any:
+        """Return the value of `AttentionSpec`'s field: of a tensor only whether there is one."""
+        return value is not None if self.values == "tensor" else value
+
+    @property
+    def off_in_spec(self) -> object:
+        """The value of `AttentionSpec`'s field for a call without the option."""
+        return False if self.values == "tensor" else self.off
+
+    def is_on_in(self, spec: Any) -> bool:
+        """Whether a spec is of a call with the option."""
+        value: bool = getattr(spec, self.field) != self.off_in_spec
+        return value
+
+    def checked(self, value: Any) -> Any:
+        """Return a number as Python's own.
+
+        Raises:
+            InvalidInputError: it is no number, or out of range, or a tensor that needs a gradient.
+        """
+        if self.values in ("tensor", "pages") or value is self.off:
+            return value
+        what = self.argument or self.name
+        if getattr(value, "requires_grad", False):
+            raise InvalidInputError(
+                f"{what}: got a tensor that needs a gradient, expected a number, as it gets none"
+            )
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = math.nan
+        if number != self.off and not self.low <= number <= self.high:
+            raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
+        return int(number) if self.values == "integer" else number
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        name="dropout", argument="dropout_p", values="number", off=0.0, low=0.0, high=1.0, expected="0 to 1",
+        reason="dropout_p must be 0, got {}", label="dropout {}",
+    ),
+    Option(
+        name="attn_bias", field="bias", argument=None, values="tensor",
+        reason="attn_bias must be None, got a tensor", label="attn_bias",
+    ),
+    Option(
+        name="alibi_slopes", field="alibi", values="tensor", in_op=True,
+        reason="alibi_slopes must be None, got a tensor", label="alibi",
+    ),
+    Option(
+        name="seqused_k", values="tensor", in_op=True,
+        reason="seqused_k must be None, got a tensor", label="seqused_k",
+    ),
+    Option(
+        # `Capabilities.page_size` is a range of page sizes, so that no row's reason is needed.
+        name="block_table", field="page_size", values="pages", in_op=True, label="pages of {}",
+    ),
+    Option(
+        name="num_splits", values="integer", directions=("forward",), in_op=True,
+        reason="num_splits must be None, got {}", label="num_splits {}",
+    ),
+    Option(
+        name="softcap", values="number", off=0.0, low=LEAST_SCALE, high=1.0 / LEAST_SCALE, in_op=True,
+        expected="0 for none, or a number above 0 that float32 can hold", spread=True,
+        reason="softcap must be 0, got {}", label="softcap {}",
+    ),
+    Option(
+        name="grad_lse", argument=None, values="tensor", directions=("backward",),
+        reason="grad_lse must be None, got a tensor: no gradient of the LSE", label="gradient of the LSE",
+    ),
+    Option(
+        name="sinks", values="tensor", keyed="presence", cached=True, in_op=True, spread=True,
+        reason="sinks must be None, got a tensor: they are counted after the kernel", label="sinks",
+    ),
+)  # fmt: skip
+
+
+def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call of `varlen_attn` by their names, without those that are off.
+
+    Raises:
+        TypeError: `varlen_attn` has no such argument.
+        InvalidInputError: a number is out of range.
+    """
+    rows = {row.argument: row for row in OPTIONS if row.argument is not None}
+    for argument in arguments:
+        if argument not in rows:
+            hint = did_you_mean(argument, filter(None, rows))
+            raise TypeError(f"varlen_attn() got an unexpected keyword argument {argument!r}{hint}")
+    return {
+        rows[argument].name: rows[argument].checked(value)
+        for argument, value in arguments.items()
+        if rows[argument].is_on(value)
+    }
+
+
+def further_value(name: str, further: tuple[tuple[str, Any], ...], of_spec: bool = False) -> Any:
+    """Return the value of an option without a field of its own; AttributeError if there is no such option."""
+    for known, value in further:
+        if known == name:
+            return value
+    row = next((row for row in OPTIONS if name == (row.field if of_spec else row.name)), None)
+    if row is None:
+        raise AttributeError(name)
+    return row.off_in_spec if of_spec else row.off
+
+
+def options_on(call: Any) -> Iterator[Option]:
+    """Yield the options of a `Call`."""
+    return (row for row in OPTIONS if row.is_on(getattr(call, row.name)))

@@ -1,0 +1,112 @@
+"""An option is one row: a made-up option needs its row, a backend that declares it, and nothing else."""
+
+import json
+
+import pytest
+from support.processes import python
+
+# A factor on the scores. Everything behind the row and the backend is what programs call.
+SCRIPT = """
+import dataclasses, json
+from attnreg.core.contract import options
+
+row = options.Option(
+    name="temperature", values="number", off=1.0, low=0.0, expected="0 or more",
+    reason="temperature must be 1.0, got {}", label="temperature {}",
+)
+options.OPTIONS += (row,)
+
+import torch
+import attnreg
+from attnreg.core import registry
+from attnreg.core.times.traces import spec_from, spec_to
+from attnreg.tools.measure import reference
+
+def cooled(kernel):
+    def run(*arguments):
+        *tensors, call = arguments
+        return kernel(*tensors, call._replace(scale=call.scale * call.temperature, further=()))
+    return run
+
+math = registry.find("math")
+kernels = math.kernels()
+limits = dataclasses.replace(math.backend.forward, options=("temperature",))
+backend = attnreg.Backend(
+    name="warm", forward=limits, backward=limits,
+    load=lambda: attnreg.Kernels(cooled(kernels.forward), cooled(kernels.backward)),
+)
+attnreg.register_backend(backend)
+
+torch.manual_seed(0)
+query, key, value = (torch.randn(9, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+arguments = query, key, value, offsets, offsets, 5, 5
+
+def attend(**further):
+    attnreg.reset_stats()
+    out = attnreg.varlen_attn(*arguments, is_causal=True, **further)
+    grads = torch.autograd.grad(out.sin().sum(), (query, key, value))
+    return [out, *grads], attnreg.stats().calls
+
+def expected(scale):
+    outs = []
+    for a, b in ((0, 4), (4, 9)):
+        parts = [x[None, a:b] for x in (query, key, value)]
+        outs.append(reference.attend(*parts, scale, (-1, 0))[0][0])
+    out = torch.cat(outs)
+    return [out, *torch.autograd.grad(out.sin().sum(), (query, key, value))]
+
+def error(function):
+    try:
+        function()
+    except Exception as caught:
+        return [type(caught).__name__, str(caught)]
+
+seen = {}
+for number, factor in enumerate((2.0, 0.5, 2.0, 1.0)):  # again with 2.0: its plan, and not the one of 0.5
+    results, ran = attend(temperature=factor)
+    right = expected(8**-0.5 * factor)
+    seen[f"{number} right"] = all(torch.allclose(x, y) for x, y in zip(results, right, strict=True))
+    seen[f"{number} ran"] = ran
+results, ran = attend()
+seen["plain right"] = all(torch.allclose(x, y) for x, y in zip(results, expected(8**-0.5), strict=True))
+seen["plain ran"] = ran
+seen["refused"] = error(lambda: attend(temperature=2.0, backend="math"))[1]
+seen["typo"] = error(lambda: attend(temprature=2.0))
+seen["range"] = error(lambda: attend(temperature=-1.0))
+spec = attnreg.AttentionSpec(
+    device=attnreg.Device("cpu"), dtype="fp64", batch=2, max_q=5, max_k=5, heads_q=2, heads_k=2, head_dim=8,
+    head_dim_v=8, varlen=True, further={"temperature": 2.0},
+)
+seen["spec"] = [str(spec), spec.temperature, spec.but(further=()).temperature]
+again = spec_from(json.loads(json.dumps(spec_to(spec))), spec.device)
+seen["trace"] = again == spec and hash(again) == hash(spec)
+seen["reasons"] = math.reasons(spec, "forward")
+whole = lambda: attnreg.varlen_attn(*arguments, is_causal=True, temperature=2.0)
+compiled = torch.compile(whole, backend="eager")
+seen["compiled"] = torch.allclose(compiled(), expected(8**-0.5 * 2.0)[0])
+print(json.dumps(seen))
+"""
+RAN = {"warm": {"forward": 1, "backward": 1}}
+
+
+@pytest.mark.parametrize("routers", ["", "python"])
+def test_a_row_and_a_kernel_add_an_option(routers):
+    run = python("-c", SCRIPT, ATTNREG_ROUTERS=routers)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout)
+    assert [seen[f"{number} right"] for number in range(4)] == [True] * 4
+    assert [seen[f"{number} ran"] for number in range(4)] == [RAN] * 4
+    assert (seen["plain right"], seen["plain ran"]) == (True, RAN)
+    assert "temperature must be 1.0, got 2.0" in seen["refused"]
+    assert seen["typo"] == [
+        "TypeError",
+        "varlen_attn() got an unexpected keyword argument 'temprature'; did you mean 'temperature'?",
+    ]
+    assert seen["range"] == ["InvalidInputError", "temperature: got -1.0, expected 0 or more"]
+    shown, value, off = seen["spec"]
+    assert shown.endswith("packed, 2 sequences up to 5 x 5 · temperature 2.0")
+    assert (value, off) == (2.0, 1.0)
+    assert seen["trace"]
+    assert seen["reasons"] == ["temperature must be 1.0, got 2.0"]
+    assert seen["compiled"]
