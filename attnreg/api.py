@@ -16,10 +16,10 @@ import torch
 from attnreg.core import aten, registry
 from attnreg.core.aten import bypassed
 from attnreg.core.contract.backend import Backend
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import scope, trace
 from attnreg.core.policy import current as policy
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.masks import serving

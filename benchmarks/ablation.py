@@ -28,11 +28,11 @@ import torch.nn.functional as F
 
 import attnreg
 from attnreg.core import aten, registry
-from attnreg.core.contract import offsets
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import Capabilities
-from attnreg.core.contract.launchers import AddressLauncher, OpLauncher
 from attnreg.core.dispatch import call_cache
+from attnreg.core.launching import offsets
+from attnreg.core.launching.launchers import AddressLauncher, OpLauncher
 from attnreg.tools.bench.report import save, show, show_machine
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import interleaved, per_call, timer_for

@@ -29,9 +29,10 @@ from attnreg.core.backends import cudnn as cudnn_backend
 from attnreg.core.backends import math as math_backend
 from attnreg.core.backends.cpu import compiled as cpu_compiled
 from attnreg.core.backends.cudnn import rounding
-from attnreg.core.contract import discovery, offsets
 from attnreg.core.dispatch import call_cache, counters, scope, trace
+from attnreg.core.launching import offsets
 from attnreg.core.policy import current as policy
+from attnreg.core.registry import discovery
 from attnreg.core.times import adaptive, tables
 from attnreg.core.torchlib import building, caches, layout, libraries
 from attnreg.core.varlen import front

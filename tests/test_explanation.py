@@ -14,7 +14,7 @@ from attnreg import errors, explain, flash_attn
 from attnreg.core import aten
 from attnreg.core.aten import efficient
 from attnreg.core.aten.bypassed import ROUTED
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib import captured
 from attnreg.tools.explanation import UNASKED, call_spec
 

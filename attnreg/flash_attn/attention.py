@@ -17,12 +17,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.memory import check_in_memory
-from attnreg.core.contract.regular import regular_offsets
-from attnreg.core.contract.validation import checked_number
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import plan_for, wants_deterministic
 from attnreg.core.dispatch.state import Plan
+from attnreg.core.launching.memory import check_in_memory
+from attnreg.core.launching.regular import regular_offsets
+from attnreg.core.launching.validation import checked_number
 from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.core.varlen import autograd, spread
 from attnreg.core.varlen.front import AuxRequest, varlen_attn

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnreg.core.contract.regular import regular_offsets
+from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.varlen import spread
 from attnreg.core.varlen.plans import check_tensors, window
 from attnreg.flash_attn.attention import (

@@ -7,7 +7,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from attnreg.core.contract.memory import check_in_memory
+from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.torchlib.modes import autocasts, is_plain
 from attnreg.errors import InvalidInputError
 from attnreg.flash_attn.attention import check_strided, check_untraced

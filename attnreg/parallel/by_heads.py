@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.torchlib.layout import copy
 from attnreg.core.torchlib.modes import differentiable_once
 from attnreg.core.varlen.autograd import run_backward, run_forward

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
-from attnreg.core.contract.validation import check_scale, checked_number
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import bounds, decisions, wants_gradient
 from attnreg.core.dispatch.planning import device_of, spec_of
 from attnreg.core.dispatch.state import state
+from attnreg.core.launching.validation import check_scale, checked_number
 from attnreg.core.selection.render import refuse
 from attnreg.core.varlen.plans import check_sinks, window
 from attnreg.errors import InvalidInputError, UnsupportedInputError

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.torchlib.layout import copy
 from attnreg.core.torchlib.modes import differentiable_once

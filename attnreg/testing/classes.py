@@ -10,10 +10,10 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lengths import OF_ALL, Cut, Lengths
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.state import CallKind
+from attnreg.core.registry.entry import Entry
 
 # How far lengths are drawn: of sequences and the longest as kernels count them, of tokens as memory has them.
 MOST_SEQUENCES, LONGEST, MOST_TOKENS = 2**20, 2**31 - 1, 2**40

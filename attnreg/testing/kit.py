@@ -15,9 +15,9 @@ import torch
 
 from attnreg.core import registry
 from attnreg.core.contract.backend import Backend
-from attnreg.core.contract.discovery import CHECK_FAILED, Entry
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.core.dispatch.planning import device_of
+from attnreg.core.registry.entry import CHECK_FAILED, Entry
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
 from attnreg.testing.classes import difference

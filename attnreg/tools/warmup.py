@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from attnreg.core import registry
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.dispatch import planning, scope
 from attnreg.core.dispatch.declined import with_reasons
 from attnreg.core.dispatch.state import state
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.core.selection.render import refuse
 from attnreg.core.torchlib import building

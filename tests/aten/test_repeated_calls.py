@@ -27,7 +27,7 @@ from support.dense import CAUSAL, OPEN, assert_right, qkv, with_gradients
 from support.fake_cudnn import memory
 
 import attnreg
-from attnreg.core.contract.launchers import AddressLauncher, OpLauncher, Prepared
+from attnreg.core.launching.launchers import AddressLauncher, OpLauncher, Prepared
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import contiguous_strides
 

@@ -14,7 +14,7 @@ from support.native_calls import launched, results_of, status_of
 from attnreg.core.backends.cpu import choice, sequences
 from attnreg.core.backends.cpu.problem import Kind
 from attnreg.core.contract.backend import Kernels
-from attnreg.core.contract.launchers import NativeLauncher
+from attnreg.core.launching.launchers import NativeLauncher
 from attnreg.tools.measure.inputs import inputs
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))

@@ -23,8 +23,8 @@ from support.truth import assert_accurate
 from attnreg import Device
 from attnreg.core.backends import cudnn
 from attnreg.core.backends.cudnn import rounding
-from attnreg.core.contract import rows
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.launching import rows
+from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib.readback import AsyncReadback
 from attnreg.tools.measure import QUICK
 

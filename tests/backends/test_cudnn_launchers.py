@@ -12,7 +12,7 @@ from support.fake_cudnn import ragged
 from attnreg.core.backends import cudnn
 from attnreg.core.backends.cudnn import execution_plans, rounding
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.launchers import AddressLauncher
+from attnreg.core.launching.launchers import AddressLauncher
 from attnreg.core.torchlib import layout
 
 

@@ -11,8 +11,8 @@ from attnreg.core.backends import cudnn
 from attnreg.core.backends.cudnn import adapter, lengths
 from attnreg.core.backends.cudnn.graph import ExecutionPlan
 from attnreg.core.backends.cudnn.problem import RaggedOffset, Slot
-from attnreg.core.contract import offsets, rows
-from attnreg.core.contract.launchers import AddressLauncher
+from attnreg.core.launching import offsets, rows
+from attnreg.core.launching.launchers import AddressLauncher
 
 
 @pytest.fixture

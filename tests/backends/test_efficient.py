@@ -9,8 +9,8 @@ from support.packages import gpu_spec, on_cpu, verified
 
 import attnreg
 from attnreg.core.backends import efficient
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.dispatch.planning import Native, decide, entries_with_native
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.core.torchlib import captured
 from attnreg.errors import UnsupportedInputError

@@ -16,9 +16,9 @@ from support.sinks import assert_kernels_are_accurate
 import attnreg
 from attnreg.core.backends import fa2
 from attnreg.core.backends.fa2 import flash_attn_package, native
-from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.launchers import OpLauncher
-from attnreg.core.contract.regular import regular_offsets
+from attnreg.core.launching.launchers import OpLauncher
+from attnreg.core.launching.regular import regular_offsets
+from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError
 from attnreg.testing import Conformance

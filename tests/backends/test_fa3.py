@@ -14,7 +14,7 @@ from support.packages import SHORT, gpu_spec, on_cpu, verified
 import attnreg
 from attnreg.core import registry
 from attnreg.core.backends import fa3
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.cli.info import collected
 from attnreg.tools.measure import QUICK, Case, inputs

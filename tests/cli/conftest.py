@@ -6,7 +6,7 @@ import pytest
 from support.command_line import invoke
 
 from attnreg.core.backends import math as math_backend
-from attnreg.core.contract import discovery
+from attnreg.core.registry import discovery
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 from support.refusals import refusal
 
 from attnreg import Backend, Call, Capabilities, Kernels, RegistrationError
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError
 
 ON_CPU = Capabilities(devices=("cpu",), dtypes=("float32",))

@@ -15,8 +15,9 @@ from support.processes import forked
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.contract import discovery
-from attnreg.core.contract.discovery import Entry, discover
+from attnreg.core.registry import discovery
+from attnreg.core.registry.discovery import discover
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 
 ROOT = Path(attnreg.__file__).parent
@@ -150,7 +151,7 @@ def test_a_module_that_registers_while_another_thread_discovers_it_waits_for_nob
     run = forked(
         f"import importlib, os, sys, threading; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import attnreg, main\n"
-        "from attnreg.core.contract import discovery\n"
+        "from attnreg.core.registry import discovery\n"
         "from importlib.metadata import EntryPoint\n"
         "point, found = EntryPoint('mine', 'mine:BACKEND', discovery.GROUP), discovery.entry_points\n"
         "def points(group):\n"

@@ -8,9 +8,9 @@ from support.processes import forked
 import attnreg
 from attnreg.core import registry
 from attnreg.core.aten.bypassed import ROUTED
-from attnreg.core.contract import known_issues
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lengths import Cut
+from attnreg.core.registry import known_issues
+from attnreg.core.registry.entry import Entry
 from attnreg.testing import Conformance
 from attnreg.tools.measure import Case
 
@@ -343,7 +343,7 @@ def test_what_is_shipped_describes_the_calls_that_were_reported(backend, version
 
 def test_importing_and_listing_read_no_row():
     script = (
-        "import attnreg; from attnreg.core.contract import discovery, known_issues; attnreg.list_backends(); "
+        "import attnreg; from attnreg.core.registry import discovery, known_issues; attnreg.list_backends(); "
         "assert not known_issues._rows.cache_info().currsize"
     )
     run = forked(script)

@@ -16,7 +16,8 @@ from support.refusals import refusal
 import attnreg
 from attnreg import AttentionSpec, Device
 from attnreg.core import registry
-from attnreg.core.contract.discovery import Entry, discover
+from attnreg.core.registry.discovery import discover
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
 

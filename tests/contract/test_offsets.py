@@ -6,7 +6,7 @@ from support.processes import forked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from attnreg import InvalidInputError
-from attnreg.core.contract import offsets
+from attnreg.core.launching import offsets
 
 
 class Last:
@@ -96,7 +96,7 @@ def test_a_tensor_that_is_collected_while_room_is_made_disturbs_nothing(monkeypa
 
 AT_EXIT = """
 import torch
-from attnreg.core.contract import offsets
+from attnreg.core.launching import offsets
 from attnreg.core.torchlib import readback
 from attnreg.core.contract.backend import Call
 

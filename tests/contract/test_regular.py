@@ -5,8 +5,8 @@ import gc
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnreg.core.contract import regular
-from attnreg.core.contract.regular import fills, regular_length, regular_offsets
+from attnreg.core.launching import regular
+from attnreg.core.launching.regular import fills, regular_length, regular_offsets
 
 
 def test_equal_sizes_have_one_tensor():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import rows as slow
 
-from attnreg.core.contract import rows
+from attnreg.core.launching import rows
 
 SEEDS = pytest.mark.parametrize("seed", range(40))
 

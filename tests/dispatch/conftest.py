@@ -10,11 +10,11 @@ from support import plan_counts
 
 import attnreg
 from attnreg.core import aten
+from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.aten.routing import Layout
-from attnreg.core.contract.launchers import MAX_Q
-from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.dispatch import call_cache, counters, state
 from attnreg.core.dispatch.call_cache import Kept
+from attnreg.core.launching.launchers import MAX_Q
 from attnreg.core.torchlib import captured
 from attnreg.core.varlen.sinks import with_sinks
 

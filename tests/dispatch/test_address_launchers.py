@@ -16,7 +16,7 @@ from support.launcher_kinds import (
 )
 from test_launchers import fails
 
-from attnreg.core.contract.launchers import AddressLauncher
+from attnreg.core.launching.launchers import AddressLauncher
 from attnreg.errors import RegistrationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

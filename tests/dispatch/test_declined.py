@@ -16,12 +16,12 @@ from support.dense import assert_right, qkv, with_gradients
 import attnreg
 from attnreg.core import aten
 from attnreg.core.backends import math as math_backend
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch.declined import retry_on_decline
 from attnreg.core.dispatch.planning import Native, make_plan
 from attnreg.core.dispatch.state import CallKind, state
+from attnreg.core.registry.entry import Entry
 from attnreg.testing import Conformance
 from attnreg.tools.measure import Case
 from attnreg.tools.tuning.checks import Checks

@@ -17,8 +17,8 @@ import attnreg
 from attnreg.core import aten
 from attnreg.core.backends import math as math_backend
 from attnreg.core.backends.cpu import compiled
-from attnreg.core.contract.launchers import AddressLauncher, Prepared
 from attnreg.core.dispatch.counters import Failure
+from attnreg.core.launching.launchers import AddressLauncher, Prepared
 from attnreg.core.policy import ranks
 from attnreg.errors import is_of_device
 

@@ -28,7 +28,7 @@ from support.launcher_kinds import (
 )
 
 import attnreg
-from attnreg.core.contract.launchers import MAX_K, MAX_Q, OpLauncher
+from attnreg.core.launching.launchers import MAX_K, MAX_Q, OpLauncher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

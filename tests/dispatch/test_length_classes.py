@@ -10,12 +10,12 @@ from support.length_kinds import draw_backend, draw_cut, draw_kind
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
 from attnreg.core.dispatch import state
 from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.dispatch.planning import decide
 from attnreg.core.dispatch.state import CallKind, Detail
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.testing.classes import by_class, draw_spec
 

@@ -12,7 +12,7 @@ from test_gpu_accuracy import CAUSAL, OPEN, dense, kernels, ragged
 import attnreg
 from attnreg.core.backends.cudnn import lengths
 from attnreg.core.backends.cudnn.problem import RaggedOffset
-from attnreg.core.contract.launchers import AddressLauncher
+from attnreg.core.launching.launchers import AddressLauncher
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.reference import attention
 from attnreg.tools.measure.rule import errors_of

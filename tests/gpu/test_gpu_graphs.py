@@ -15,7 +15,7 @@ from attnreg.core.backends.cudnn import rounding
 from attnreg.core.backends.fa2 import native
 from attnreg.core.backends.fa4 import compiled_kinds
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.launchers import OpLauncher
+from attnreg.core.launching.launchers import OpLauncher
 from attnreg.core.torchlib.readback import AsyncReadback
 from attnreg.errors import UnsupportedInputError
 

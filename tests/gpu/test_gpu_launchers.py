@@ -11,9 +11,9 @@ from test_gpu_accuracy import CAUSAL, LAYOUTS, OPEN, RAGGED, dense, kernels, rag
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.contract import rows
 from attnreg.core.contract.backend import Call, Kernels
-from attnreg.core.contract.launchers import AddressLauncher, FunctionLauncher, OpLauncher
+from attnreg.core.launching import rows
+from attnreg.core.launching.launchers import AddressLauncher, FunctionLauncher, OpLauncher
 from attnreg.core.torchlib import captured
 from attnreg.tools.measure import measure
 

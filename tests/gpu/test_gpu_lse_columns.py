@@ -7,7 +7,7 @@ from support.lse_gradients import beyond_the_rule, drawn
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.contract.lse_columns import COLUMNS
+from attnreg.core.adaptation.lse_columns import COLUMNS
 from attnreg.errors import UnsupportedInputError
 from attnreg.testing import Conformance
 from attnreg.tools.measure import Case

@@ -7,7 +7,7 @@ import torch
 from support import gpu
 from support import rows as slow
 
-from attnreg.core.contract import offsets, rows
+from attnreg.core.launching import offsets, rows
 from attnreg.core.torchlib.device_code import DeviceKernel
 from attnreg.core.torchlib.layout import stream_of
 from attnreg.core.torchlib.readback import AsyncReadback

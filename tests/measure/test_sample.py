@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnreg.core import registry
+from attnreg.core.adaptation.sinks import with_rescaling
 from attnreg.core.contract.backend import Kernels
-from attnreg.core.contract.sinks import with_rescaling
 from attnreg.tools.measure import Case, Sample, copies
 from attnreg.tools.measure.inputs import inputs
 

@@ -17,13 +17,14 @@ ROOT = Path(attnreg.__file__).parent
 
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
-    "errors, settings, torchlib, contract, backends registry, selection, times, policy, dispatch, aten, "
-    "varlen, measure, masks, flash_attn, integrations, _autoload api, explanation, parallel, tuning, warmup, "
-    "testing, bench, demo, cli, __main__"
+    "errors, settings, torchlib, contract, launching, adaptation, backends registry, selection, times, "
+    "policy, dispatch, aten, varlen, measure, masks, flash_attn, integrations, _autoload api, explanation, "
+    "parallel, tuning, warmup, testing, bench, demo, cli, __main__"
 )
 # What a call passes knows nothing of the other wings.
 WINGS = {
-    "core": "settings torchlib contract backends registry selection times policy dispatch aten varlen",
+    "core": "settings torchlib contract launching adaptation backends registry selection times policy "
+    "dispatch aten varlen",
     "for other libraries": "masks flash_attn integrations parallel",
     "tools": "measure explanation tuning warmup testing bench demo cli",
 }
@@ -38,7 +39,7 @@ OUTSIDE = {
     "typer": {"cli"},
     "rich": {"cli", "bench"},
     "matplotlib": {"demo", "bench"},
-    "packaging": {"contract"},
+    "packaging": {"registry"},
     "pytest": {"testing"},
     "cudnn": {"backends"},
     "flash_attn": {"backends"},
@@ -303,15 +304,16 @@ def test_no_other_room_imports_a_backend():
 
 def test_measure_knows_the_contract_only():
     known = {name for module in MODULES if room(module) == "measure" for name in inner(module)}
-    contract = ("spec", "capabilities", "backend", "known_issues", "launchers", "validation")
-    allowed = {"errors", *(f"core.contract.{name}" for name in contract)}
+    below = ("contract.spec", "contract.capabilities", "contract.backend", "contract.options")
+    below += ("launching.launchers", "launching.validation", "registry.known_issues")
+    allowed = {"errors", *(f"core.{name}" for name in below)}
     assert {name for name in known if room(name) != "measure"} <= allowed
 
 
 def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
     names = ("kinds", "points", "table", "index", "lookup")
     pure = {f"core.times.{name}" for name in names}
-    below = {"errors", "core.contract.spec", "core.selection.predictions"}
+    below = {"errors", "core.contract.spec", "core.contract.options", "core.selection.predictions"}
     for module in pure:
         assert inner(module, only_at_import=True) <= pure | below, module
         assert "torch" not in imports(module), module

@@ -127,11 +127,11 @@ import torch, torch.nn.functional as F
 import attnreg
 from attnreg.core import registry
 from attnreg.core.dispatch import counters, scope
-from attnreg.core.contract import discovery
+from attnreg.core.registry import entry
 from attnreg.core.torchlib import captured
 
-names = ("registry.lock", "counters._lock", "discovery._loading", "captured._lock", "scope._lock")
-locks = [registry.lock, counters._lock, discovery._loading, captured._lock, scope._lock]
+names = ("registry.lock", "counters._lock", "entry._loading", "captured._lock", "scope._lock")
+locks = [registry.lock, counters._lock, entry._loading, captured._lock, scope._lock]
 attnreg.install()
 inputs = torch.randn(3, 1, 2, 8, 16)
 expected = F.scaled_dot_product_attention(*inputs)

@@ -23,8 +23,8 @@ LIMITS = {
 LONGER = {
     "docs/benchmarks.md": 362,
     "docs/faults.md": 203,
-    "attnreg/core/contract/discovery.py": 357,
-    "attnreg/core/contract/launchers.py": 313,
+    "attnreg/core/registry/entry.py": 357,
+    "attnreg/core/launching/launchers.py": 313,
     "attnreg/core/dispatch/call_cache.py": 325,
     "attnreg/core/dispatch/csrc/cache.h": 367,
     "attnreg/core/dispatch/csrc/launchers.h": 412,

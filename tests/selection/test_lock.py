@@ -12,13 +12,13 @@ from support.sdpa import attend
 import attnreg
 from attnreg.core import registry
 from attnreg.core.backends import math as math_backend
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
 from attnreg.core.policy import lockfile
 from attnreg.core.policy.lockfile import Lock
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, tied_to
 from attnreg.core.times import traces
 from attnreg.errors import BackendUnavailableError, ConfigError, UnsupportedInputError

@@ -9,9 +9,9 @@ from support.refusals import refusal
 
 import attnreg
 from attnreg.core import aten, registry
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.dispatch import scope
 from attnreg.core.policy import current as policy
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError, ConfigError, UnknownBackendError
 
 pytestmark = pytest.mark.usefixtures("routers", "known")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from attnreg import AttentionSpec, Device
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.core.selection.render import refuse
 from attnreg.errors import UnsupportedInputError

@@ -14,7 +14,7 @@ import torch
 from support import one_sequence
 
 from attnreg.core.backends.cudnn import adapter, execution_plans
-from attnreg.core.contract import offsets
+from attnreg.core.launching import offsets
 from attnreg.tools.measure import Case, inputs
 
 DTYPES = {"HALF": torch.float16, "BFLOAT16": torch.bfloat16, "FLOAT": torch.float32}

@@ -1,7 +1,7 @@
 """A registry of a test's own."""
 
 from attnreg.core import registry
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 
 
 def know(monkeypatch, *backends):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.native_calls import NativeCall
 
-from attnreg.core.contract import offsets
-from attnreg.core.contract.launchers import (
+from attnreg.core.launching import offsets
+from attnreg.core.launching.launchers import (
     MAX_K,
     MAX_Q,
     AddressLauncher,

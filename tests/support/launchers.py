@@ -2,7 +2,7 @@
 
 import torch
 
-from attnreg.core.contract.launchers import AddressLauncher
+from attnreg.core.launching.launchers import AddressLauncher
 
 
 def packed_arguments(call, all_rows_see_keys=False):

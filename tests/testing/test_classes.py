@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import Device
+from attnreg.core.registry.entry import Entry
 from attnreg.testing import check_backend
 from attnreg.testing.classes import difference
 from attnreg.tools.measure import Case

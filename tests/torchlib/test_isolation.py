@@ -15,12 +15,12 @@ from support import fake_cudnn
 from attnreg.core.backends import cudnn
 from attnreg.core.backends.fa2 import flash_attn_package as fa2_package
 from attnreg.core.backends.fa4 import package as fa4_package
-from attnreg.core.contract import discovery
 from attnreg.core.contract.backend import Backend, Call
 from attnreg.core.contract.capabilities import Capabilities
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
+from attnreg.core.registry import discovery
+from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib.isolation import run_in_thread, strip_tracebacks
 from attnreg.errors import BackendUnavailableError, ConfigError
 

@@ -134,7 +134,7 @@ def test_whatever_a_program_does_it_takes_locks_in_one_order(taken, routers, tmp
     attnreg.uninstall()
     attnreg.install()
     assert attnreg.stats().calls
-    assert ("core.contract.discovery._loading", "core.registry.lock") in taken.pairs
+    assert ("core.registry.entry._loading", "core.registry.lock") in taken.pairs
     assert ("core.dispatch.trace._writing", "core.dispatch.trace._lock") in taken.pairs
     assert taken.against(locks.ORDER) == []
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from support.tuned import CPU, Clock, slowed
 
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times.table import Environment
 from attnreg.tools.tuning.checks import Checks
 from attnreg.tools.tuning.session import Session

@@ -11,9 +11,9 @@ from support.tuned import off_by, raising, spec_with, watched
 import attnreg
 from attnreg.core import registry
 from attnreg.core.backends import math as math_backend
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.policy import current as policy
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times import traces
 from attnreg.core.times.kinds import MANY, SHARED
 from attnreg.core.times.points import Front

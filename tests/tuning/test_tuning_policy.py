@@ -14,12 +14,12 @@ from support.tuned import point, spec_with, table, took
 import attnreg
 from attnreg.core import registry
 from attnreg.core.backends import math as math_backend
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times import tables
 from attnreg.core.times.environments import environment
 from attnreg.core.times.lookup import predict_both

@@ -15,9 +15,9 @@ from support.tuned import CPU, off_by, point, slowed, spec_with, table, watched
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
 from attnreg.core.policy import current as policy
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times import tables, traces
 from attnreg.core.times.environments import environment
 from attnreg.core.times.lookup import predict

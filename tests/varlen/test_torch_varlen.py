@@ -21,8 +21,8 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import attnreg
 from attnreg.core.aten import flash
-from attnreg.core.contract.offsets import derived_from
 from attnreg.core.dispatch import calls
+from attnreg.core.launching.offsets import derived_from
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 LSE = AuxRequest(lse=True)

@@ -25,7 +25,7 @@ from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
 
 import attnreg
-from attnreg.core.contract import offsets
+from attnreg.core.launching import offsets
 from attnreg.core.varlen import custom_op, plans
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 

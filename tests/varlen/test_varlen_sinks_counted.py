@@ -9,7 +9,7 @@ from support.packed_calls import CAUSAL, LSE, random_like
 from support.sinks import Counting, by_the_formula
 
 import attnreg
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError, RegistrationError, UnsupportedInputError
 
 HEADS, LENGTHS = 4, (5, 1, 8, 3)

@@ -16,7 +16,6 @@ from attnreg.core.aten import routing
 from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.launchers import MAX_K, MAX_Q
 from attnreg.core.dispatch.calls import (
     packed_bounds,
     plan_for,
@@ -29,6 +28,7 @@ from attnreg.core.dispatch.calls import (
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.state import Plan
+from attnreg.core.launching.launchers import MAX_K, MAX_Q
 from attnreg.core.torchlib.layout import with_strides
 
 CUDNN = Native("cuDNN", positive_scale=True)

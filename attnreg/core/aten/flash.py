@@ -17,11 +17,11 @@ from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
-from attnreg.core.contract.offsets import facts
 from attnreg.core.dispatch import calls, scope
 from attnreg.core.dispatch.calls import plan_for, wants_gradient
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.planning import Native
+from attnreg.core.launching.offsets import facts
 from attnreg.core.torchlib.layout import stream_of
 
 # Dense calls are those of torch's selector, which has judged them; packed ones come from anywhere.

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut
-from attnreg.core.contract.memory import check_in_memory
 from attnreg.core.contract.spec import Direction
 from attnreg.core.dispatch import call_cache, calls, counters, scope
 from attnreg.core.dispatch.call_cache import Kept, kept_for
@@ -29,6 +28,7 @@ from attnreg.core.dispatch.declined import retry_on_decline
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
+from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.torchlib.layout import inductor_is_running, readable
 from attnreg.errors import UnsupportedInputError
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut
-from attnreg.core.contract.offsets import empty_results
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
+from attnreg.core.launching.offsets import empty_results
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import readable
 from attnreg.errors import UnsupportedInputError

@@ -20,8 +20,8 @@ from torch import Tensor
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut
-from attnreg.core.contract.offsets import empty_results, find_unused
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.launching.offsets import empty_results, find_unused
 from attnreg.core.torchlib.layout import readable
 from attnreg.errors import RegistrationError
 

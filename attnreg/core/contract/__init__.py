@@ -1,7 +1,6 @@
-"""What a call is, and what a kernel promises.
+"""What a call is, and what a kernel promises, as data.
 
-Here: `Call`, `Backend` and `Kernels` (`backend`), launchers, the spec of a call, capabilities as data, the
-checks of arguments and of a kernel's results (`validation`), what is known of packed offsets, rows that see
-no key (`rows`), known issues, and how backends are found (`discovery`). May import: errors, settings,
-torchlib. Read `backend.py` first.
+`backend` has `Call`, `Backend` and `Kernels`, `capabilities` what a backend can run, `spec` a call without
+tensors, `options` the options of calls, `lengths` the classes of lengths. May import: errors. Read
+`backend.py` first.
 """

@@ -30,10 +30,12 @@ from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, further_value
 from attnreg.errors import RegistrationError
 
+# What `Kernels.specialize` returns: see `launching.launchers`.
+Launcher = Callable[..., "tuple[Tensor, ...] | None"]
+
 if TYPE_CHECKING:  # limits are looked up without torch
     from torch import Tensor
 
-    from attnreg.core.contract.launchers import Launcher
     from attnreg.core.contract.spec import AttentionSpec, Direction
 
     Specialize = Callable[[Direction, tuple[Tensor, ...], "Call"], Launcher | None]
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # limits are looked up without torch
     _Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Call"], tuple[Tensor, ...]]
     _ReplacesNative = Callable[[Direction, AttentionSpec], bool]
 
-__all__ = ["UNTRIED", "Backend", "Call", "Kernels"]
+__all__ = ["UNTRIED", "Backend", "Call", "Kernels", "Launcher"]
 
 # What messages say of an experimental backend: it ...
 UNTRIED = "hasn't run on the hardware that it is written for"
@@ -183,7 +185,7 @@ class Kernels(_Kernels):
             then serves.
         specialize: `specialize(direction, tensors, call)` returns a launcher for all further calls of the
             kind and class of lengths of the call that the function above has just run with these tensors, or
-            None: none yet, or none at all. See `contract.launchers`.
+            None: none yet, or none at all. See `launching.launchers`.
         replaces_native: `replaces_native(direction, spec)` says of dense calls that torch's own selector has
             sent to torch's kernel of this backend's name whether the backend's function is the faster one.
             Never, unless given.

@@ -57,7 +57,7 @@ class Capabilities:
         dtypes: floating-point dtypes as torch names them, for example `("float16", "bfloat16")`.
         compute_capability: lowest and highest CUDA compute capability, both included; None for any.
         head_dim: head dims of query and key. Others are padded with zeros to a multiple of 8 if that is among
-            them, but in pages (`contract.padded_dims`).
+            them, but in pages (`adaptation.padded_dims`).
         head_dim_v: head dims of the value, likewise; None if it must equal that of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
         batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
@@ -69,7 +69,7 @@ class Capabilities:
     slopes; `seqused_k`; a given number of splits; a `softcap`; in a backward a gradient of the LSE
     (`grad_lse`); whether a backward that doesn't declare it computes delta as rowsum(grad_out * out), from
     the output that it is given (`delta_from_out`), so that the gradient of the LSE can be given to it in
-    further columns (`contract.lse_columns`); a scale of 0 or below (`any_scale`); whether it counts `sinks`
+    further columns (`adaptation.lse_columns`); a scale of 0 or below (`any_scale`); whether it counts `sinks`
     itself, of packed calls (if not, results are rescaled: no call is refused); whether it is
     `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
     results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).

@@ -19,9 +19,13 @@ import torch
 from torch import Tensor
 
 from attnreg.core import registry
-from attnreg.core.contract import offsets, rows
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.launchers import (
+from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
+from attnreg.core.contract.options import options_on
+from attnreg.core.dispatch import counters, scope
+from attnreg.core.dispatch.state import Plan
+from attnreg.core.launching import offsets, rows
+from attnreg.core.launching.launchers import (
     AddressLauncher,
     FunctionLauncher,
     Launcher,
@@ -30,11 +34,7 @@ from attnreg.core.contract.launchers import (
     places_of,
     with_lengths,
 )
-from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
-from attnreg.core.contract.options import options_on
-from attnreg.core.contract.validation import check_values, every_row_sees_a_key
-from attnreg.core.dispatch import counters, scope
-from attnreg.core.dispatch.state import Plan
+from attnreg.core.launching.validation import check_values, every_row_sees_a_key
 from attnreg.core.settings import environment
 from attnreg.core.torchlib import building, captured, device_code
 from attnreg.core.torchlib.readback import pinned

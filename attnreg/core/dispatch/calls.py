@@ -15,11 +15,11 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.spec import AttentionSpec, Direction
-from attnreg.core.contract.validation import check, check_scale, check_values
 from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.dispatch.planning import Native, decide, make_plan, spec_of
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
+from attnreg.core.launching.validation import check, check_scale, check_values
 from attnreg.core.selection.decision import Decision
 from attnreg.errors import UnsupportedInputError
 

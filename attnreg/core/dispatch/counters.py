@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from attnreg.core.contract.capabilities import one_line
-from attnreg.core.contract.discovery import SET_ASIDE
 from attnreg.core.contract.spec import Direction
+from attnreg.core.registry.entry import SET_ASIDE
 from attnreg.core.selection.decision import Decision
 from attnreg.core.selection.render import fallback_line
 from attnreg.core.torchlib.locks import open_after_fork

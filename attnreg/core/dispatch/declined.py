@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from attnreg.core.contract.backend import Backend
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import UnsupportedInputError
 
 T = TypeVar("T")

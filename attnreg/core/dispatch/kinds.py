@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lengths import OF_ALL, Lengths
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import trace
 from attnreg.core.dispatch.state import CallKind, Detail, State
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision
 
 

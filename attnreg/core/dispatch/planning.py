@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, options_on
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
-from attnreg.core.contract.validation import checked_against_contract
 from attnreg.core.dispatch import counters, trace
 from attnreg.core.dispatch.declined import JudgedEntry, declined, with_reasons
 from attnreg.core.dispatch.kinds import builders, refined_key
 from attnreg.core.dispatch.state import CallKind, Plan, State
+from attnreg.core.launching.validation import checked_against_contract
 from attnreg.core.policy import ranks
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
 from attnreg.core.selection.protocols import Times, Turn
 from attnreg.core.selection.render import refuse
@@ -224,7 +224,7 @@ def _settle(
             refuse(spec, decide(spec, direction, offered, policy, name, True, builders))
         entry = offered[decision.backend.casefold()]
         # Torch's own kernel gets the op's arguments as they came, without padding.
-        if native is not None and entry.name == native.name and entry.padded(spec, direction) is spec:
+        if native is not None and entry.name == native.name and not entry.adaptations(spec, direction):
             # What is only recorded runs as it did.
             same = None if policy.only_recording else entries.get(native.name.casefold())
             return decision, _faster_than_native(spec, direction, same)

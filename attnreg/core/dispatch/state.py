@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attnreg.core import registry
-from attnreg.core.contract.backend import Call
+from attnreg.core.contract.backend import Call, Launcher
 from attnreg.core.contract.capabilities import one_line
-from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.launchers import Launcher
 from attnreg.core.contract.lengths import Cut, Lengths, step_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, trace
 from attnreg.core.dispatch.declined import DeclinedError
 from attnreg.core.policy import current as policy
 from attnreg.core.policy import ranks
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.core.selection.protocols import Turn
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError

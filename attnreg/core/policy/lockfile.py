@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times import table
 from attnreg.core.times.environments import environment, matched, matched_simulated
 from attnreg.core.times.points import ANY_TEXT, Malformed, checked, one_of, with_keys

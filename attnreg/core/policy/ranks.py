@@ -26,8 +26,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import BATCH_INVARIANT, Policy
 from attnreg.core.times.environments import environment
 from attnreg.core.torchlib import job_store

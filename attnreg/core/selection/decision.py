@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from attnreg.core.contract.capabilities import one_line
-from attnreg.core.contract.discovery import SET_ASIDE, Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.registry.entry import SET_ASIDE, Entry
 from attnreg.core.selection.predictions import Prediction, with_sources
 from attnreg.core.selection.protocols import Adaptive, Lock, Tables
 from attnreg.errors import UnsupportedInputError

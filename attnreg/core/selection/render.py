@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from attnreg.core.contract.capabilities import one_line
-from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.lse_columns import COLUMNS
-from attnreg.core.contract.padded_dims import how_padded
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision
 from attnreg.core.selection.predictions import Prediction
 from attnreg.errors import UnsupportedInputError
@@ -39,9 +37,8 @@ def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
     if name is None:
         return
     entry = entries.get(name.casefold())
-    wide = spec if entry is None else entry.padded(spec, direction)
-    if wide is not spec:
-        yield f"{direction} on {name}: {how_padded(spec, wide)}"
+    for adaptation, before in () if entry is None else entry.adaptations(spec, direction):
+        yield f"{direction} on {name}: {adaptation.described(before)}"
     if spec.sinks and entry is not None and entry.counts_sinks(spec, direction):
         how = "sinks counted by the kernel, where every row is known to see a key"
         if direction == "forward":
@@ -49,9 +46,6 @@ def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
         yield f"{direction} on {name}: {how}"
     elif spec.sinks:
         yield f"{direction} on {name}: results are rescaled for the sinks"
-    if entry is not None and entry.adds_columns(spec, direction):
-        given = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
-        yield f"{direction} on {name}: {given}, {wide.head_dim + COLUMNS} for {wide.head_dim}"
 
 
 def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.predictions import Prediction
 from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.times import job_results

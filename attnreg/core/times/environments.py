@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import Device
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times.table import Environment
 
 

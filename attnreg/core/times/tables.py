@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.lse_columns import widened
+from attnreg.core.adaptation.lse_columns import widened
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.predictions import Prediction
 from attnreg.core.times.environments import environment, matched, matched_simulated
 from attnreg.core.times.index import Kinds

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 ORDER = (
     "flash_attn.activation._lock",  # an installed flash-attn is imported behind it
-    "core.contract.discovery._loading",  # a backend's `load` may call attention
+    "core.registry.entry._loading",  # a backend's `load` may call attention
     # Of the settings and routers as well; no code but torch's and attnreg's runs behind it.
     "core.registry.lock",
     "core.torchlib.background._waiting",
@@ -33,7 +33,7 @@ ORDER = (
     "core.dispatch.counters._lock",
     "core.torchlib.captured._lock",
     "core.torchlib.device_code._lock",  # NVRTC compiles behind it
-    "core.contract.offsets._lock",
+    "core.launching.offsets._lock",
     "masks.cache._lock",
 )
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.memory import check_all_in_memory
 from attnreg.core.contract.options import options_on
-from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.dispatch.calls import plan_for, wants_deterministic, wants_gradient
 from attnreg.core.dispatch.declined import retry_on_decline
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
+from attnreg.core.launching.memory import check_all_in_memory
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import differentiable_once, in_memory
 from attnreg.core.varlen import custom_op

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract import options
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.contract.spec import UNBOUNDED
-from attnreg.core.contract.validation import check
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import with_aliased_offsets
 from attnreg.core.dispatch.scope import ScopedChoice
+from attnreg.core.launching.validation import check
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
 from attnreg.core.varlen.sinks import with_sinks
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.core.contract.options import OPTIONS, options_of
-from attnreg.core.contract.validation import checked_number
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import wants_gradient
+from attnreg.core.launching.validation import checked_number
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
 from attnreg.core.varlen import custom_op, spread

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
-from attnreg.core.contract.memory import check_all_in_memory, check_in_memory
 from attnreg.core.contract.options import OPTIONS
-from attnreg.core.contract.sinks import grad_of_sinks
 from attnreg.core.contract.spec import UNBOUNDED, Direction
-from attnreg.core.contract.validation import check, check_layouts, check_scale
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.call_cache import Kept, kept_for
 from attnreg.core.dispatch.calls import (
@@ -30,6 +28,8 @@ from attnreg.core.dispatch.calls import (
 from attnreg.core.dispatch.declined import retry_on_decline
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
+from attnreg.core.launching.memory import check_all_in_memory, check_in_memory
+from attnreg.core.launching.validation import check, check_layouts, check_scale
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.varlen.sinks import counted, may_be_counted, with_sinks
 from attnreg.core.varlen.spread import check_is_whole

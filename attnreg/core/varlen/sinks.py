@@ -1,8 +1,9 @@
 """Sinks: the results of a kernel as if each row saw one more key, of a given score and without a value.
 
 A backend that declares `sinks` is given them where it is known to return the same (`counted`). The results
-of all others, which don't know of sinks, are rescaled (`contract.sinks`). So no backend is refused for sinks;
-but which of the two happens has a say in the time of a call, so that tables have times of calls with sinks.
+of all others, which don't know of sinks, are rescaled (`adaptation.sinks`). So no
+backend is refused for sinks. The time of a call depends on which of the two happens, so that tables have
+times of calls with sinks.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnreg.core.adaptation.sinks import rescaled
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.offsets import facts_of
-from attnreg.core.contract.sinks import rescaled
 from attnreg.core.contract.spec import Direction
-from attnreg.core.contract.validation import check_results, every_row_sees_a_key
 from attnreg.core.dispatch import counters
 from attnreg.core.dispatch.call_cache import FORWARD_TENSORS
 from attnreg.core.dispatch.calls import wants_batch_invariant
 from attnreg.core.dispatch.state import Plan
+from attnreg.core.launching.offsets import facts_of
+from attnreg.core.launching.validation import check_results, every_row_sees_a_key
 from attnreg.core.torchlib.layout import stream_of
 
 # What kernels are given; sinks of another dtype are counted in that of the LSE.

@@ -19,8 +19,8 @@ from typing import get_args
 import torch
 
 from attnreg.core import registry
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times.kinds import kind_of
 from attnreg.tools.measure.timing import timer_for
 from attnreg.tools.tuning.checks import Checks

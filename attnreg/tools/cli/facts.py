@@ -16,9 +16,9 @@ from torch.nn.attention import _registry as torch_registry
 from attnreg import __version__
 from attnreg.core import registry
 from attnreg.core.contract.backend import UNTRIED
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import planning
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, default_source, select
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.cli.output import counted

@@ -15,8 +15,8 @@ from attnreg.tools.cli.output import counted, import_torch, print_json, stdout_t
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnreg.core.contract.discovery import Entry
     from attnreg.core.contract.spec import Device
+    from attnreg.core.registry.entry import Entry
     from attnreg.core.selection.decision import Policy
     from attnreg.core.torchlib.libraries import Library
 

@@ -22,8 +22,8 @@ from attnreg.tools.cli.output import counted
 if TYPE_CHECKING:
     import torch
 
-    from attnreg.core.contract.discovery import Entry
     from attnreg.core.contract.spec import AttentionSpec
+    from attnreg.core.registry.entry import Entry
     from attnreg.core.times.traces import Recorded
 
 

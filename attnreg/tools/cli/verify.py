@@ -17,7 +17,7 @@ from attnreg.tools.cli.options import valued
 if TYPE_CHECKING:
     import torch
 
-    from attnreg.core.contract.discovery import Entry
+    from attnreg.core.registry.entry import Entry
     from attnreg.testing import Check, Conformance, Outcome
     from attnreg.tools.measure import Error
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from attnreg.core import registry
 from attnreg.core.aten.bypassed import SDPA, SdpaCall, why_refused
 from attnreg.core.contract.backend import UNTRIED
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, declined, scope
 from attnreg.core.dispatch.planning import decide, entries_with_native
 from attnreg.core.dispatch.state import state
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.core.selection.render import decision_table, option_lines
 from attnreg.core.torchlib import captured

@@ -13,13 +13,13 @@ from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, selected, selec
 from attnreg.core.aten.nested import is_dense_inside
 from attnreg.core.aten.routing import call_of as dense_call_of
 from attnreg.core.aten.schemas import SdpaCpuForward
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
-from attnreg.core.contract.validation import check, check_scale, check_values
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
 from attnreg.core.dispatch.planning import Native, device_of, spec_of
+from attnreg.core.launching.validation import check, check_scale, check_values
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import masks
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Preference
 from attnreg.core.settings.environment import RECOGNISE
 from attnreg.core.torchlib.modes import autocast

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call, Kernels
-from attnreg.core.contract.launchers import AddressLauncher, Launcher
 from attnreg.core.contract.spec import Direction
-from attnreg.core.contract.validation import checked_against_contract
+from attnreg.core.launching.launchers import AddressLauncher, Launcher
+from attnreg.core.launching.validation import checked_against_contract
 from attnreg.errors import RegistrationError
 from attnreg.tools.measure.cases import Case
 from attnreg.tools.measure.inputs import Guarded, Inputs

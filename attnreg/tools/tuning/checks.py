@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from attnreg.core.adaptation.sinks import with_rescaling
 from attnreg.core.contract.backend import Kernels
-from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.sinks import with_rescaling
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times.kinds import kind_of
 from attnreg.core.times.points import Measured
 from attnreg.errors import AttnregError

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times.kinds import kind_of, size_of
 from attnreg.core.times.points import Measured, Point
 from attnreg.errors import AttnregError

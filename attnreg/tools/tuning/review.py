@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.predictions import MARGIN, Prediction, reordered
 from attnreg.core.times.index import Kinds
 from attnreg.core.times.kinds import PROCESSORS, family_of

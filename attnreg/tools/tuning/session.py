@@ -12,8 +12,8 @@ from typing import get_args
 import torch
 
 from attnreg.core.contract.capabilities import one_line
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.registry.entry import Entry
 from attnreg.core.times.environments import matched
 from attnreg.core.times.kinds import Kind, Size, kind_of, size_of
 from attnreg.core.times.points import Front, Point

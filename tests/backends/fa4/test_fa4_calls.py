@@ -17,7 +17,7 @@ from support.truth import varlen as true_varlen
 from attnreg import BackendUnavailableError, Call
 from attnreg.core.backends.fa4 import BACKEND, adapter
 from attnreg.core.backends.fa4 import package as fa4_package
-from attnreg.core.contract.offsets import find_unused
+from attnreg.core.launching.offsets import find_unused
 from attnreg.core.torchlib.layout import aligned
 from attnreg.tools.measure import QUICK, measure
 from attnreg.tools.measure.inputs import inputs

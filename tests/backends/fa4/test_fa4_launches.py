@@ -9,7 +9,7 @@ from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, en
 
 from attnreg import Call
 from attnreg.core.backends.fa4 import adapter, compiled_kinds, launches
-from attnreg.core.contract import launchers as contract_launchers
+from attnreg.core.launching import launchers as contract_launchers
 from attnreg.core.torchlib.layout import uninitialized
 
 

@@ -8,8 +8,8 @@ from support.packages import gpu_spec
 
 from attnreg import Device, UnsupportedInputError
 from attnreg.core.backends.fa4 import BACKEND, adapter, compiled_kinds
-from attnreg.core.contract.discovery import Entry
 from attnreg.core.contract.lengths import Cut
+from attnreg.core.registry.entry import Entry
 from attnreg.tools.measure import QUICK
 from attnreg.tools.measure.inputs import inputs
 

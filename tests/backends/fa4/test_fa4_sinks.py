@@ -10,7 +10,7 @@ from support.sinks import by_the_formula
 
 from attnreg import AttentionSpec, Device
 from attnreg.core.backends.fa4 import BACKEND, adapter, compiled_kinds
-from attnreg.core.contract.discovery import Entry
+from attnreg.core.registry.entry import Entry
 from attnreg.errors import UnsupportedInputError
 
 LENGTHS = (5, 28, 7)

@@ -21,9 +21,9 @@ from attnreg.core.backends.cpu.paged import check_pages, gathered_backward
 from attnreg.core.backends.cpu.problem import DTYPES, Arguments, count_of, kind_of
 from attnreg.core.backends.cpu.sequences import sequences_of
 from attnreg.core.contract.backend import Call, Kernels
-from attnreg.core.contract.launchers import NativeLauncher
 from attnreg.core.contract.spec import Direction
-from attnreg.core.contract.validation import check_values
+from attnreg.core.launching.launchers import NativeLauncher
+from attnreg.core.launching.validation import check_values
 from attnreg.core.torchlib import building
 from attnreg.errors import BuildError, InvalidInputError
 

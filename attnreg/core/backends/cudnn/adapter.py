@@ -21,11 +21,11 @@ from attnreg.core.backends.cudnn.problem import (
     kind_of,
     problem_of,
 )
-from attnreg.core.contract import rows
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.launchers import LSE, AddressLauncher, Launcher, Prepared
-from attnreg.core.contract.offsets import empty_results
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching import rows
+from attnreg.core.launching.launchers import LSE, AddressLauncher, Launcher, Prepared
+from attnreg.core.launching.offsets import empty_results
 from attnreg.core.torchlib.layout import aligned, readable, stream_of, with_strides
 
 
@@ -175,7 +175,7 @@ class _CallsOfAKind(NamedTuple):
     contiguous_query: Strides
 
     def run(self, *given: Any) -> tuple[Tensor, ...] | None:
-        """Run a call; see `contract.launchers`."""
+        """Run a call; see `launching.launchers`."""
         plans, kind, call, _ = self
         tensors: Sequence[Any] = given
         all_written = True

@@ -22,7 +22,7 @@ from attnreg.core.backends.cudnn import rounding
 from attnreg.core.backends.cudnn.graph import ExecutionPlan, build
 from attnreg.core.backends.cudnn.lengths import Lengths, OffsetsRead, lengths_of
 from attnreg.core.backends.cudnn.problem import GIVEN, RESULTS, Problem
-from attnreg.core.contract.launchers import Prepared
+from attnreg.core.launching.launchers import Prepared
 from attnreg.core.torchlib.isolation import run_in_thread
 from attnreg.core.torchlib.layout import stream_of, uninitialized
 from attnreg.core.torchlib.locks import open_after_fork

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnreg.core.backends.cudnn.problem import GIVEN, OF_KEYS, OF_VALUES, Problem, RaggedOffset, Slot
-from attnreg.core.contract.launchers import Prepared
+from attnreg.core.launching.launchers import Prepared
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
 # One thread builds at a time, so nothing guards this.

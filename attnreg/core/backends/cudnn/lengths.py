@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnreg.core.backends.cudnn.graph import ExecutionPlan
 from attnreg.core.backends.cudnn.problem import RaggedOffset, Slot
-from attnreg.core.contract.offsets import derived_from
+from attnreg.core.launching.offsets import derived_from
 from attnreg.core.torchlib.device_code import DeviceKernel
 from attnreg.core.torchlib.layout import uninitialized
 

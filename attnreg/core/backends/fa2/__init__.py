@@ -18,10 +18,10 @@ from attnreg.core.backends.fa2.native import PAGES, SPLITS, Native, is_empty, ke
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut, cut_of_decoding
-from attnreg.core.contract.offsets import empty_results
-from attnreg.core.contract.regular import fills
-from attnreg.core.contract.rows import clear_backward, clear_forward
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.launching.offsets import empty_results
+from attnreg.core.launching.regular import fills
+from attnreg.core.launching.rows import clear_backward, clear_forward
 
 
 class _Forward(Capabilities):

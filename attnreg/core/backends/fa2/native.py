@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.launchers import MAX_K, MAX_Q, Launcher, OpLauncher
-from attnreg.core.contract.offsets import facts
-from attnreg.core.contract.regular import fills
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching.launchers import MAX_K, MAX_Q, Launcher, OpLauncher
+from attnreg.core.launching.offsets import facts
+from attnreg.core.launching.regular import fills
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import aligned, needs_graph_memory, readable, stream_of
 

@@ -2,7 +2,7 @@
 
 Layouts, LSE, sinks and masks are the contract's already. Three things have to be put right: an open side of a
 window is None there; rows past the last offset are never written; rows of no sequence have to be finite
-(`contract.offsets`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
+(`launching.offsets`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
 once it has reported that there are none, a batch costs nothing more. A NaN within one sequence of a packed
 batch can still spread to the one before it.
 """
@@ -24,10 +24,9 @@ from attnreg.core.backends.fa4.compiled_kinds import Family
 from attnreg.core.backends.fa4.launches import Arguments, Launch
 from attnreg.core.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.core.backends.fa4.trials import Trials
-from attnreg.core.contract.backend import Call, Kernels
-from attnreg.core.contract.launchers import Launcher
-from attnreg.core.contract.offsets import empty_results, facts, find_unused
+from attnreg.core.contract.backend import Call, Kernels, Launcher
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching.offsets import empty_results, facts, find_unused
 from attnreg.core.torchlib.layout import aligned, stream_of
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnreg.core.backends.fa4.compiled_kinds import MANY, Class, Family, cuts
 from attnreg.core.backends.fa4.package import INTERFACE
-from attnreg.core.contract.launchers import FunctionLauncher
+from attnreg.core.launching.launchers import FunctionLauncher
 from attnreg.core.torchlib.layout import uninitialized
 
 Results = tuple[Tensor, ...]

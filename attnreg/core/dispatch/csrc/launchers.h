@@ -1,4 +1,4 @@
-// Launchers: what runs a call that is kept. See `attnreg/core/contract/launchers.py`.
+// Launchers: what runs a call that is kept. See `attnreg/core/launching/launchers.py`.
 
 #pragma once
 

@@ -50,7 +50,7 @@ inline bool is_less(Facts now, Facts before) {
 
 [[noreturn]] inline void throw_changed() {
   const WithGil gil;
-  const Object module = owned(PyImport_ImportModule("attnreg.core.contract.offsets"));
+  const Object module = owned(PyImport_ImportModule("attnreg.core.launching.offsets"));
   const Object raise = owned(module ? PyObject_GetAttrString(module.get(), "raise_changed") : nullptr);
   if (raise) {
     owned(PyObject_CallNoArgs(raise.get()));

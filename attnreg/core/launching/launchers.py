@@ -17,9 +17,9 @@ means what it means of a kernel: after a BackendUnavailableError the next backen
 A launcher is called with the tensors that the backend's function takes. Those of a packed call are followed
 by the sinks of a call that has some, by both offsets (the same tensor twice if the first call's were), by
 `max_q` and `max_k`, and by whether every row is known to belong to a sequence and to see a key. Unless it is,
-the launcher itself keeps the contract for rows of no sequence and without a key (`contract.rows`). It returns
-what the function does, save that a forward's LSE may have any strides, and it calls no op of aten's that
-attnreg routes. Any function will do; the classes below spare the call cache every Python object of a tensor.
+the launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
+function does, save that a forward's LSE may have any strides, and it calls no op of aten's that attnreg
+routes. Any function will do; the classes below spare the call cache every Python object of a tensor.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.core.contract.rows import blanked, clear_backward, clear_forward
+from attnreg.core.contract.backend import Launcher as Launcher
+from attnreg.core.launching.rows import blanked, clear_backward, clear_forward
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import contiguous_strides, stream_of, uninitialized, with_strides
 from attnreg.errors import RegistrationError
-
-Launcher = Callable[..., "tuple[Tensor, ...] | None"]
 
 FORWARD, LSE = 3, 5  # how many tensors a forward is given; the place of the LSE among those of a backward
 

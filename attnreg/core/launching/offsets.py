@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.rows import facts as compute_facts
+from attnreg.core.launching.rows import facts as compute_facts
 from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.readback import AsyncReadback, Result

@@ -1,4 +1,4 @@
-"""Promises of `contract.lse_columns`: a kernel without a gradient of the LSE is given it in columns."""
+"""Promises of `adaptation.lse_columns`: a kernel without a gradient of the LSE is given it in columns."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from support.lse_gradients import beyond_the_rule, drawn
 
 import attnreg
 from attnreg.core import registry
+from attnreg.core.adaptation.lse_columns import with_columns
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.capabilities import Range
-from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.lse_columns import with_columns
 from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.registry.entry import Entry
 from attnreg.testing import Conformance
 from attnreg.tools.measure import Case
 from attnreg.tools.measure.reference import attention
@@ -196,9 +196,10 @@ def test_only_a_backward_that_declares_it_is_given_columns(fake):
     assert reasons(undeclared) == ("grad_lse must be None, got a tensor: no gradient of the LSE",)
     for backend, adds in ((declared, True), (undeclared, False), (native, False)):
         entry = Entry("mine", "a test", backend)
-        assert entry.adds_columns(spec(), "backward") is adds
-        assert not entry.adds_columns(spec(), "forward")
-        assert not entry.adds_columns(spec(grad_lse=False), "backward")
+        names = [type(one).__name__ for one, _ in entry.adaptations(spec(), "backward")]
+        assert names == ["LseColumns"] * adds
+        assert not entry.adaptations(spec(), "forward")
+        assert not entry.adaptations(spec(grad_lse=False), "backward")
         own = entry.kernels()
         assert (entry.kernel("backward", spec()) is own.backward) is not adds
         assert entry.kernels(spec(grad_lse=False)) is own

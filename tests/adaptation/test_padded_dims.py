@@ -1,4 +1,4 @@
-"""Promises of `contract.padded_dims`: a kernel gets head dims that it takes, and the call's scale."""
+"""Promises of `adaptation.padded_dims`: a kernel gets head dims that it takes, and the call's scale."""
 
 import dataclasses
 
@@ -8,11 +8,11 @@ from support import flash
 
 import attnreg
 from attnreg.core import registry
+from attnreg.core.adaptation.padded_dims import padded, with_padding
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.capabilities import Range
-from attnreg.core.contract.discovery import Entry
-from attnreg.core.contract.padded_dims import padded, with_padding
 from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.registry.entry import Entry
 from attnreg.testing import Conformance
 from attnreg.tools.explanation.call_spec import ODD_DIMS
 from attnreg.tools.measure import Case
@@ -118,7 +118,7 @@ def test_only_a_direction_that_does_not_take_the_head_dims_gets_others(fake):
         own, fit = entry.kernels(), entry.kernels(spec())
         assert (fit.forward is not own.forward, fit.backward is not own.backward) == pads
         assert entry.kernels(spec(head_dim=64, head_dim_v=64)) is own
-        assert (entry.padded(spec(), "forward"), entry.padded(spec(), "backward")) == tuple(
+        assert (entry.adapted(spec(), "forward"), entry.adapted(spec(), "backward")) == tuple(
             padded(spec()) if pad else spec() for pad in pads
         )
         for direction in ("forward", "backward"):
@@ -246,6 +246,6 @@ def test_cpu_and_math_get_the_head_dims_of_the_call():
         entry = registry.find(name)
         # The second has a value that `cpu` takes, but not beside this query.
         for call in (spec(), spec(head_dim=64)):
-            assert all(entry.padded(call, direction) is call for direction in ("forward", "backward"))
+            assert all(entry.adapted(call, direction) is call for direction in ("forward", "backward"))
             assert entry.kernels(call) is entry.kernels()
     assert not [note for note in attnreg.explain(spec(varlen=True)).notes if "padded" in note]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.spec import AttentionSpec, Direction
 
 if TYPE_CHECKING:  # limits are looked up without torch
@@ -29,13 +30,35 @@ def padded(spec: AttentionSpec) -> AttentionSpec:
     return spec.but(head_dim=_padded(spec.head_dim), head_dim_v=_padded(spec.head_dim_v))
 
 
-def how_padded(spec: AttentionSpec, wide: AttentionSpec) -> str:
-    """Return what reasons and `explain` say of a spec that is padded to another."""
-    before, after = (
-        str(one.head_dim if spec.head_dim == spec.head_dim_v else (one.head_dim, one.head_dim_v))
-        for one in (spec, wide)
-    )
-    return f"head dims padded from {before} to {after}"
+class PaddedDims:
+    """The adaptation of calls whose head dims a kernel declares only when they are padded."""
+
+    def applies(self, spec: AttentionSpec, direction: Direction, limits: Capabilities) -> bool:
+        """Whether the padded head dims are declared, and those of the call aren't."""
+        wide = padded(spec)
+        return wide is not spec and not limits.has_dims(spec) and not any(limits.against_dims(wide))
+
+    def adapted(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the spec with padded head dims."""
+        return padded(spec)
+
+    def plain(self, spec: AttentionSpec) -> None:
+        """Return None: every call has head dims."""
+
+    def in_reason(self, spec: AttentionSpec) -> str:
+        """Return the head dims before and after."""
+        wide = padded(spec)
+        before, after = (
+            str(shown.head_dim if spec.head_dim == spec.head_dim_v else (shown.head_dim, shown.head_dim_v))
+            for shown in (spec, wide)
+        )
+        return f"head dims padded from {before} to {after}"
+
+    described = in_reason
+
+    def wrap(self, kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
+        """Return a kernel for any head dims."""
+        return with_padding(kernel, direction)
 
 
 def with_padding(kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:

@@ -1,33 +1,25 @@
-"""Finding backends: the modules of `attnreg/core/backends/` and the entry points `attnreg.backends`.
-
-Backends are imported at the first call of `discover`, not at import. A broken backend never hides the others:
-it becomes an `Entry` that keeps the exception, so that `info` and `explain` can show it.
-"""
+"""A backend in the registry: whether it loads here, its kernels, and the reasons against a call."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from attnreg.core.contract import known_issues
+from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adaptation
 from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
-from attnreg.core.contract.lse_columns import COLUMNS, widened, with_columns
-from attnreg.core.contract.padded_dims import how_padded, padded, with_padding
+from attnreg.core.contract.options import BOTH
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.registry import known_issues
 from attnreg.core.torchlib.isolation import strip_tracebacks
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
-FOLDER, GROUP = "attnreg.core.backends", "attnreg.backends"
 CHECK_FAILED = "check failed: "
 SET_ASIDE = "not tried again for calls like this: "
 
@@ -113,7 +105,7 @@ class Entry:
     def priority(self, spec: AttentionSpec) -> int:
         """Return its rank in the default order for a call; 0 where it has none, as `reasons` says then."""
         try:
-            return self.backend.priority_for(self.padded(spec, "forward")) if self.backend else 0
+            return self.backend.priority_for(self.adapted(spec, "forward")) if self.backend else 0
         except Exception:  # noqa: BLE001 - see `reasons`
             return 0
 
@@ -140,16 +132,17 @@ class Entry:
         backend, limits = self.backend, self._limits(direction)
         if backend is None or limits is None:
             return ()
-        if (wide := self.padded(spec, direction)) is not spec:
-            # What limits say of the call either way isn't about the padding.
-            either_way, further = limits.unsupported(spec), f"{how_padded(spec, wide)}: "
-            against = self._against(wide, direction, missing)
-            return tuple(one if one in either_way else further + one for one in against)
-        if self.adds_columns(spec, direction):
-            # What is against the call either way isn't about the columns.
-            against = self._against(spec.but(grad_lse=False), direction, missing)
-            further = f"grad_lse takes {COLUMNS} more columns of the head dim: "
-            return against or tuple(further + one for one in self._against(widened(spec), direction, missing))
+        if (adaptation := first_adaptation(spec, direction, limits)) is not None:
+            # Reasons that hold without the adaptation aren't about it.
+            plain, either_way = adaptation.plain(spec), limits.unsupported(spec)
+            if plain is not None and (against := self._against(plain, direction, missing)):
+                return against
+            adapted, words = adaptation.adapted(spec), adaptation.in_reason(spec)
+            against = self._against(adapted, direction, missing)
+            return tuple(
+                reason if plain is None and reason in either_way else f"{words}: {reason}"
+                for reason in against
+            )
         backend.priority_for(spec)  # what it raises is against the call
         against = limits.unsupported(spec)
         if not against and backend.refuses is not None:
@@ -208,10 +201,10 @@ class Entry:
 
     def _variants(self, spec: AttentionSpec, direction: Direction) -> list[AttentionSpec]:
         """Return the specs that limits may be asked about for one of `spec`; see `_against`."""
-        wide = self.padded(spec, direction)
-        variants = [wide] if wide is spec else [spec, wide]
-        if self.adds_columns(spec, direction):
-            variants += [*(variant.but(grad_lse=False) for variant in variants), widened(wide)]
+        variants = [spec]
+        for adaptation, before in self.adaptations(spec, direction):
+            plain = adaptation.plain(before)
+            variants += [adaptation.adapted(before), *(() if plain is None else (plain,))]
         return variants
 
     def _looks(
@@ -243,32 +236,25 @@ class Entry:
 
     def _fit_for(self, spec: AttentionSpec, kernels: Kernels) -> Kernels:
         """Return kernels that are given what this backend's take in place of such a call's tensors."""
-        forward, backward = kernels.forward, kernels.backward
-        if self.padded(spec, "forward") is not spec:
-            forward = with_padding(forward, "forward")
-        if backward is not None and self.adds_columns(spec, "backward"):
-            backward = with_columns(backward)
-        if backward is not None and self.padded(spec, "backward") is not spec:
-            backward = with_padding(backward, "backward")
-        return kernels._replace(forward=forward, backward=backward)
+        fit: dict[str, Any] = {"forward": kernels.forward, "backward": kernels.backward}
+        for direction in BOTH:
+            for adaptation, _ in reversed(self.adaptations(spec, direction)):
+                kernel = fit[direction]
+                fit[direction] = None if kernel is None else adaptation.wrap(kernel, direction)
+        return Kernels(fit["forward"], fit["backward"], kernels.specialize, kernels.replaces_native)
 
-    def padded(self, spec: AttentionSpec, direction: Direction) -> AttentionSpec:
-        """Return the spec with the head dims that the kernel is given: see `padded_dims`.
-
-        The same object unless the backend declares the padded head dims, and not those of the call.
-        """
-        wide = padded(spec)
-        limits = None if wide is spec else self._limits(direction)
-        if limits is None or limits.has_dims(spec) or any(limits.against_dims(wide)):
-            return spec
-        return wide
-
-    def adds_columns(self, spec: AttentionSpec, direction: Direction) -> bool:
-        """Whether the kernel is given the gradient of the LSE in further columns; see `lse_columns`."""
+    def adaptations(
+        self, spec: AttentionSpec, direction: Direction
+    ) -> list[tuple[Adaptation, AttentionSpec]]:
+        """Return the adaptations of a call for this backend, the outermost first: see `adaptation.chain`."""
         limits = self._limits(direction)
-        if direction == "forward" or limits is None or not spec.grad_lse:
-            return False
-        return limits.delta_from_out and not limits.grad_lse
+        return [] if limits is None else adaptations_of(spec, direction, limits)
+
+    def adapted(self, spec: AttentionSpec, direction: Direction) -> AttentionSpec:
+        """Return the spec of the call that the kernel is given; the same object without an adaptation."""
+        for adaptation, before in self.adaptations(spec, direction):
+            spec = adaptation.adapted(before)
+        return spec
 
     def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether the kernel of one direction may be given sinks of such a call, which it counts itself."""
@@ -326,32 +312,3 @@ def _without_lengths(spec: AttentionSpec, direction: Direction) -> tuple[Directi
     alike = spec.of(direction).but(batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1)
     dropout = float(spec.dropout > 0.0)
     return direction, alike.but(window=(min(left, 1), min(right, 1)), dropout=dropout, needs_backward=False)
-
-
-def discover() -> list[Entry]:
-    """Return all backends of this installation, broken ones included."""
-    return [_entry(point, origin) for point, origin in _points()]
-
-
-def _points() -> Iterator[tuple[EntryPoint, str]]:
-    # By name: the contract is below the backends in the order of imports.
-    for module in pkgutil.iter_modules(importlib.import_module(FOLDER).__path__):
-        if not module.name.startswith("_"):
-            path = f"{FOLDER}.{module.name}"
-            yield EntryPoint(module.name, f"{path}:BACKEND", GROUP), path
-    # Sorted: which of two backends of one name comes first mustn't depend on the file system.
-    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
-        package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
-        yield point, f"entry point {point.value}{package}"
-
-
-def _entry(point: EntryPoint, origin: str) -> Entry:
-    try:
-        found = point.load()
-        if not isinstance(found, Backend):
-            raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 - the other backends have to load
-        return Entry(point.name, origin, cause=strip_tracebacks(error))
-    return Entry(found.name, origin, found)

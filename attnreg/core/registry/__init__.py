@@ -3,6 +3,9 @@
 Everything here, the settings in force and the routers are behind one lock. It changes by replacing whole
 values, so a reader never sees half a change. `generation` is replaced at every change; what other modules
 derive from the registry is valid for as long as the generation is the same object.
+
+`entry` has what is known of one backend, `discovery` finds backends, `known_issues` has kernels that are
+wrong in some versions. May import: `adaptation` and all below it, but no backend.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from attnreg.core.contract.backend import Backend
-from attnreg.core.contract.discovery import Entry, discover
+from attnreg.core.registry.discovery import discover
+from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
 

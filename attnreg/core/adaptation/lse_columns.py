@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from attnreg.core.contract.padded_dims import STEP, with_zeros
-from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
+from attnreg.core.adaptation.padded_dims import STEP, with_zeros
+from attnreg.core.contract.capabilities import Capabilities
+from attnreg.core.contract.spec import AttentionSpec, Direction, canonical_dtype
 
 if TYPE_CHECKING:  # limits are looked up without torch
     from torch import Tensor
@@ -33,6 +34,37 @@ def widened(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of the backward that the kernel runs in the place of one with a gradient of the LSE."""
     dims = spec.head_dim + COLUMNS, spec.head_dim_v + COLUMNS
     return spec.but(grad_lse=False, head_dim=dims[0], head_dim_v=dims[1])
+
+
+class LseColumns:
+    """The adaptation of backwards that compute delta from the output and take no gradient of the LSE."""
+
+    def applies(self, spec: AttentionSpec, direction: Direction, limits: Capabilities) -> bool:
+        """Whether a backward has a gradient of the LSE that the kernel declares in columns alone."""
+        if direction == "forward" or not spec.grad_lse:
+            return False
+        return limits.delta_from_out and not limits.grad_lse
+
+    def adapted(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the spec with further columns in place of the gradient."""
+        return widened(spec)
+
+    def plain(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the spec without the gradient of the LSE."""
+        return spec.but(grad_lse=False)
+
+    def in_reason(self, spec: AttentionSpec) -> str:
+        """Return how many columns are added."""
+        return f"grad_lse takes {COLUMNS} more columns of the head dim"
+
+    def described(self, spec: AttentionSpec) -> str:
+        """Return how many columns are added, and the head dims."""
+        given = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
+        return f"{given}, {spec.head_dim + COLUMNS} for {spec.head_dim}"
+
+    def wrap(self, kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
+        """Return a backward for calls with a gradient of the LSE."""
+        return with_columns(kernel)
 
 
 def with_columns(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:

@@ -1,0 +1,6 @@
+"""What a launch needs besides its kernel: launchers, checks of tensors, and what is known of offsets.
+
+`launchers` has what the call cache runs, `validation` the checks of arguments and results, `memory` those of
+freed storage. `offsets` and `rows` know which rows of a packed batch see no key, and clear them. `regular`
+finds batches of equal lengths. May import: errors, settings, torchlib, contract. Read `launchers.py` first.
+"""
