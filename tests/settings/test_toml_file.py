@@ -6,9 +6,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from attnreg.settings.toml_file import NOWHERE, Origin, key_text, positions, read
 from support.refusals import refusal
 
+from attnreg.core.settings.toml_file import NOWHERE, Origin, key_text, positions, read
 from attnreg.errors import ConfigError
 
 EVERY_FORM = '''# every form in which TOML nests keys
