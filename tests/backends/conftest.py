@@ -5,7 +5,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def once_on_one_thread(references_once, one_thread):
+def once_on_one_thread(references_once, one_thread, few_lengths):
     pass
 
 
