@@ -59,7 +59,7 @@ def found(name):
 
 def backend_names():
     """Return the files and folders of the package that are backends."""
-    return {path.stem for path in (ROOT / "backends").glob("[!_]*") if path.suffix in ("", ".py")}
+    return {path.stem for path in (ROOT / "core" / "backends").glob("[!_]*") if path.suffix in ("", ".py")}
 
 
 def test_every_file_or_folder_is_a_backend_unless_its_name_begins_with_an_underscore():
@@ -71,8 +71,8 @@ def test_every_file_or_folder_is_a_backend_unless_its_name_begins_with_an_unders
 def test_a_file_added_to_a_copy_of_the_package_is_a_backend_and_no_other_file_has_to_change(tmp_path):
     copy = tmp_path / "attnreg"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("*.pyc.*"))
-    (copy / "backends" / "extra.py").write_text(SOURCE.format(name="Extra"), encoding="utf-8")
-    (copy / "backends" / "broken.py").write_text("1 / 0", encoding="utf-8")
+    (copy / "core" / "backends" / "extra.py").write_text(SOURCE.format(name="Extra"), encoding="utf-8")
+    (copy / "core" / "backends" / "broken.py").write_text("1 / 0", encoding="utf-8")
     run = forked(
         # As `import torch` does at its end.
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); torch._import_device_backends()\n"
