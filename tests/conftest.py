@@ -37,6 +37,7 @@ from attnreg.core.times import adaptive, tables
 from attnreg.core.torchlib import building, caches, layout, libraries
 from attnreg.core.varlen import front
 from attnreg.errors import BuildError
+from attnreg.testing import classes, kit
 from attnreg.tools.measure import rule
 
 
@@ -338,6 +339,12 @@ def one_thread():
 def references_once(monkeypatch):
     """Have tests of the same values share their references."""
     monkeypatch.setattr(rule, "attention", references.attention)
+
+
+@pytest.fixture
+def few_lengths(monkeypatch):
+    """Have each check of the kit draw two other lengths: test_length_classes.py draws thousands."""
+    monkeypatch.setattr(kit, "difference", functools.partial(classes.difference, count=2))
 
 
 @pytest.fixture

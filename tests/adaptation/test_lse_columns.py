@@ -18,6 +18,8 @@ from attnreg.testing import Conformance
 from attnreg.tools.measure import Case
 from attnreg.tools.measure.reference import attention
 
+pytestmark = pytest.mark.usefixtures("few_lengths")
+
 FORWARD, BACKWARD = (
     getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")
 )

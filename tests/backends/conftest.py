@@ -2,11 +2,22 @@
 
 import pytest
 import torch
+from support.cpu_calls import refuse
+
+from attnreg.core.backends.cpu import choice
+from attnreg.core.contract.backend import Kernels
 
 
 @pytest.fixture(autouse=True)
-def once_on_one_thread(references_once, one_thread):
+def once_on_one_thread(references_once, one_thread, few_lengths):
     pass
+
+
+@pytest.fixture
+def kernels(cpu_kernel, monkeypatch):
+    """Return the CPU's compiled kernel as its backend uses it; a call that would go to torch's fails."""
+    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
+    return cpu_kernel.before(Kernels(refuse, refuse))
 
 
 @pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
+from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, solved
 from support.truth import assert_accurate
 
-from attnreg.core.backends.cpu import choice
-from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.backend import Call
 from attnreg.tools.measure.inputs import inputs
 
 DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow))
@@ -14,13 +13,6 @@ DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)
 KEYS = (1, 15, 128, 130, 391)
 
 pytestmark = pytest.mark.usefixtures("threads")
-
-
-@pytest.fixture
-def kernels(cpu_kernel, monkeypatch):
-    """Return the compiled kernel as the backend uses it; a call that would go to torch's kernel fails."""
-    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
-    return cpu_kernel.before(Kernels(refuse, refuse))
 
 
 def decoding(queries=1, keys=KEYS, **options):

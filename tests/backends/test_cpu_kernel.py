@@ -21,9 +21,9 @@ from support.truth import assert_accurate
 from torch._subclasses import FakeTensorMode
 
 import attnreg
-from attnreg.core.backends.cpu import choice, compiled
+from attnreg.core.backends.cpu import compiled
 from attnreg.core.backends.cpu.flash import Flash
-from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.backend import Call
 from attnreg.errors import InvalidInputError
 from attnreg.tools.measure.inputs import inputs
 
@@ -32,13 +32,6 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 pytestmark = pytest.mark.usefixtures("threads")  # tests about threads ask for several themselves
-
-
-@pytest.fixture
-def kernels(cpu_kernel, monkeypatch):
-    """Return the compiled kernel as the backend uses it; a call that would go to torch's kernel fails."""
-    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
-    return cpu_kernel.before(Kernels(refuse, refuse))
 
 
 # ---- numbers

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support import truth
-from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
+from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, solved
 from support.truth import assert_accurate
 
 from attnreg.core.backends import cpu as cpu_backend
 from attnreg.core.backends import math as math_backend
-from attnreg.core.backends.cpu import choice, compiled, torch_path
+from attnreg.core.backends.cpu import compiled, torch_path
 from attnreg.core.backends.cpu.flash import Flash
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import Device
@@ -23,13 +23,6 @@ DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)
 STATE = torch.tensor([2**63 + 2**40 + 7, 2**35 + 3], dtype=torch.uint64)
 
 pytestmark = pytest.mark.usefixtures("threads")  # tests about threads ask for several themselves
-
-
-@pytest.fixture
-def kernels(cpu_kernel, monkeypatch):
-    """Return the compiled kernel as the backend uses it; a call that would go to torch's kernel fails."""
-    monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
-    return cpu_kernel.before(Kernels(refuse, refuse))
 
 
 @pytest.fixture

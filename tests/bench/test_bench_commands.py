@@ -13,14 +13,14 @@ from support.command_line import invoke, words
 import attnreg
 from attnreg.core import aten, registry
 from attnreg.core.policy import current as policy
-from attnreg.core.times import tables
+from attnreg.core.times.tables import SHIPPED
 from attnreg.tools.bench import selection
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, decode, dense, packed, ragged
 from attnreg.tools.bench.summary import CHOSEN, DIRECT, SAME_FRONT
 
 COMMANDS = ("varlen", "sdpa", "overhead", "selection", "fresh")
-OF_A_GPU = str(tables.SHIPPED / "nvidia-h200.json")
+OF_A_GPU = str(SHIPPED / "nvidia-h200.json")
 ANOTHER_KIND = f"--table: {OF_A_GPU}: it is of another kind of device than cpu"
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -58,58 +59,79 @@ def test_finetune_packed_has_the_losses_of_padded_training_step_by_step():
     assert "'forward': 6, 'backward': 6" in text  # the padded training runs without attnreg
 
 
-# Each process that is spawned imports torch, which takes longer than the example.
+# A process that is spawned imports torch, and an optimizer imports Dynamo: both take longer than the example.
 FORKS = """
-import functools, torch.multiprocessing as mp
+import functools, torch._dynamo, torch.multiprocessing as mp
 mp.spawn = functools.partial(mp.start_processes, start_method="fork")
 """
+# Runs of a file one after the other, with the exit status of each.
+RUNS = """
+import json, runpy, sys
+file, *runs = json.loads(sys.argv[1])
+for sys.argv[1:] in runs:
+    print("run", *sys.argv[1:], flush=True)
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as ended:
+        print("exit", ended.code)
+"""
+LOSSES = re.compile(r"loss (\d+\.\d+)  on one rank (\d+\.\d+)")
 
 
-@pytest.mark.parametrize("before", [FORKS, pytest.param("", marks=pytest.mark.slow)], ids=["fork", "spawn"])
-def test_context_parallel_has_the_losses_of_one_rank(before):
-    """Two processes with gloo."""
-    given = ("--tokens", "900", "--steps", "3", "--device", "cpu")
-    text = printed("context_parallel.py", *given, before=before)
-    losses = re.findall(r"loss (\d+\.\d+)  on one rank (\d+\.\d+)", text)
-    assert len(losses) == 3
-    assert all(abs(float(together) - float(alone)) < 1e-4 for together, alone in losses)
-    assert losses[0][0] > losses[-1][0]
+def printed_of_runs(name, *runs, before=""):
+    """Run an example several times in one process; return what each run prints, and all of stderr."""
+    given = [str(EXAMPLES / name), *(run.split() for run in runs)]
+    ended = forked(before + RUNS, json.dumps(given))
+    assert ended.returncode == 0, ended.stderr
+    _, *texts = re.split(r"^run .*\n", ended.stdout, flags=re.MULTILINE)
+    assert len(texts) == len(runs)
+    return texts, ended.stderr
 
 
-@pytest.mark.parametrize("given", [("--tokens", "2"), ("--tokens", "900", "--longest", "900")], ids=" ".join)
-def test_context_parallel_takes_few_tokens_and_one_document(given):
-    text = printed("context_parallel.py", *given, "--steps", "1", "--device", "cpu", before=FORKS)
-    expected = "2 documents of up to 1 tokens" if given[1] == "2" else "1 documents of up to 900 tokens"
-    assert text.startswith(expected)
-    together, alone = re.search(r"loss (\d+\.\d+)  on one rank (\d+\.\d+)", text).groups()
-    assert abs(float(together) - float(alone)) < 1e-4
+def losses_of(text, steps):
+    """Return the losses that an example prints, which have to be those of one rank."""
+    losses = [tuple(map(float, pair)) for pair in LOSSES.findall(text)]
+    assert len(losses) == steps
+    assert all(abs(together - alone) < 1e-4 for together, alone in losses)
+    return [together for together, _ in losses]
 
 
-@pytest.mark.parametrize("method", ["all_to_all", "ring"])
-def test_context_parallel_runs_where_a_rank_has_no_tokens(method):
-    given = "--tokens", "1", "--ranks", "2", "--method", method, "--steps", "1", "--device", "cpu"
-    assert re.search(r"loss \d+\.\d+  on one rank", printed("context_parallel.py", *given, before=FORKS))
+def test_context_parallel_has_the_losses_of_one_rank():
+    """Two processes with gloo; also for few tokens, one document, and a rank without tokens."""
+    trained, few, one_document, *no_tokens = printed_of_runs(
+        "context_parallel.py",
+        "--device cpu --tokens 900 --steps 3",
+        "--device cpu --tokens 2 --steps 1",
+        "--device cpu --tokens 900 --longest 900 --steps 1",
+        *(f"--device cpu --tokens 1 --ranks 2 --steps 1 --method {name}" for name in ("all_to_all", "ring")),
+        before=FORKS,
+    )[0]
+    losses = losses_of(trained, 3)
+    assert losses[0] > losses[-1]
+    assert few.startswith("2 documents of up to 1 tokens")
+    assert one_document.startswith("1 documents of up to 900 tokens")
+    for text in (few, one_document, *no_tokens):
+        losses_of(text, 1)
+    assert all("ranks have (1, 0)" in text or "ranks have (0, 1)" in text for text in no_tokens)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            ("--device", "cuda", "--ranks", "99"),
-            "--ranks: got 99 with cuda, expected at most the 0 GPUs that are here",
-        ),
-        (("--tokens", "0"), "--tokens: got 0, expected a number from 1 on"),
-        (("--tokens", "5", "--longest", "6"), "--longest: got 6, expected a number from 1 to 5"),
-        (("--method", "rin"), "invalid choice: 'rin'"),
-    ],
-    ids=str,
-)
-def test_context_parallel_says_what_it_expects(given, said):
-    file = str(EXAMPLES / "context_parallel.py")
-    ended = forked(f"import runpy; runpy.run_path({file!r}, run_name='__main__')", *given)
-    assert ended.returncode == 2
-    assert said in ended.stderr
-    assert "Traceback" not in ended.stderr
+@pytest.mark.slow
+def test_context_parallel_has_the_losses_of_one_rank_in_spawned_processes():
+    losses_of(printed("context_parallel.py", "--tokens", "900", "--steps", "3", "--device", "cpu"), 3)
+
+
+def test_context_parallel_says_what_it_expects():
+    wrong = {
+        "--device cuda --ranks 99": "--ranks: got 99 with cuda, expected at most the 0 GPUs that are here",
+        "--tokens 0": "--tokens: got 0, expected a number from 1 on",
+        "--tokens 5 --longest 6": "--longest: got 6, expected a number from 1 to 5",
+        "--method rin": "invalid choice: 'rin'",
+    }
+    texts, errors = printed_of_runs("context_parallel.py", *wrong)
+    assert texts == ["exit 2\n"] * len(wrong)
+    lines = [line for line in errors.splitlines() if "error: " in line]
+    assert all(said in line for said, line in zip(wrong.values(), lines, strict=True))
+    assert "Traceback" not in errors
 
 
 def test_my_backend_really_runs_and_what_it_cannot_goes_to_the_next():
@@ -123,7 +145,7 @@ def test_my_backend_takes_under_forty_lines():
     assert len((EXAMPLES / "my_backend.py").read_text().splitlines()) < 40
 
 
-def test_my_backend_keeps_the_contract(one_thread, routers):
+def test_my_backend_keeps_the_contract(one_thread, routers, few_lengths):
     left = runpy.run_path(str(EXAMPLES / "my_backend.py"))
     report = check_backend(left["MINE"], device="cpu")
     assert sum(not outcome.refused for outcome in report.outcomes) == 72

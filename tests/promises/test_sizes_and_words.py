@@ -1,50 +1,17 @@
-"""Promises about the source: how long files and functions may be, modules outside of rooms, plain words."""
+"""Promises about the source: how long pages and functions may be, modules outside of rooms, plain words."""
 
 import ast
 import re
-import tokenize
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# The most lines of a file, by where it is.
-LIMITS = {
-    "attnreg/**/*.py": 300,
-    "attnreg/**/*.h": 300,
-    "attnreg/**/*.cpp": 300,
-    "attnreg/**/*.cu": 300,
-    "tests/**/*.py": 500,
-    "docs/*.md": 200,
-    "README.md": 200,
-}
-# Files that are longer, and how long they may be: only ever less, until they keep the limit.
-LONGER = {
-    "docs/benchmarks.md": 362,
-    "docs/faults.md": 203,
-    "attnreg/core/registry/entry.py": 357,
-    "attnreg/core/launching/launchers.py": 313,
-    "attnreg/core/dispatch/call_cache.py": 325,
-    "attnreg/core/dispatch/csrc/cache.h": 367,
-    "attnreg/core/dispatch/csrc/launchers.h": 412,
-    "attnreg/core/selection/decision.py": 320,
-}
+# The most lines of a page, and pages that are longer: only ever less, until they keep the limit.
+PAGE_LIMIT = 200
+LONGER_PAGES = {"docs/benchmarks.md": 362, "docs/faults.md": 203}
 
 MODULES_OUTSIDE_OF_ROOMS = 9
 
-# Names of mechanisms that are gone. The plan, the call cache and launchers have taken their place.
-FORMER_NAMES = (
-    "known_as", "shorter_way", "short_way", "short_ways", "long_way", "LazyAgain", "OpCall", "AddressCall",
-    "DeviceAnswer", "take_stamp", "read_stamp", "heads_first", "ends_q", "ends_k", "came_before",
-    "offsets_q", "offsets_k", "examine", "examines", "examined", "examination",
-    "NOT_ASKED", "PROVEN_RELEASES", "PROVEN_SOON", "launches_are_proven", "proven_release",
-    "_is_whole", "serve_masks", "take_turn", "served by python",
-)  # fmt: skip
-# The same of names that are also words of sentences: nothing in attnreg's Python is called so.
-FORMER_IDENTIFIERS = {
-    "asked", "told", "turned", "served", "unserved", "declines", "proven", "covered", "is_whole", "lasts",
-}  # fmt: skip
 # What may be called `Turn`: backends that take turns at the calls of a kind.
 TURNS = {"attnreg/core/selection/protocols.py", "attnreg/core/times/turns.py"}
 
@@ -64,18 +31,13 @@ def lines_of(file):
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.mark.parametrize("pattern", LIMITS)
-def test_no_file_is_longer_than_its_limit(pattern):
-    lengths = {file.relative_to(ROOT).as_posix(): lines_of(file) for file in ROOT.glob(pattern)}
-    assert lengths
-    too_long = {file: n for file, n in lengths.items() if n > LONGER.get(file, LIMITS[pattern])}
+def test_no_page_is_longer_than_its_limit():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    lengths = {file.relative_to(ROOT).as_posix(): lines_of(file) for file in pages}
+    too_long = {page: n for page, n in lengths.items() if n > LONGER_PAGES.get(page, PAGE_LIMIT)}
     assert too_long == {}
-    short_enough = [file for file in LONGER if lengths.get(file, LIMITS[pattern] + 1) <= LIMITS[pattern]]
-    assert short_enough == [], "these keep the limit: take them out of LONGER"
-
-
-def test_every_file_with_a_limit_of_its_own_exists():
-    assert [file for file in LONGER if not (ROOT / file).is_file()] == []
+    short_enough = [page for page in LONGER_PAGES if lengths.get(page, 0) <= PAGE_LIMIT]
+    assert short_enough == [], "these are gone or keep the limit: take them out of LONGER_PAGES"
 
 
 def bodies(source):
@@ -107,39 +69,6 @@ def test_no_functions_body_is_longer_than_its_limit():
 def test_modules_are_in_rooms():
     outside = sorted(file.name for file in (ROOT / "attnreg").glob("*.py"))
     assert len(outside) <= MODULES_OUTSIDE_OF_ROOMS, outside
-
-
-def test_the_names_of_former_mechanisms_do_not_come_back():
-    wanted = re.compile(rf"(?<![a-z0-9])({'|'.join(FORMER_NAMES)})(?![a-z0-9])", re.IGNORECASE)
-    files = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    for folder in ("attnreg", "tests", "benchmarks", "examples", "configs"):
-        files += [
-            file
-            for file in (ROOT / folder).rglob("*")
-            if file.suffix in {".py", ".h", ".cpp", ".md", ".toml"} and file != Path(__file__)
-        ]
-    found = {
-        f"{file.relative_to(ROOT)}:{number}": line.strip()
-        for file in files
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        if wanted.search(line)
-    }
-    assert found == {}
-
-
-def identifiers(file):
-    with file.open("rb") as source:
-        return {one.string for one in tokenize.tokenize(source.readline) if one.type == tokenize.NAME}
-
-
-def test_former_identifiers_do_not_come_back(tmp_path):
-    def amiss(file):
-        return {name for name in identifiers(file) if name.strip("_").lower() in FORMER_IDENTIFIERS}
-
-    (tmp_path / "one.py").write_text('"""asked"""\n_ASKED = x.told(turned=1)  # served\nis_asked = "asked"\n')
-    assert amiss(tmp_path / "one.py") == {"_ASKED", "told", "turned"}
-    files = list((ROOT / "attnreg").rglob("*.py"))
-    assert {str(file.relative_to(ROOT)): found for file in files if (found := amiss(file))} == {}
 
 
 def test_one_thing_is_called_a_turn():

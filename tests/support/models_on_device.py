@@ -11,7 +11,9 @@ import attnreg
 from attnreg.integrations.transformers import install
 from attnreg.tools.measure.rule import FACTOR, TOLERANCES
 
-LENGTHS = (5, 300, 42)
+# A CPU without bfloat16 instructions takes seconds for what a GPU needs.
+ON_GPU = torch.cuda.is_available()
+LENGTHS = (5, 300 if ON_GPU else 90, 42)
 IMAGES = ((1, 16, 18), (1, 2, 6))
 FORMS = {
     "packed, offsets by the collator": lambda docs: models.packed(docs, True),
@@ -22,15 +24,17 @@ FORMS = {
 }
 # Wide enough for the kernels of GPUs, with windows that are neither a document nor a tile of theirs, and
 # scores that are large enough for a softcap to count.
-_WIDE = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 512}
-_HEADS = _WIDE | {"head_dim": 64}
+_HEAD_DIM = 64 if ON_GPU else 32
+_WIDTH = 4 * _HEAD_DIM
+_WIDE = {"hidden_size": _WIDTH, "intermediate_size": _WIDTH, "max_position_embeddings": 512}
+_HEADS = _WIDE | {"head_dim": _HEAD_DIM}
 _WINDOW = _HEADS | {"sliding_window": 37, "initializer_range": 0.1}
 SIZES = {
     "Llama": _HEADS,
     "Qwen2": _WINDOW,
-    "Qwen2VL": _WIDE | {"vision": {"embed_dim": 256}},
-    "Gemma2": _WINDOW | {"query_pre_attn_scalar": 64},
-    "Gemma3": _WINDOW | {"query_pre_attn_scalar": 64},
+    "Qwen2VL": _WIDE | {"vision": {"embed_dim": _WIDTH}},
+    "Gemma2": _WINDOW | {"query_pre_attn_scalar": _HEAD_DIM},
+    "Gemma3": _WINDOW | {"query_pre_attn_scalar": _HEAD_DIM},
     # With one expert no rounding leads a token to another; with 16 heads there are as many sinks.
     "GptOss": _WINDOW | {"num_local_experts": 1, "num_attention_heads": 16},
     # With smaller weights a random BERT attends to all tokens alike. The gradients of query and key are then
@@ -129,7 +133,7 @@ def attention_calls(config):
 def check_images(device, dtype, backend):
     """Hold the images of one batch of Qwen2-VL's vision tower to each of them alone in the same way."""
     install()
-    tower, patches, grids, _ = models.vision_tower(IMAGES, embed_dim=256, hidden_size=256)
+    tower, patches, grids, _ = models.vision_tower(IMAGES, embed_dim=_WIDTH, hidden_size=_WIDTH)
     rounded = tower.to(dtype)
 
     def alone(device, computed_in):

@@ -14,6 +14,7 @@ from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
 from attnreg.testing import Conformance, check_backend
+from attnreg.testing import kit as kit_module
 from attnreg.testing.cases import ABILITIES, declared
 from attnreg.tools.measure import Case, measure
 
@@ -63,6 +64,8 @@ def test_a_failure_has_the_line_that_repeats_it(fake):
 MODULE = """
 from attnreg import Backend, Capabilities, Kernels
 from attnreg.core.backends.math import BACKEND as MATH
+
+pytestmark = pytest.mark.usefixtures("few_lengths")
 
 def load():
     kernels = MATH.load()
@@ -136,17 +139,17 @@ def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
         refuses=lambda spec: (reason,) if spec.heads_q != spec.heads_k else (),
     ).backend
     kit = Conformance(shy, "cpu")
-    found = kit.never_ran(
-        lambda check: kit.run(check if check.case.heads[0] != check.case.heads[1] else SMALL)
-    )
-    assert found == [
+    ran = kit.run(SMALL)
+    assert [*ran.errors] == ["out", "lse", "dq", "dk", "dv"]
+    never = kit.never_ran(lambda check: kit.run(check) if check.case.heads[0] != check.case.heads[1] else ran)
+    assert never == [
         f"its {direction} declares gqa, but never ran it: {reason}" for direction in ("forward", "backward")
     ]
 
 
 def test_a_backend_that_declares_sinks_is_given_them_and_held_by_the_rule_in_all_four_gradients(fake):
     kernels = Counting()
-    report = check_backend(kernels.backend(fake), device="cpu", cases=["sinks", "drawn"])
+    report = check_backend(kernels.backend(fake), device="cpu", cases=["sinks", "drawn 1"])
     counted = [outcome for outcome in report.outcomes if outcome.check.case.counts_sinks]
     assert {outcome.check.case.name.split()[0] for outcome in counted} == {"packed", "drawn"}
     assert all([*outcome.errors] == ["out", "lse", "dq", "dk", "dv", "dsinks"] for outcome in counted)
@@ -156,22 +159,30 @@ def test_a_backend_that_declares_sinks_is_given_them_and_held_by_the_rule_in_all
     assert report.refused == {"sinks must be None": 3}
 
 
-def test_a_backend_that_refuses_everything_does_not_pass(fake):
+def test_a_backend_that_refuses_everything_does_not_pass(fake, monkeypatch):
     def decline(*given):
         raise UnsupportedInputError("no kernel for it")
 
     broken = MATH._replace(forward=decline, backward=decline)
-    for options in ({"refuses": lambda spec: ("batch must be 5, got 2",)}, {"load": lambda: broken}):
-        with pytest.raises(AssertionError) as raised:
-            check_backend(fake("mine", **options).backend, device="cpu")
-        assert "0 right, 0 wrong\nits forward declares dense, but never ran it: " in str(raised.value)
+    reason = "batch must be 5, got 2"
+    few = [check for check in Conformance("math", "cpu").checks if sum(check.case.lens_q) < 40][:8]
+    with monkeypatch.context() as patch:
+        patch.setattr(kit_module, "checks_for", lambda *given: few)
+        for options, said in (
+            ({"refuses": lambda spec: (reason,)}, reason),
+            ({"load": lambda: broken}, "no kernel for it"),
+        ):
+            with pytest.raises(AssertionError) as raised:
+                check_backend(fake("mine", **options).backend, device="cpu")
+            expected = f"8 checks: 0 right, 0 wrong\nits forward declares dense, but never ran it: {said}\n"
+            assert expected in str(raised.value)
     needing = fake(
         "mine", refuses=lambda spec: ("alibi_slopes need a package",) if spec.alibi else ()
     ).backend
     kit = Conformance(needing, "cpu")
-    alibi = [check for check in kit.checks if check.case.alibi]
-    assert alibi and all(kit.run(check).refused for check in alibi)
-    assert not any("alibi" in text for text in kit.never_ran(lambda check: kit.run(alibi[0])))
+    outcomes = [kit.run(check) for check in kit.checks if check.case.alibi]
+    assert outcomes and all(outcome.refused for outcome in outcomes)
+    assert not any("alibi" in text for text in kit.never_ran(lambda check: outcomes[0]))
 
 
 def test_a_refusal_without_what_was_got_is_a_failure(fake):

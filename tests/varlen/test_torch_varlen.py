@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import truth
 from support.cuda_ops import FLASH_OPTIONS
 from support.packed_calls import (
@@ -20,9 +19,6 @@ from torch.nn.attention import varlen
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import attnreg
-from attnreg.core.aten import flash
-from attnreg.core.dispatch import calls
-from attnreg.core.launching.offsets import derived_from
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 LSE = AuxRequest(lse=True)
@@ -166,32 +162,3 @@ def test_a_dense_call_of_two_batch_sizes_is_an_error(ran):
     with pytest.raises(InvalidInputError, match="batch: got 2 for query and 3 for key, expected equal ones"):
         torch.ops.aten._flash_attention_forward(query, key, key, None, None, 5, 5, 0.0, False, False)
     assert ran() == {}
-
-
-def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the_same_tensor(monkeypatch):
-    found = []
-
-    class Values:
-        def __init__(self, given):
-            self.given = given.tolist()
-
-    def plan_for(direction, query, key, value, call, *rest):
-        cu_seqlens_q = call.cu_seqlens_q
-        derived = derived_from((cu_seqlens_q,), 0, ("values",), Values).given
-        found.append((cu_seqlens_q.tolist(), derived))
-        return calls.plan_for(direction, query, key, value, call, *rest)
-
-    def ends(lengths):
-        return F.pad(lengths.cumsum(0), (1, 0)).int()
-
-    @torch.compile
-    def prune(x, first, second):
-        for cu_seqlens_q in (ends(first), ends(second)):
-            x = varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
-        cu_seqlens_q = ends(second - 1 + (x.sum() * 0).long())  # known only once the layers before have run
-        return varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
-
-    monkeypatch.setattr(flash, "plan_for", plan_for)
-    with torch.no_grad():
-        prune(torch.randn(8, 2, 16), torch.tensor([3, 5]), torch.tensor([6, 2]))
-    assert found == [(given, given) for given in ([0, 3, 8], [0, 6, 8], [0, 5, 6])]

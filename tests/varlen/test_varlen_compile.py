@@ -25,8 +25,10 @@ from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
 
 import attnreg
-from attnreg.core.launching import offsets
-from attnreg.core.varlen import custom_op, plans
+from attnreg.core.aten import flash
+from attnreg.core.contract.backend import Call
+from attnreg.core.launching.offsets import derived_from
+from attnreg.core.varlen import custom_op
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = [
@@ -382,19 +384,25 @@ def test_importing_attnreg_does_not_load_the_op_and_asking_torch_for_it_does():
         assert done.returncode == 0, done.stderr
 
 
-def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the_same_tensor(monkeypatch):
-    found = []
+@pytest.mark.parametrize(
+    ("module", "name", "attend"),
+    [(custom_op, "run", attnreg.varlen_attn), (flash, "plan_for", torch_varlen.varlen_attn)],
+    ids=["attnreg", "torch"],
+)
+def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the_same_tensor(
+    module, name, attend, monkeypatch
+):
+    original, seen = getattr(module, name), []
 
     class Values:
-        def __init__(self, given):
-            self.given = given.tolist()
+        def __init__(self, offsets):
+            self.offsets = offsets.tolist()
 
-    def run(direction, tensors, call, *rest, **options):
-        cu_seqlens_q = call.cu_seqlens_q
-        found.append(
-            (cu_seqlens_q.tolist(), offsets.derived_from((cu_seqlens_q,), 0, ("values",), Values).given)
-        )
-        return plans.run(direction, tensors, call, *rest, **options)
+    def record(*arguments, **options):
+        (call,) = (argument for argument in arguments if isinstance(argument, Call))
+        derived = derived_from((call.cu_seqlens_q,), 0, ("values",), Values)
+        seen.append((call.cu_seqlens_q.tolist(), derived.offsets))
+        return original(*arguments, **options)
 
     def ends(lengths):
         return F.pad(lengths.cumsum(0), (1, 0)).int()
@@ -402,12 +410,11 @@ def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the
     @torch.compile
     def prune(x, first, second):
         for cu_seqlens_q in (ends(first), ends(second)):
-            x = attnreg.varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
+            x = attend(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
         cu_seqlens_q = ends(second - 1 + (x.sum() * 0).long())  # known only once the layers before have run
-        return attnreg.varlen_attn(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
+        return attend(x, x, x, cu_seqlens_q, cu_seqlens_q, 8, 8)
 
-    monkeypatch.setattr(custom_op, "run", run)
+    monkeypatch.setattr(module, name, record)
     with torch.no_grad():
         prune(torch.randn(8, 2, 16), torch.tensor([3, 5]), torch.tensor([6, 2]))
-    assert [given for given, _ in found] == [[0, 3, 8], [0, 6, 8], [0, 5, 6]]
-    assert [derived for _, derived in found] == [given for given, _ in found]
+    assert seen == [(offsets, offsets) for offsets in ([0, 3, 8], [0, 6, 8], [0, 5, 6])]

@@ -9,21 +9,10 @@ import torch
 from support import fake_cudnn, launchers
 from support.fake_cudnn import ragged
 
-from attnreg.core.backends import cudnn
 from attnreg.core.backends.cudnn import execution_plans, rounding
 from attnreg.core.contract.backend import Call
 from attnreg.core.launching.launchers import AddressLauncher
 from attnreg.core.torchlib import layout
-
-
-@pytest.fixture
-def module(monkeypatch):
-    return fake_cudnn.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(module):
-    return cudnn._load()
 
 
 def drawn(shape, seed):

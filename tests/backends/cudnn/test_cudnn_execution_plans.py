@@ -15,22 +15,11 @@ from support.fake_cudnn import ragged
 from support.truth import assert_accurate
 
 from attnreg import BackendUnavailableError, UnsupportedInputError
-from attnreg.core.backends import cudnn
 from attnreg.core.backends.cudnn import adapter, execution_plans, rounding
 from attnreg.core.backends.cudnn.graph import ExecutionPlan
 from attnreg.core.backends.cudnn.problem import Kind, Slot
 from attnreg.core.backends.cudnn.rounding import exact, round_lengths, shared
 from attnreg.tools.measure import Case
-
-
-@pytest.fixture
-def module(monkeypatch):
-    return fake_cudnn.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(module):
-    return cudnn._load()
 
 
 def capture(monkeypatch):

@@ -4,25 +4,13 @@ import random
 
 import pytest
 import torch
-from support import fake_cudnn
 from support.fake_cudnn import ragged
 
-from attnreg.core.backends import cudnn
 from attnreg.core.backends.cudnn import adapter, lengths
 from attnreg.core.backends.cudnn.graph import ExecutionPlan
 from attnreg.core.backends.cudnn.problem import RaggedOffset, Slot
 from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import AddressLauncher
-
-
-@pytest.fixture
-def module(monkeypatch):
-    return fake_cudnn.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(module):
-    return cudnn._load()
 
 
 @pytest.fixture

@@ -48,16 +48,6 @@ CASES = [
 
 
 @pytest.fixture
-def module(monkeypatch):
-    return fake_cudnn.install(monkeypatch)
-
-
-@pytest.fixture
-def kernels(module):
-    return cudnn._load()
-
-
-@pytest.fixture
 def shared_plans(kernels, monkeypatch):
     """Have each packed call run by an execution plan that has room for others, as later batches are."""
     fake_cudnn.select_by(
