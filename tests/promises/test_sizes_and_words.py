@@ -16,12 +16,11 @@ LIMITS = {
     "attnreg/**/*.cpp": 300,
     "attnreg/**/*.cu": 300,
     "tests/**/*.py": 500,
-    "docs/*.md": 200,
-    "README.md": 200,
+    "docs/**/*.md": 200,
+    "README.md": 120,
 }
 # Files that are longer, and how long they may be: only ever less, until they keep the limit.
 LONGER = {
-    "docs/benchmarks.md": 362,
     "docs/faults.md": 203,
     "attnreg/core/contract/discovery.py": 357,
     "attnreg/core/contract/launchers.py": 313,
@@ -111,7 +110,7 @@ def test_modules_are_in_rooms():
 
 def test_the_names_of_former_mechanisms_do_not_come_back():
     wanted = re.compile(rf"(?<![a-z0-9])({'|'.join(FORMER_NAMES)})(?![a-z0-9])", re.IGNORECASE)
-    files = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
+    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
     for folder in ("attnreg", "tests", "benchmarks", "examples", "configs"):
         files += [
             file
