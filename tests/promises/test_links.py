@@ -27,10 +27,11 @@ def broken_links(text, folder):
         path, _, anchor = link.partition("#")
         if "://" in path:
             continue
-        target = folder / path if path else None
-        if target is not None and not target.exists():
+        target = folder / path
+        if not target.exists():
             broken.append(link)
-        elif anchor and anchor not in anchors(text if target is None else target.read_text(encoding="utf-8")):
+            continue
+        if anchor and anchor not in anchors(target.read_text(encoding="utf-8") if path else text):
             broken.append(link)
     return broken
 
