@@ -7,8 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 # The most lines of a page, and pages that are longer: only ever less, until they keep the limit.
-PAGE_LIMIT = 200
-LONGER_PAGES = {"docs/benchmarks.md": 362, "docs/faults.md": 203}
+PAGE_LIMITS = {"docs/**/*.md": 200, "README.md": 120}
+LONGER_PAGES = {"docs/faults.md": 203}
 
 MODULES_OUTSIDE_OF_ROOMS = 9
 
@@ -19,7 +19,6 @@ TURNS = {"attnreg/core/selection/protocols.py", "attnreg/core/times/turns.py"}
 # less, until they keep the limit.
 BODY_LIMIT = 40
 LONGER_BODIES = {
-    "attnreg/core/varlen/front.py varlen_attn": 76,
     "attnreg/tools/explanation/__init__.py explain": 49,
     "attnreg/tools/cli/bench.py _run": 48,
     "attnreg/core/dispatch/planning.py make_plan": 44,
@@ -32,12 +31,16 @@ def lines_of(file):
 
 
 def test_no_page_is_longer_than_its_limit():
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    lengths = {file.relative_to(ROOT).as_posix(): lines_of(file) for file in pages}
-    too_long = {page: n for page, n in lengths.items() if n > LONGER_PAGES.get(page, PAGE_LIMIT)}
+    lengths = {
+        file.relative_to(ROOT).as_posix(): (lines_of(file), limit)
+        for pattern, limit in PAGE_LIMITS.items()
+        for file in ROOT.glob(pattern)
+    }
+    assert len(lengths) > 20
+    too_long = {page: n for page, (n, limit) in lengths.items() if n > LONGER_PAGES.get(page, limit)}
     assert too_long == {}
-    short_enough = [page for page in LONGER_PAGES if lengths.get(page, 0) <= PAGE_LIMIT]
-    assert short_enough == [], "these are gone or keep the limit: take them out of LONGER_PAGES"
+    short_enough = [page for page in LONGER_PAGES if lengths.get(page, (0, 0))[0] <= lengths[page][1]]
+    assert short_enough == [], "these keep the limit: take them out of LONGER_PAGES"
 
 
 def bodies(source):
