@@ -280,9 +280,9 @@ def test_a_call_declined_in_a_capture_is_tried_again_in_the_next(native):
     def capture():
         """Return the backend that runs a call of this spec."""
 
-        def run():
-            key = kind.key(lengths)
-            plan = kind.plans.get(key) or make_plan(state(), kind, key, spec, "forward", native)
+        def run(declined):
+            key, options = kind.key(lengths), {"native": native, "declined": declined}
+            plan = kind.plans.get(key) or make_plan(state(), kind, key, spec, "forward", **options)
             if not plan.is_native:
                 plan.run(*inputs, attnreg.Call(1.0, 3, 3))
             return plan.backend

@@ -21,7 +21,6 @@ BODY_LIMIT = 40
 LONGER_BODIES = {
     "attnreg/tools/explanation/__init__.py explain": 49,
     "attnreg/tools/cli/bench.py _run": 48,
-    "attnreg/core/dispatch/planning.py make_plan": 44,
     "attnreg/testing/cases.py _drawn": 41,
 }
 

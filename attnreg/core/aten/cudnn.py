@@ -18,7 +18,6 @@ from attnreg.core.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardI
 from attnreg.core.contract.backend import Call
 from attnreg.core.dispatch.calls import (
     packed_bounds,
-    plan_for,
     scale_of,
     to_bshd,
     wants_batch_invariant,
@@ -48,7 +47,7 @@ def _forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
     query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
     call = _packed_call(given, dropout, seqused_k=given.seqused_k, block_table=given.block_table)
     needs_backward = wants_gradient(query, key, value)
-    plan = plan_for("forward", query, key, value, call, routed.choice, routed.native, needs_backward)
+    plan = routed.plan_for("forward", (query, key, value), call, routed.choice, routed.native, needs_backward)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
         result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
@@ -69,7 +68,7 @@ def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> RouterRe
         return routed.untouched("a packed call with a mask aligned top-left")
     inputs = given.query, given.key, given.value
     call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
-    plan = plan_for("forward", *inputs, call, routed.choice, routed.native, needs_backward=False)
+    plan = routed.plan_for("forward", inputs, call, routed.choice, routed.native, needs_backward=False)
     if plan.is_native:
         return routed.run_native(plan, call, keeps=False)
     out, lse = plan.run(*inputs, call)
@@ -128,7 +127,7 @@ def _backward(given: CudnnBackward, routed: RoutedCall) -> RouterResult:
     rng_state = given.philox_seed if dropout > 0.0 else None
     call = _packed_call(given, dropout, rng_state=rng_state, deterministic=wants_deterministic())
     inputs = given.query, given.key, given.value
-    plan = plan_for("backward", *inputs, call, routing.backward_choice(routed, dropout), routed.native)
+    plan = routed.plan_for("backward", inputs, call, routing.backward_choice(routed, dropout), routed.native)
     if plan.is_native:
         return _native_backward(given, routed, plan, call)
     lse = given.logsumexp.squeeze(-1).t() if given.logsumexp.dim() == 3 else given.logsumexp

@@ -67,7 +67,7 @@ def _run_forward(given: EfficientForward, routed: RoutedCall) -> RouterResult:
         choice = _with_bias(choice)  # the backward has to draw the same mask
     tensors, call = _in_contract(given)
     # Autograd asks for the LSE where it records the call.
-    plan = calls.plan_for("forward", *tensors, call, choice, routed.native, given.compute_log_sumexp)
+    plan = routed.plan_for("forward", tensors, call, choice, routed.native, given.compute_log_sumexp)
     choice = forward_choice(choice, plan, dropout)
     if plan.is_native:
         results, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
@@ -99,7 +99,7 @@ def _backward(given: EfficientBackward, routed: RoutedCall) -> RouterResult:
     choice = routing.backward_choice(routed, dropout)
     if given.bias_requires_grad:
         choice = _with_bias(choice, dropout)
-    plan = calls.plan_for("backward", *tensors, call, choice, routed.native)
+    plan = routed.plan_for("backward", tensors, call, choice, routed.native)
     if plan.is_native:
         return routed.run_native(plan, call, keeps=dropout == 0.0)
     if given.bias_requires_grad:  # a larger batch is cut, by the contract

@@ -18,7 +18,7 @@ from attnreg.core.aten.schemas import FlashBackward, FlashForward, FlashForwardI
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
 from attnreg.core.dispatch import calls, scope
-from attnreg.core.dispatch.calls import plan_for, wants_gradient
+from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.launching.offsets import facts
@@ -41,7 +41,7 @@ def _forward(given: FlashForward, routed: RoutedCall) -> RouterResult:
     if given.cum_seq_q is None:
         # The op above has transposed them, and what is transposed below autograd needs no gradient.
         needs_backward = torch.is_grad_enabled()
-    plan = plan_for("forward", query, key, value, call, routed.choice, native, needs_backward)
+    plan = routed.plan_for("forward", (query, key, value), call, routed.choice, native, needs_backward)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
     if plan.is_native:
         (*results, unused, debug_mask), kept = routed.run_native(
@@ -93,7 +93,7 @@ def _backward(given: FlashBackward, routed: RoutedCall) -> RouterResult:
     query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
     call = _call(given, None, None, None, given.rng_state if dropout > 0.0 else None, None)
     choice = routing.backward_choice(routed, dropout)
-    plan = plan_for("backward", query, key, value, call, choice, _native(routed, call))
+    plan = routed.plan_for("backward", (query, key, value), call, choice, _native(routed, call))
     if plan.is_native:
         return routed.run_native(plan, call, keeps=dropout == 0.0, cuts=_cuts_of_window(given))
     lse = given.logsumexp

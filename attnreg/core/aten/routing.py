@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import Direction
 from attnreg.core.dispatch import call_cache, calls, counters, scope
 from attnreg.core.dispatch.call_cache import Kept, kept_for
-from attnreg.core.dispatch.declined import retry_on_decline
+from attnreg.core.dispatch.declined import NOBODY, Declined, retry_on_decline
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
@@ -95,6 +95,7 @@ class RoutedCall(NamedTuple):
         native: the backend that kernel belongs to; None where torch has none.
         choice: the choice for this call alone.
         loaded: the places of the arguments that a kernel on a GPU loads 16 bytes at a time; none on a CPU.
+        declined: the backends that have declined the call.
     """
 
     op: str
@@ -104,6 +105,23 @@ class RoutedCall(NamedTuple):
     native: Native | None
     choice: ScopedChoice | None
     loaded: tuple[int, ...] = ()
+    declined: Declined = NOBODY
+
+    def plan_for(
+        self,
+        direction: Direction,
+        tensors: Sequence[Tensor],
+        call: Call,
+        choice: ScopedChoice | None,
+        native: Native | None,
+        needs_backward: bool = True,
+        bhsd: bool = False,
+    ) -> Plan:
+        """Return the plan of the call: `calls.plan_for`, without the backends that have declined it."""
+        query, key, value = tensors
+        return calls.plan_for(
+            direction, query, key, value, call, choice, native, needs_backward, bhsd, self.declined
+        )
 
     def run_native(
         self, plan: Plan, call: Call, keeps: bool = True, cuts: tuple[Cut, ...] = ()
@@ -172,7 +190,7 @@ def router(
             return original(*args, **kwargs), True
         check_in_memory(**given._asdict())
         call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
-        return retry_on_decline(lambda: serve(given, call))
+        return retry_on_decline(lambda declined: serve(given, call._replace(declined=declined)))
 
     return routed
 
@@ -264,9 +282,8 @@ def dense_plan(
     """Return the plan of a (B, H, S, D) call."""
     query, key, value = given.query, given.key, given.value
     needs_backward = direction == "backward" or calls.wants_gradient(query, key, value)
-    return calls.plan_for(
-        direction, query, key, value, call, choice, routed.native, needs_backward, bhsd=True
-    )
+    inputs = query, key, value
+    return routed.plan_for(direction, inputs, call, choice, routed.native, needs_backward, bhsd=True)
 
 
 def run_backward(plan: Plan, given: Any, call: Call, lse: Tensor) -> tuple[tuple[Tensor, ...], Kept | None]:

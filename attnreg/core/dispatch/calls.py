@@ -15,6 +15,7 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.dispatch.declined import NOBODY, Declined
 from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.dispatch.planning import Native, decide, make_plan, spec_of
 from attnreg.core.dispatch.scope import ScopedChoice
@@ -37,6 +38,7 @@ def plan_for(
     native: Native | None = None,
     needs_backward: bool = True,
     bhsd: bool = False,
+    declined: Declined = NOBODY,
 ) -> Plan:
     """Return the plan of a call.
 
@@ -48,6 +50,7 @@ def plan_for(
         native: the kernel that torch was about to run.
         needs_backward: whether a forward's gradient will be wanted.
         bhsd: how the tensors lie. Keys beyond `call.max_k` are seen by no query then.
+        declined: the backends that have declined the call.
 
     Raises:
         InvalidInputError: the call contradicts itself.
@@ -78,7 +81,7 @@ def plan_for(
         leading = choice.preference if choice is not None else None
         if kind is None:
             kind = now.keep_kind(key_of_kind, kind_of(now, spec, direction))
-        plan = make_plan(now, kind, kind.key(lengths), spec, direction, native, leading)
+        plan = make_plan(now, kind, kind.key(lengths), spec, direction, native, leading, declined)
     if direction == "forward":
         check_scale(call.scale)
         if call.cu_seqlens_q is not None and query.is_cpu:

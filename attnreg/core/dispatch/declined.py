@@ -12,7 +12,7 @@ was launched: it is counted, and passes through.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TypeVar
 
 from attnreg.core.contract.backend import Backend
@@ -35,40 +35,23 @@ class DeclinedError(UnsupportedInputError):
         self.declined = backend, reason
 
 
-_declined: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("attnreg_declined", default=())
+# The backends that have declined a call, and why.
+Declined = Mapping[str, str]
+NOBODY: Declined = MappingProxyType({})
 
 
-def declined() -> dict[str, str]:
-    """Return which backends have declined the call that is being decided, and why."""
-    return dict(_declined.get())
+def retry_on_decline(run: Callable[[Declined], T]) -> T:
+    """Return the result of `run`, which decides about a call and runs it; retry after each decline.
 
-
-def retry_on_decline(run: Callable[[], T]) -> T:
-    """Return what `run` returns, which decides about a call and runs it; once more after each decline."""
-    if not _declined.get():
-        return _retried(run)
-    token = _declined.set(())  # a call that is made inside of another's retry
-    try:
-        return _retried(run)
-    finally:
-        _declined.reset(token)
-
-
-def _retried(run: Callable[[], T]) -> T:
-    try:
-        return run()
-    except DeclinedError as error:
-        declined: tuple[tuple[str, str], ...] = (
-            error.declined,
-        )  # not the error: its frames refer to tensors
+    `run` is called with the backends that have declined the call so far.
+    """
+    declined: Declined = NOBODY
     while True:
-        token = _declined.set(declined)
         try:
-            return run()
+            return run(declined)
         except DeclinedError as error:
-            declined = (*declined, error.declined)
-        finally:
-            _declined.reset(token)
+            name, reason = error.declined  # not the error: its frames refer to tensors
+        declined = {**declined, name: reason}
 
 
 class JudgedEntry(Entry):
@@ -87,7 +70,7 @@ class JudgedEntry(Entry):
         return ""
 
 
-def with_reasons(entries: Mapping[str, Entry], declined: Mapping[str, str]) -> Mapping[str, Entry]:
+def with_reasons(entries: Mapping[str, Entry], declined: Declined) -> Mapping[str, Entry]:
     """Return the backends, with the reasons of those that have declined a call against them."""
     known = {name: (entries.get(name.casefold()), reason) for name, reason in declined.items()}
     judged = {

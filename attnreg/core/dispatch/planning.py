@@ -15,7 +15,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, options_on
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.dispatch import counters, trace
-from attnreg.core.dispatch.declined import JudgedEntry, declined, with_reasons
+from attnreg.core.dispatch.declined import NOBODY, Declined, JudgedEntry, with_reasons
 from attnreg.core.dispatch.kinds import builders, refined_key
 from attnreg.core.dispatch.state import CallKind, Plan, State
 from attnreg.core.launching.validation import checked_against_contract
@@ -46,6 +46,27 @@ class Native(NamedTuple):
     positive_scale: bool = False
 
 
+class _Settled(NamedTuple):
+    """What was decided about a call, and the kernel that was loaded for it.
+
+    Attributes:
+        decisions: of a forward whose gradient is wanted, first the decision about its backward.
+        entries: the backends, with the reasons of those that have declined the call.
+        kernel: the backend's function; None for torch's own kernel of the op.
+        turn: what times the call, where backends take turns.
+    """
+
+    decisions: tuple[Decision, ...]
+    entries: Mapping[str, Entry]
+    kernel: Callable[..., Any] | None
+    turn: Turn | None
+
+    @property
+    def decision(self) -> Decision:
+        """The decision about the call itself."""
+        return self.decisions[-1]
+
+
 def make_plan(
     now: State,
     kind: CallKind,
@@ -54,56 +75,90 @@ def make_plan(
     direction: Direction,
     native: Native | None = None,
     leading: Preference | None = None,
+    declined: Declined = NOBODY,
 ) -> Plan:
     """Decide about a spec and load the kernel; keeps the plan once its first results were checked.
 
     Raises `UnsupportedInputError` if no backend can run it, or none may; what `decide` raises; and
     `RanksDifferError` if another rank of the job chooses by another table.
     """
-    building.ensure_built()  # the program serves calls: its next start has the compiled part
+    _prepare(now, spec)
+    settled = _decide_and_load(now, kind, spec, direction, native, leading, declined)
+    key = refined_key(now, kind, key, spec, direction, settled.decisions)
+    return _instrumented(now, kind, key, spec, direction, settled)
+
+
+def _prepare(now: State, spec: AttentionSpec) -> None:
+    """Do what a process that serves calls needs, whatever the call."""
+    building.ensure_built()  # the next start of the program has the compiled part
     captured.warn_if_shadowed()
+    ranks.agree(now.policy, now.entries, spec.device)
+
+
+def _decide_and_load(
+    now: State,
+    kind: CallKind,
+    spec: AttentionSpec,
+    direction: Direction,
+    native: Native | None,
+    leading: Preference | None,
+    declined: Declined,
+) -> _Settled:
     policy, entries = now.policy.with_first(leading), now.entries
     if spec.batch_invariant:
-        native = None  # torch's selector looks at the batch, too, and its kernels aren't told of the policy
-    ranks.agree(now.policy, entries, spec.device)
-    decisions = []
+        native = None  # torch's selector looks at the batch, too, and its kernels don't know of the policy
     building_names = builders(entries, spec) if kind.brings_new_shapes else frozenset()
+    decisions: tuple[Decision, ...] = ()
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
-        decisions.append(_settle(spec, "backward", entries, policy, native, building_names)[0])
-    if refused := declined():
-        now.keep_declined(direction, spec, refused)
-        name, reason = next(iter(refused.items()))
+        decisions = (_settle(spec, "backward", entries, policy, native, building_names)[0],)
+    if declined:
+        now.keep_declined(direction, spec, declined)
+        name, reason = next(iter(declined.items()))
         if spec.batch_invariant:
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
-        entries = with_reasons(entries, refused)
+        entries = with_reasons(entries, declined)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
-    key = refined_key(now, kind, key, spec, direction, (*decisions, decision))
-    counted, log_fallbacks = counters.for_decision(decision)
+    return _Settled((*decisions, decision), entries, kernel, turn)
+
+
+def _instrumented(
+    now: State,
+    kind: CallKind,
+    key: tuple[object, ...],
+    spec: AttentionSpec,
+    direction: Direction,
+    settled: _Settled,
+) -> Plan:
+    """Return the plan with counters, checks of its first results, and what a launcher needs."""
+    kernel, turn = settled.kernel, settled.turn
+    counted, log_fallbacks = counters.for_decision(settled.decision)
     counted += trace.counters(spec, direction)
-    made = Plan(decision.backend or "", kernel, kernel is None, counted, kind=kind, key=key, turn=turn)
-    if made.is_native:
+    name = settled.decision.backend or ""
+    plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn)
+    # What a CUDA graph can't record for want of a first run it may record later.
+    is_kept = not spec.capturing and turn is None
+    if kernel is None:
         log_fallbacks()
-        if spec.capturing or turn is not None:  # maybe another backend only lacks its first run: see below
-            return made._replace(is_checked=False)
-        now.keep(made)
-        return made
-    entry = entries[made.backend.casefold()]
+        if is_kept:
+            now.keep(plan)
+        return plan._replace(is_checked=is_kept)
+    entry = settled.entries[name.casefold()]
     _warn_not_deterministic(entry, spec, direction)
-    set_aside = functools.partial(entry.set_aside, spec, direction)
-    counts_sinks = functools.cache(lambda: entry.counts_sinks(spec, direction))
-    made = made._replace(set_aside=set_aside, counts_sinks=counts_sinks)
-    if (specialize := entry.kernels(spec).specialize) is not None:
-        made = made._replace(specialize=functools.partial(specialize, direction))
+    specialize = entry.kernels(spec).specialize
+    plan = plan._replace(
+        set_aside=functools.partial(entry.set_aside, spec, direction),
+        counts_sinks=functools.cache(lambda: entry.counts_sinks(spec, direction)),
+        specialize=None if specialize is None else functools.partial(specialize, direction),
+    )
 
     def passed() -> None:
         log_fallbacks()
-        # What can't be recorded in a CUDA graph today, for want of a first run, may be tomorrow.
-        if not spec.capturing and turn is None:
-            now.keep(made)
+        if is_kept:
+            now.keep(plan)
 
-    checked = checked_against_contract(_timed(made.kernel, turn), direction, made.backend, passed)
-    return made._replace(kernel=checked, is_checked=False)
+    checked = checked_against_contract(_timed(kernel, turn), direction, name, passed)
+    return plan._replace(kernel=checked, is_checked=False)
 
 
 def _times(policy: Policy, native: str) -> Times | None:

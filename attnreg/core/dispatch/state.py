@@ -234,11 +234,11 @@ class State:
         if plan.kind is not None and kept is not None and kept.kernel is plan.kernel:
             plan.kind.plans[plan.key] = kept._replace(counts_sinks=None)
 
-    def keep_declined(self, direction: Direction, spec: AttentionSpec, declined: dict[str, str]) -> None:
+    def keep_declined(self, direction: Direction, spec: AttentionSpec, declined: Mapping[str, str]) -> None:
         """Keep which backends have declined a call, for `explain`."""
         if len(self.declined) >= MOST_PLANS:
             self.declined.clear()
-        self.declined[direction, spec.of(direction)] = declined
+        self.declined[direction, spec.of(direction)] = dict(declined)
 
     @property
     def policy(self) -> Policy:

@@ -18,7 +18,7 @@ from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import options_on
 from attnreg.core.dispatch.calls import plan_for, wants_deterministic, wants_gradient
-from attnreg.core.dispatch.declined import retry_on_decline
+from attnreg.core.dispatch.declined import Declined, retry_on_decline
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
@@ -71,12 +71,14 @@ def run_forward(
     """
     made = [] if first is None else [first]
 
-    def plan_and_run() -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
+    def plan_and_run(declined: Declined) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
         if made:
             plan = made.pop()
         else:
             given = call if sinks is None or returns_lse else call._replace(sinks=sinks)
-            plan = plan_for("forward", *inputs, given, choice, needs_backward=needs_backward)
+            plan = plan_for(
+                "forward", *inputs, given, choice, needs_backward=needs_backward, declined=declined
+            )
         rng_state, chosen = None, choice
         results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
         if results is not None:
@@ -188,9 +190,9 @@ def run_backward(
     inputs = grad_out, query, key, value, *results
     check_all_in_memory(inputs, call, sinks)
 
-    def plan_and_run() -> tuple[Tensor, ...]:
+    def plan_and_run(declined: Declined) -> tuple[Tensor, ...]:
         given = call if sinks is None else call._replace(sinks=sinks)
-        plan = plan_for("backward", query, key, value, given, choice)
+        plan = plan_for("backward", query, key, value, given, choice, declined=declined)
         grads = None if sinks is None else counted(plan, inputs, call, sinks)
         if grads is not None:
             return grads
@@ -209,7 +211,7 @@ _deterministic_calls = 0
 _mode_before = 0
 
 
-def _launched(plan_and_run: Callable[[], T], call: Call) -> T:
+def _launched(plan_and_run: Callable[[Declined], T], call: Call) -> T:
     """Run a call, in torch's deterministic mode if it asks for that, as some kernels obey nothing else.
 
     The mode is one for all threads: it stays on until the last of these calls was launched. No lock is held

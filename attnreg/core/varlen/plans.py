@@ -25,7 +25,7 @@ from attnreg.core.dispatch.calls import (
     wants_batch_invariant,
     wants_deterministic,
 )
-from attnreg.core.dispatch.declined import retry_on_decline
+from attnreg.core.dispatch.declined import Declined, retry_on_decline
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_all_in_memory, check_in_memory
@@ -153,10 +153,12 @@ def run(
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
     check_all_in_memory(tensors, call, sinks)
 
-    def plan_and_run() -> tuple[tuple[Tensor, ...], Kept | None]:
+    def plan_and_run(declined: Declined) -> tuple[tuple[Tensor, ...], Kept | None]:
         # With a gradient of the LSE no kernel is given sinks.
         given = call if sinks is None or call.grad_lse is not None else call._replace(sinks=sinks)
-        plan = plan_for(direction, query, key, value, given, choice, needs_backward=needs_backward)
+        plan = plan_for(
+            direction, query, key, value, given, choice, needs_backward=needs_backward, declined=declined
+        )
         results = None if sinks is None else counted(plan, tensors, call, sinks)
         if results is not None:
             return results, _kept(plan, tensors, given, cuts)
