@@ -1,9 +1,9 @@
 """A gradient of the LSE for backwards that take none: in further columns of the head dim.
 
-The gradient of a score is its weight times (gradient of the weight - delta + gradient of the LSE), and a
-flash backward computes delta of each row as rowsum(grad_out * out). So the gradient of the LSE can be put
-into delta: by columns in which `out` is constant and `grad_out` is minus that gradient, divided by the
-constant. Query, key and value are 0 there: scores, weights and the gradients of weights stay as they are.
+The gradient of a score is its weight times (gradient of the weight - delta + gradient of the LSE). A flash
+backward computes delta of each row as rowsum(grad_out * out). So delta can carry the gradient of the LSE: in
+further columns `out` is constant, and `grad_out` is minus that gradient, divided by the constant. Query, key
+and value are 0 there: scores, weights and the gradients of weights stay as they are.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # limits are looked up without torch
 COLUMNS = STEP
 
 # The constants of `out`. The second column has what rounding takes from the first: together they are precise
-# to 2**-16 of the gradient in bfloat16, to 2**-22 in float16. That dtype ends at 65,504 and at 2**-24: with
-# these constants gradients may reach from 2**21, which the weights of many keys bring down again, to 2**-31,
-# where the gradients of scores, which kernels round to float16, have long become 0.
+# to 2**-16 of the gradient in bfloat16, to 2**-22 in float16. The range of float16 ends at 65,504 and at
+# 2**-24. With these constants gradients may reach from 2**21 to 2**-31. Weights of many keys bring large ones
+# down again. At the small end kernels, which round the gradients of scores to float16, have long had 0.
 UNITS = {"float16": (2.0**5, 2.0**-6)}
 
 

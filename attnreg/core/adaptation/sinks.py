@@ -1,8 +1,8 @@
 """Sinks counted after a kernel: its results as if each row saw one more key, without a value.
 
-Let L be log(sum_j exp(s_j) + exp(sink)), and out the output with the sink's weight counted. A kernel's
-backward that is given out and L in the place of its forward's results returns the gradients of query, key and
-value: weights are exp(s_j - L), and it subtracts rowsum(grad_out * out) as ever.
+Let L be log(sum_j exp(s_j) + exp(sink)), and out the output with the sink's weight counted. A backward that
+gets out and L, in place of the results of the kernel's forward, returns the right gradients of query, key and
+value. Its weights are then exp(s_j - L), and it subtracts rowsum(grad_out * out) as in any call.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def rescaled(out: Tensor, lse: Tensor, sinks: Tensor, batch_invariant: bool = Fa
     sinks = sinks.to(lse.dtype).clamp(min=torch.finfo(lse.dtype).min)[:, None]
     above = lse - sinks
     if lse.is_cpu and batch_invariant:
-        # Torch computes contiguous numbers as vectors and those that are left over one by one, which rounds
-        # differently, by their place in the batch. Numbers with gaps between them it computes one by one.
+        # Torch computes contiguous numbers as vectors, and the last few singly. The two round differently, so
+        # that bits would depend on a row's place in the batch. Numbers with gaps are all computed singly.
         above, lse = (torch.stack((x, x), dim=-1)[..., 0] for x in (above, lse))
     total = torch.logaddexp(lse, sinks).masked_fill_(lse == -torch.inf, -torch.inf)
     for part, share in _parts(out, above.sigmoid_().mT[..., None]):

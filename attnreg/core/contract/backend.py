@@ -10,9 +10,9 @@ that the call came through; what a provider does otherwise is put right inside i
 - A row that sees no key gives output 0 and LSE -inf, and takes and gives no gradient. Rows past the
   last offset of a packed batch are 0 in the output and in every gradient.
 - Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
-- What no limit can say, because only the provider finds out, a kernel raises as UnsupportedInputError before
-  it writes anything: the call goes to the next backend. It raises BackendUnavailableError where it can't be
-  loaded, compiled or built: calls like this one go to the next backend from then on.
+- A kernel that finds out at the call that it can't run it raises UnsupportedInputError, before it writes
+  anything. The call goes to the next backend. A kernel that can't be loaded, compiled or built raises
+  BackendUnavailableError. Calls like this one go to the next backend from then on.
 
 Because all keep to it, any forward pairs with any backward. With dropout the random state ties
 both to one backend.
@@ -150,10 +150,10 @@ def _option(call: Call, name: str) -> Any:
 # Not in the class, where a type checker would take any name for an attribute.
 Call.__getattr__ = _option  # type: ignore[attr-defined]
 
-# How each field of `Call` enters `Call.kind`, under which a plan is kept: by value, by its sign, by the rank,
-# dtype and device of the tensor, by whether there is one (of sinks, which only times depend on), as a length,
-# which counts by its class, or not at all (a random state is drawn after the decision). A field that is
-# missing here is an error at import: calls that differ in it would share a plan.
+# How each field of `Call` enters `Call.kind`, under which a plan is kept. "value": by its value. "sign": by
+# its sign. "tensor": by rank, dtype and device. "presence": by whether there is a tensor, as only times
+# depend on sinks. "length": by its class. "nothing": not at all, as a random state is drawn after the
+# decision. A field that is missing here is an error at import: calls that differ in it would share a plan.
 KEYED_BY = {
     "scale": "sign",
     "rng_state": "nothing",

@@ -1,10 +1,12 @@
 """The options of attention calls: a row each, from which all that handles options is derived.
 
-A row says how a call without the option looks, which capability answers for it, the words of the reason where
-no capability does, and who passes calls with it on. `Call`, `AttentionSpec` and `Capabilities` have a typed
-field for each option that kernels of attnreg's own read. A row without such a field is complete as well: its
-value travels in `Call.further` and `AttentionSpec.further`, a backend declares it by its name in
-`Capabilities.options`, and a kernel reads it as `call.<name>`. `docs/adding-an-option.md` has an example.
+A row has the value of a call without the option, its capability, the words of the reason against a backend
+without that capability, and which parts of attnreg run calls with it. `Call`, `AttentionSpec` and
+`Capabilities` have a typed field for each option that attnreg's own kernels read.
+
+A row without such fields is complete as well. Its value is in `Call.further` and `AttentionSpec.further`. A
+backend declares it by its name in `Capabilities.options`, and a kernel reads it as `call.<name>`.
+`docs/adding-an-option.md` has an example.
 """
 
 from __future__ import annotations

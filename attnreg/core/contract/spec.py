@@ -190,10 +190,10 @@ class AttentionSpec:
         return self.but(sinks=False) if self.sinks else self
 
     def of(self, direction: str) -> AttentionSpec:
-        """Return the spec of one direction, without the options of the other alone.
+        """Return the spec of one direction, without options that only the opposite direction has.
 
-        It is without sinks where no kernel is given them: in a capture, where it isn't known that every row
-        sees a key, and in a program that has a gradient of the LSE and so gets the LSE.
+        It is without sinks where no kernel is given them: in a capture, because it isn't known there that
+        every row sees a key; and with a gradient of the LSE, because the program then gets the LSE.
         """
         if self.sinks and (self.capturing or self.grad_lse):
             return self.without_sinks.of(direction)

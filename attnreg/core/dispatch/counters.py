@@ -68,7 +68,7 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error of a backend's kernels in one direction: its class, what the first one said, how often."""
+    """An error of a backend's kernels in one direction: its class, its first message, and its count."""
 
     backend: str
     direction: Direction

@@ -1,12 +1,13 @@
 """Calls that a kernel declines, and deciding about them once more.
 
-What some packages can run only they know, and only at the call: cuDNN when it builds an execution plan. A
-kernel that finds out that it can't run a call which its backend's limits admit *declines* it: it raises
-`UnsupportedInputError` before it has done anything. The call is then decided once more without that backend,
-whose reason is what the kernel said. A kernel that can't be loaded, compiled or built raises
-`BackendUnavailableError` likewise, and its backend is set aside for further calls like this one as well: all
-plans are dropped, as those for other lengths would try it again. Any other error may come from a kernel that
-was launched: it is counted, and passes through.
+Some packages know only at the call what they can run: cuDNN when it builds an execution plan. A kernel that
+can't run a call, although its backend's limits admit it, *declines* the call: it raises
+`UnsupportedInputError` before it has done anything. The call is then decided once more without that backend;
+the kernel's message is the reason.
+
+A kernel that can't be loaded, compiled or built raises `BackendUnavailableError`. Its backend is set aside
+for further calls like this one as well, and all plans are dropped: plans for other lengths would try it
+again. Any other error may come from a kernel that was launched. It is counted, and passes through.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ def run_with_dropout(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a forward with dropout; returns output, LSE, and the seed and offset of its mask.
 
-    These come from the device's default generator, which is put back where the kernel declines the call: one
-    that is made again from the same state has to draw the same, whichever backend was tried before.
+    Seed and offset come from the device's default generator. Where the kernel declines the call, the
+    generator is put back: the same state has to draw the same mask, whichever backend was tried before.
     """
     generator = generator_of(query)
     before = None if query.is_cuda and torch.cuda.is_current_stream_capturing() else generator.get_state()

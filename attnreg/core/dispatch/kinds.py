@@ -58,9 +58,9 @@ def _detail(
 ) -> Detail:
     """Return what the decisions about a call depend on besides the class of its lengths.
 
-    All lengths count where calls are recorded or locked, where a backend that was asked, or whose rank was
-    compared, looks at a length that no cut names, and where times chose a backend that builds something for
-    each shape.
+    All lengths count in three cases. Calls are recorded or locked. A backend that was asked, or whose rank
+    was compared, looks at a length that no cut names. Times chose a backend that builds something for each
+    shape.
     """
     if now.policy.lock is not None or trace.is_recording():
         return Detail.EXACT

@@ -90,9 +90,9 @@ def _call_waiting() -> None:
 
 variable: ContextVar[ScopedChoice | None] = ContextVar("attnreg_choice", default=None)
 
-# Where torch keeps what its threads inherit: autograd runs the backward of a GPU on a thread of its own, with
-# the thread-local state of the one that called `backward()`, but not its context variables. A checkpoint
-# computes its forwards again there.
+# The key in the state that torch's threads inherit. Autograd runs the backward of a GPU on a thread of its
+# own. This thread has the thread-local state of the caller of `backward()`, but not its context variables. A
+# checkpoint computes its forwards again there.
 _IN_TORCHS_STATE = "attnreg_choice"
 # By a name of its own: Dynamo compiles a function that looks anything up in torch, as far as it can.
 _stash = torch._C._stash_obj_in_tls
@@ -199,7 +199,7 @@ def _entered() -> None:
 
 
 # A token that is made begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen
-# bytes, and is followed by `GUARD` elements: a length that no slice of an ordinary tensor is likely to have.
+# bytes. `GUARD` elements follow it: a length that no slice of an ordinary tensor is likely to have.
 # A tensor on a CPU that is there already is marked where it is, which takes a fifth of the time: its storage
 # is made longer by `MARKED * number + GUARD` bytes. That is odd, as hardly another storage's length is; and
 # half of `MARKED` is a prime, so that a part of the tensor is unlikely to carry the choice of another number.

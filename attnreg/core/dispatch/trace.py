@@ -1,8 +1,8 @@
 """Recording what calls there were: each distinct spec once, with how often it ran.
 
-A plan's counters get one more for its spec when the plan is made, so a call pays one addition. The
-file is written when recording or the program ends, and by a thread in between: after two seconds, and
-then every minute in which something ran, so that a program that is killed leaves most of it.
+A plan's counters get one more for its spec when the plan is made, so a call pays one addition. The file is
+written when recording or the program ends. A thread writes it in between: after two seconds, then in every
+minute in which something ran. So a program that is killed leaves most of its calls.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from attnreg.errors import BackendUnavailableError, RegistrationError
 CHECK_FAILED = "check failed: "
 SET_ASIDE = "not tried again for calls like this: "
 
-# One lock for all: two backends that load each other's packages would deadlock with one each. What is known
-# is read without it: a package may wait, while it is imported, for a thread that calls attention.
+# All entries share this lock: with a lock each, two backends that load each other's packages would deadlock.
+# What is known is read without it: a package may wait, while it is imported, for a thread that calls
+# attention.
 _loading = open_after_fork(threading.RLock())
 
 

@@ -102,7 +102,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which backend runs one direction of a call, what decided that, and the reasons against the others.
+    """Which backend runs a direction of a call, what decided that, and the reasons against other backends.
 
     Attributes:
         direction: `"forward"` or `"backward"`.
@@ -295,8 +295,9 @@ def replayed(
 ) -> Decision:
     """Return the locked decision for one direction of a call.
 
-    Raises `UnsupportedInputError` if the lock has no row for it, or was made in another environment; if its
-    backend can't run the call; or if a preference would have another backend run it.
+    Raises:
+        UnsupportedInputError: the lock has no row for it, or was made in another environment; its backend
+            can't run the call; or a preference asks for another backend.
     """
     row, name = lock.expected(spec, direction)
     # Without a prediction: a table isn't a preference, so it can't contradict the lock.

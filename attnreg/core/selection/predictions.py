@@ -9,10 +9,10 @@ from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-# A smaller difference is chance, and isn't worth another kernel's rounding. Host times are of one small call,
-# and those of others differ more: of 150 and 97 random shapes on an H100, with its table and with an H200's,
-# forwards took 1.056, 1.027, 1.056 and 1.037 times as long as with the best backend (1.075, 1.030, 1.089 and
-# 1.041 with 0.02 for these, too).
+# A smaller difference is chance, and isn't worth another kernel's rounding. Host times are measured at a
+# small call, and other calls differ more. Measured with 150 and 97 random shapes on an H100, with its table
+# and with an H200's: forwards took 1.056, 1.027, 1.056 and 1.037 times as long as with the best backend. With
+# 0.02 for host times, too, they took 1.075, 1.030, 1.089 and 1.041 times as long.
 MARGIN, HOST_MARGIN = 0.02, 0.1
 
 

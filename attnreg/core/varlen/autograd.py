@@ -1,7 +1,7 @@
-"""Calls that the compiled part doesn't take, packed or dense, with their autograd.
+"""Calls that the call cache doesn't run, packed or dense, with their autograd.
 
-For calls in the contract's layout whose arguments have been checked: those with options that the call cache
-leaves out, all where there is no compiled part, and the dense ones of flash-attn's functions.
+Calls come in the contract's layout, with checked arguments: with options that the call cache leaves out, from
+flash-attn's dense functions, and without the compiled part all calls.
 """
 
 from __future__ import annotations

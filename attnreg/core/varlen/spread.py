@@ -33,7 +33,8 @@ def note_whole_batch(offsets: Tensor, tokens: int) -> None:
 def check_is_whole(offsets: object, query: object) -> None:
     """Refuse a rank's rows with the offsets of the whole batch: on a GPU nobody looks how far these reach.
 
-    So are those of a call outside of the block, or of one that autograd computes once more after its end.
+    Such offsets come from a call outside of the block, or from a forward that a checkpoint repeats after the
+    block's end.
     """
     tokens = _whole_batches.get(offsets) if isinstance(offsets, Tensor) else None  # type: ignore[no-untyped-call]
     if tokens is not None and isinstance(query, Tensor) and query.dim() and len(query) < tokens:
