@@ -190,8 +190,8 @@ ARGUMENTS = {"scale": 0.5, "max_q": 40, "max_k": 40}
 
 
 def test_a_kind_holds_each_field_of_a_call_that_is_compiled_in():
-    # A forward's number of splits is refused above 1; random state is there with dropout only; FA4 declares no
-    # further option.
+    # A forward's number of splits is refused above 1; random state is there with dropout only; FA4 declares
+    # no further option.
     assert {*KINDS, *OUTSIDE, *ARGUMENTS} == {*Call._fields} - {"num_splits", "rng_state", "further"}
     query, key, value, grad, call = dense_call()
     inputs = grad, query, key, value, grad, grad[..., 0]
