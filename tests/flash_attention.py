@@ -40,7 +40,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import attnreg  # noqa: E402
-from attnreg import registry  # noqa: E402
+from attnreg.core import registry  # noqa: E402
 from attnreg.errors import UnsupportedInputError  # noqa: E402
 from attnreg.flash_attn import activation  # noqa: E402
 from attnreg.tools.bench.report import save, show_machine  # noqa: E402
