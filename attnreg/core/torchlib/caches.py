@@ -64,8 +64,8 @@ def unsafe(place: Path, to_be_made_in: bool = False) -> str:
     """Return why code in a file or folder must not be run: another user can replace it; empty if none can.
 
     If the result is empty, the path still leads to the same file when it is opened later. Nobody else can
-    rename or write to the path's files and folders up to the root. The exception are owners that a user namespace
-    lacks: for the folders above the place they count as root. `place` has to be without links, as
+    rename or write to the path's files and folders up to the root. The exception are owners that a user
+    namespace lacks: for the folders above the place they count as root. `place` has to be without links, as
     `Path.resolve` returns it. With `to_be_made_in` it is a folder in which this user is about to make the
     code's folder. The reason names the uppermost unsafe folder, so it is the same for all files below.
 

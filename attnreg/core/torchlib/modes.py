@@ -20,8 +20,8 @@ _AUTOCASTS = frozenset(
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether tensors are on a CPU or GPU, and no mode, subclass or function transform has to see the call.
 
-    Tensors may have any shape and dtype. A lazily negated tensor isn't plain: in memory its numbers have the opposite sign. Nor are zeros without
-    memory.
+    Tensors may have any shape and dtype. A lazily negated tensor isn't plain: in memory its numbers have the
+    opposite sign. Nor are zeros without memory.
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
