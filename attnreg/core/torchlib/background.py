@@ -1,8 +1,8 @@
-"""Compiling by itself: in a process of low priority, once per cache folder, or before the first call.
+"""Automatic compilation: in a process of low priority, once per cache folder, or before the first call.
 
-The process that compiles owns the lock on one file, so that ranks which start together compile once. A
-failure is kept there as well, until the source, torch or the compiler is another one. A program that just
-runs attention gets no error from here: whatever goes wrong is logged.
+The compiling process owns a lock file, so ranks that start together compile once. A failure is recorded
+beside the lock, until the source, torch or the compiler changes. A program that only runs attention gets no
+error from this module: every failure is logged.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from attnreg.errors import AttnregError, BuildError
 
 log = logging.getLogger("attnreg")
 
-# The first of two processes ends at once: the program has no child left that it would have to wait for.
-# It inherits the lock, and with it the say over the file that names its holder.
+# The first of two processes ends at once, so that the program has no child to wait for. The second process
+# inherits the lock. Its id is written to the lock file, which names the holder.
 DETACHED = """
 import importlib.util, os, signal
 lock, package = int(arguments[0]), arguments[1]
@@ -38,8 +38,8 @@ if child := os.fork():
     os.pwrite(lock, str(child).encode(), 0)
     os._exit(0)
 os.nice(19)
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program that ignores it would hide how the compiler ended
-# The folder that attnreg lies in isn't on the path: it may have modules of any name.
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as by some programs, it hides the compiler's status
+# The folder that contains attnreg isn't on the path: it may have modules of any name.
 spec = importlib.util.spec_from_file_location("attnreg", package)
 sys.modules["attnreg"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["attnreg"])
@@ -54,12 +54,12 @@ _waiting = locks.open_after_fork(threading.Lock())
 
 
 def ensure_built() -> None:
-    """Have the libraries that are missing compiled in the background; for the first call of a program.
+    """Start to compile missing libraries in the background; for the first call of a program.
 
-    Only the first time in a process, and only if no other process compiles. Returns at once, with the process
-    started and a line logged, as the program may end with this call; never raises. The line also says why
-    libraries that are there aren't used, which is a warning.
-    With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it compiles nothing.
+    Only the first time in a process, and only if no other process compiles. Returns once the process has been
+    started and a line logged, because the program may end after this call. Never raises. If compiled
+    libraries aren't used, the line is a warning and names the reasons.
+    With ATTNREG_BUILD=now the function waits, as `wait_built` does; with `off` nothing is compiled.
     """
     global _considered
     if _considered:
@@ -72,13 +72,13 @@ def ensure_built() -> None:
         elif mode == "background" and _missing():
             _start()
         elif mode == "off" and (unused := _reasons()):
-            raise BuildError(unused[0])  # the line has all of them
+            raise BuildError(unused[0])  # the logged line has all reasons
 
 
 def wait_built() -> None:
-    """Compile what is missing right here if ATTNREG_BUILD=now asks for it, and never raise.
+    """Compile missing libraries in this process if ATTNREG_BUILD=now, and never raise.
 
-    Only the first time in a process; other threads wait for it, and so do processes that share the cache.
+    Only the first time in a process. Other threads wait meanwhile, and so do processes that share the cache.
     """
     global _waited
     if _waited or build_mode() != "now":
@@ -104,9 +104,9 @@ def wait_built() -> None:
 
 @contextlib.contextmanager
 def _logged(level: int) -> Iterator[None]:
-    """Log an error instead of raising it: calls are served without what isn't compiled or used.
+    """Log an error instead of raising it: calls run without the libraries that aren't compiled or used.
 
-    The line has every reason once; that a library is there and isn't used makes it a warning.
+    The line has every reason once. It is a warning if a compiled library isn't used.
     """
     try:
         yield
@@ -120,17 +120,18 @@ def _logged(level: int) -> Iterator[None]:
 
 def _reasons() -> list[str]:
     """Return why libraries that are compiled aren't used, each reason once."""
-    found = {}
+    reasons = {}
     for library in LIBRARIES:
-        with contextlib.suppress(BuildError, OSError):  # it can't be told whether it is compiled
-            found[libraries.why_not_used(library)] = True
-    return [reason for reason in found if reason]
+        with contextlib.suppress(BuildError, OSError):  # whether the library is compiled is unknown
+            reasons[libraries.why_not_used(library)] = True
+    return [reason for reason in reasons if reason]
 
 
 def build(library: Library, only_missing: bool = False) -> Path:
-    """Compile a library now and return its file, even if that has failed before; waits for other processes.
+    """Compile a library now and return its file, even after an earlier failure; waits for other processes.
 
-    With `only_missing` one that is there is left alone. Raises BuildError with the reason if it fails.
+    With `only_missing` an existing library is returned as it is. Raises BuildError with the reason if
+    compiling fails.
     """
     try:
         _check_places()
@@ -143,7 +144,7 @@ def build(library: Library, only_missing: bool = False) -> Path:
 
 
 def build_missing() -> list[str]:
-    """Compile what is missing and hasn't failed before, and return a line for each that can't be compiled.
+    """Compile missing libraries without an earlier failure; return a line for each one that isn't compiled.
 
     The caller owns the lock.
     """
@@ -159,17 +160,17 @@ def build_missing() -> list[str]:
 
 
 def is_left_out() -> bool:
-    """Return whether ATTNREG_ROUTERS=python says that nothing compiled is to be used."""
+    """Return whether ATTNREG_ROUTERS=python excludes compiled libraries."""
     return build_mode() == "left out"
 
 
 def build_mode() -> str:
-    """Return what ATTNREG_BUILD says, "background", "now" or "off"; "left out" by ATTNREG_ROUTERS=python."""
+    """Return ATTNREG_BUILD, "background", "now" or "off"; "left out" with ATTNREG_ROUTERS=python."""
     try:
-        found = environment.read()
+        settings = environment.read()
     except AttnregError:
         return "off"  # the calls that the settings apply to raise the error
-    return "left out" if found.routers == "python" else found.build or "background"
+    return "left out" if settings.routers == "python" else settings.build or "background"
 
 
 def _missing() -> list[Library]:
@@ -177,26 +178,29 @@ def _missing() -> list[Library]:
 
 
 def _start() -> None:
-    """Start the process that compiles, unless another is at it or it would fail."""
+    """Start the process that compiles, unless another process compiles or compiling would fail."""
     with _logged(logging.INFO):
         failures = [earlier_failure(library) for library in _missing()]
         if failures and all(failures):
             raise BuildError(failures[0])
-        found = libraries.find()
+        compiler = libraries.find()
         _check_places()
-        _detach(found)
+        _detach(compiler)
 
 
 def _check_places() -> None:
-    """Make the folders that the libraries go to; raises OSError as `caches.check_writable` does."""
+    """Make the folders for the libraries; raises OSError as `caches.check_writable` does."""
     for folder in (lock_path().parent, *(target(library).parent for library in LIBRARIES)):
         caches.make(folder)
         caches.check_writable(folder)
 
 
-def _detach(found: list[str]) -> None:
-    """Start the process by one that ends at once; a thread waits for it, some hundredths of a second."""
-    # Elsewhere this is the program that Python is built into: it would be started a second time.
+def _detach(compiler: list[str]) -> None:
+    """Start the compiling process through a process that ends at once.
+
+    A thread waits for the latter, some hundredths of a second.
+    """
+    # In a frozen or embedded Python the executable is the program itself, which would start a second time.
     if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith("python"):
         raise BuildError(f"{sys.executable!r} is no Python to compile with; `attnreg build` does it")
     with caches.readable_errors():
@@ -211,7 +215,7 @@ def _detach(found: list[str]) -> None:
             libraries.python(DETACHED, str(lock), str(libraries.ROOT / "__init__.py")),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             cwd=lock_path().parent, pass_fds=(lock,), start_new_session=True,
-            env=libraries.child_environment() | {"CXX": shlex.join(found)},
+            env=libraries.child_environment() | {"CXX": shlex.join(compiler)},
         )  # fmt: skip
     finally:
         locks.release(lock)
@@ -223,12 +227,12 @@ def _detach(found: list[str]) -> None:
         " and ".join(library.title for library in missing),
         "".join(f"; {reason}" for reason in unused),
     )
-    # A daemon: a program that ends doesn't wait for it.
+    # A daemon thread, so that a program that ends doesn't wait.
     threading.Thread(target=_wait_for, args=(process,), name="attnreg-build", daemon=True).start()
 
 
 def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the process that starts the one that compiles, and log it if it fails."""
+    """Wait for the process that starts the compiling process, and log a failure."""
     with _logged(logging.INFO):
         if process.wait():
             raise BuildError(f"the process that compiles ended with status {process.returncode}")
@@ -251,8 +255,8 @@ def _locked() -> Iterator[None]:
 
 def _build(library: Library) -> Path:
     for each in LIBRARIES:
-        for left in target(each).parent.glob(f"{libraries.SCRATCH}*"):
-            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed, as this one has the lock
+        for scratch in target(each).parent.glob(f"{libraries.SCRATCH}*"):
+            shutil.rmtree(scratch, ignore_errors=True)  # a killed process left it: this process has the lock
     record = _record(library)
     try:
         file = libraries.compile_library(library)
@@ -278,12 +282,12 @@ def _remember(record: Path, message: str) -> None:
 
 
 def earlier_failure(library: Library) -> str:
-    """Return how compiling it has failed with the compiler that is there; empty if it hasn't."""
+    """Return how this machine's compiler has failed to compile a library; empty if it hasn't."""
     try:
-        found = json.loads(_record(library).read_text(encoding="utf-8"))
-        if found["compiler"] != libraries.identity(libraries.find()):
+        record = json.loads(_record(library).read_text(encoding="utf-8"))
+        if record["compiler"] != libraries.identity(libraries.find()):
             return ""
-        said = libraries.in_one_line(str(found["message"]))
-        return f"{said} (tried at {found['when']}; `attnreg build` tries again)"
+        message = libraries.in_one_line(str(record["message"]))
+        return f"{message} (tried at {record['when']}; `attnreg build` tries again)"
     except (BuildError, OSError, RuntimeError, ValueError, KeyError, TypeError):
         return ""

@@ -1,6 +1,6 @@
-"""Loading what attnreg has in C++, if it has been compiled; the other rooms use these functions.
+"""Loads attnreg's libraries in C++, if they have been compiled. Other rooms use only these functions.
 
-`ensure_built` has it compiled in the background, `build` compiles it now.
+`ensure_built` starts compiling in the background, `build` compiles now.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("attnreg")
 
 
 class Status(NamedTuple):
-    """How a library is."""
+    """The state of a library."""
 
     state: str  # "built", "built, not used", "building", "failed", "off" or "not built"
     file: Path | None = None
@@ -49,14 +49,14 @@ def built() -> Path | None:
 
 
 def may_be_loaded(library: Library) -> bool:
-    """Whether a library is compiled and nothing is against loading it; takes no lock, as `status` does."""
+    """Whether a library is compiled and no setting excludes it. Unlike `status`, it acquires no lock."""
     return not is_left_out() and existing(library) is not None
 
 
 def loaded() -> ModuleType:
     """Return the call cache as a module, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
-    Raises BuildError if it isn't compiled, is damaged or can't be loaded, or others can write to it.
+    Raises BuildError if the file is missing, damaged or can't be loaded, or if others can write to it.
     """
     wait_built()
     if file := built():
@@ -81,7 +81,7 @@ def _load(file: Path) -> ModuleType:
 def loaded_cpu_kernel() -> ctypes.CDLL:
     """Return the kernel of the CPU backend, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
-    Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS leaves out what is compiled.
+    Raises BuildError as `loaded` does, and with ATTNREG_ROUTERS=python.
     """
     if is_left_out():
         raise BuildError("ATTNREG_ROUTERS=python leaves compiled libraries out")
@@ -100,7 +100,7 @@ def _load_kernel(file: Path) -> ctypes.CDLL:
 
 
 def status(library: Library) -> Status:
-    """Return whether a library is built, and else why not."""
+    """Return the state of a library, with the reason if it isn't built or used."""
     try:
         if file := existing(library):
             left_out = "ATTNREG_ROUTERS=python leaves compiled libraries out" if is_left_out() else ""

@@ -1,4 +1,4 @@
-"""PyTorch's own kernels, captured before any router covers them, and what may lie above the routers.
+"""PyTorch's own kernels, captured before any router covers them, and overrides above the routers.
 
 A router that calls an op by its name would call itself. `kernel` returns the C++ kernel that was
 registered for an (op, dispatch key) at the first `capture` of the pair; `aten` captures all of them
@@ -48,9 +48,8 @@ def check_version() -> None:
 def capture(op: str, key: str) -> Callable[..., Any] | None:
     """Return torch's kernel of `aten::op` for a dispatch key, or None where torch has none.
 
-    The first call for a pair decides; later ones return the same kernel, also after a router has
-    been registered over it. Raises RegistrationError if this torch can't return kernels, or other Python code
-    overrides the op.
+    Later calls for a pair return the same kernel, also after a router has been registered over it. Raises
+    RegistrationError if this torch can't return kernels, or other Python code overrides the op.
     """
     with _lock:
         if (op, key) not in _captured:
@@ -60,16 +59,16 @@ def capture(op: str, key: str) -> Callable[..., Any] | None:
 
 def kernel(op: str, key: str) -> Callable[..., Any]:
     """Return torch's kernel as `capture` does; raises RegistrationError as well if torch has none."""
-    found = capture(op, key)
-    if found is None:
+    captured_kernel = capture(op, key)
+    if captured_kernel is None:
         raise RegistrationError(f"torch {torch.__version__} has no {key} kernel for aten::{op}")
-    return found
+    return captured_kernel
 
 
 def check_not_overridden(op: str, key: str) -> None:
     """Raise RegistrationError if Python code has overridden `aten::op`, before routers are registered.
 
-    Its kernel would be called instead of torch's, and would be gone as soon as that code removes it.
+    `capture` would return the override in place of torch's kernel, and it ends once that code removes it.
     """
     for line in torch._C._dispatch_dump(f"aten::{op}").splitlines():
         # What Python registers has no C++ signature.
@@ -87,12 +86,12 @@ def _get(op: str, key: str) -> Callable[..., Any] | None:
     if get_kernel is None or not hasattr(torch._C._SafeKernelFunction, "call_boxed"):
         raise _too_old("torch.library.get_kernel or call_boxed is missing: ")
     try:
-        found = get_kernel(f"aten::{op}", key)
-    except RuntimeError:  # how torch says that there is no kernel for this key, as on any CPU build
+        safe_kernel = get_kernel(f"aten::{op}", key)
+    except RuntimeError:  # torch has no kernel for this key, as for CUDA in any CPU build
         return None
     # A fixed key set is enough: these are backend kernels, and no functionality key above them may run twice.
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    return functools.partial(found.call_boxed, keys)
+    return functools.partial(safe_kernel.call_boxed, keys)
 
 
 def shadowed_by() -> str:
@@ -102,7 +101,7 @@ def shadowed_by() -> str:
 
 
 def shadow_note() -> str:
-    """Return what to know of that implementation, or ''."""
+    """Return a note on the implementation above the routers: what it covers, how to undo it; or ''."""
     name = shadowed_by()
     return name and (
         f"torch.nn.attention has {name!r} active above attnreg's routers: the flash ops "

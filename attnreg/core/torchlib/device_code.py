@@ -1,7 +1,7 @@
 """Small CUDA kernels of attnreg's own, compiled where they run, without a compiler on the machine.
 
-NVRTC compiles CUDA C to machine code for one GPU, and the driver loads and launches it. Both libraries are
-there wherever a CUDA build of torch is. Where they can't be used, whoever has a kernel runs torch's ops.
+NVRTC compiles CUDA C to machine code for one GPU, and the driver loads and launches it. Every machine with a
+CUDA build of torch has both libraries. If they can't be used, the callers run torch's ops instead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from attnreg.core.torchlib.locks import open_after_fork
 
 log = logging.getLogger("attnreg")
 
-# What the driver returns where no context is current in a thread: torch has run nothing on a GPU there yet.
+# The driver's error in a thread without a current context: torch has run nothing on a GPU there yet.
 INVALID_CONTEXT = 201
-# Of a thread that loads code while another one captures a graph: the capture goes on.
+# The capture mode of a thread that loads code while another thread captures a graph: the capture goes on.
 _RELAXED = 2
 
 _lock = open_after_fork(threading.Lock())
-# What is loaded of a source on a GPU, by both; the kernels of a source are compiled at once.
+# Loaded modules by source and GPU; all kernels of a source are compiled at once.
 _modules: dict[tuple[str | Path, int], ctypes.c_void_p] = {}
 
 
@@ -39,40 +39,40 @@ class DeviceCodeError(RuntimeError):
 class DeviceKernel:
     """A kernel in CUDA C, compiled for each GPU when it is first needed there.
 
-    `source` is the code or a file with it. It includes no header, and has `extern "C" __global__ void
-    name(...)`. Each parameter of that has eight bytes: an address, a `long long` or a `double`.
+    `source` is the code or a file with it. It includes no header, and defines `extern "C" __global__ void
+    name(...)`. Each parameter has eight bytes: an address, a `long long` or a `double`.
     """
 
     def __init__(self, name: str, source: str | Path) -> None:
         self.name, self.source = name, source
         # By the GPU's index; None where the kernel can't run.
         self._functions: dict[int, ctypes.c_void_p | None] = {}
-        # Memory for the arguments of a launch: each thread that launches takes one meanwhile.
+        # Memory for the arguments of a launch: a thread that launches removes a frame, and puts it back.
         self._frames: list[_Frame] = []
 
     def available(self, device: torch.device | int) -> bool:
-        """Return whether the kernel can run on a device, given itself or as the index of a GPU.
+        """Return whether the kernel can run on a device: a `torch.device`, or the index of a GPU.
 
-        The first time compiles the kernel, in a graph's capture returns False. A debug line says why a kernel
-        can't run.
+        The first call compiles the kernel; while a graph is captured it returns False instead. If the kernel
+        can't run, a debug line is logged with the reason.
         """
         return self._function(_index_of(device)) is not None
 
     def address(self, device: torch.device | int) -> int | None:
-        """Return the function as cuLaunchKernel takes it; None where the kernel isn't available."""
+        """Return the kernel's CUfunction, for cuLaunchKernel; None where the kernel isn't available."""
         function = self._function(_index_of(device))
         return None if function is None else function.value
 
     def __call__(
         self, grid: int, block: int, *arguments: Tensor | int | float, stream: int | None = None
     ) -> None:
-        """Launch `grid` blocks of `block` threads on a stream, the current one unless given.
+        """Launch `grid` blocks of `block` threads on `stream`, by default the current stream.
 
-        The first argument is a tensor on the GPU that the kernel runs on. A tensor is passed as its address,
-        an int as a `long long`, a float as a `double`.
+        The kernel's first argument is a tensor on the GPU that runs the kernel. A tensor, of any shape and
+        dtype, is passed as its address, an int as a `long long`, a float as a `double`.
 
         Raises:
-            DeviceCodeError: the kernel isn't available there, or the driver refuses the launch.
+            DeviceCodeError: the kernel isn't available on that GPU, or the driver refuses the launch.
         """
         index = arguments[0].get_device()  # type: ignore[union-attr]
         if torch._C._cuda_getDevice() != index:
@@ -105,7 +105,7 @@ class DeviceKernel:
             return self._load(index)
 
     def _load(self, index: int) -> ctypes.c_void_p | None:
-        """Load the kernel on a GPU and keep it, or that it can't be; in a capture do neither."""
+        """Load the kernel on a GPU and keep the function, or None if that fails; in a capture do neither."""
         if index < 0 or torch.version.cuda is None or torch.cuda.is_current_stream_capturing():
             return None
         with _lock:
@@ -186,7 +186,7 @@ def _word(argument: Tensor | int | float) -> int:
 
 
 def _load_function(name: str, source: str | Path, index: int) -> ctypes.c_void_p:
-    """Load a kernel on a GPU, with the lock."""
+    """Load a kernel on a GPU. The caller owns the lock."""
     driver, function, before = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     mode = ctypes.c_int(_RELAXED)
     _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
@@ -238,9 +238,9 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _library(symbol: str, name: str) -> ctypes.CDLL:
-    """Return the library of torch's that needs NVRTC and the driver, and so has their symbols, too.
+    """Return torch's library that is linked to NVRTC and the driver, and so has their symbols, too.
 
-    If it isn't there or lacks the symbol, return the library of this name.
+    If torch has no such library or it lacks the symbol, return the library of this name.
     """
     with suppress(OSError):
         both = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libcaffe2_nvrtc.so"))

@@ -1,9 +1,9 @@
-"""Keeping errors that a package stores from keeping the tensors of a call alive.
+"""Functions that stop an error which a package stores from keeping a call's tensors alive.
 
-An error keeps the frames that it passed alive, these keep those that called them, and a frame keeps its
-variables. A package that stores an error, or leaves one in a reference cycle with its frame, thereby keeps
-the tensors of all callers, autograd's graph included, until a full garbage collection: for a model's first
-call that is whatever its layers had in memory.
+An error refers to the frames that it passed. A frame refers to its variables and to its caller's frame. So a
+package that stores an error, or leaves an error in a reference cycle with its frame, keeps the tensors of all
+callers, autograd's graph included, until a full garbage collection. In a model's first call these are all
+activations of the layers so far.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 def run_in_thread(run: Callable[[], T]) -> T:
-    """Run a function in a thread of its own, whose frames keep none of the caller's tensors alive.
+    """Run a function in a new thread, whose frames keep none of the caller's tensors alive.
 
-    It has ended when this returns or raises, also on Ctrl-C. Where no thread can be started any more it runs
-    in the caller's. Not for imports: a module that the caller is importing would wait for itself.
+    The function has ended when this returns or raises, also on Ctrl-C. If no thread can be started any more,
+    the function runs in the caller's thread. Not for imports: a module that the caller is importing would
+    wait for itself.
     """
     outcome: Future[T] = Future()
     thread = Thread(target=_settle, args=(outcome, run), name="attnreg", daemon=True)
-    if sys.is_finalizing():  # starting one would wait for ever
+    if sys.is_finalizing():  # starting a thread would wait for ever
         return run()
     try:
         thread.start()
@@ -36,12 +37,12 @@ def run_in_thread(run: Callable[[], T]) -> T:
     try:
         thread.join()
     except BaseException:
-        thread.join()  # it uses objects of the caller, who is about to go on
+        thread.join()  # the function uses the caller's objects, and the caller is about to go on
         raise
     try:
         return outcome.result()
     finally:
-        del outcome  # it refers to the error, and the error to this frame
+        del outcome  # the outcome refers to the error, and the error to this frame
 
 
 def _settle(outcome: Future[T], run: Callable[[], T]) -> None:
@@ -54,17 +55,17 @@ def _settle(outcome: Future[T], run: Callable[[], T]) -> None:
 
 
 def strip_tracebacks(error: Error) -> Error:
-    """Return an error that is to be stored, without frames; notes say where it and its causes were raised."""
+    """Return the error without frames, to be stored; notes name where it and its causes were raised."""
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    stripped: set[int] = set()
     while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+        cause = waiting.pop()
+        if cause is None or id(cause) in stripped:
             continue
-        seen.add(id(one))
-        if one.__traceback__ is not None:
-            lines = "".join(traceback.format_tb(one.__traceback__)).rstrip()
-            one.add_note(f"Raised here:\n{lines}")
-            one.__traceback__ = None
-        waiting += (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+        stripped.add(id(cause))
+        if cause.__traceback__ is not None:
+            lines = "".join(traceback.format_tb(cause.__traceback__)).rstrip()
+            cause.add_note(f"Raised here:\n{lines}")
+            cause.__traceback__ = None
+        waiting += (cause.__cause__, cause.__context__, *getattr(cause, "exceptions", ()))
     return error

@@ -10,23 +10,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# What Inductor's generated code allocates with: a third of the time of torch.empty.
+# The allocation function of Inductor's generated code, which takes a third of the time of torch.empty.
 _empty_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 GRAPH_TREES = "torch._inductor.cudagraph_trees"
-# One of these runs what Inductor has generated: in this process, or for a package.
+# Code that Inductor has generated is run by one of these modules: in this process, or for a package.
 INDUCTORS_CODE = frozenset(("torch._inductor.output_code", "torch._inductor.package"))
 
 
-# The largest elements that torch copies; a copy doesn't look at the numbers.
+# The dtype of the largest elements that torch copies; a copy preserves every bit.
 LARGE = torch.complex128
 
 
 def aligned(x: Tensor, repeats: bool = True) -> bool:
     """Return whether sixteen-byte loads along the head dim can read a tensor.
 
-    The strides of dimensions of size one count, too: tensor descriptors are made of them. `repeats` says
-    whether a stride may be 0, as those of an expanded tensor are.
+    `x` has at least one dimension, the head dim last, and any dtype of at most 16 bytes. The strides of
+    dimensions of size one count, too, because tensor descriptors contain them. With `repeats` a stride may be
+    0, as in an expanded tensor.
     """
     return x.data_ptr() % 16 == 0 and _in_steps(x.stride(), 16 // x.element_size(), repeats)
 
@@ -40,7 +41,8 @@ def _in_steps(strides: tuple[int, ...], width: int, repeats: bool) -> bool:
 def readable(x: Tensor, repeats: bool = True) -> Tensor:
     """Return a tensor that sixteen-byte loads along the head dim can read; a copy only where needed.
 
-    A copy has its dimensions in the order of the original where it can: kernels lay their results out alike.
+    The tensor has the shape, dtype and values of `x`. A copy has the original's order of dimensions where
+    that is possible, because kernels allocate their results in the layout of their inputs.
     """
     if aligned(x, repeats):
         return x
@@ -51,16 +53,19 @@ def readable(x: Tensor, repeats: bool = True) -> Tensor:
 
 
 def copy(to: Tensor, source: Tensor) -> None:
-    """Copy a tensor of the same shape and dtype, by as large elements as both can be seen in."""
+    """Copy `source` to a tensor of the same shape and dtype, in elements of sixteen bytes if possible."""
     to, source = in_large_elements(to, source)
     to.copy_(source)
 
 
 def in_large_elements(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return views in elements of sixteen bytes; the tensors themselves where one can't be seen so.
+    """Return views of tensors, of any shape and dtype, in elements of sixteen bytes (`LARGE`).
 
-    Where rows don't follow each other, or are chosen by an index, torch copies an element for each thread: on
-    an H100 a quarter of 16 heads of 32,768 tokens takes 28 us instead of 51.
+    Returns the tensors themselves where one of them has no such view: its last stride isn't 1, or its address
+    or a stride isn't a multiple of sixteen bytes.
+
+    Where rows aren't adjacent, or are chosen by an index, torch copies one element per thread. So larger
+    elements are faster: on an H100 a quarter of 16 heads of 32,768 tokens takes 28 us instead of 51.
     """
     return tuple(x.view(LARGE) for x in tensors) if all(map(_is_large, tensors)) else tensors
 
@@ -69,7 +74,7 @@ def _is_large(x: Tensor) -> bool:
     *steps, last = x.stride() or (0,)
     if last != 1 or x.data_ptr() % LARGE.itemsize:
         return False
-    # Sizes of elements are powers of two: all places are multiples if none has one of the lower bits.
+    # Sizes of elements are powers of two: all places are multiples of one if none has a lower bit set.
     places = functools.reduce(operator.or_, steps, x.storage_offset() | x.shape[-1])
     return not places * x.element_size() % LARGE.itemsize
 
@@ -105,7 +110,7 @@ def stream_of(tensor: Tensor) -> int:
 
 
 def inductor_is_running() -> bool:
-    """Whether code that Inductor has generated has called, in this thread."""
+    """Whether a caller in this thread is code that Inductor has generated."""
     if INDUCTORS_CODE.isdisjoint(sys.modules):  # a look at each frame of the stack takes 0.2 us
         return False
     frame = sys._getframe(1)
@@ -117,8 +122,8 @@ def inductor_is_running() -> bool:
 def needs_graph_memory(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured, or Inductor's CUDA-graph trees are in use.
 
-    These run a function once in the graph's pool before they capture it, and check afterwards that no tensor
-    is left there. Their replays return the same tensors each time, with other values at the same version.
+    The trees run a function once in the graph's pool before they capture it, and check afterwards that no
+    tensor is left in the pool. Each replay returns the same tensors, with new values at the same version.
     """
     if not tensor.is_cuda:
         return False

@@ -1,7 +1,7 @@
-"""What attnreg has in C++, the file of each library, and running the compiler that makes it.
+"""attnreg's libraries in C++: their sources, their files, and the compiler's run.
 
-There are two: the call cache, which serves repeated calls without Python, and the kernel of the CPU backend.
-The `module.cpp` of each says more. A library has a file for each version of torch and Python.
+There are two: the call cache, which runs repeated calls without Python, and the kernel of the CPU backend.
+The `module.cpp` of each describes it. A library has a file for each version of torch and Python.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from attnreg.errors import BuildError
 ROOT = Path(__file__).parents[2]
 
 COMPILERS = ("c++", "g++", "clang++")
-# What the folders of builds under way begin with; nothing else in the cache does.
+# The prefix of the folders of builds under way; no other name in the cache has it.
 SCRATCH = ".building-"
-# How much of what a compiler prints goes into a message, and after how many seconds it is stopped.
+# The characters of a compiler's output that go into a message, and the seconds until a compiler is stopped.
 MOST_CHARACTERS, TIMEOUT = 2000, 1800
 
-# What a process of its own does with a new file, given a name and the file: it may be broken in any way.
+# Scripts that load a new file, with variables `name` and `file`. A separate process runs them, as the file
+# may be broken in any way.
 TRY_MODULE = """
 import importlib.util, torch
 from importlib.machinery import ExtensionFileLoader
@@ -51,13 +52,13 @@ class Library(NamedTuple):
     """Something to compile.
 
     Attributes:
-        name: what its files begin with; of a Python module, its name.
-        folder: where they lie, as `caches.folder` has it.
-        title: what to call it in messages.
+        name: the prefix of the library's files; of a Python module also the module's name.
+        folder: the purpose by which `caches.folder` returns the files' folder.
+        title: the library's name in messages.
         main: the source; it includes only headers of its own folder, and torch's.
-        flags: for the compiler.
-        libraries: torch's that it is linked to.
-        trial: a script that loads it, with variables `name` and `file`.
+        flags: the compiler's flags.
+        libraries: the libraries of torch to link to.
+        trial: a script that loads the library, with variables `name` and `file`.
         is_native: whether it is compiled for the instructions that torch uses on this machine.
     """
 
@@ -71,7 +72,7 @@ class Library(NamedTuple):
     is_native: bool = False
 
     def all_flags(self) -> tuple[str, ...]:
-        """Return the flags with those for the instructions that torch uses here, in their portable steps."""
+        """Return all flags; the instructions that torch uses here are named by their x86-64 level."""
         known = torch.backends.cpu.get_cpu_capability() if self.is_native else ""
         native = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}.get(known[:6], ())
         return "-std=c++20", "-fPIC", "-shared", "-w", *self.flags, *native
@@ -99,7 +100,8 @@ CPU_KERNEL = Library(
 LIBRARIES = (CALL_CACHE, CPU_KERNEL)
 
 
-# A library ends with the digest of all before it, which loaders ignore: one file can't be half replaced.
+# A library's file ends with the digest of all bytes before, which loaders ignore. A digest in a second file
+# could be of another version than the library.
 DIGEST = hashlib.sha256
 DIGEST_BYTES = DIGEST().digest_size
 
@@ -108,8 +110,9 @@ DIGEST_BYTES = DIGEST().digest_size
 def target(library: Library = CALL_CACHE) -> Path:
     """Return the file of a library: another for each torch, Python and state of the source.
 
-    One that is compiled for the machine's instructions has a file for each set of them: a home folder may be
-    shared by machines. Raises BuildError if the source isn't there, or the user has no home folder.
+    A library that is compiled for the machine's instructions has a file for each set of instructions, because
+    machines may share a home folder. Raises BuildError if the source is missing, or the user has no home
+    folder.
     """
     try:
         files = library.main, *sorted(library.main.parent.glob("*.h"))
@@ -122,7 +125,7 @@ def target(library: Library = CALL_CACHE) -> Path:
 
 
 def existing(library: Library) -> Path | None:
-    """Return the file of a library, as `checked` does; None where that raises."""
+    """Return the file of a library as `checked` does; None where `checked` raises."""
     try:
         return checked(library)
     except BuildError:
@@ -130,15 +133,15 @@ def existing(library: Library) -> Path | None:
 
 
 def checked(library: Library) -> Path:
-    """Return the file of a library by the path to load it by, without links.
+    """Return the path to load a library from, without links.
 
-    Raises BuildError if it isn't there, can't be read, is damaged, or another user can replace it.
+    Raises BuildError if the file is missing, can't be read, is damaged, or another user can replace it.
     """
     file = target(library)
     try:
         file = file.resolve(strict=True)
-        problem, found = caches.unsafe(file), file.stat()
-        if not problem and not _digest_matches(file, found.st_ino, found.st_size, found.st_mtime_ns):
+        problem, status = caches.unsafe(file), file.stat()
+        if not problem and not _digest_matches(file, status.st_ino, status.st_size, status.st_mtime_ns):
             problem = f"{file} is damaged, and `attnreg build` compiles it again"
     except FileNotFoundError:
         what = f"{library.title} isn't compiled for this torch, Python and machine"
@@ -151,9 +154,9 @@ def checked(library: Library) -> Path:
 
 
 def why_not_used(library: Library) -> str:
-    """Return why a library that is compiled isn't used; empty if it is, or isn't compiled.
+    """Return why a compiled library isn't used; empty if it is used, or isn't compiled.
 
-    Raises BuildError as `target` does, and OSError if it can't be told whether it is compiled.
+    Raises BuildError as `target` does, and OSError if the file's folder can't be read.
     """
     with caches.readable_errors("read"):
         is_there = target(library).is_file()
@@ -167,27 +170,27 @@ def why_not_used(library: Library) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _digest_matches(file: Path, *_: int) -> bool:
-    """Return whether a file ends with the digest of its contents: one that is cut off crashes its process."""
+    """Return whether a file ends with the digest of its contents: a truncated file crashes its process."""
     contents = memoryview(file.read_bytes())
     return DIGEST(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
 
 
 def _versions() -> tuple[str | None, ...]:
-    """Return what the result depends on beyond its source."""
+    """Return the versions that a compiled library depends on."""
     return torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
 
 
 def compile_library(library: Library) -> Path:
-    """Compile a library and load it in another process; replaces the file that was there.
+    """Compile a library and load it in another process; replaces an existing file.
 
-    Raises BuildError, with the output, if there is no compiler, it fails, or what it made can't be loaded.
+    Raises BuildError, with the output, if there is no compiler, it fails, or the new file can't be loaded.
     """
     file, problem = target(library), f"{library.title} can't be compiled"
     try:
         caches.make(file.parent)
         place = file.parent.resolve()
         caches.check_writable(place)
-        # Other processes may load the file or compile it as well: it is there completely or not at all.
+        # Other processes may load or compile the same file: it has to appear complete, in one step.
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
             made = Path(folder) / file.name
             _run([*find(), *_arguments(library, made)], folder)
@@ -195,7 +198,7 @@ def compile_library(library: Library) -> Path:
                 contents.write(DIGEST(made.read_bytes()).digest())
             _run(python(f"name, file = arguments\n{library.trial}", library.name, str(made)), folder)
             made.chmod(0o700)
-            # Have the contents on the disk before the name is: after a crash the file isn't an empty one.
+            # Write the contents to the disk before the name, or a crash may leave an empty file.
             with made.open("rb") as contents:
                 os.fsync(contents.fileno())
             made.replace(place / file.name)
@@ -207,9 +210,9 @@ def compile_library(library: Library) -> Path:
 
 
 def find() -> list[str]:
-    """Return the compiler, as CXX names it or by its usual names, with the arguments that CXX has.
+    """Return the compiler that CXX names, with CXX's arguments; without CXX one of `COMPILERS`.
 
-    Raises BuildError if there is none, or CXX can't be read.
+    Raises BuildError if there is no compiler, or CXX can't be parsed.
     """
     if sys.platform != "linux":
         raise BuildError(f"attnreg compiles on Linux only, got {sys.platform}")
@@ -219,24 +222,24 @@ def find() -> list[str]:
     except ValueError as error:
         raise BuildError(f"CXX={wanted}: {error}") from error
     for name, *arguments in choices:
-        if found := shutil.which(name):
-            return [str(Path(found).absolute()), *arguments]
+        if program := shutil.which(name):
+            return [str(Path(program).absolute()), *arguments]
     looked_for = f"CXX={wanted}" if wanted else " or ".join(COMPILERS)
     raise BuildError(f"there is no C++ compiler, looked for {looked_for}")
 
 
 def identity(command: list[str]) -> str:
-    """Return a text that is another for each compiler and version, or raise OSError; runs nothing."""
+    """Return a text that differs between compilers and versions, or raise OSError; runs nothing."""
     file = Path(command[0]).resolve()
-    found = file.stat()
-    return f"{shlex.join([str(file), *command[1:]])} {found.st_size} {found.st_mtime_ns}"
+    status = file.stat()
+    return f"{shlex.join([str(file), *command[1:]])} {status.st_size} {status.st_mtime_ns}"
 
 
 def python(script: str, *arguments: str) -> list[str]:
-    """Return the command of a Python that imports torch, and nothing by accident; not attnreg either.
+    """Return the command of a Python that can import torch, and imports no module by accident, nor attnreg.
 
-    The current folder, that of the program's script, PYTHONPATH and the folder that attnreg lies in may have
-    modules of any name: only the standard library comes first, then torch's folder, then what is installed.
+    Modules of any name may be in the current folder, the script's folder, PYTHONPATH and the folder that
+    contains attnreg. So the path is the standard library, torch's folder, then the installed packages.
     """
     installed = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     places = [str(Path(torch.__file__).parents[1].absolute()), *installed]
@@ -250,7 +253,7 @@ def child_environment() -> dict[str, str]:
 
 
 def in_one_line(message: str) -> str:
-    """Return how compiling failed as a line for a log: what failed, and the compiler's first line."""
+    """Return a build's error as one line for a log: what failed, and the compiler's first line."""
     return " ".join(line.strip() for line in message.splitlines()[:2])
 
 

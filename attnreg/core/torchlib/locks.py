@@ -1,7 +1,7 @@
-"""Locks that a fork doesn't leave closed: between threads, and between processes on a file.
+"""Locks that are open again after a fork: between threads, and between processes on a file.
 
-Two threads that take two locks in different orders wait for each other for ever. `ORDER` has all of attnreg's
-locks between threads: who has one of them takes only such as come later.
+Two threads that acquire two locks in different orders may wait for each other for ever. `ORDER` lists all of
+attnreg's locks between threads. A thread that owns a lock acquires only later locks of the list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 ORDER = (
     "flash_attn.activation._lock",  # an installed flash-attn is imported behind it
     "core.registry.entry._loading",  # a backend's `load` may call attention
-    # Of the settings and routers as well; no code but torch's and attnreg's runs behind it.
+    # Protects the settings and routers as well; only torch's and attnreg's code runs behind it.
     "core.registry.lock",
     "core.torchlib.background._waiting",
     "core.dispatch.trace._writing",
@@ -39,24 +39,24 @@ ORDER = (
 
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
 
-# Descriptors of locked files. A worker that is forked meanwhile must not keep them for as long as it lives.
+# Descriptors of locked files. A forked worker closes its copies, or it would keep the locks while it lives.
 _held: set[int] = set()
 
 
 def open_after_fork(lock: AnyLock) -> AnyLock:
-    """Return the lock; in a forked child it is open, as the thread that owned it isn't there to do so."""
+    """Return the lock; in a forked child it is open, as the thread that may own it doesn't exist there."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
 
 
 def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int | None:
-    """Lock a file for this process and those that inherit it; None where another process has it.
+    """Lock a file, and return its descriptor; None if another process owns the lock.
 
-    The system opens the lock when the last process with the returned descriptor has ended, in whatever way:
-    there are no stale locks, and the file, which is made if it isn't there, stays where it is. A process
-    inherits the lock if it is started with `pass_fds`, a fork doesn't. With `wait` it waits for the holder.
-    The file is this user's alone, or with `like` of those who may write to that one, if it is there.
+    The system opens the lock when the last process with the descriptor has ended, in whatever way. So there
+    are no stale locks. A missing file is made, and never removed here. A process that is started with
+    `pass_fds` inherits the lock, a forked child doesn't. With `wait` this waits for the lock's owner.
+    Only this user may write to the file. With `like`, if that file exists, its writers may, too.
     Raises OSError if the file can't be made or opened, or its file system has no locks.
     """
     import fcntl
@@ -65,7 +65,9 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         if like:
-            with suppress(FileNotFoundError, PermissionError):  # another user has made the lock, and did this
+            with suppress(
+                FileNotFoundError, PermissionError
+            ):  # another user has made the lock, with this mode
                 os.fchmod(descriptor, like.stat().st_mode & mode | 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -82,13 +84,13 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
 
 @contextmanager
 def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
-    """Let one thread of one process at a time read a file and write it anew, inside this block.
+    """Let only one thread of all processes read a file and write it anew, inside this block.
 
-    Raises TimeoutError if one other process is for so many seconds, however many come before this one;
-    OSError as `lock_file` does. Systems without fcntl have no such locks: there it keeps nobody out.
+    Raises TimeoutError if one process owns the lock for so many seconds; each new owner restarts the time.
+    Raises OSError as `lock_file` does. Systems without fcntl have no such locks: the block runs unprotected.
     """
     target = path.resolve()  # one lock for all links to a file
-    # Not the file itself: it is replaced, and those who wait for its lock would have that of the old one.
+    # A file of its own is locked: the target is replaced, and waiting processes would lock the old file.
     lock = target.with_name(f".{target.name}.lock")
     last, end = None, 0.0
     while os.name == "posix" and (descriptor := _lock_in_place(lock, target)) is None:
@@ -107,7 +109,7 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
 
 
 def _lock_in_place(path: Path, like: Path) -> int | None:
-    """Lock a file as `lock_file` does; None as well where its last holder has just removed it."""
+    """Lock a file as `lock_file` does; None also if the lock's last owner has just removed the file."""
     if (descriptor := lock_file(path, like=like)) is None:
         return None
     with suppress(FileNotFoundError):
@@ -118,13 +120,13 @@ def _lock_in_place(path: Path, like: Path) -> int | None:
 
 
 def release(descriptor: int) -> None:
-    """Open the lock of a file, or leave it to the processes that have inherited it."""
+    """Open the lock of a file, unless other processes have inherited it."""
     _held.discard(descriptor)
     os.close(descriptor)
 
 
 def holder(path: Path) -> str:
-    """Return what the holder of a file's lock has written there, its process id; empty if it is open."""
+    """Return the process id that the owner of a file's lock has written to it; empty if the lock is open."""
     try:
         import fcntl
 
@@ -134,7 +136,7 @@ def holder(path: Path) -> str:
             except BlockingIOError:
                 return file.read(100).decode("ascii", "replace") or "unknown"
     except (OSError, ImportError):
-        pass  # there is none, or it can't be read, or this system has no such locks
+        pass  # the file is missing, or can't be read, or this system has no such locks
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Whether a call is one of plain tensors, or torch has to see it as an op; and what autocast makes of it."""
+"""Whether a call's tensors are plain, or torch has to see the call as an op; and autocast's rule for it."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
-# Asked here, once: the torch.compile of torch 2.11 can't trace the question.
+# Computed at import, as the torch.compile of torch 2.11 can't trace `is_autocast_available`.
 _AUTOCASTS = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
 )
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform is to see.
+    """Whether tensors are on a CPU or GPU, and no mode, subclass or function transform has to see the call.
 
-    One that is negated lazily isn't: in memory its numbers have the other sign. Nor are zeros without memory.
+    Tensors may have any shape and dtype. A lazily negated tensor isn't plain: in memory its numbers have the
+    opposite sign. Nor are zeros without memory.
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
     if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _is_default_device()):
         return False
-    given = [x for x in tensors if x is not None]
     return all(
         type(x) in (Tensor, torch.nn.Parameter)
         and (x.is_cuda or x.is_cpu)
         and not (x.is_neg() or x._is_zerotensor())
-        for x in given
+        for x in tensors
+        if x is not None
     )
 
 
 def is_for_others() -> bool:
-    """Whether what runs now is for other numbers as well: by torch.jit.trace, `vmap` or `functionalize`.
+    """Whether this run stands for other values as well: under torch.jit.trace, `vmap` or `functionalize`.
 
-    What is read back from a tensor would be that of one of them, or can't be. False in compiled code, and for
-    make_fx: see `is_readable` of the room `integrations`.
+    Values that are read from a tensor then belong to only one of the runs, or can't be read. Returns False in
+    compiled code, and for make_fx: see `is_readable` of the room `integrations`.
     """
     if torch.compiler.is_compiling():
         return False
     return torch._C._is_tracing() or any(
-        one.key() in _OF_OTHERS for one in torch._C._functorch.get_interpreter_stack() or ()
+        level.key() in _OF_OTHERS for level in torch._C._functorch.get_interpreter_stack() or ()
     )
 
 
@@ -56,7 +57,7 @@ def _is_default_device() -> bool:
     from torch.utils._device import DeviceContext  # torch imports it with the first such mode
 
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return all(isinstance(one, DeviceContext) for one in modes)
+    return all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def is_transformed() -> bool:
@@ -70,10 +71,10 @@ def autocasts(device: str) -> bool:
 
 
 def in_memory(x: Tensor) -> Tensor | None:
-    """Return a tensor as memory that kernels can read, None if that isn't possible.
+    """Return a tensor, of any shape and dtype, in memory that kernels can read; None if impossible.
 
-    Zeros may have no memory, and a lazy negative has the other sign there. A subclass with
-    `__torch_dispatch__` and a tensor of vmap are wrappers, some of which unwrap when an op is called: so does
+    Zeros may have no memory, and a lazy negative has the opposite sign in memory. A subclass with
+    `__torch_dispatch__` and a tensor of vmap are wrappers. Some wrappers unwrap when an op is called, such as
     the result of a collective that nobody has waited for yet.
     """
     if _is_wrapper(x) and _is_wrapper(x := x.clone()):
@@ -89,7 +90,11 @@ def _is_wrapper(x: Tensor) -> bool:
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does for `F.scaled_dot_product_attention`; torch's own op has no such rule."""
+    """Cast tensors of any shape as autocast does for `F.scaled_dot_product_attention`.
+
+    With autocast on for their device, floating-point tensors except float64 get autocast's dtype. Torch's
+    own op has no such rule.
+    """
     device = query.device.type
     if not autocasts(device):
         return query, key, value
@@ -103,10 +108,10 @@ def _is_cast(x: Tensor) -> bool:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a second derivative of an `autograd.Function` an error, as `once_differentiable` of torch does.
+    """Make a second derivative of an `autograd.Function` an error, as torch's `once_differentiable` does.
 
-    Torch's leaves that out where no incoming gradient needs one itself, as of a loss that is linear in the
-    output: a penalty on such a gradient would then add nothing, without a word.
+    Torch's version raises no error if no incoming gradient needs a gradient, as with a loss that is linear in
+    the output. A penalty on such a gradient would then silently add nothing.
     """
 
     @functools.wraps(backward)
@@ -115,11 +120,11 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        # Inputs, too, as the derivative by them alone wouldn't come by here otherwise.
+        # Inputs, too, or the second derivative by the inputs alone wouldn't reach this node.
         inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
         leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in results]
         text = b"trying to differentiate twice what attnreg computes, which has a first derivative alone"
-        found = torch._C._functions.DelayedError(text, len(leaves) + len(inputs))(*leaves, *inputs)
-        return tuple(found[: len(leaves)])
+        guarded = torch._C._functions.DelayedError(text, len(leaves) + len(inputs))(*leaves, *inputs)
+        return tuple(guarded[: len(leaves)])
 
     return once

@@ -1,10 +1,10 @@
 """Reading small results of a device on the host without waiting for the device.
 
-A result on a GPU is copied to pinned memory, or a kernel writes it there. Torch never gets that memory back:
-its host allocator guards what it gets back by an event in the stream of each copy. Where that stream is
-captured by then, as in a CUDA graph whose warm-up read something back, the event is one of the capture's, and
-the next call that pins memory or begins a capture gets `CUDA error: invalid argument` from it (torch 2.11 on
-an H200).
+A result on a GPU is copied to pinned memory, or a kernel writes it there. That memory is never freed: when
+torch's host allocator frees pinned memory, it records an event in the stream of each copy. If a CUDA graph
+captures that stream by then, as after a warm-up with a read-back, the event belongs to the capture. The next
+call that pins memory or begins a capture then fails with `CUDA error: invalid argument` (torch 2.11 on an
+H200).
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-# What the host reads while the copy is under way; no result has it among its numbers.
+# The number that the host reads while the copy is under way; no result has it among its numbers.
 PENDING = 2
 
-# How many numbers a result has, and for how many results memory is pinned at a time.
+# The numbers of a result, and the results for which memory is pinned at a time.
 NUMBERS, MANY = 2, 256
 
 # Pinned memory that no read-back uses any more, the earliest first. The copy to one may still be under way.
 _free: deque[Tensor] = deque()
 
 
-# A tensor on a device, or what writes one to the host as well: the argument of an `AsyncReadback`.
+# The argument of an `AsyncReadback`: a tensor on a device, or a function that returns such a tensor and makes
+# the device write it to the host as well.
 Result: TypeAlias = Tensor | Callable[[Tensor], Tensor]
 
 
 class AsyncReadback:
     """Two small numbers that are being copied from a device to the host.
 
-    `result` is the tensor on the device.
+    `result` is the tensor on the device: (1,) or (2,), or a scalar.
     """
 
     _pinned: Tensor | None = None
 
     def __init__(self, result: Result) -> None:
-        """Begin to copy a tensor of one or two numbers, each 0, 1 or 3 to 255; one alone is read twice.
+        """Begin to copy a tensor of one or two numbers, each 0, 1 or 3 to 255.
 
-        A function is called in place of that. It has a kernel write two such numbers, in uint8, to the pinned
-        memory that it is given, and returns them as a tensor on the device.
+        The tensor has shape (), (1,) or (2,) and any integer or bool dtype. A single number is read twice.
+        In place of a tensor, a function may be passed. Its argument is pinned memory, (2,) in uint8. It
+        launches a kernel that writes two such numbers there, and returns them as a tensor on the device.
         """
         if isinstance(result, Tensor) and result.is_cpu:
             self.result, self._numbers = result, result.expand(NUMBERS)
@@ -60,9 +62,9 @@ class AsyncReadback:
             raise
         self._pinned = self._numbers = place
 
-    # A default, as the module's own names may be gone where the interpreter ends.
+    # `free` is a default argument, as the module's names may be gone when the interpreter ends.
     def __del__(self, free: deque[Tensor] = _free) -> None:
-        """Give the pinned memory back for another read-back."""
+        """Release the pinned memory for another read-back."""
         if self._pinned is not None:
             free.append(self._pinned)
 
@@ -77,7 +79,7 @@ def _read(place: Tensor) -> list[int] | None:
 
 
 def _free_place() -> Tensor:
-    """Return pinned memory that no copy is under way to."""
+    """Return pinned memory, (2,) in uint8, to which no copy is under way."""
     for _ in range(len(_free)):
         try:
             place = _free.popleft()
@@ -93,8 +95,8 @@ def _free_place() -> Tensor:
 
 
 def pinned(count: int) -> Tensor:
-    """Return pinned memory for so many results, which stays for as long as the process lives."""
+    """Return pinned memory, (count, 2) in uint8, which stays for as long as the process lives."""
     zeros = torch.zeros(count, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
-    # Not even where the interpreter ends, or a forked child, does torch get it back.
+    # The reference is never dropped, so torch frees the memory neither at exit nor in a forked child.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(zeros))
     return zeros

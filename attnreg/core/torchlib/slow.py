@@ -12,9 +12,9 @@ log = logging.getLogger("attnreg")
 
 @contextlib.contextmanager
 def says_if_slow(what: str, seconds: float = 1.0) -> Iterator[None]:
-    """Log, at level info, what a block did and how long it took, if that was longer than so many seconds.
+    """Log, at level info, what a block did and its time, if that was more than so many seconds.
 
-    A block that raises says nothing: whoever handles the exception does.
+    For a block that raises nothing is logged: whoever handles the exception reports it.
     """
     started = time.perf_counter()
     yield
