@@ -5,7 +5,7 @@ after the choice. So the first rank that runs attention writes a record of its i
 default process group, and the other ranks compare their inputs with the record. This is no collective: no
 rank waits for a rank that runs no attention.
 
-A record has to end with its group, but a store may outlive the group. For instance, torchrun's store serves all groups of a
+A record has to end with its group, but a store may outlive the group. torchrun's store serves all groups of a
 job, and so does a store that a program passes to `init_process_group` twice. Hence:
 
 - No strong reference to the store outlives a check (see `torchlib.job_store`).
