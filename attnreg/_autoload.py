@@ -1,7 +1,7 @@
-"""What `import torch` runs of attnreg: its entry point of the group `torch.backends`.
+"""The entry point of attnreg that `import torch` runs, in the group `torch.backends`.
 
-With none of attnreg's variables set this has to cost nothing: it looks at the environment, makes "attnreg"
-known to `torch.nn.attention` and `torch.ops`, and imports nothing else.
+With none of attnreg's variables set this has to cost nothing: it reads the environment, registers the name
+"attnreg" in `torch.nn.attention` and `torch.ops`, and imports nothing else.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _TRANSFORMERS, _AS_FLASH_ATTN = "ATTNREG_TRANSFORMERS", "ATTNREG_AS_FLASH_ATTN"
-# Where transformers keeps the names of attention functions; its own `__init__` imports it when it is needed.
+# transformers' module with the names of attention functions; its `__init__` imports the module on first use.
 _MODELING_UTILS = "transformers.modeling_utils"
-# Where it says whether flash-attn is there. Programs take the function from there right after their import.
+# transformers' module with the check for flash-attn, whose function programs import at once.
 _IMPORT_UTILS = "transformers.utils.import_utils"
 
 
-# Alone it asks for no backend, as it is about programs that do; a value that is wrong has to be said.
+# `ATTNREG_BUILD` alone requests no backend, because it only affects programs that do. A wrong value has to be
+# reported, though.
 _BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
 
-# Whether a variable of attnreg's that asks for something is set, so that `activate` has done what it can.
+# Whether a variable that requests something is set, so that `activate` has already run in full.
 variables_are_set = False
 
 
@@ -41,13 +42,14 @@ def _is_way(value: str) -> bool:
 
 
 def activate() -> None:
-    """Install the routers if the environment asks for something; never an error of `import torch`.
+    """Install the routers if the environment requests something; never an error of `import torch`.
 
-    `import torch` calls it, and the first use of a name of attnreg: a program may set a variable in between.
+    `import torch` calls this, and so does the first use of a name of attnreg, because a program may set a
+    variable in between.
     """
     global variables_are_set
     offer()
-    # In any case: "attnreg_backend" does nothing on Linux, so a warning has to say so.
+    # In any case of letters: "attnreg_backend" has no effect on Linux, so a warning has to report it.
     if not any(
         name.upper().startswith("ATTNREG_") and value.strip() and not (name == _BUILD and _is_way(value))
         for name, value in os.environ.items()
@@ -83,7 +85,7 @@ def activate() -> None:
 
 
 def _without_effect() -> str:
-    """Return a sentence on the variables that put attnreg into other packages, where an error came first."""
+    """Return a sentence on variables for other packages that an earlier error has left without effect."""
     idle = [name for name in (_TRANSFORMERS, _AS_FLASH_ATTN) if os.environ.get(name, "").strip()]
     return f" Until it is mended these have no effect: {', '.join(idle)}." if idle else ""
 
@@ -93,12 +95,12 @@ def _stand_in_for_flash_attn() -> None:
         from attnreg.flash_attn import activation
 
         activation.activate()
-    except Exception as error:  # noqa: BLE001 - the other variables hold all the same
+    except Exception as error:  # noqa: BLE001 - the other variables still apply
         _warn(f"attnreg doesn't stand in for flash-attn: {type(error).__name__}: {error}")
 
 
 def _install_behind_transformers() -> None:
-    """Do what ATTNREG_TRANSFORMERS says, now or when the program imports transformers."""
+    """Apply ATTNREG_TRANSFORMERS now, or when the program imports transformers."""
     from attnreg.core.settings import environment
 
     mode = environment.read().transformers
@@ -117,7 +119,7 @@ def _after_import(name: str, then: Callable[[], None]) -> None:
 
 
 def _say_flash_attn_is_there() -> None:
-    """Do so before others have taken the function; what is wrong is said by the rest of the installation."""
+    """Report flash-attn as available before programs import the check; `install` reports any error."""
     with contextlib.suppress(Exception):
         from attnreg.integrations import behind_flash, transformers
 
@@ -130,7 +132,7 @@ def _install_in_transformers(mode: str) -> None:
         from attnreg.integrations import transformers
 
         transformers.install(behind=None if mode == "1" else mode)
-    except Exception as error:  # noqa: BLE001 - nor must `import transformers`
+    except Exception as error:  # noqa: BLE001 - `import transformers` must not fail because of attnreg
         _warn(f"attnreg is not installed in transformers: {type(error).__name__}: {error}")
 
 
@@ -160,12 +162,12 @@ class _AfterImport:
 def _warn(text: str) -> None:
     try:
         warnings.warn(text, stacklevel=3)
-    except Warning:  # an error by the program's own filter, but not one of `import torch`
+    except Warning:  # the program's filter makes it an error, but `import torch` mustn't fail
         logging.getLogger("attnreg").warning("%s", text)
 
 
 def offer() -> None:
-    """Make "attnreg" known to `torch.ops` and to `activate_flash_attention_impl`; never an error."""
+    """Register "attnreg" in `torch.ops` and for `activate_flash_attention_impl`; never an error."""
     ops = getattr(sys.modules.get("torch._ops"), "ops", None)
     if ops is not None:
         ops.attnreg.__getattr__ = _load_op  # called for names that the module lacks
@@ -179,14 +181,14 @@ def offer() -> None:
 
 
 def _load_op(name: str) -> object:
-    """Define the ops of `varlen_attn` when `torch.ops.attnreg` is asked for one, as by a saved program."""
+    """Define the ops of `varlen_attn` on first access in `torch.ops.attnreg`, as by a saved program."""
     if name in ("_varlen_attn", "_varlen_attn_backward"):
         importlib.import_module("attnreg.core.varlen.custom_op")
-    raise AttributeError(name)  # torch's own look-up is next, and says what is missing
+    raise AttributeError(name)  # torch's own look-up is next, and raises if the op is missing
 
 
 def _activated_by_torch() -> SimpleNamespace:
-    """Serve PyTorch's own functions; return what torch's registry keeps while "attnreg" is active."""
+    """Serve PyTorch's own functions; return the handle that torch's registry keeps."""
     from attnreg.core import aten
     from attnreg.core.policy import current as policy
 
@@ -195,7 +197,7 @@ def _activated_by_torch() -> SimpleNamespace:
     active_before = policy.activate(True)
 
     def remove() -> None:
-        """Leave things as `activate_flash_attention_impl` found them, but for what was registered since."""
+        """Restore the state before `activate_flash_attention_impl`; later registrations stay."""
         policy.activate(active_before)
         if not installed_before and not policy.is_active():
             aten.restore()

@@ -1,4 +1,4 @@
-"""The functions of the public API that set something: registering, configuring, installing, recording."""
+"""The functions of the public API that change settings: registering, configuring, installing, recording."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attnreg.core.times.traces import check_writable
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.masks import serving
 
-if TYPE_CHECKING:  # it takes 0.1 s to import, and most programs need no settings file
+if TYPE_CHECKING:  # importing this takes 0.1 s, and most programs need no settings file
     from attnreg.core.settings.config import Settings
 
 __all__ = [
@@ -38,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Handle:
-    """What `register_backend` returns: takes the registration back.
+    """The result of `register_backend`: `remove` undoes the registration.
 
     A context manager, too: the registration ends with the `with` block.
     """
@@ -53,10 +53,10 @@ class Handle:
         return self._entry.name
 
     def remove(self) -> None:
-        """Take the registration back; the first call does, later ones do nothing.
+        """Undo the registration; a second call changes nothing.
 
-        With the last registration gone the routers pass every call to torch's own kernel. A backend
-        of the program's own goes with its last registration.
+        Without any registration the routers pass every call to torch's own kernel. A backend of the program's
+        own is forgotten with its last registration.
         """
         registration, self._registration = self._registration, None
         if registration is not None:
@@ -85,31 +85,31 @@ def register_backend(
 
     Args:
         backend: the name of a known backend, in any case, or a `Backend` of the caller's own.
-        devices: where it is preferred: "cuda", "cpu", "sm_90", ...; every device it serves unless given.
-        required: whether it is an error if it can't load here; if not, that is logged.
+        devices: where it is preferred: "cuda", "cpu", "sm_90", ...; by default every device that it serves.
+        required: whether a backend that can't load here is an error; else it is logged.
 
     Returns:
-        A handle that takes the registration back.
+        A handle that undoes the registration.
 
     Raises:
-        UnknownBackendError: there is no such backend; lists the known ones and the nearest.
-        BackendUnavailableError: it can't load here; says why and what to install.
-        RegistrationError: another backend has its name, it doesn't serve one of `devices`, or the
-            routers can't be installed.
+        UnknownBackendError: no backend has this name. The message lists known names and the nearest.
+        BackendUnavailableError: it can't load here. The message has the reason and what to install.
+        RegistrationError: another backend has its name, it doesn't serve one of `devices`, or the routers
+            can't be installed.
 
-    Whatever was active before an error stays active.
+    An error changes nothing.
     """
-    policy.sources()  # settings that can't be read are an error here, before anything changes
+    policy.sources()  # raises, before anything changes, if settings can't be read
     known = registry.entries().values()
     if isinstance(backend, Backend):
-        caller = sys._getframe(1)  # for messages about two backends of one name
+        caller = sys._getframe(1)  # for messages about two backends of the same name
         entry = registry.add(backend, f"registered at {caller.f_code.co_filename}:{caller.f_lineno}")
     else:
         entry = registry.find(backend)
     try:
         led = _devices(entry, devices)
         if not entry.unavailable():
-            aten.ensure()  # before it loads: torch's own kernels are captured before anything covers them
+            aten.ensure()  # captures torch's own kernels before a package that loads can override ops
         try:
             entry.kernels()
         except BackendUnavailableError as error:
@@ -134,14 +134,15 @@ def list_backends() -> list[str]:
 def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> None:
     """Apply a settings file, or a `Settings` made in the program.
 
-    Each replaces the last of its kind. Settings of the program override those of a file; the environment
-    overrides both.
+    A file replaces an earlier file, settings of the program replace earlier ones. Settings of the program
+    override a file's; the environment overrides both.
 
     Raises:
-        ConfigError: it can't be read, or something is wrong: file, line, key, what was got and expected.
+        ConfigError: the file can't be read, or a value is wrong. The message has file, line, key, and what
+            was got and expected.
         RegistrationError: the routers can't be installed.
 
-    Whatever was in force before an error stays so.
+    An error changes nothing.
     """
     registry.entries()  # discovers, which it mustn't do behind the lock
     with registry.lock:
@@ -155,10 +156,10 @@ def reload() -> None:
     """Read the environment variables and the settings files again.
 
     Raises:
-        ConfigError: something in them is wrong.
+        ConfigError: a variable or a file is wrong.
         RegistrationError: the routers can't be installed.
 
-    Whatever was in force before an error stays so.
+    An error changes nothing.
     """
     registry.entries()  # discovers, which it mustn't do behind the lock
     with registry.lock:
@@ -169,19 +170,20 @@ def reload() -> None:
         serving.follow()
 
 
-# The choice before each open `use_backend`. Not in the object: a decorator's is shared by all threads.
+# The choice before each open `use_backend`. It isn't in the object, because all threads share a decorator's.
 _outer: ContextVar[tuple[scope.ScopedChoice | None, ...]] = ContextVar("attnreg_outer_choices", default=())
 
 
 class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
     """Put backends first inside a `with` block or a decorated function.
 
-    Applies to this thread or task alone, for the backward of what ran inside it, and to forwards that
-    activation checkpointing repeats in a backward called inside; where `backward()` is called after the
-    block, use `backend=` on the call, or `register_backend`. The backward of torch's own `varlen_attn`
-    remembers nothing of its forward and runs on what is registered. Names are tried in the order given.
-    On a GPU such a backward runs on a thread of autograd's, which goes by the thread that called it: of
-    several tasks of asyncio on one thread, by the one that entered a block last.
+    Names are tried in order. The block applies to this thread or task alone. It also applies to the backward
+    of calls inside the block, and to forwards that activation checkpointing repeats in a backward called
+    inside. If `backward()` is called after the block, use `backend=` on the call, or `register_backend`, for
+    checkpointed forwards. The backward of torch's own `varlen_attn` remembers nothing of its forward: it runs
+    on the registered backends.
+    On a GPU a repeated forward runs on a thread of autograd's, by the choice of the thread that called
+    `backward()`. If several tasks of asyncio share that thread, the last task that entered a block decides.
 
         with attnreg.use_backend("math"):
             out = F.scaled_dot_product_attention(query, key, value)
@@ -208,7 +210,7 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        _outer.set((*_outer.get(), scope.variable.get()))  # not what is inherited
+        _outer.set((*_outer.get(), scope.variable.get()))  # without inherited choices
         scope.enter(self._choice)
 
     def __exit__(self, *exc: object) -> None:
@@ -221,11 +223,12 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write each distinct attention call of a block to a file, once, with its count.
 
-    The file is written every minute and when the block ends. Counts are added to those that it has. All
-    threads are recorded. What runs stays the same: where nothing asks for a backend, torch chooses.
+    The file is written every minute and when the block ends. Counts are added to the file's counts. All
+    threads are
+    recorded. Recording changes no choice: unless a backend is requested, torch chooses.
 
     Raises:
-        ConfigError: the file can't be written, or has something else in it.
+        ConfigError: the file can't be written, or isn't a file of recorded calls.
         RegistrationError: the routers can't be installed.
     """
     file = check_writable(path)
@@ -246,26 +249,28 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         except ConfigError as error:
             if not failing:
                 raise
-            log.warning("%s", error)  # the program's own exception says more
+            log.warning("%s", error)  # the program's own exception is more informative
         recording.say_what_it_lacks()
 
 
 def install() -> None:
-    """Serve PyTorch's own functions, though nothing was registered yet.
+    """Serve PyTorch's own functions, even if no backend is registered.
 
-    Registering or configuring does so by itself. A second call changes nothing.
+    Registering or configuring does this, too. A second call changes nothing.
 
     Raises:
-        RegistrationError: torch lacks an op or declares it otherwise, or other Python code overrides it.
+        RegistrationError: torch lacks an op or declares another schema, or other Python code overrides the
+            op.
     """
     aten.ensure()
     policy.activate(True)
 
 
 def uninstall() -> None:
-    """Take the routers out, so that torch's ops are as if attnreg had never been there.
+    """Remove the routers, so that torch's ops are as without attnreg.
 
-    Registrations and settings are kept, and apply again after the next `install`. Not while another
+    Registrations and settings are kept, and apply again after the next `install`. Don't call this while
+    another
     thread calls attention: torch can't unregister a kernel that is in use.
     """
     policy.activate(False)

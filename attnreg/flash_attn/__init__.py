@@ -2,10 +2,15 @@
 
     from attnreg.flash_attn import flash_attn_func, flash_attn_varlen_func
 
-Names, arguments, defaults, layouts and results are those of flash-attn 2.8. May import `varlen` and all below
-it. Read `functions` first; `attention` has what they share, `dropped_weights` shows what dropout has dropped,
-`kvcache` decodes with a cache, `bert_padding` takes padding out and puts it back, `rotary` rotates heads by
-their positions, and `activation` puts all of it under the name `flash_attn`.
+Names, arguments, defaults, layouts and results are those of flash-attn 2.8. Here, module by module:
+- `functions`, to be read first: the functions without a cache. `attention` has their common part.
+- `dropped_weights`: the weights that dropout has dropped.
+- `kvcache`, `kvcache_checks`: decoding with a cache.
+- `bert_padding`: removes padding and restores it.
+- `rotary`: rotates heads by their positions.
+- `activation`: makes all of it importable as `flash_attn`.
+
+May import `varlen` and all below it.
 """
 
 from attnreg.flash_attn import bert_padding

@@ -1,8 +1,8 @@
 """A module `flash_attn` for programs that import flash-attn and can't be edited.
 
-`activate` puts modules of that name into `sys.modules`, with the functions of this room, and metadata of a
-distribution flash-attn, since programs look for one of version 2.x. Its version has the local label
-"+attnreg": no release of flash-attn has one.
+`activate` puts modules of that name, with the functions of this room, into `sys.modules`. It adds metadata of
+a distribution flash-attn, because programs check for version 2.x. The version has the local label "+attnreg",
+which no release of flash-attn has.
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ _PADDING = {
 
 
 def _get_block_size_n(*_: Any) -> int:
-    """Return how many keys flash-attention's own tests are to take for one block, in weights with dropout.
+    """Return the keys of a block, by which flash-attention's own tests rescale weights with dropout.
 
-    flash-attn's kernels write weights relative to the highest score of a block and those after it. Those of
-    `dropped_weights` are relative to the highest of all: one block.
+    flash-attn's kernels write weights relative to the highest score of a block and the blocks after it.
+    `dropped_weights` returns weights relative to the highest of all scores, as with a single block.
     """
     return 2**31 - 1
 
 
-# What programs, and flash-attention's own tests, import beside the functions.
+# Names that programs, and flash-attention's own tests, import beside the functions.
 _PRIVATE = {"_get_block_size_n": _get_block_size_n, "USE_TRITON_ROCM": False}
 _ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func": rotary.apply_rotary_emb}
 
 _lock = open_after_fork(threading.RLock())
-# The modules of that name that there were before; None while no stand-in is active.
+# The modules of that name that `activate` replaced; None while it isn't active.
 _replaced: dict[str, ModuleType] | None = None
 _standing_in: dict[str, ModuleType] = {}
 
 
 def activate(replace: bool = False) -> None:
-    """Have `import flash_attn` find attnreg's functions, in this process; no change if it does.
+    """Make `import flash_attn` find attnreg's functions, in this process; no change if it already does.
 
-    What a program has imported before stays what it is.
+    Objects that a program has imported before stay as they are.
 
     Args:
-        replace: whether to stand in for an installed flash-attn as well. Its metadata stay; attnreg's backend
-            FA2 goes on using its kernels.
+        replace: whether to replace an installed flash-attn, too. Its metadata stay, and attnreg's backend FA2
+            keeps using its kernels.
 
     Raises:
-        RegistrationError: flash-attn is installed and `replace` isn't given, or flash-attn-4 is, whose
-            modules lie below the same name.
+        RegistrationError: flash-attn is installed and `replace` is false. Or flash-attn-4 is installed, whose
+            modules are below the same name.
     """
     global _replaced
     with _lock:
@@ -92,7 +92,7 @@ def activate(replace: bool = False) -> None:
         installed = _installed(DISTRIBUTION)
         _check_free(installed, replace)
         if installed:
-            with contextlib.suppress(Exception):  # one that doesn't load has no kernels to go on using
+            with contextlib.suppress(Exception):  # a flash-attn that doesn't load has no kernels to keep
                 importlib.import_module(f"{NAME}.flash_attn_interface")
         _replaced = {name: sys.modules.pop(name) for name in _present()}
         _standing_in.update(_modules())
@@ -119,23 +119,23 @@ def deactivate() -> None:
 def _check_free(installed: str, replace: bool) -> None:
     try:
         spec = find_spec(NAME)
-    except ValueError:  # a module of the program's own making is loaded, which says not where it is from
+    except ValueError:  # the program made the loaded module itself, without a `__spec__`
         spec = ModuleSpec(NAME, None, origin="sys.modules, where the program has put it")
     fourth = _installed("flash-attn-4")
-    # A folder without __init__.py is a package, too. One without `cute` is anything but flash-attn.
+    # A folder without __init__.py is a package, too, but only flash-attn-4's has a folder `cute`.
     folders = [] if spec is None or spec.origin else [*(spec.submodule_search_locations or ())]
     cute = next((path for path in (Path(folder, "cute") for folder in folders) if path.is_dir()), None)
     if fourth or cute:
-        found = f"flash-attn-4 {fourth}" if fourth else f"the folder {cute}"
+        got = f"flash-attn-4 {fourth}" if fourth else f"the folder {cute}"
         raise RegistrationError(
-            f"flash_attn: got {found}, which a module of that name would hide, expected none; import from "
+            f"flash_attn: got {got}, which a module of that name would hide, expected none; import from "
             "attnreg.flash_attn instead"
         )
     if spec is not None and spec.origin and not replace:
-        found = f"flash-attn {installed}" if installed else f"a module from {spec.origin}"
+        got = f"flash-attn {installed}" if installed else f"a module from {spec.origin}"
         without = f"none (pip uninstall {DISTRIBUTION})" if installed else "none"
         raise RegistrationError(
-            f"flash_attn: got {found}, expected {without}, or attnreg.flash_attn.activate(replace=True)"
+            f"flash_attn: got {got}, expected {without}, or attnreg.flash_attn.activate(replace=True)"
         )
 
 
@@ -152,7 +152,7 @@ def _present() -> list[str]:
 
 
 def _modules() -> dict[str, ModuleType]:
-    """Return the package and its modules, made anew, by their full names."""
+    """Return new modules, the package's and those below it, by their full names."""
     interface, padding = (f"{NAME}.{name}" for name in ("flash_attn_interface", "bert_padding"))
     layers = f"{NAME}.layers"
     modules = {
@@ -175,13 +175,13 @@ def _module(name: str, contents: dict[str, Any], is_package: bool = False) -> Mo
     module.__file__ = __file__
     module.__package__ = name if is_package else name.rpartition(".")[0]
     if is_package:
-        module.__path__ = []  # what it doesn't have, such as `flash_attn.ops`, is a ModuleNotFoundError
+        module.__path__ = []  # importing another module, such as `flash_attn.ops`, is a ModuleNotFoundError
     vars(module).update(contents)
     return module
 
 
 class _Metadata(importlib.metadata.Distribution):
-    """The distribution that checks of versions see."""
+    """The distribution that programs find when they check the version."""
 
     def read_text(self, filename: str) -> str | None:
         return {"METADATA": METADATA, "top_level.txt": f"{NAME}\n"}.get(filename)
@@ -191,7 +191,7 @@ class _Metadata(importlib.metadata.Distribution):
 
 
 class _Loader(Loader):
-    """Loads the stand-ins as they are."""
+    """Loads the modules of `activate` as they are."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _standing_in[spec.name]
@@ -205,7 +205,7 @@ _EVERYTHING = importlib.metadata.DistributionFinder.Context()
 
 
 class _Finder(importlib.metadata.DistributionFinder):
-    """Finds `_Metadata`, and the stand-ins where a program imports or reloads them anew."""
+    """Finds `_Metadata`, and the modules of `activate` when a program imports or reloads them anew."""
 
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         module = _standing_in.get(name)

@@ -1,8 +1,8 @@
-"""What flash-attn's functions share: what their options mean, and the calls that `varlen_attn` doesn't take.
+"""The common part of flash-attn's functions: their options, and calls that `varlen_attn` doesn't support.
 
-A packed call goes to `varlen_attn` unless it has `deterministic=True`. A dense one goes to backends as it
-lies, since flattening a transposed tensor would copy it. Under torch.compile, and where modes, subclasses or
-function transforms are to see an op, it is a packed one of equal lengths.
+A packed call goes to `varlen_attn` unless it has `deterministic=True`. A dense call goes to backends in its
+layout, because flattening a transposed tensor would copy it. Under torch.compile, and for modes, subclasses
+and function transforms, which have to see an op, a dense call becomes a packed call of equal lengths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from attnreg.errors import InvalidInputError, UnsupportedInputError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What flash-attn calls the arguments that `varlen_attn` and the contract's checks call otherwise.
+# flash-attn's names of arguments, by their names in `varlen_attn` and the contract's checks.
 OF_DENSE = {"query": "q", "key": "k", "value": "v", "scale": "softmax_scale", "is_causal": "causal"}
 OF_PACKED = OF_DENSE | {
     "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
@@ -41,22 +41,22 @@ OF_PACKED = OF_DENSE | {
 # Output and LSE.
 Results = tuple[Tensor, Tensor]
 
-# Offsets and longest sequence, of queries and of keys.
+# Offsets of queries and of keys, int32 (B + 1,), and the longest sequences; dense calls have no offsets.
 Lengths = tuple[Any, Tensor | None, int, int]
 
 
 class Planned(NamedTuple):
-    """A call of which is known that it can be run, and how."""
+    """A checked call, with the plan to run it."""
 
     call: Call
     plan: Plan
 
 
 def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have an error about a function's arguments say their names, by those in what the function calls.
+    """Return a decorator that replaces inner names of arguments by `names` in a function's errors.
 
-    The refusal of a call that no backend can run keeps the contract's names, as in `explain`; so do errors of
-    the op that compiled code calls.
+    Two kinds of errors keep the contract's names: the refusal of a call that no backend can run, as in
+    `explain`, and errors of the op that compiled code calls.
     """
     # "The key's heads" are "k's heads".
     word = re.compile(rf"\b(?:the )?({'|'.join(names)})\b")
@@ -67,7 +67,7 @@ def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except InvalidInputError as error:
-                error.args = (word.sub(lambda found: names[found[1]], str(error)),)
+                error.args = (word.sub(lambda match: names[match[1]], str(error)),)
                 raise
 
         return named
@@ -76,7 +76,7 @@ def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Options(NamedTuple):
-    """The options that all of flash-attn's functions have, in their order."""
+    """The options of all of flash-attn's functions, in their order."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -88,11 +88,11 @@ class Options(NamedTuple):
 
     @property
     def bound_on_scores(self) -> float:
-        """The softcap; flash-attn takes numbers below 0 for none as well."""
+        """The softcap; like flash-attn, numbers below 0 mean none."""
         try:
             return 0.0 if self.softcap < 0.0 else self.softcap
         except TypeError:
-            return float(checked_number("softcap", self.softcap))  # an error, which says what was expected
+            return float(checked_number("softcap", self.softcap))  # raises
 
     def call(
         self,
@@ -102,7 +102,7 @@ class Options(NamedTuple):
         block_table: Tensor | None = None,
         num_splits: int | None = None,
     ) -> Call:
-        """Return the contract's `Call`; both offsets are None for a dense one."""
+        """Return the contract's `Call`; for a dense call both offsets are None."""
         bound = window(self.window_size, self.causal)
         options = {
             "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
@@ -123,9 +123,22 @@ def attend_packed(
     num_splits: int | None = None,
     planned: Planned | None = None,
 ) -> Results:
-    """Return the output (T_q, H, D_v) and the LSE (H, T_q) of packed sequences.
+    """Return the output (T_q, H, D_v) and the LSE, float32 (H, T_q), of packed sequences.
 
-    `planned` is what `checked_call` returned for the same arguments: they needn't be checked once more.
+    Args:
+        q: (T_q, H, D), in half precision or float32.
+        k: (T_k, H_k, D), or pages (pages, page size, H_k, D).
+        v: (T_k, H_k, D_v), or pages (pages, page size, H_k, D_v).
+        lengths: offsets and longest sequences.
+        options: the options of flash-attn's functions.
+        seqused_k: int32 (B,), the number of each sequence's keys that count.
+        block_table: int32 (B, pages of a sequence).
+        num_splits: the number of pieces that the keys are split into.
+        planned: the result of `checked_call` for the same arguments, which then aren't checked again.
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnsupportedInputError: no backend can run the call.
     """
     if planned is not None:
         return _attend_call(q, k, v, *planned)
@@ -138,13 +151,13 @@ def attend_packed(
         )  # fmt: skip
         attend = _attend_uncompiled if torch.compiler.is_compiling() else _attend_deterministic
         return attend(q, k, v, options, lengths, seqused_k, block_table, num_splits)
-    found = varlen_attn(
+    results = varlen_attn(
         q, k, v, *lengths, options.causal, AuxRequest(lse=True), scale=options.softmax_scale,
         window_size=options.window_size, enable_gqa=True, seqused_k=seqused_k, block_table=block_table,
         num_splits=num_splits, softcap=options.bound_on_scores, alibi_slopes=options.alibi_slopes,
         dropout_p=options.dropout_p,
     )  # fmt: skip
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def checked_call(
@@ -157,10 +170,11 @@ def checked_call(
     block_table: Tensor | None,
     num_splits: int | None,
 ) -> Planned | None:
-    """Return the `Call` of `attend_packed` and its plan, after raising what that would, without a gradient.
+    """Return the `Call` and the plan of `attend_packed` without a gradient; raise that function's errors.
 
-    The plan is the one to run: with the policy "adaptive" the next call's may be another backend's turn. None
-    of what is traced, or seen by modes or subclasses: what an op checks of it is raised by that.
+    The caller has to run this plan: with the policy "adaptive" the next plan may be another backend's turn.
+    Returns None for a call that is traced, or seen by modes or subclasses: its op raises the remaining
+    errors.
     """
     check_tensors(alibi_slopes=options.alibi_slopes)
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
@@ -168,19 +182,19 @@ def checked_call(
         window(options.window_size, options.causal)
         checked_number("softcap", options.bound_on_scores)
         return None
-    # A plan depends on dtypes and shapes: no copy of a cache is made for it.
+    # A plan depends only on dtypes and shapes, so autocast needn't copy a cache for it.
     if torch.is_autocast_enabled(q.device.type):
         numbers = autocast(*(x.new_empty(()) for x in (q, k, v)))
         q, k, v = (
-            x if x.dtype == one.dtype else one.expand(x.shape)
-            for x, one in zip((q, k, v), numbers, strict=True)
+            x if x.dtype == number.dtype else number.expand(x.shape)
+            for x, number in zip((q, k, v), numbers, strict=True)
         )
     call = options.call(q, lengths, seqused_k, block_table, num_splits)
     return Planned(call, plan_for("forward", q, k, v, call, scope.current(), needs_backward=False))
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that there is a batch of each, of one size, and no spread over ranks."""
+    """Check that each is a batch of the same size, (B, S, H, D), and that calls aren't spread over ranks."""
     for name, tensor in {"q": q, "k": k, "v": v}.items():
         if isinstance(tensor, Tensor):
             check_strided(name, tensor)
@@ -200,7 +214,7 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_untraced(instead: str) -> None:
-    """Refuse a call that torch.jit.trace records where lengths would stay what they are in it."""
+    """Raise if torch.jit.trace records a call whose lengths would be constants of the trace."""
     if not torch.compiler.is_compiling() and torch._C._is_tracing():
         raise UnsupportedInputError(
             "torch.jit.trace: got a call whose lengths would stay those of the example, expected "
@@ -209,14 +223,19 @@ def check_untraced(instead: str) -> None:
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
-    """Check that a tensor is no nested or sparse one."""
+    """Check that a tensor is neither nested nor sparse."""
     if tensor.is_nested or tensor.layout != torch.strided:
         got = "a nested tensor" if tensor.is_nested else str(tensor.layout)
         raise InvalidInputError(f"{name}: got {got}, expected torch.strided")
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
-    """Return the output (B, S_q, H, D_v) and the LSE (B, H, S_q) of a dense batch."""
+    """Return the output (B, S_q, H, D_v) and the LSE, float32 (B, H, S_q), of a dense batch.
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnsupportedInputError: no backend can run the call.
+    """
     check_dense(q, k, v)
     check_tensors(alibi_slopes=options.alibi_slopes)
     if options.alibi_slopes is not None:
@@ -230,23 +249,23 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
 
 
 def unpacked(out: Tensor, lse: Tensor, batch: int, length: int) -> Results:
-    """Return the packed results of `batch` sequences of a length as dense ones."""
+    """Return packed results of `batch` equally long sequences, (T, H, D_v) and (H, T), as dense results."""
     out = out.view(batch, length, *out.shape[1:])
     return out, lse.view(lse.shape[0], batch, length).transpose(0, 1).contiguous()
 
 
 def _attend_deterministic(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
-    """Return what `_attend` does, of memory: that is otherwise made by the op, which has no such argument."""
-    given = [x for x in (q, k, v, options.alibi_slopes) if x is not None]
-    found = [x for x in map(in_memory, given) if x is not None]
-    if len(found) < len(given) or torch._C._functorch.peek_interpreter_stack() is not None:
+    """Return `_attend` of tensors in memory; other tensors need the op, which can't be `deterministic`."""
+    tensors = [x for x in (q, k, v, options.alibi_slopes) if x is not None]
+    plain = [x for x in map(in_memory, tensors) if x is not None]
+    if len(plain) < len(tensors) or torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedInputError(
             "deterministic must be False in function transforms and for tensor subclasses with "
             "__torch_dispatch__, got True; torch.use_deterministic_algorithms(True) has the same effect there"
         )
     if options.alibi_slopes is not None:
-        options = options._replace(alibi_slopes=found[3])
-    return _attend(found[0], found[1], found[2], options, *arguments)
+        options = options._replace(alibi_slopes=plain[3])
+    return _attend(plain[0], plain[1], plain[2], options, *arguments)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
@@ -259,11 +278,11 @@ def _attend_call(q: Tensor, k: Tensor, v: Tensor, call: Call, plan: Plan | None 
     return out, lse.float().contiguous()
 
 
-# What a compiled program calls, between two of its graphs.
+# A compiled program calls this between two of its graphs.
 _attend_uncompiled = _disable_dynamo(_attend_deterministic)
 
 
 def returned(results: Results, with_weights: bool) -> Any:
-    """Return the output, or what flash-attn returns with `return_attn_probs`: no weights without dropout."""
+    """Return the output; with weights flash-attn's triple, whose weights are empty without dropout."""
     out, lse = results
     return (out, lse, out.new_empty(0)) if with_weights else out

@@ -1,4 +1,4 @@
-"""Takes the padding out of a batch and puts it back, as `flash_attn.bert_padding` does."""
+"""Removes the padding of a batch and restores it, as `flash_attn.bert_padding` does."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from attnreg.errors import InvalidInputError
 
-# flash-attn's module imports these of einops, and programs such as verl import them from there.
+# flash-attn's module imports these functions of einops, and programs such as verl import them from it.
 _OF_EINOPS = ("rearrange", "repeat")
 
 
 def __getattr__(name: str) -> Any:
-    """Return one of einops' functions when it is asked for, as attnreg itself doesn't need einops."""
+    """Import a function of einops on first use, because attnreg itself doesn't need einops."""
     if name not in _OF_EINOPS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
@@ -29,33 +29,40 @@ def __getattr__(name: str) -> Any:
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows of `input`, (rows, ...), at `indices`, int64 (n,)."""
-    return input.index_select(0, indices)  # its backward is faster than that of indexing, which sorts
+    """Return the rows of `input`, (rows, ...) of any dtype, at `indices`, int64 (n,)."""
+    return input.index_select(0, indices)  # its backward is faster than indexing's, which sorts
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `index_first_axis`, and `input` once more, in the same memory, for a residual connection."""
+    """Return `index_first_axis`, and a view of `input`, for a residual connection."""
     return index_first_axis(input, indices), input.view_as(input)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Return a tensor of `first_axis_dim` rows with `values`, (n, ...), at `indices` and zeros elsewhere."""
+    """Return `first_axis_dim` rows: `values`, (n, ...), at `indices`, int64 (n,), and zeros elsewhere."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_put((indices,), values)
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Return the rows of a padded batch that count, one after the other.
+    """Return the rows of a padded batch that count, packed. Waits for the device.
 
     Args:
-        hidden_states: (B, S, ...).
-        attention_mask: (B, S), 1 or True for each row that counts.
-        unused_mask: (B, S), 1 or True for rows that are kept in memory though they don't count.
+        hidden_states: (B, S, ...), of any dtype.
+        attention_mask: (B, S), bool or integers, 1 or True for each row that counts.
+        unused_mask: (B, S), 1 or True for rows that are kept though they don't count.
 
     Returns:
-        The rows (T, ...); where they were in the padded batch, int64 (T,); the sequences' offsets, int32
-        (B + 1,); the longest, which waits for the device; and how many rows of each count, int32 (B,).
+        Five values:
+        - the rows, (T, ...);
+        - their places in the padded batch, int64 (T,);
+        - the sequences' offsets, int32 (B + 1,);
+        - the length of the longest sequence;
+        - the number of rows that count in each sequence, int32 (B,).
+
+    Raises:
+        InvalidInputError: `attention_mask` hasn't the first two dimensions of `hidden_states`.
     """
     if hidden_states.shape[:2] != attention_mask.shape:
         got = tuple(attention_mask.shape)
@@ -71,6 +78,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return rows (T, ...) as a padded batch (B, S, ...), with zeros where `indices` names no row."""
+    """Return a padded batch (B, S, ...) with rows (T, ...) at `indices`, int64 (T,), and zeros elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.view(batch, seqlen, *hidden_states.shape[1:])

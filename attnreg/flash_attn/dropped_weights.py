@@ -1,10 +1,11 @@
 """`return_attn_probs` with dropout: the weights, and which of them were dropped.
 
-The contract's kernels return no weights. Which of them a kernel drops depends on the random state and on
+The contract's kernels return no weights. Which weights a kernel drops depends on the random state and on
 places alone, not on scores or values. So the same call is made beforehand with scores of 0, where all weights
-of a row are equal, and with columns of the identity matrix as values: column j of the output is the weight of
-key j, and 0 if it was dropped. Each such call shows as many keys as a value has dims. Torch's generator is
-put back before each call, so that the call itself draws the same mask, and it is tied to the same backend.
+of a row are equal, and with columns of the identity matrix as values. Column j of the output is then the
+weight of key j, and 0 if it was dropped. Each such call shows as many keys as a value has dims. Torch's
+generator is reset before each call, so that the call itself draws the same mask, and the call has to run on
+the same backend.
 """
 
 from __future__ import annotations
@@ -32,8 +33,19 @@ from attnreg.tools.measure import reference
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Lengths) -> tuple[Tensor, ...]:
     """Return output, LSE and the weights, (B, H, S_q, S_k) in the dtype of `q`, which carry no gradient.
 
-    A weight is `exp(score - the row's highest score)`, below 0 if it was dropped, and 0 where a query doesn't
-    see the key. Offsets of a dense call are None. S_q and S_k of a packed one are the longest lengths.
+    A weight is `exp(score - the row's highest score)`, negative if it was dropped, and 0 if the query doesn't
+    see the key. For a packed call S_q and S_k are the longest lengths.
+
+    Args:
+        q: (B, S_q, H, D), or packed (T_q, H, D), in half precision or float32.
+        k: (B, S_k, H_k, D), or packed (T_k, H_k, D).
+        v: (B, S_k, H_k, D_v), or packed (T_k, H_k, D_v).
+        options: the options of flash-attn's functions.
+        lengths: offsets, None for a dense call, and longest sequences.
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnsupportedInputError: no backend can run the call, or it is captured, traced or transformed.
     """
     spread.check_is_off("return_attn_probs=False")
     if lengths[0] is not None:
@@ -61,21 +73,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: Lengths)
     plan_for("forward", q, k, v, call, choice, needs_backward=needs_backward)  # checks the arguments
     kept, choice = _kept(q, k, v, call, choice, needs_backward)
     out, lse = autograd.attend(q, k, v, call, choice)
-    lse = lse.float().contiguous()  # it has a gradient
+    lse = lse.float().contiguous()  # outside of `no_grad`, because the LSE has a gradient
     with torch.no_grad():
         return out, lse, _weights(q, k, call, kept)
 
 
-# Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
+# Torch's lazy form of `torch.compiler.disable`, which would import all of Dynamo at once.
 _uncompiled = _disable_dynamo(_attend)
 
 
 def _kept(
     q: Tensor, k: Tensor, v: Tensor, call: Call, choice: ScopedChoice | None, needs_backward: bool
 ) -> tuple[Tensor, ScopedChoice | None]:
-    """Return which weights the next call like this one keeps, (B, S_q, H, S_k) or (T_q, H, S_k).
+    """Return which weights the next such call keeps, bool (B, S_q, H, S_k) or (T_q, H, S_k), and its backend.
 
-    And the choice of the backend that has drawn this mask. A weight that a query doesn't see isn't kept.
+    The backend, as a scoped choice, is the one that has drawn this mask. Weights of keys that a query doesn't
+    see count as not kept.
     """
     slopes = call.alibi_slopes
     equal = call._replace(alibi_slopes=None if slopes is None else torch.zeros_like(slopes))
@@ -94,7 +107,7 @@ def _kept(
 
 
 def _places(k: Tensor, call: Call) -> Tensor:
-    """Return which key of its sequence each token is, (S_k,) or (T_k,)."""
+    """Return each token's place in its sequence, int64 (S_k,) or (T_k,)."""
     offsets = call.cu_seqlens_k
     tokens = torch.arange(k.shape[-3], device=k.device)
     if offsets is None:
@@ -106,8 +119,8 @@ def _places(k: Tensor, call: Call) -> Tensor:
 def _weights(q: Tensor, k: Tensor, call: Call, kept: Tensor) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     sequences = [*_sequences(q, k, kept, call)]
-    found = q.new_zeros(len(sequences), q.shape[-2], call.max_q, call.max_k)
-    # In float16 a smaller one would be rounded to -0, which isn't below 0.
+    padded = q.new_zeros(len(sequences), q.shape[-2], call.max_q, call.max_k)
+    # In float16 a smaller number would be rounded to -0, which isn't below 0.
     least = max(torch.finfo(q.dtype).tiny * torch.finfo(q.dtype).eps, torch.finfo(torch.float32).tiny)
     for at, (query, key, is_kept) in enumerate(sequences):
         len_q, len_k, slopes = len(query), len(key), call.alibi_slopes
@@ -115,19 +128,19 @@ def _weights(q: Tensor, k: Tensor, call: Call, kept: Tensor) -> Tensor:
             continue
         eye = torch.eye(len_k, dtype=wide, device=q.device)[None, :, None].expand(1, -1, key.shape[1], -1)
         query, key = query[None].to(wide), key[None].to(wide)
-        given = eye, call.scale, call.window
-        seen = reference.attend(torch.zeros_like(query), torch.zeros_like(key), *given)[0] != 0
+        arguments = eye, call.scale, call.window
+        is_visible = reference.attend(torch.zeros_like(query), torch.zeros_like(key), *arguments)[0] != 0
         slopes = slopes[at] if slopes is not None and slopes.dim() == 2 else slopes
-        weights = reference.attend(query, key, *given, alibi_slopes=slopes, softcap=call.softcap)[0]
+        weights = reference.attend(query, key, *arguments, alibi_slopes=slopes, softcap=call.softcap)[0]
         weights = weights / weights.amax(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
-        dropped = seen & ~is_kept[None, ..., :len_k]
+        dropped = is_visible & ~is_kept[None, ..., :len_k]
         weights = torch.where(dropped, -weights.clamp(min=least), weights)
-        found[at, :, :len_q, :len_k] = weights[0].transpose(0, 1).to(q.dtype)
-    return found
+        padded[at, :, :len_q, :len_k] = weights[0].transpose(0, 1).to(q.dtype)
+    return padded
 
 
 def _sequences(q: Tensor, k: Tensor, kept: Tensor, call: Call) -> Iterator[tuple[Tensor, ...]]:
-    """Yield queries, keys and kept weights of each sequence, whose offsets are read for that."""
+    """Yield queries, keys and kept weights of each sequence; reading the offsets waits for the device."""
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None:
         yield from zip(q, k, kept, strict=True)
         return

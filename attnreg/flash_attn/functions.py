@@ -1,4 +1,4 @@
-"""flash-attn's functions without a cache; `attention` has what they share."""
+"""flash-attn's functions without a cache; `attention` has their common part."""
 
 from __future__ import annotations
 
@@ -43,28 +43,29 @@ def flash_attn_func(
     """Compute attention over a dense batch.
 
     Args:
-        q: (B, S_q, H, D).
-        k, v: (B, S_k, H_k, D) and (B, S_k, H_k, D_v). H is a multiple of H_k.
-        dropout_p: the probability of dropping an attention weight. The seed comes of torch's generator of the
-            device.
-        softmax_scale: factor on the scores; 1 / sqrt(D) unless given.
+        q: (B, S_q, H, D), in half precision or float32; which dtypes run depends on the backends.
+        k, v: (B, S_k, H_k, D) and (B, S_k, H_k, D_v), of the same dtype. H is a multiple of H_k.
+        dropout_p: the probability of dropping an attention weight. The seed is drawn from torch's generator
+            of the device.
+        softmax_scale: factor on the scores; by default 1 / sqrt(D).
         causal, window_size: the mask, aligned bottom-right. Query i sees key j if
             `i + S_k - S_q - left <= j <= i + S_k - S_q + right`; -1 is no bound, `causal` is right = 0.
         softcap: bound on the scores, `softcap * tanh(score / softcap)`; 0 for none.
         alibi_slopes: float32 (H,) or (B, H); `-slope * |i + S_k - S_q - j|` is added to each score.
         deterministic: whether the gradients have to be bitwise repeatable.
-        return_attn_probs: whether the LSE is returned, too, and with dropout the weights: for debugging, as
-            that takes one more forward for each D_v keys, and memory that grows with S_q * S_k.
+        return_attn_probs: whether to return the LSE, too, and with dropout the weights. Weights are for
+            debugging: they need a further forward for each D_v keys, and memory that grows with S_q * S_k.
 
     Returns:
-        The output (B, S_q, H, D_v); with `return_attn_probs` also the LSE, float32 (B, H, S_q), natural log,
-        and the weights, (B, H, S_q, S_k): `exp(score - the row's highest score)`, below 0 if it was dropped.
-        The weights carry no gradient; without dropout an empty tensor is in their place. A row that sees no
-        key has an output of 0 and an LSE of -inf.
+        The output (B, S_q, H, D_v), in the dtype of `q`. With `return_attn_probs` also the LSE, float32
+        (B, H, S_q), natural log, and the weights (B, H, S_q, S_k). A weight is
+        `exp(score - the row's highest score)`, negative if it was dropped.
+        The weights carry no gradient. Without dropout they are an empty tensor. A row that sees no key has an
+        output of 0 and an LSE of -inf.
 
     Raises:
-        InvalidInputError: the arguments contradict each other; says what was got and expected.
-        UnsupportedInputError: no backend can run the call; with every reason.
+        InvalidInputError: the arguments contradict each other. The message has what was got and expected.
+        UnsupportedInputError: no backend can run the call. The message has every reason.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if dropout_p and return_attn_probs:
@@ -142,11 +143,12 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: the longest sequence, in tokens.
         block_table: int32 (B, pages of a sequence).
 
-    Other arguments and errors are those of `flash_attn_func`.
+    Further arguments, dtypes and errors are as for `flash_attn_func`.
 
     Returns:
-        The output (T_q, H, D_v); with `return_attn_probs` also the LSE, float32 (H, T_q), and the weights,
-        (B, H, max_seqlen_q, max_seqlen_k), 0 beyond a sequence; without dropout an empty tensor.
+        The output (T_q, H, D_v). With `return_attn_probs` also the LSE, float32 (H, T_q), and the weights
+        (B, H, max_seqlen_q, max_seqlen_k), 0 beyond a sequence. Without dropout the weights are an empty
+        tensor.
     """
     options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

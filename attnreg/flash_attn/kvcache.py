@@ -56,37 +56,43 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Append keys and values to a cache, in place, and compute attention over what it holds then.
+    """Append keys and values to a cache, in place, and compute attention over the cache.
 
     For inference: nothing has a gradient. A call that is refused before a kernel runs has written nothing.
 
     On a GPU the numbers in `cache_seqlens`, `cache_batch_idx`, `cache_leftpad` and `block_table` aren't
-    checked, as that would wait for it: one below 0, or beyond the cache, is an error of CUDA, or keys of
-    another sequence are overwritten or seen. In compiled code on a CPU one is a `RuntimeError`.
+    checked, because a check would wait for the GPU. A number below 0, or beyond the cache, is then an error
+    of CUDA, or keys of another sequence are overwritten or seen. In compiled code on a CPU it is a
+    `RuntimeError`.
 
     Args:
-        q: (B, S_q, H, D).
-        k_cache, v_cache: (cached sequences, S_cache, H_k, D); with a `block_table` pages, (pages, page size,
-            H_k, D).
+        q: (B, S_q, H, D), in half precision or float32.
+        k_cache, v_cache: (cached sequences, S_cache, H_k, D), of the same dtype; with a `block_table` (pages,
+            page size, H_k, D).
         k, v: (B, S_new, H_k, D), written at `cache_seqlens` of each sequence; both or none.
-        rotary_cos, rotary_sin: (positions, rotary dim / 2): the first dims of `k`, and of `q`, are rotated by
-            their position, which for all rows of `q` is that of the first where there is no mask.
-        cache_seqlens: int32 (B,) or one number, how many tokens each sequence has in the cache; all, unless
-            given.
-        cache_batch_idx: int32 (B,), which sequence of the cache is whose; the first B in order, unless given.
-        cache_leftpad: int32 (B,), how many tokens at the beginning of a cached sequence don't count.
+        rotary_cos, rotary_sin: (positions, rotary dim / 2), tables by which the first dims of `k` and `q` are
+            rotated according to their positions. Without a mask all rows of `q` have the position of the
+            first.
+        cache_seqlens: int32 (B,) or one number: the tokens that each sequence has in the cache; by default
+            the cache is full.
+        cache_batch_idx: int32 (B,), the place of each sequence in the cache; by default the first B, in
+            order.
+        cache_leftpad: int32 (B,), the tokens at the beginning of each cached sequence that don't count.
         block_table: int32 (B, pages of a sequence).
-        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, not those of two halves.
-        num_splits: into how many pieces the keys are split; 0 lets the kernel choose.
+        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together; else dims of two halves.
+        num_splits: the number of pieces that the keys are split into; 0 lets the kernel choose.
 
-    Other arguments and errors are those of `flash_attn_func`.
+    Further arguments and errors are as for `flash_attn_func`.
 
     Returns:
-        The output (B, S_q, H, D); with `return_softmax_lse` also the LSE, float32 (B, H, S_q).
+        The output (B, S_q, H, D), in the dtype of `q`. With `return_softmax_lse` also the LSE, float32
+        (B, H, S_q).
     """
     spread.check_is_off("a call without a cache: flash_attn_varlen_func with the offsets of the whole batch")
-    given = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **{x: y for x, y in given.items() if y is not None})
+    optional = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    check_tensors(
+        q=q, k_cache=k_cache, v_cache=v_cache, **{x: y for x, y in optional.items() if y is not None}
+    )
     check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     (batch, length_q), new = q.shape[:2], 0 if k is None else k.shape[1]
@@ -97,16 +103,16 @@ def flash_attn_with_kvcache(
         is_masked = causal or window(window_size, False) != (-1, -1)
         q = rotated(q, positions(used, length_q if is_masked else 1), *tables)
         k = None if k is None else rotated(k, positions(used, k.shape[1]), *tables)
-    seen, cu_seqlens_k, longest = used + new if new else used, None, k_cache.shape[1]
+    key_counts, cu_seqlens_k, longest = used + new if new else used, None, k_cache.shape[1]
     pages, table = _pages(block_table, cache_batch_idx, cache_leftpad, batch, used), None
     if pages is None:
-        # More backends take counts of keys than pages.
+        # More backends support counts of keys than pages.
         cu_seqlens_k = regular_offsets(batch, longest, k_cache)
     elif cache_leftpad is None:
         longest, table = longest * pages.shape[1], pages.contiguous()
     else:
         longest, table = longest * pages.shape[1], _one_token_pages(k_cache, pages, cache_leftpad)
-        seen = seen - cache_leftpad.to(torch.int32)
+        key_counts = key_counts - cache_leftpad.to(torch.int32)
 
     def keys_and_values() -> tuple[Tensor, Tensor]:
         if table is None:
@@ -117,10 +123,10 @@ def flash_attn_with_kvcache(
 
     lengths = regular_offsets(batch, length_q, q), cu_seqlens_k, length_q, longest
     q, splits = q.flatten(0, 1), num_splits or None
-    planned = checked_call(q, *keys_and_values(), lengths, options, seen, table, splits)
-    if k is not None and v is not None:  # nothing is written for a call that is refused
+    planned = checked_call(q, *keys_and_values(), lengths, options, key_counts, table, splits)
+    if k is not None and v is not None:  # after the checks, so that a refused call writes nothing
         _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
-    out, lse = attend_packed(q, *keys_and_values(), lengths, options, seen, table, splits, planned)
+    out, lse = attend_packed(q, *keys_and_values(), lengths, options, key_counts, table, splits, planned)
     if return_softmax_lse:
         return unpacked(out, lse, batch, length_q)
     return out.view(batch, length_q, *out.shape[1:])
@@ -129,7 +135,10 @@ def flash_attn_with_kvcache(
 def _pages(
     block_table: Tensor | None, places: Tensor | None, leftpad: Tensor | None, batch: int, used: Tensor
 ) -> Tensor | None:
-    """Return the pages of each sequence, (B, pages); a cached sequence is one. None if all are in order."""
+    """Return the pages of each sequence, int32 (B, pages); None if the cache is in order.
+
+    Without a `block_table` a cached sequence is a page.
+    """
     if block_table is not None:
         return block_table.to(torch.int32)
     if places is not None:
@@ -138,12 +147,12 @@ def _pages(
 
 
 def _append(new: Pair, caches: Pair, in_order: bool, pages: Tensor | None, used: Tensor) -> None:
-    """Write new keys and values behind the `used` ones, in place; a cache `in_order` has no pages."""
+    """Write new keys and values after the `used` tokens, in place; a cache `in_order` has no pages."""
     (batch, count), size = new[0].shape[:2], caches[0].shape[1]
     room = size if pages is None else size * pages.shape[1]
     check_compiled("cache_seqlens", used, room - count + 1)
     if in_order and all(len(x) == 1 or x.stride(0) == size * x.stride(1) for x in caches):
-        # All tokens are one dimension: that takes fewer operations, and a step on a GPU is bound by the host.
+        # With all tokens in one dimension fewer operations run, and on a GPU the host bounds a decoding step.
         at = regular_offsets(batch, size, used, torch.int64)[:-1] + used
         at = at if count == 1 else positions(at, count).flatten()
         for rows, cache in zip(new, caches, strict=True):
@@ -159,8 +168,8 @@ def _append(new: Pair, caches: Pair, in_order: bool, pages: Tensor | None, used:
 
 
 def _one_token_pages(k_cache: Tensor, pages: Tensor, leftpad: Tensor) -> Tensor:
-    """Return the pages of each sequence, without what pads it, of a cache that lies in pages of one token."""
+    """Return the pages of each sequence without its padding, if each token of the cache is a page: int32."""
     size = k_cache.shape[1]
     at = torch.arange(pages.shape[1] * size, device=pages.device) + leftpad.long()[:, None]
-    at = at.clamp(max=pages.shape[1] * size - 1)  # what lies beyond isn't used
+    at = at.clamp(max=pages.shape[1] * size - 1)  # tokens beyond aren't used
     return (pages.long().gather(1, at // size) * size + at % size).to(torch.int32)

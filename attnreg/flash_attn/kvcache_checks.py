@@ -1,4 +1,4 @@
-"""What `flash_attn_with_kvcache` checks before it writes anything."""
+"""The checks of `flash_attn_with_kvcache` before it writes anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def check(
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
 ) -> None:
-    """Check layouts, shapes, devices and dtypes, and which arguments go together."""
+    """Check layouts, shapes, devices and dtypes, and which arguments need or exclude each other.
+
+    Raises:
+        InvalidInputError: an argument is wrong; shapes are those of `flash_attn_with_kvcache`.
+    """
     check_untraced("PyTorch's scaled_dot_product_attention")
     numbers = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
     check_in_memory(**numbers)
@@ -63,22 +67,24 @@ def check(
 
 
 def _check_new(q: Tensor, new: tuple[Tensor | None, Tensor | None], caches: tuple[Tensor, Tensor]) -> None:
-    """Check the keys and values that are to be written."""
+    """Check the new keys and values, (B, S_new, H_k, D) each."""
     (k, v), (k_cache, v_cache) = new, caches
     if (k is None) != (v is None):
         raise InvalidInputError("k and v: got one of the two, expected both or none")
-    for name, one, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        # What has another shape, PyTorch would expand.
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        # PyTorch would expand a tensor of another shape.
         expected = len(q), *((k if k is not None else q).shape[1:2]), *cache.shape[2:]
-        if one is not None and tuple(one.shape) != expected:
+        if tensor is not None and tuple(tensor.shape) != expected:
             raise InvalidInputError(
-                f"{name}: got shape {tuple(one.shape)}, expected {expected}, as of the cache"
+                f"{name}: got shape {tuple(tensor.shape)}, expected {expected}, as of the cache"
             )
-        if one is None or (one.device == q.device and one.dtype == cache.dtype):
+        if tensor is None or (tensor.device == q.device and tensor.dtype == cache.dtype):
             continue
-        if one.device != q.device or not autocasts(q.device.type):
+        if tensor.device != q.device or not autocasts(q.device.type):
             expected_dtype = f"{cache.dtype}, as of the cache, on {q.device}"
-            raise InvalidInputError(f"{name}: got {one.dtype} on {one.device}, expected {expected_dtype}")
+            raise InvalidInputError(
+                f"{name}: got {tensor.dtype} on {tensor.device}, expected {expected_dtype}"
+            )
 
 
 def check_places(
@@ -90,7 +96,7 @@ def check_places(
     used: Tensor,
     new: int,
 ) -> None:
-    """Check which keys a call is about; on a GPU all but the numbers, which it would have to wait for."""
+    """Check which keys a call uses; on a GPU not the numbers, because reading them would wait for it."""
     check_in_memory(cache_leftpad=leftpad)
     if block_table is not None and _is_read(block_table, used):
         counts = (-((used + new) // -k_cache.shape[1])).tolist()
@@ -106,22 +112,22 @@ def check_places(
             _check_each("cache_leftpad", leftpad.tolist(), (used + new).tolist())
 
 
-def _check_integers(name: str, given: object, q: Tensor, shape: tuple[int | str, ...]) -> None:
+def _check_integers(name: str, value: object, q: Tensor, shape: tuple[int | str, ...]) -> None:
     """Check that an argument is a tensor of int32 or int64 on the device of q."""
-    if isinstance(given, Tensor):
-        fits = given.dim() == len(shape) and len(given) == shape[0] and given.device == q.device
-        if fits and given.dtype in (torch.int32, torch.int64):
-            return  # before any text is made: Dynamo can't make it of a size
-        got, kind = f"{given.dtype} of shape {tuple(given.shape)} on {given.device}", ""
+    if isinstance(value, Tensor):
+        fits = value.dim() == len(shape) and len(value) == shape[0] and value.device == q.device
+        if fits and value.dtype in (torch.int32, torch.int64):
+            return  # before any message is made, because Dynamo can't make one from a size
+        got, kind = f"{value.dtype} of shape {tuple(value.shape)} on {value.device}", ""
     else:
-        got, kind = repr(given), "a tensor, "
+        got, kind = repr(value), "a tensor, "
     of_shape = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
     raise InvalidInputError(f"{name}: got {got}, expected {kind}int32 of shape {of_shape} on {q.device}")
 
 
-def _is_read(*given: Tensor) -> bool:
-    """Whether the host may look at the numbers of tensors."""
-    return not torch.compiler.is_compiling() and all(x.is_cpu for x in given) and is_plain(*given)
+def _is_read(*tensors: Tensor) -> bool:
+    """Whether the host may read the numbers of tensors."""
+    return not torch.compiler.is_compiling() and all(x.is_cpu for x in tensors) and is_plain(*tensors)
 
 
 def _check_each(name: str, numbers: list[int], highest: list[int]) -> None:
@@ -140,28 +146,28 @@ def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int, room: int) -> None:
 
 
 def _room(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """Return how many tokens of one sequence a cache can hold."""
+    """Return the most tokens of one sequence that a cache can hold."""
     return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
 def lengths_of(
-    given: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table: Tensor | None, new: int
+    cache_seqlens: int | Tensor | None, q: Tensor, k_cache: Tensor, block_table: Tensor | None, new: int
 ) -> Tensor:
-    """Return how many tokens each sequence has in the cache, int32 (B,), which has to have room for new ones.
+    """Return the number of tokens of each sequence in the cache, int32 (B,); raise if `new` ones don't fit.
 
-    Whether it has isn't known of lengths on a GPU: to read them would wait for it.
+    Lengths on a GPU aren't checked, because reading them would wait for it.
     """
     room = _room(k_cache, block_table)
-    if isinstance(given, Tensor):
-        _check_integers("cache_seqlens", given, q, (len(q),))
-        used = given.to(torch.int32)
-        numbers = given.tolist() if _is_read(given) and len(given) else [0]
+    if isinstance(cache_seqlens, Tensor):
+        _check_integers("cache_seqlens", cache_seqlens, q, (len(q),))
+        used = cache_seqlens.to(torch.int32)
+        numbers = cache_seqlens.tolist() if _is_read(cache_seqlens) and len(cache_seqlens) else [0]
         least, most = min(numbers), max(numbers)
-    elif given is None or isinstance(given, Integral):
-        least = most = room if given is None else int(given)
+    elif cache_seqlens is None or isinstance(cache_seqlens, Integral):
+        least = most = room if cache_seqlens is None else int(cache_seqlens)
         used = torch.full((len(q),), most, dtype=torch.int32, device=k_cache.device)
     else:
-        raise InvalidInputError(f"cache_seqlens: got {given!r}, expected a tensor or one number")
+        raise InvalidInputError(f"cache_seqlens: got {cache_seqlens!r}, expected a tensor or one number")
     if least < 0:
         raise InvalidInputError(f"cache_seqlens: got {least}, expected 0 or more")
     if most + new > room:

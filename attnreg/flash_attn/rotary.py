@@ -25,20 +25,22 @@ def apply_rotary_emb(
     """Return `x` with the first dims of each head rotated by the position of its token.
 
     Args:
-        x: (B, S, H, D), or (T, H, D) with `cu_seqlens`.
-        cos, sin: (positions, rotary dim / 2).
-        interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together, not those of two halves.
-        inplace: whether the result is written into `x`, which is returned then.
-        seqlen_offsets: the position of the first token of all sequences, or of each, (B,).
+        x: (B, S, H, D), or (T, H, D) with `cu_seqlens`; floating point.
+        cos, sin: (positions, rotary dim / 2); floating point.
+        interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together; else dims of two halves.
+        inplace: whether to write the result into `x` and return `x`.
+        seqlen_offsets: the position of every sequence's first token, or integers (B,), one a sequence.
         cu_seqlens: int32 (B + 1,), offsets of the sequences. Rows past the last offset stay as they are.
-        max_seqlen: not needed here.
+        max_seqlen: unused.
+
+    Returns:
+        A tensor of the shape and dtype of `x`.
 
     Raises:
-        InvalidInputError: the shapes contradict each other. On a GPU positions aren't compared with the
-            number of those that the tables have.
+        InvalidInputError: the shapes contradict each other, or, on a CPU, a position is beyond the tables.
     """
-    given = {"x": x, "cos": cos, "sin": sin} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
-    check_tensors(**given)
+    tensors = {"x": x, "cos": cos, "sin": sin} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+    check_tensors(**tensors)
     if cu_seqlens is not None and (
         cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64)
     ):
@@ -76,20 +78,20 @@ def apply_rotary_emb(
 
 
 def positions(first: Tensor, count: int) -> Tensor:
-    """Return the positions (B, count) of tokens that begin at `first`, (B,)."""
+    """Return the positions of `count` tokens from `first` on, integers (B,): (B, count)."""
     return first[:, None] + torch.arange(count, dtype=torch.int32, device=first.device)
 
 
 def check_compiled(name: str, numbers: Tensor, below: int) -> None:
-    """Have compiled code on a CPU raise a `RuntimeError` if numbers aren't within 0 to `below - 1`."""
+    """Make compiled code on a CPU raise a `RuntimeError` if numbers aren't within 0 to `below - 1`."""
     if torch.compiler.is_compiling() and numbers.is_cpu:
         fit = ((numbers >= 0) & (numbers < below)).all()
-        # Without the limit, as in dynamic code that would compile it anew for each.
+        # The message hasn't the limit: dynamic code would be compiled anew for each limit.
         torch._assert_async(fit, f"{name}: got a number below 0, or one that is too large")
 
 
 def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Return (B, S, H, D) rotated by positions (B, S) or (B, 1), computed in float32 at least."""
+    """Return `x`, (B, S, H, D), rotated by positions `at`, (B, S) or (B, 1); computed in float32 or wider."""
     if not torch.compiler.is_compiling() and at.is_cpu and is_plain(at) and at.numel():
         least, most = int(at.min()), int(at.max())
         if least < 0 or most >= len(cos):
@@ -99,7 +101,7 @@ def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) 
     size, dtype = 2 * cos.shape[-1], torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype)[at.long()][:, :, None] for table in (cos, sin))
     head = x[..., :size].to(dtype)
-    one, other = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
-    both = one * cos - other * sin, one * sin + other * cos
+    left, right = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
+    both = left * cos - right * sin, left * sin + right * cos
     rotated = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
     return torch.cat((rotated.to(x.dtype), x[..., size:]), dim=-1)

@@ -1,9 +1,13 @@
 """attnreg behind other libraries: `attnreg.integrations.transformers`.
 
-Here: one module for each library (`transformers`), and what its calls are made of: how a batch's
-tokens lie as sequences (`packing`) and what all layers of a model share of a mask (`shared_mask`).
-May import: `flash_attn` and all below it. Read `transformers.py` first. Nothing else of attnreg imports this
-room, and a library is imported when `install` is called.
+Here, module by module:
+- `transformers`, to be read first: a layer's call, and `install`. Each library has a module of its name.
+- `shared_mask`, `mask_functions`: the mask that all layers of a model share.
+- `packing`: the sequences of a batch. `masked`: calls that need a dense mask.
+- `for_others`: calls in jit.trace, vmap and functionalize. `behind_flash`: the name `flash_attention_2`.
+
+May import: `flash_attn` and all below it. Nothing else of attnreg imports this room. A library is imported
+when `install` is called.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a library's module where a program names it without an import."""
+    """Import a library's module when a program names it without an import."""
     if name != "transformers":
         raise AttributeError(f"module 'attnreg.integrations' has no attribute {name!r}")
     return importlib.import_module("attnreg.integrations.transformers")

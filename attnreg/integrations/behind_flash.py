@@ -1,7 +1,7 @@
 """attnreg behind transformers' name `flash_attention_2`, for programs and libraries with a list of names.
 
-It changes what transformers keeps for itself (read in 5.23): `_lazy_imports` and the table of what flash-attn
-needs, both in `modeling_flash_attention_utils`, and `is_flash_attn_2_available`.
+It changes private objects of transformers (as of 5.23): `_lazy_imports` and the table of flash-attn's
+requirements, both in `modeling_flash_attention_utils`, and `is_flash_attn_2_available`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "flash_attention_2"
 
 
 def stand_behind_flash() -> None:
-    """Have transformers take the functions below for those of the package flash-attn, and find it usable."""
+    """Make transformers use the functions below as the package flash-attn's, and find the package usable."""
     from transformers import modeling_flash_attention_utils as theirs
 
     usual = theirs._lazy_imports
@@ -30,7 +30,7 @@ def stand_behind_flash() -> None:
         def lazy_imports(implementation: str | None, *rest: Any, **options: Any) -> tuple[Any, ...]:
             if implementation not in (None, NAME):
                 return usual(implementation, *rest, **options)  # type: ignore[no-any-return]
-            # Without a function for pages, continuous batching goes on without them.
+            # Without a function for pages, continuous batching runs without pages.
             return flash_attn_func, flash_attn_varlen_func, None, theirs._pad_input, theirs._unpad_input
 
         lazy_imports.before_attnreg = usual  # type: ignore[attr-defined]
@@ -46,24 +46,24 @@ def stand_behind_flash() -> None:
 
 
 def say_available() -> None:
-    """Have transformers say that flash-attn is there."""
-    # Modules have it under its name: of those that are loaded later each takes it from these.
+    """Make transformers report flash-attn as available."""
+    # Loaded modules have the function under its name; modules loaded later import it from these.
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "transformers" and "is_flash_attn_2_available" in vars(module):
             module.is_flash_attn_2_available = is_flash_attn_2_available  # type: ignore[attr-defined]
 
 
 def is_flash_attn_2_available(kernels_fallback_ok: bool = False) -> bool:
-    """Say yes, for attnreg's functions."""
+    """Return True: attnreg's functions are available."""
     return True
 
 
-# As transformers marks its own: torch.compile takes the result for a constant.
+# The mark of transformers' own function: torch.compile treats the result as a constant.
 is_flash_attn_2_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-# Their names and those of their arguments are the package flash-attn's. `s_aux` is what transformers calls
-# sinks, and leaves out without a word where a function doesn't have it.
+# Names of functions and arguments are the package flash-attn's. `s_aux` is transformers' name of sinks;
+# transformers silently drops sinks if a function has no such argument.
 @flash.naming(flash.OF_PACKED)
 def flash_attn_varlen_func(
     q: Tensor,
@@ -81,7 +81,24 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention over packed sequences: (T, H, D)."""
+    """Compute attention over packed sequences.
+
+    Args:
+        q: (T_q, H, D), floating point.
+        k, v: (T_k, H_k, D) and (T_k, H_k, D_v), of the same dtype.
+        cu_seqlens_q, cu_seqlens_k: integers (B + 1,), offsets of the sequences.
+        max_seqlen_q, max_seqlen_k: the longest sequence, in tokens.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic: as for
+            `attnreg.flash_attn.flash_attn_varlen_func`.
+        s_aux: (H,), the sinks.
+
+    Returns:
+        The output (T_q, H, D_v).
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnsupportedInputError: no backend can run the call, or it has `deterministic=True` and sinks.
+    """
     flash.check_untraced("attn_implementation='attnreg' or 'sdpa'")
     lengths = cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k)
     left, right = window_size
@@ -98,7 +115,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Compute attention over sequences of one length, (B, S, H, D); the options are those above."""
+    """Compute attention over sequences of equal length, (B, S, H, D); options and errors are those above."""
     batch, length_q, length_k = q.shape[0], q.shape[1], k.shape[1]
     packing = of_equal_lengths(batch, length_q, length_k, q.device)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))

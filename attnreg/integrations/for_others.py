@@ -1,7 +1,7 @@
-"""Attention of transformers' layers where one call is for several inputs: jit.trace, vmap, functionalize.
+"""Attention of transformers' layers in a call that stands for several inputs: jit.trace, vmap, functionalize.
 
-Whatever PyTorch's operations don't say would stay what it is in the call that is recorded. So such calls are
-dense ones, by PyTorch's own function, and nothing is read back of their masks.
+A recorded call repeats PyTorch's operations; every other value would be a constant of the recording. So such
+calls are dense, by PyTorch's own function, and no mask is read back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,22 @@ def attend_for_others(
     options: Options,
     others: dict[str, Any],
 ) -> Tensor:
-    """Compute a layer's call: (B, S, H, D_v) of (B, H, S, D).
+    """Compute a layer's call.
+
+    Args:
+        query: (B, H, S_q, D), floating point.
+        key: (B, H_k, S_k, D), of the same dtype.
+        value: (B, H_k, S_k, D_v), of the same dtype.
+        mask: a shared mask, or a tensor (B, 1, S_q, S_k) as for `masked`, or None.
+        window: (left, right), aligned bottom-right; -1 is no bound.
+        options: the layer's dropout, scale, softcap and sinks.
+        others: the layer's further arguments.
+
+    Returns:
+        The output (B, S_q, H, D_v).
 
     Raises:
-        UnsupportedInputError: the call has offsets, whose number would stay the same.
+        UnsupportedInputError: the call has offsets, whose number would be a constant of the recording.
     """
     if others.get("cu_seq_lens_q") is not None:
         raise UnsupportedInputError(
@@ -49,19 +61,19 @@ def attend_for_others(
         )
         return out.transpose(1, 2)
     else:
-        # Those of a layer that isn't causal may be a decoder's, and its keys an encoder's.
+        # If a layer isn't causal, its positions may be a decoder's and its keys an encoder's.
         dense = _mask_of(query, key, window, positions if window[1] == 0 else None)
     return masked(query, key, value, dense, options)
 
 
 def _mask_of(query: Tensor, key: Tensor, window: Window, positions: Tensor | None) -> Tensor:
-    """Return the mask of a call that has none, (1 or B, 1, S_q, S_k)."""
+    """Return a mask for a call that has none: bool (1 or B, 1, S_q, S_k), true where a key is seen."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
     of_queries = torch.arange(length_q, device=query.device) + (length_k - length_q)
     ahead = torch.arange(length_k, device=query.device) - of_queries[:, None]
-    seen = torch.ones_like(ahead, dtype=torch.bool)
+    visible = torch.ones_like(ahead, dtype=torch.bool)
     if window[0] != -1:
-        seen = seen & (ahead >= -window[0])
+        visible = visible & (ahead >= -window[0])
     if window[1] != -1:
-        seen = seen & (ahead <= window[1])
-    return apart(seen[None, None], starts_of_positions(positions, (batch, length_q, length_k)))
+        visible = visible & (ahead <= window[1])
+    return apart(visible[None, None], starts_of_positions(positions, (batch, length_q, length_k)))

@@ -1,6 +1,6 @@
-"""What transformers' mask functions mean, (row, head, query, key) -> bool.
+"""The meaning of transformers' mask functions, (row, head, query, key) -> bool.
 
-Those that it makes are known by their code, and what they were made of is in their closures.
+transformers' own functions are recognised by their code; their parameters are in their closures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from attnreg.integrations.packing import Window
 
 
 class Structure(NamedTuple):
-    """A window, (left, right) as `varlen_attn` takes it, and the number of each token's document, (B, S)."""
+    """A window, (left, right) as for `varlen_attn`, and each token's document number, integers (B, S)."""
 
     window: Window
     documents: Tensor | None = None
@@ -29,7 +29,7 @@ def is_bidirectional(mask_function: Callable[..., Any] | None) -> bool:
 
 
 def structure_of(mask_function: Callable[..., Any] | None) -> Structure | None:
-    """Return what a function means; None if that is more than a window and documents."""
+    """Return the structure of a mask function; None if it means more than a window and documents."""
     from transformers import masking_utils as theirs
 
     if mask_function in (None, theirs.causal_mask_function):
@@ -41,19 +41,19 @@ def structure_of(mask_function: Callable[..., Any] | None) -> Structure | None:
         return None
     remap = getattr(theirs, "remap_positions_for_packed_sequence", None)  # not in every version
     remapped = None if remap is None else remap(theirs.causal_mask_function, nothing)
-    for one, other in (parts, parts[::-1]):  # documents come first in transformers 5.23, last in others
-        window = _made_by(theirs.sliding_window_overlay(1), one).get("sliding_window")
-        if window is not None and other is theirs.causal_mask_function:
+    for first, second in (parts, parts[::-1]):  # documents come first in transformers 5.23, last in others
+        window = _made_by(theirs.sliding_window_overlay(1), first).get("sliding_window")
+        if window is not None and second is theirs.causal_mask_function:
             return Structure((window - 1, 0))
-        documents = documents_of(one)
-        inner = structure_of(_made_by(remapped, other).get("mask_function", other))
+        documents = documents_of(first)
+        inner = structure_of(_made_by(remapped, second).get("mask_function", second))
         if documents is not None and inner is not None:
             return inner._replace(documents=documents)
     return None
 
 
 def _parts(mask_function: Any) -> tuple[Any, ...]:
-    """Return the functions that have to agree on what is seen."""
+    """Return the functions that all have to be true where a key is seen."""
     from transformers import masking_utils as theirs
 
     made: Any = _made_by(theirs.and_masks(theirs.causal_mask_function), mask_function)
@@ -61,17 +61,17 @@ def _parts(mask_function: Any) -> tuple[Any, ...]:
 
 
 def documents_of(mask_function: Any) -> Any:
-    """Return the numbers of each token's document that transformers has put into a mask function, or None."""
+    """Return the document numbers, (B, S), that transformers has put into a mask function, or None."""
     from transformers import masking_utils as theirs
 
     like = theirs.packed_sequence_mask_function(torch.empty(0))
-    made = (_made_by(like, one) for one in (mask_function, *_parts(mask_function)))
-    found = (closure.get("packed_sequence_mask") for closure in made)
-    return next((numbers for numbers in found if numbers is not None), None)
+    made = (_made_by(like, function) for function in (mask_function, *_parts(mask_function)))
+    candidates = (closure.get("packed_sequence_mask") for closure in made)
+    return next((numbers for numbers in candidates if numbers is not None), None)
 
 
 def _made_by(like: Any, function: Any) -> dict[str, Any]:
-    """Return the closure of a function by name if it was made where `like` was, else nothing."""
+    """Return the closure of a function, by name, if it has the code of `like`, else an empty dict."""
     if like is None or getattr(function, "__code__", None) is not like.__code__:
         return {}
     code: Any = function.__code__

@@ -1,4 +1,4 @@
-"""Attention of transformers' layers with a mask of scores, (B, 1, S_q, S_k), where sequences can't say it."""
+"""Attention of transformers' layers with a dense mask, (B, 1, S_q, S_k), if sequences can't express it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attnreg.errors import InvalidInputError
 from attnreg.integrations.packing import Options, is_captured
 
-# PyTorch's cuDNN kernel isn't among them: the first call of cuDNN in a thread can't be captured, as it
-# allocates memory (torch 2.11 on an H100).
+# Without PyTorch's cuDNN kernel: the first call of cuDNN in a thread can't be captured, because it allocates
+# memory (torch 2.11 on an H100).
 _RECORDABLE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options, has_run: bool = True
 ) -> Tensor:
-    """Compute a call with a mask of scores; PyTorch's own function knows neither softcap nor sinks.
+    """Compute a call with a dense mask.
+
+    It runs by PyTorch's own function, or, with a softcap or sinks, which that lacks, by PyTorch operations.
 
     Args:
-        query, key, value: (B, H, S, D), as a layer has them.
-        mask: (B, 1, S_q, S_k), bool, true where a key is seen, or numbers that are added to the scores.
-        has_run: whether such calls have run before, should a CUDA graph be captured now.
+        query: (B, H, S_q, D), floating point.
+        key: (B, H_k, S_k, D), of the same dtype.
+        value: (B, H_k, S_k, D_v), of the same dtype.
+        mask: (B, 1, S_q, S_k or more): bool, true where a key is seen, or floating-point numbers that are
+            added to the scores.
+        options: the layer's dropout, scale, softcap and sinks.
+        has_run: whether such calls have run before; if not, a captured call avoids cuDNN's kernel.
 
     Returns:
-        (B, S_q, H, D_v).
+        The output (B, S_q, H, D_v).
 
     Raises:
         InvalidInputError: the mask has another shape or dtype.
@@ -54,17 +60,17 @@ def masked(
 
 
 def apart(dense: Tensor, starts: Tensor | None) -> Tensor:
-    """Return a mask with the documents apart that start there."""
+    """Hide keys of other documents in a bool mask (B, 1, S_q, S_k), by `starts`, bool (B, S)."""
     if starts is None:
         return dense
     numbers = starts.cumsum(-1)
-    behind = dense.shape[-1] - numbers.shape[-1]  # keys of a static cache, to come
+    behind = dense.shape[-1] - numbers.shape[-1]  # unused keys of a static cache
     of_keys = torch.nn.functional.pad(numbers, (0, behind))
     return dense.logical_and(numbers[:, None, :, None] == of_keys[:, None, None, :])
 
 
 def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
-    """Compute attention by PyTorch operations over the whole matrix of scores, which no backend takes."""
+    """Compute attention by PyTorch operations over the whole matrix of scores; no backend supports this."""
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     scores = (query @ key.transpose(-1, -2)) * scale
     scores = scores if scores.dtype == torch.float64 else scores.float()

@@ -1,6 +1,7 @@
-"""How the tokens of a batch (B, S) lie as sequences one after the other, and attention over these.
+"""The tokens of a batch (B, S) as packed sequences, and attention over these.
 
-A `Packing` is made once for all layers of a forward, with one read-back; under torch.compile with none.
+A `Packing` is made once for all layers of a forward, with a single read-back; under torch.compile without
+any.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ Window = tuple[int, int]
 
 
 class Packing(NamedTuple):
-    """Which tokens attention is about, and where each sequence begins.
+    """The tokens that count, and the offsets of their sequences.
 
     Attributes:
-        rows_q: the query's rows that count, as indices into its (B * S, H, D), one sequence after the other;
+        rows_q: the query's rows that count, sequence after sequence, as int64 indices into (B * S, H, D).
             None for all, in order.
         rows_k: the same for key and value.
-        cu_seq_q: int32 (sequences + 1,), where each sequence of the query begins, and the end of the last.
+        cu_seq_q: int32 (sequences + 1,), the begin of each sequence of the query, and the end of the last.
         cu_seq_k: the same for key and value.
         max_q: the longest sequence of the query, in tokens, or more.
         max_k: the same for the key.
-        has_holes: whether padding lies between tokens of one sequence; None where that isn't known.
+        has_holes: whether padding lies between tokens of a sequence; None if unknown.
     """
 
     rows_q: Tensor | None
@@ -39,7 +40,7 @@ class Packing(NamedTuple):
     has_holes: bool | None = False
 
     def on(self, device: torch.device) -> Packing:
-        """Return the packing for layers on another device than the mask's."""
+        """Return the packing on a layer's device, which may differ from the mask's."""
         return self._replace(
             rows_q=None if self.rows_q is None else self.rows_q.to(device),
             rows_k=None if self.rows_k is None else self.rows_k.to(device),
@@ -49,21 +50,21 @@ class Packing(NamedTuple):
 
 
 def read(numbers: Tensor) -> Tensor:
-    """Read numbers back from the device. Nothing else here waits for it, so tests count the calls."""
+    """Copy numbers to the CPU. Nothing else here waits for the device, so tests count the calls."""
     return numbers.cpu()
 
 
 def is_readable() -> bool:
     """Whether numbers can be read back now.
 
-    Not in compiled code, a CUDA graph, tensors without memory, or what is recorded for other numbers.
+    They can't in compiled code, in a CUDA graph, without memory, and in a recording for other numbers.
     """
     if torch.compiler.is_compiling() or is_captured() or is_for_others():
         return False
     return all(torch._C._get_dispatch_mode(key) is None for key in _WITHOUT_NUMBERS)
 
 
-# That of make_fx as well, whose graph is run on other tensors.
+# PROXY is make_fx's mode, whose graph runs on other tensors.
 _WITHOUT_NUMBERS = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
@@ -82,14 +83,14 @@ def of_equal_lengths(batch: int, length_q: int, length_k: int, device: torch.dev
 
 
 class Batch(NamedTuple):
-    """What is known of a batch's tokens on the device.
+    """The padding and the documents of a batch, on the device.
 
     Attributes:
         sizes: the number of rows, and the length of each row's query and key.
-        padding: which keys count, (B, S_k), and which queries, (B, S_q) or None for all; None if nothing is
-            padded.
-        starts: at which tokens that count a document starts, (B, S), or None: then each row is one document.
-            Only where the queries are the keys' tokens.
+        padding: whether each key counts, bool (B, S_k), and whether each query does, bool (B, S_q) or None
+            for all. None without padding.
+        starts: whether a document starts at each token that counts, bool (B, S); None if each row is a
+            document. Only if queries and keys are the same tokens.
     """
 
     sizes: tuple[int, int, int]
@@ -98,7 +99,7 @@ class Batch(NamedTuple):
 
 
 def starts_of(numbers: Tensor) -> Tensor:
-    """Return where numbers (B, S) change, the first of each row included."""
+    """Return where numbers (B, S) change: bool (B, S), true for the first of each row, too."""
     return _with_first(numbers, numbers.diff(dim=-1) != 0)
 
 
@@ -109,10 +110,15 @@ def _with_first(numbers: Tensor, others: Tensor) -> Tensor:
 def starts_of_positions(
     positions: Tensor | None, sizes: tuple[int, int, int], keys: Tensor | None = None
 ) -> Tensor | None:
-    """Return where documents start by a layer's positions; None if these can't mean documents.
+    """Return where documents start by a layer's positions, bool (B, S); None if these can't mean documents.
 
-    It is at 0, and where positions go back. Steps ahead mean nothing: a text that skips positions is one
-    document, also for transformers where a cache is given. `keys`, (B, S), says which tokens count, None all.
+    A document starts at position 0, and where positions decrease. Steps ahead mean nothing: a text that skips
+    positions is a single document, as for transformers with a cache.
+
+    Args:
+        positions: integers (1 or B, S), or None.
+        sizes: the number of rows, and the length of each row's query and key.
+        keys: bool (B, S), which tokens count; None for all.
     """
     batch, length_q, length_k = sizes
     if positions is None or length_q != length_k or length_q == 1 or positions.shape[-1] != length_q:
@@ -128,32 +134,37 @@ def starts_of_positions(
 
 
 def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:
-    """Return how a batch without padding lies in sequences by a layer's positions; None as of `pack`."""
+    """Return the packing of a batch without padding by a layer's positions; None as for `pack`."""
     starts = starts_of_positions(positions, sizes) if is_readable() else None
     return pack([Batch(sizes, None, starts)])[0]
 
 
 def pack(batches: list[Batch]) -> list[Packing | None]:
-    """Return how each of the batches lies in sequences, with one read-back for all of them.
+    """Return the packing of each batch, with a single read-back for all of them.
 
-    It is None for a batch that has no padding and one document in each row. Where nothing can be read back no
-    batch has `starts`.
+    A packing is None for a batch without padding whose rows are one document each. If numbers can't be read
+    back, no batch may have `starts`.
     """
-    if all(one.padding is None and one.starts is None for one in batches):
+    if all(batch.padding is None and batch.starts is None for batch in batches):
         return [None] * len(batches)
     if not is_readable():
-        # How many rows count isn't known here: those that don't come last, behind the last offset.
-        return [None if one.padding is None else _padded(one, None) for one in batches]
-    numbers = [[] if one.padding is None else [_facts(*one.padding, one.starts).flatten()] for one in batches]
-    for one, of_one in zip(batches, numbers, strict=True):
-        of_one += [] if one.starts is None else [one.starts.flatten().int()]
+        # The number of rows that count is unknown here, so the other rows are put last, after the last
+        # offset.
+        return [None if batch.padding is None else _padded(batch, None) for batch in batches]
+    numbers = [
+        [] if batch.padding is None else [_facts(*batch.padding, batch.starts).flatten()] for batch in batches
+    ]
+    for batch, of_one in zip(batches, numbers, strict=True):
+        of_one += [] if batch.starts is None else [batch.starts.flatten().int()]
     unread = [x for of_one in numbers for x in of_one]
     parts = iter(torch.split(read(torch.cat(unread)), [len(x) for x in unread]))
-    return [_known(one, [next(parts) for _ in of_one]) for one, of_one in zip(batches, numbers, strict=True)]
+    return [
+        _known(batch, [next(parts) for _ in of_one]) for batch, of_one in zip(batches, numbers, strict=True)
+    ]
 
 
 def _known(batch: Batch, known: list[Tensor]) -> Packing | None:
-    """Return the packing of a batch by the numbers that were read back of it."""
+    """Return the packing of a batch by the numbers that were read back: facts, starts, or both."""
     rows, length_q, length_k = batch.sizes
     if batch.padding is not None:
         facts = known[0].view(3, rows)
@@ -163,10 +174,9 @@ def _known(batch: Batch, known: list[Tensor]) -> Packing | None:
 
 
 def _facts(keys: Tensor, queries: Tensor | None, starts: Tensor | None) -> Tensor:
-    """Return (3, B): how many queries and how many keys of each row count, and how much padding is inside.
+    """Return int32 (3, B): for each row the queries that count, the keys that count, and the padding inside.
 
-    Padding between two documents isn't inside of one. Queries without a mask of their own all count, however
-    many there are.
+    Padding inside is between two tokens of a document. Without a mask of queries all of them count, as 2**30.
     """
     places = torch.arange(keys.shape[1], device=keys.device).expand_as(keys)
     before = _last_counted(keys)
@@ -177,14 +187,14 @@ def _facts(keys: Tensor, queries: Tensor | None, starts: Tensor | None) -> Tenso
 
 
 def _last_counted(keys: Tensor) -> Tensor:
-    """Return where the last token before each token is that counts, (B, S); -1 where there is none."""
+    """Return, for each token, the place of the last token before it that counts, (B, S); -1 if none does."""
     places = torch.arange(keys.shape[1], device=keys.device)
     latest = torch.where(keys, places, -1).cummax(-1).values
     return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
 
 def _padded(batch: Batch, facts: Tensor | None, starts: Tensor | None = None) -> Packing:
-    """Return the packing of the tokens that count; `facts` and `starts` are what was read back, if any."""
+    """Return the packing of the tokens that count; `facts` and `starts` are numbers read back, or None."""
     (keys, queries), length_q = batch.padding, batch.sizes[1]  # type: ignore[misc]
     total_q = total_k = has_holes = None
     longest_q, longest_k = length_q, keys.shape[1]
@@ -204,7 +214,7 @@ def _padded(batch: Batch, facts: Tensor | None, starts: Tensor | None = None) ->
     else:
         rows_q, cu_seq_q = None, _of_all(keys.shape[0], length_q, keys.device)
         if length_q > 1:
-            has_holes = None  # a window would have to know at which of the keys each query is
+            has_holes = None  # a window depends on each query's place among the keys
     return Packing(rows_q, rows_k, cu_seq_q, cu_seq_k, longest_q, longest_k, has_holes)
 
 
@@ -233,7 +243,7 @@ def _of_all(batch: int, length: int, device: torch.device) -> Tensor:
 
 
 class Options(NamedTuple):
-    """What a layer's call says besides its tensors and its mask."""
+    """A layer's options, besides its tensors and its mask; sinks are (H,)."""
 
     dropout: float
     scale: float | None
@@ -244,7 +254,23 @@ class Options(NamedTuple):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
 ) -> Tensor:
-    """Compute attention over the sequences of a packing: (T, H, D)."""
+    """Compute attention over the sequences of a packing.
+
+    Args:
+        query: (T_q, H, D), floating point.
+        key: (T_k, H_k, D), of the same dtype.
+        value: (T_k, H_k, D_v), of the same dtype.
+        packing: the sequences; its rows have already been selected.
+        window: (left, right), aligned bottom-right; -1 is no bound.
+        options: the layer's dropout, scale, softcap and sinks.
+
+    Returns:
+        The output (T_q, H, D_v).
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnsupportedInputError: no backend can run the call.
+    """
     result: Any = varlen_attn(
         query, key, value, packing.cu_seq_q, packing.cu_seq_k, packing.max_q, packing.max_k,
         scale=options.scale, window_size=window, enable_gqa=True, softcap=options.softcap,

@@ -1,4 +1,4 @@
-"""What all layers of a model share of a mask: its structure in place of transformers' (B, 1, S, S) tensor."""
+"""The mask that all layers of a model share: a structure instead of transformers' (B, 1, S, S) tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _unpacked = threading.local()
 
 
 class _NoAttributeError(UnsupportedInputError, AttributeError):
-    """An `AttributeError` too, as Accelerate and others ask by `hasattr` whether an argument is a tensor."""
+    """Also an `AttributeError`, because Accelerate and others check by `hasattr` for tensors."""
 
 
 def _said(use: str) -> str:
@@ -42,22 +42,23 @@ def _said(use: str) -> str:
 
 
 class SharedMask:
-    """A mask that `shared_mask` has made; each layer gets it as `attention_mask`.
+    """A mask made by `shared_mask`; each layer gets it as `attention_mask`.
 
     Attributes:
-        sizes: how many rows the batch has, and how many queries and keys each row. Behind these keys there
-            may be others (of a static cache) that no query sees.
-        length_k: how many keys there are with those.
-        structure: None if the mask is more than a window, documents and padding: then only `dense` says it.
-        padding: which keys count, (B, S_k), and which queries (None: all); None if all of both do.
+        sizes: the number of rows of the batch, and of queries and keys of each row, without unused keys.
+        length_k: the number of keys with unused keys at the end, as a static cache has.
+        structure: window and documents. None if the mask is more than these and padding; then only `dense`
+            expresses it.
+        padding: whether each key counts, bool (B, S_k), and whether each query does (None: all). None if all
+            count.
         is_overlaid: whether the mask lets queries see more than causality, a window and documents allow.
-        is_only_dense: whether there is, or may be, more in the mask than offsets of documents and the layer's
-            own window say.
+        is_only_dense: whether the mask is, or may be, more than offsets of documents and the layer's own
+            window.
         has_documents: whether transformers has put documents into the mask.
     """
 
-    # transformers passes an `attention_mask` that isn't of two dimensions on to the mask function: `generate`
-    # makes the masks of a static cache before the model's forward, which would make them of a tensor.
+    # transformers passes an `attention_mask` of four dimensions on to the mask function. `generate` makes the
+    # masks of a static cache before the model's forward, which would convert a mask of two dimensions again.
     ndim = 4
 
     def __init__(
@@ -90,13 +91,13 @@ class SharedMask:
 
     @property
     def shape(self) -> torch.Size:
-        """Those of transformers' tensor, (B, 1, S_q, S_k): some models look how many keys a mask is for."""
+        """The shape of transformers' tensor, (B, 1, S_q, S_k); some models read the number of keys."""
         batch, length_q, _ = self.sizes
         return torch.Size((batch, 1, length_q, self.length_k))
 
     def _others(self) -> list[SharedMask]:
         if not is_readable():
-            return []  # also if layers are compiled, and the masks were made before
+            return []  # for instance in compiled layers, if the masks were made before
         masks = (sibling() for sibling in self._siblings)
         return [mask for mask in masks if mask is not None and mask is not self]
 
@@ -109,7 +110,7 @@ class SharedMask:
     __invert__ = __rsub__ = _refuse
 
     def __getitem__(self, item: Any) -> SharedMask | Tensor:
-        """Return the mask of some queries, as Gemma 4 takes it for the last ones; no other part."""
+        """Return the mask of some queries, which Gemma 4 needs for the last queries; refuse other parts."""
         is_of_queries = isinstance(item, tuple) and len(item) == 4
         if not is_of_queries or (*item[:2], item[3]) != (slice(None),) * 3:
             return self._refuse()  # type: ignore[no-any-return]
@@ -117,18 +118,18 @@ class SharedMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        # torch calls this where a mask is among a function's arguments, also for `scores + mask`.
+        # torch calls this if a function has a mask as argument, also for `scores + mask`.
         raise UnsupportedInputError(_said(torch.overrides.resolve_name(function) or str(function)))
 
     def contiguous(self) -> SharedMask:
-        """Return the mask itself; `generate` asks for it."""
+        """Return the mask itself; `generate` calls this."""
         return self
 
     def packing(self, positions: Tensor | None) -> Packing | None:
-        """Return how the batch lies in sequences, None for one in each row without padding.
+        """Return the packing of the batch; None without padding if each row is one document.
 
-        `positions` are those that a layer was given: where they start anew, another document does. The first
-        layer's call does the work for all.
+        The first layer's call does the work for all layers. `positions` are a layer's, integers (1 or B, S):
+        where they start anew, a document begins.
         """
         if not self._is_packed:
             masks = [self, *self._others()]
@@ -143,29 +144,29 @@ class SharedMask:
         if self.padding is None and self.structure is not None and self.structure.documents is not None:
             return starts_of(self.structure.documents)
         if self.structure is not None and self.structure.window[1] != 0:
-            return None  # a cross attention's layer is given the decoder's positions
+            return None  # a layer of cross attention gets the decoder's positions
         if self.padding is None:
             return starts_of_positions(positions, self.sizes)
         keys, queries = self.padding
         return starts_of_positions(positions, self.sizes, keys) if queries is keys else None
 
     def says_more_than_its_packing(self) -> bool:
-        """Whether only `dense` says the mask, in this call at least.
+        """Whether only `dense` expresses the mask, at least in this call.
 
-        Layers may be compiled one by one, or captured, where the places of documents can't be read back.
+        In layers that are compiled one by one, or captured, the places of documents can't be read back.
         """
         if self.structure is None:
             return True
         return self.structure.documents is not None and not self._is_packed and not is_readable()
 
     def dense_apart(self, positions: Tensor | None) -> Tensor:
-        """Return `dense` with the documents apart that a layer's positions say."""
+        """Return `dense` with keys of other documents hidden; a layer's positions tell the documents."""
         if self._dense_apart is None:
             self._dense_apart = apart(self.dense(), self._starts(positions))
         return self._dense_apart
 
     def dense(self) -> Tensor:
-        """Return the mask as transformers makes it for SDPA, (B, 1, S_q, S_k), with all keys of a cache."""
+        """Return transformers' own mask for SDPA, bool (B, 1, S_q, S_k), with all keys of a cache."""
         if self._dense is None:
             self._dense = self._make_dense()
         return self._dense
@@ -186,9 +187,10 @@ def shared_mask(
     config: Any = None,
     **others: Any,
 ) -> Any:
-    """Return a `SharedMask`, or a tensor for a static cache: transformers calls this, with these names.
+    """Return a `SharedMask`, or a tensor for a static cache.
 
-    It does so for each kind of mask of a model's forward.
+    transformers calls this once for each kind of mask of a model's forward, with arguments of these names.
+    `attention_mask` is bool or integers (B, S_k), 1 or True for each token that counts.
     """
     # Not `from transformers import masking_utils`: Dynamo of torch 2.11 can't trace its lazy module.
     from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
@@ -201,14 +203,14 @@ def shared_mask(
         allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **others,
     )  # fmt: skip
     is_plain = allow_is_causal_skip or allow_is_bidirectional_skip
-    # A static cache. Its length is on the device, or the mask is made outside of the code that is compiled,
-    # which would be compiled anew for another object.
+    # For a static cache: its length is on the device, or the mask is made outside of the compiled code, which
+    # would be compiled anew for another object.
     if isinstance(q_offset, Tensor) or (q_length == 1 and not (is_plain or is_bidirectional(mask_function))):
         return make_dense()
     structure = None
     is_chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     if is_plain and not (use_vmap or is_chunked):
-        # A causal window counts the token itself, a bidirectional one only those on either side.
+        # `local_size` of a causal window includes the token itself; of a bidirectional window it doesn't.
         left = -1 if local_size is None else local_size - (1 if allow_is_causal_skip else 0)
         structure = Structure((left, 0 if allow_is_causal_skip else left))
     elif not (use_vmap or torch.compiler.is_compiling()):
@@ -222,7 +224,7 @@ def shared_mask(
     if keys is not None and structure is not None:
         padding = _padding(keys, sizes, q_offset, kv_offset, structure.window)
     is_overlaid = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
-    # Compiled code can't look into mask functions, but chunks are known by their size.
+    # Compiled code can't read mask functions, but chunks are recognised by their size.
     is_unread = torch.compiler.is_compiling() and not is_chunked
     is_only_dense = structure is None and not is_unread
     has_documents = not is_plain if torch.compiler.is_compiling() else documents_of(mask_function) is not None
@@ -234,7 +236,7 @@ def shared_mask(
 def _aligned(
     sizes: tuple[int, int, int], q_offset: int, kv_offset: int, structure: Structure
 ) -> tuple[tuple[int, int, int], Structure | None]:
-    """Return the sizes with the keys that queries see; no structure if these don't end with the queries."""
+    """Return the sizes without unused keys; no structure if the keys don't end with the queries."""
     batch, length_q, length_k = sizes
     if structure.window == (-1, -1):
         return sizes, structure
@@ -247,11 +249,11 @@ def _aligned(
 def _padding(
     keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, window: Window
 ) -> tuple[Tensor, Tensor | None]:
-    """Return which keys count, and which queries (None: all), from the mask of all tokens so far.
+    """Return whether each key counts, (B, S_k), and each query (None: all), by the mask of all tokens so far.
 
-    Without causality the outputs of padded queries are as good as any, and models read them: by convolutions,
-    resamplers, or a pooler of the first or last token. Nor need queries be the keys' tokens. Only a window
-    has to know at which of the keys a query is.
+    Without causality all queries count. The outputs of padded queries are as valid as others, and models read
+    them: by convolutions, resamplers, or a pooler of the first or last token. And queries and keys may be
+    different tokens. Only a window depends on each query's place among the keys.
     """
     counted, is_causal = keys[:, kv_offset : kv_offset + sizes[2]], window[1] == 0
     if sizes[1] == 1 or not (is_causal or (window[0] != -1 and _is_of_text())):
@@ -264,8 +266,9 @@ def _padding(
 def _is_of_text() -> bool:
     """Whether a mask with a window to both sides is for a text that attends to itself.
 
-    transformers doesn't tell its mask functions, but the function that makes the mask has
-    `encoder_hidden_states`, and the `forward` that calls it takes `input_ids`. Else the mask is a dense one.
+    transformers doesn't pass this to its mask functions. So callers' frames are inspected: the function that
+    makes the mask has `encoder_hidden_states`, and the `forward` that calls it has an argument `input_ids`.
+    If not, the mask is dense.
     """
     if torch.compiler.is_compiling():
         return False

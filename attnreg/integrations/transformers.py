@@ -4,7 +4,7 @@
     attnreg.integrations.transformers.install()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnreg")
 
-docs/transformers.md says what is served and what isn't.
+docs/transformers.md lists the supported models and calls.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from attnreg.integrations.shared_mask import SharedMask, shared_mask
 __all__ = ["install"]
 
 NAME = "attnreg"
-# Before 5.4 mask functions take no `q_offset`; up to 5.7 results of ModernBERT, padded or packed, are wrong.
+# Before 5.4 mask functions have no `q_offset`; up to 5.7 results of ModernBERT, padded or packed, are wrong.
 OLDEST = (5, 8)
 
 
 def install(*, behind: str | None = None) -> None:
-    """Make "attnreg" a name that `attn_implementation` takes; a second call changes nothing.
+    """Register "attnreg" as a name for `attn_implementation`; a second call changes nothing.
 
     Calls without padding go through PyTorch's own function, which attnreg serves from now on, as after
     `attnreg.install()`.
 
     Args:
-        behind: "flash_attention_2" to run attnreg under that name as well. transformers then takes the
-            package flash-attn for installed, on a CPU too.
+        behind: "flash_attention_2" to run attnreg under that name, too. transformers then finds the package
+            flash-attn installed, also on a CPU.
 
     Raises:
         InvalidInputError: `behind` is another name.
-        RegistrationError: the installed transformers is too old, or as `attnreg.install()` raises it.
+        RegistrationError: the installed transformers is too old, or an error of `attnreg.install()`.
     """
     if behind not in (None, behind_flash.NAME):
         raise InvalidInputError(f"behind: got {behind!r}, expected {behind_flash.NAME!r} or None")
@@ -63,7 +63,7 @@ def install(*, behind: str | None = None) -> None:
 
 
 def check_version() -> None:
-    """Check that the installed transformers is one that attnreg knows."""
+    """Raise `RegistrationError` if the installed transformers is too old."""
     import transformers
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
@@ -86,14 +86,35 @@ def attention(
     cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention: what transformers calls, with these names.
+    """Compute a layer's attention; transformers calls this, with arguments of these names.
 
-    query, key and value are (B, H, S, D); the result is (B, S, H, D_v).
+    Args:
+        module: the layer.
+        query: (B, H, S_q, D), floating point.
+        key: (B, H_k, S_k, D), of the same dtype.
+        value: (B, H_k, S_k, D_v), of the same dtype.
+        attention_mask: a shared mask, or a tensor (B, 1, S_q, S_k): bool, true where a key is seen, or
+            numbers that are added to the scores. None for no mask besides causality and a window.
+        dropout, scaling, softcap: as `dropout_p`, `scale` and `softcap` of `varlen_attn`.
+        sliding_window: the tokens of a window, the query's own included; None for all.
+        is_causal: by default the layer's `is_causal`.
+        s_aux: (H,), the sinks.
+        cache: the cache of continuous batching.
+        others: further arguments of the layer, such as `position_ids` and `cu_seq_lens_q`.
+
+    Returns:
+        The output (B, S_q, H, D_v), and None, because there are no weights.
+
+    Raises:
+        InvalidInputError: the arguments contradict each other.
+        UnsupportedInputError: the layer passes an argument that isn't supported, or no backend can run the
+            call.
     """
     _refuse(others)
     _refuse_offsets_of_text(module, others)
     if cache is not None:
-        # Of continuous batching: it writes the new keys, returns all, and puts their offsets into `others`.
+        # Continuous batching: the cache writes the new keys, returns all, and puts their offsets into
+        # `others`.
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
         )
@@ -117,8 +138,8 @@ def _attend(
     if is_for_others():
         return attend_for_others(query, key, value, mask, window, options, others)
     sizes = query.shape[0], query.shape[2], key.shape[2]
-    given = None if others.get("cu_seq_lens_q") is None else _given(sizes, mask, others)
-    if given is None:
+    passed = None if others.get("cu_seq_lens_q") is None else _passed_packing(sizes, mask, others)
+    if passed is None:
         spread.check_is_off("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole batch")
     if isinstance(mask, Tensor):
         return masked(query, key, value, mask, options)
@@ -126,19 +147,19 @@ def _attend(
     if mask is not None:
         window = _window(mask, window, sizes[2])
         sizes = mask.sizes
-    if given is not None:
+    if passed is not None:
         if mask is not None and mask.is_only_dense:
-            return masked(query, key, value, _dense_with_documents(mask, given), options)
-        packing: Packing | None = given
+            return masked(query, key, value, _dense_with_documents(mask, passed), options)
+        packing: Packing | None = passed
     elif mask is None:
-        # Those of a layer that isn't causal may be a decoder's, and its keys an encoder's.
+        # If a layer isn't causal, its positions may be a decoder's and its keys an encoder's.
         packing = by_positions(positions, sizes) if window[1] == 0 else None
     else:
         if mask.says_more_than_its_packing():
-            # Before a graph's capture calls with a structure were packed.
+            # Calls with a structure were packed before a graph's capture, so no dense call has run.
             return masked(query, key, value, mask.dense(), options, has_run=mask.structure is None)
         packing = mask.packing(positions)
-        # Padding inside of a sequence counts for a window, but isn't there any more once the rest is packed.
+        # Padding inside a sequence counts for a window, but packing would remove it.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
         if may_have_holes:
             return masked(query, key, value, mask.dense_apart(positions), options, has_run=False)
@@ -149,12 +170,12 @@ def _attend(
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: Options) -> Tensor:
-    """Compute a call without padding: by PyTorch's own function, if that knows all of the options."""
+    """Compute a call without padding, by PyTorch's own function if that has all of the options."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
     left = -1 if window[0] >= length_k - 1 else window[0]
     is_square = window[1] == -1 or length_q in (1, length_k)
     is_causal = window[1] == 0
-    if length_q == 1:  # a branch, as in compiled code a comparison of lengths is no bool
+    if length_q == 1:  # a branch, because in compiled code a comparison of lengths is no bool
         is_causal = False
     if left == -1 and is_square and not options.softcap and options.sinks is None:
         out = F.scaled_dot_product_attention(
@@ -169,7 +190,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: O
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
 ) -> Tensor:
-    """Compute a call whose tokens are sequences one after the other; rows that are padding give 0."""
+    """Compute a call as packed sequences; the output of padding is 0."""
     batch, heads, length, _ = query.shape
     rows_q, rows_k = packing.rows_q, packing.rows_k
     out = attend(_rows(query, rows_q), _rows(key, rows_k), _rows(value, rows_k), packing, window, options)
@@ -180,13 +201,15 @@ def _packed(
 
 
 def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """Return (B, H, S, D) as (T, H, D), the rows that count."""
+    """Return the rows of (B, H, S, D) that count, as (T, H, D)."""
     flat = tensor.transpose(1, 2).flatten(0, 1)
     return flat if rows is None else flat.index_select(0, rows)
 
 
-def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others: dict[str, Any]) -> Packing:
-    """Return the packing that a collator, or a model, has made."""
+def _passed_packing(
+    sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others: dict[str, Any]
+) -> Packing:
+    """Return the packing that a collator, or a model, has passed."""
     batch, length_q, length_k = sizes
     if mask is not None and (isinstance(mask, Tensor) or mask.padding is not None):
         raise InvalidInputError(
@@ -200,7 +223,7 @@ def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others
     cu_seq_q = others["cu_seq_lens_q"].to(torch.int32)
     cu_seq_k = others.get("cu_seq_lens_k")
     max_q, max_k = others.get("max_length_q"), others.get("max_length_k")
-    # A tensor isn't read back in every layer: more than the longest is allowed.
+    # A tensor isn't read back, which every layer would do: `max_q` may be more than the longest.
     return Packing(
         None, None, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k.to(torch.int32),
         max_q if isinstance(max_q, int) else batch * length_q,
@@ -208,9 +231,9 @@ def _given(sizes: tuple[int, int, int], mask: SharedMask | Tensor | None, others
     )  # fmt: skip
 
 
-def _dense_with_documents(mask: SharedMask, given: Packing) -> Tensor:
-    """Return a mask that says more than a packing can; it has to know of the documents itself."""
-    if len(given.cu_seq_q) > mask.sizes[0] + 1 and not mask.has_documents:
+def _dense_with_documents(mask: SharedMask, packing: Packing) -> Tensor:
+    """Return a dense mask that expresses more than a packing can; it has to separate documents itself."""
+    if len(packing.cu_seq_q) > mask.sizes[0] + 1 and not mask.has_documents:
         raise InvalidInputError(
             "cu_seq_lens_q: got several documents in a row, and a mask that has chunks, or more, and doesn't "
             "separate documents; expected use_cache=False and position_ids that start anew, by which "
@@ -232,7 +255,7 @@ def _check_sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> None:
 def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
     """Return the window of a mask, checked against a layer's own.
 
-    Whether attention is causal the mask says alone: layers of some decoders say that they aren't.
+    The mask alone decides about causality, because layers of some decoders claim not to be causal.
     """
     if mask.structure is None:
         return of_layer
@@ -256,7 +279,7 @@ _REFUSED = {
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Raise an error if a layer passes an argument that changes the result and isn't served here."""
+    """Raise an error if a layer passes an argument that changes the result and isn't supported here."""
     for name, instead in _REFUSED.items():
         got = others.get(name)
         if got is not None and got is not False:
@@ -264,9 +287,9 @@ def _refuse(others: dict[str, Any]) -> None:
 
 
 def _refuse_offsets_of_text(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    """Raise an error if a vision tower was given offsets: they are those of the text around its images.
+    """Raise an error if a vision tower gets offsets: they belong to the text around its images.
 
-    Under the name "attnreg" towers compute one image after the other, and have no offsets of their own.
+    Under the name "attnreg" towers compute each image by itself, and have no offsets of their own.
     """
     config: Any = getattr(module, "config", None)
     is_of_images = getattr(config, "base_config_key", None) == "vision_config"

@@ -1,6 +1,7 @@
-"""Boolean masks of `F.scaled_dot_product_attention` that say where attention looks: run without the mask.
+"""Calls of `F.scaled_dot_product_attention` with a boolean mask, run as packed calls without the mask.
 
-With `masks = "recognise"` a mask of padding, causality, a window or blocks of documents is described once
-(`structure`), kept as long as it is unchanged (`cache`), and calls that have it run as packed ones
-(`serving`). May import: the fronts and all below them. Read `structure.py` first.
+With `masks = "recognise"` this applies to masks of padding, causality, a window or blocks of documents:
+`structure` describes a mask once, `cache` keeps the description until the mask changes, `serving` runs packed
+calls instead. `sequences` and `rows` are parts of these. May import: the fronts and all below them. Read
+`structure.py` first.
 """

@@ -1,8 +1,8 @@
-"""The structures of the masks in use: each is looked at once for all layers, until torch writes to it.
+"""The structures of the masks in use: each mask is read once for all layers, until torch writes to it.
 
-Known again is the tensor, or the tensor that it is a view of, at its version: layers that cut the same view
-out of one mask share what was found. A write that torch doesn't count (`mask.data.copy_()`, a collective, a
-kernel of the user's, a graph's replay) isn't noticed.
+The key is the mask's tensor, or the tensor that it is a view of, with its version. So layers that cut the
+same view out of a mask share the structure. A write that torch doesn't count isn't noticed:
+`mask.data.copy_()`, a collective, a kernel of the user's, a graph's replay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from attnreg.core.torchlib.layout import stream_of
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.masks.structure import Sizes, Structure, describe, structure_of
 
-# Masks of a model's kinds of layers, in a few micro-batches; each has a few numbers for each token.
+# Enough for the masks of a model's kinds of layers in a few micro-batches. A structure has a few numbers for
+# each token.
 _MOST_KEPT = 64
 
 
 class _Kept(NamedTuple):
     owner: weakref.ref[Tensor]
-    storage: object  # an address is reused once a storage has gone
-    found: Structure | str
+    storage: object  # kept alive, because the address of a freed storage is reused
+    structure: Structure | str
 
 
 _lock = open_after_fork(threading.Lock())
@@ -34,35 +35,41 @@ _kept: dict[tuple[object, ...], _Kept] = {}
 
 
 def read(numbers: Tensor) -> Tensor:
-    """Read numbers back from the device. Nothing else here waits for it, so tests count the calls."""
+    """Copy numbers to the CPU. Nothing else here waits for the device, so tests count the calls."""
     return numbers.cpu()
 
 
 def find(mask: Tensor, sizes: Sizes) -> Structure | str:
-    """Return the structure of a mask in a call of these sizes, or why it has none."""
+    """Return the structure of a mask in a call, or why it has none.
+
+    Args:
+        mask: bool, of 2 to 4 dimensions, expandable to (B, H, S_q, S_k).
+        sizes: the call's (B, S_q, S_k).
+    """
     if mask.is_inference():
         return "an inference tensor, which may change unnoticed"
     owner: Tensor = mask if mask._base is None else mask._base
-    stream = stream_of(mask) if mask.is_cuda else 0  # another one wouldn't wait for the indices
+    stream = stream_of(mask) if mask.is_cuda else 0  # another stream wouldn't wait for the indices
     view = mask.data_ptr(), mask.shape, mask.stride()
     key = id(owner), mask._version, *view, sizes, stream
     kept = _kept.get(key)
     if kept is not None and kept.owner() is owner:
-        return kept.found
-    # What is kept has to serve later calls with gradients, too; no default device is for what is made here.
+        return kept.structure
+    # A structure made in inference mode couldn't serve later calls with gradients. A program's default
+    # device, which is a torch function mode, doesn't apply to the tensors made here.
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
-        found = _look(mask, sizes)
+        structure = _look(mask, sizes)
     with _lock:
         for oldest in [*_kept][: max(len(_kept) + 1 - _MOST_KEPT, 0)]:
             _kept.pop(oldest, None)
         gone: Callable[[Any], object] = lambda _: _kept.pop(key, None)  # noqa: E731 - it needs no name
-        _kept[key] = _Kept(weakref.ref(owner, gone), owner.untyped_storage(), found)
-    return found
+        _kept[key] = _Kept(weakref.ref(owner, gone), owner.untyped_storage(), structure)
+    return structure
 
 
 def _look(mask: Tensor, sizes: Sizes) -> Structure | str:
     mask = mask[(None,) * (4 - mask.dim())]
-    # Where a dimension was expanded, one of its elements says all.
+    # All elements of an expanded dimension are the same.
     for dim, stride in enumerate(mask.stride()):
         if stride == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -70,7 +77,7 @@ def _look(mask: Tensor, sizes: Sizes) -> Structure | str:
         return "heads have masks of their own"
     mask = mask[:, 0]
     batch, queries, keys = mask.shape
-    # Kernels of a GPU take longer for sequences of queries or keys alone, whose rows have to be cleared
-    # first, than copying what counts takes.
-    found = structure_of(read(describe(mask)), (batch, queries, keys), sizes, in_place=mask.is_cpu)
-    return found if isinstance(found, str) else found.to(mask.device)
+    # On a GPU copying the rows that count is faster than sequences of queries or keys alone, whose rows have
+    # to be cleared first.
+    structure = structure_of(read(describe(mask)), (batch, queries, keys), sizes, in_place=mask.is_cpu)
+    return structure if isinstance(structure, str) else structure.to(mask.device)

@@ -7,14 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Each is a packed call: with more of them, starting kernels takes longer than the mask.
+# Each window is a packed call: with more windows, starting kernels takes longer than using the mask.
 MOST_WINDOWS = 8
 
 IRREGULAR = "the keys of one query don't follow from those of the query before"
 
 
 class Sequences(NamedTuple):
-    """Sequences of one window: which of the rows are theirs, and of each its queries and its keys."""
+    """Sequences with the same window.
+
+    Attributes:
+        window: (left, right), aligned bottom-right; -1 is no bound.
+        of_rows: bool (queries,), whether a query is in one of the sequences.
+        lengths: int64 (sequences,), the number of queries of each.
+        starts: int64 (sequences,), the first key of each.
+        counts: int64 (sequences,), the number of keys of each.
+    """
 
     window: tuple[int, int]
     of_rows: Tensor
@@ -24,9 +32,13 @@ class Sequences(NamedTuple):
 
 
 def sequences(low: Tensor, high: Tensor) -> list[Sequences] | str:
-    """Return sequences in which query t of n sees what the window leaves of m keys, or why not.
+    """Return sequences that reproduce each query's keys, grouped by window, or why there are none.
 
-    `low` and `high` are the first and the last key of each query. Both rise within a document.
+    Query t of a sequence sees those of its keys that are within the window.
+
+    Args:
+        low: int64 (queries,), the first key of each query. It rises within a document.
+        high: int64 (queries,), the last key of each query. It rises within a document.
     """
     by_low, by_high = low.diff(), high.diff()
     joined = low[1:] <= high[:-1]
@@ -48,20 +60,20 @@ def sequences(low: Tensor, high: Tensor) -> list[Sequences] | str:
     lengths = first.nonzero().flatten().diff(append=torch.tensor([len(low)]))
     counts = high[starts + lengths - 1] - low[starts] + 1
     causal = is_causal[starts]
-    if causal.any():  # the only query of a sequence sees all of its keys with either
+    if causal.any():  # a sequence's only query sees all of its keys with either window
         causal |= (lengths == 1) & (counts <= (left + 1 if left >= 0 else counts))
-    found = []
+    groups = []
     for window, these in (((left, 0), causal), ((-1, -1), ~causal)):
         if these.any():
             of_these = lengths[these], low[starts][these], counts[these]
-            found.append(Sequences(window, these[number], *of_these))
-    return found
+            groups.append(Sequences(window, these[number], *of_these))
+    return groups
 
 
 def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[Sequences] | str:
-    """Return the documents of windows that reach to both sides, or why not.
+    """Return the documents of windows that reach to both sides, or why they don't fit.
 
-    Aligned bottom-right, the window of a document without its last keys lies further to the right.
+    Windows are aligned bottom-right, so if a document lacks its last keys, its window lies further right.
     """
     first = torch.cat([torch.ones(1, dtype=torch.bool), ~joined])
     starts, number = first.nonzero().flatten(), first.cumsum(0) - 1
@@ -69,16 +81,18 @@ def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[Sequences] | s
     ends = starts + lengths - 1
     begin, end = low[starts], high[ends]
     counts = end - begin + 1
-    # Of the key that the window is about: that of the last query is the document's last.
+    # From a query's place to its window's centre: the centre of the last query is the document's last key.
     shift = end - lengths + 1
     left = torch.where(low[ends] > begin, end - low[ends], -1)
     right = torch.where(high[starts] < end, high[starts] - shift, -1)
     both = torch.stack([left, right], -1)
-    windows = sorted({tuple(one) for one in both.tolist()}, reverse=True)  # the last, of -1, fit others, too
+    windows = sorted(
+        {tuple(bounds) for bounds in both.tolist()}, reverse=True
+    )  # -1 last: no bound fits more documents
     if len(windows) > MOST_WINDOWS:
         return f"it would take {len(windows)} packed calls, each with another window: at most {MOST_WINDOWS}"
     center = shift[number] + torch.arange(len(low)) - starts[number]
-    unassigned, found = torch.ones(len(starts), dtype=torch.bool), []
+    unassigned, groups = torch.ones(len(starts), dtype=torch.bool), []
     for reach_left, reach_right in windows:
         fits = (left == reach_left) | ((left < 0) & (counts <= reach_left + 1))
         fits &= (right == reach_right) | ((right < 0) & (lengths <= reach_right + 1))
@@ -94,7 +108,7 @@ def _two_sided(low: Tensor, high: Tensor, joined: Tensor) -> list[Sequences] | s
             sees = sees[0], torch.minimum(sees[1], center + reach_right)
         if ((low != sees[0]) | (high != sees[1]))[of_rows].any():
             return IRREGULAR
-        found.append(
+        groups.append(
             Sequences((reach_left, reach_right), of_rows, lengths[these], begin[these], counts[these])
         )
-    return found
+    return groups

@@ -1,6 +1,6 @@
 """Calls of `F.scaled_dot_product_attention` whose mask has structure, run as packed calls without a mask.
 
-What isn't recognised goes on with its mask as given, and `stats().masks` counts it with the reason.
+A call whose mask isn't recognised runs with its mask, and `stats().masks` counts it with the reason.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ from attnreg.masks.structure import Part, Structure
 
 LEFT = "as given: "
 
-# Kinds of calls with one mask: those of a model's layers.
+# The most kinds of calls remembered for one mask: enough for a model's layers.
 MOST_KINDS = 64
 
 
 def follow() -> None:
-    """Recognise masks if the settings in force ask for it, and look at calls if somebody does."""
+    """Route calls here if the settings in force ask for recognised masks."""
     bypassed.run_recognised = serve
     bypassed.follow()
 
 
 def serve(call: SdpaCall) -> Tensor | None:
-    """Return the result of a call whose mask has structure; None if the call is torch's.
+    """Return the result of a call whose mask has structure; None if torch is to run the call.
 
-    What is wrong with a call torch says itself.
+    torch itself raises the errors of a wrong call.
     """
-    found = recognised(call)
-    if found is None:
+    structure = recognised(call)
+    if structure is None:
         return None
-    if isinstance(found, str):
-        counters.mask_seen(LEFT + found)
+    if isinstance(structure, str):
+        counters.mask_seen(LEFT + structure)
         return None
-    if found.is_causal is None:
-        out = _packed(call, found)
+    if structure.is_causal is None:
+        out = _packed(call, structure)
     else:
         out = F.scaled_dot_product_attention(
-            call.query, call.key, call.value, None, call.dropout_p, found.is_causal,
+            call.query, call.key, call.value, None, call.dropout_p, structure.is_causal,
             scale=call.scale, enable_gqa=call.enable_gqa,
         )  # fmt: skip
-    counters.mask_seen(found.seen)
+    counters.mask_seen(structure.seen)
     return out
 
 
 def recognised(call: SdpaCall) -> Structure | str | None:
-    """Return the structure of a call's mask, or why it goes on as given; None without a boolean mask."""
+    """Return the structure of a call's mask, or why the call keeps it; None without a boolean mask."""
     query, key, value, mask = call[:4]
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
     if query.is_nested or key.is_nested or value.is_nested:
-        return None  # those of the strided layout have no shape to compare
+        return None  # nested tensors of the strided layout have no shape to compare
     if not is_plain(query, key, value, mask):
         return "dispatch modes, subclasses or function transforms have to see it"
     if call.is_causal or not _fits(call, mask):
@@ -83,25 +83,25 @@ def recognised(call: SdpaCall) -> Structure | str | None:
         return "it is in a CUDA graph, or may be"
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return "sdpa_kernel forbids the flash kernels"
-    found = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
-    if isinstance(found, str) or found.is_causal is not None:
-        return found
+    structure = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
+    if isinstance(structure, str) or structure.is_causal is not None:
+        return structure
     query, key, value = autocast(query, key, value)
     choice, scale_is_positive = scope.current(), call.scale is None or call.scale > 0.0
     of_call = (
         state().generation, choice, query.dtype, query.shape, key.shape, value.shape, call.dropout_p,
         scale_is_positive, wants_gradient(query, key, value), wants_deterministic(),
     )  # fmt: skip
-    reason = found.refused.get(of_call)
+    reason = structure.refused.get(of_call)
     if reason is None:
-        if len(found.refused) >= MOST_KINDS:
-            found.refused.clear()
-        reason = found.refused[of_call] = _refused(call, found)
-    return reason or found
+        if len(structure.refused) >= MOST_KINDS:
+            structure.refused.clear()
+        reason = structure.refused[of_call] = _refused(call, structure)
+    return reason or structure
 
 
 def _fits(call: SdpaCall, mask: Tensor) -> bool:
-    """Whether a call is one that packed ones can say."""
+    """Whether packed calls can express a call: shapes, devices and dtypes fit together."""
     query, key, value = call[:3]
     if {query.dim(), key.dim(), value.dim()} != {4} or not 2 <= mask.dim() <= 4 or not query.numel():
         return False
@@ -123,7 +123,7 @@ def _fits(call: SdpaCall, mask: Tensor) -> bool:
 
 
 def spec_of(call: SdpaCall, part: Part) -> AttentionSpec:
-    """Return the spec of one of the packed calls that take a call's place."""
+    """Return the spec of one of the packed calls that replace a call."""
     query, key, value = autocast(*call[:3])
     return AttentionSpec(
         device=device_of(query.device), dtype=str(query.dtype), batch=len(part.cu_seq_q) - 1,
@@ -144,20 +144,20 @@ def _count(rows: Tensor | None, x: Tensor) -> int:
 def _refused(call: SdpaCall, structure: Structure) -> str:
     """Return why packed calls would be slower than torch's kernels; empty if they wouldn't.
 
-    That is so if only the reference can run one, which nobody has asked for.
+    They would be if the reference, unrequested, were the only backend that can run a part.
     """
     for part in structure.parts:
         try:
-            for found in decisions(spec_of(call, part), scope.current()):
-                if found.backend == REFERENCE and REFERENCE not in found.asked_for:
-                    return f"no backend but {REFERENCE} can run its packed {found.direction}"
+            for decision in decisions(spec_of(call, part), scope.current()):
+                if decision.backend == REFERENCE and REFERENCE not in decision.asked_for:
+                    return f"no backend but {REFERENCE} can run its packed {decision.direction}"
         except AttnregError:
-            return ""  # the call itself raises it
+            return ""  # the call itself raises the error
     return ""
 
 
 def _packed(call: SdpaCall, structure: Structure) -> Tensor:
-    """Run the packed calls of a mask, and return their results in the layout of torch's own."""
+    """Run the packed calls of a mask; return the output in the layout of torch's op, (B, H, S_q, D_v)."""
     query, key, value = call[:3]
     batch, heads, length, _ = query.shape
     parts, (of_queries, of_keys) = structure.parts, structure.choices
@@ -169,7 +169,7 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
     if rest := [(p.rows_q, result) for p, result in zip(parts, results, strict=True) if p.rows_q is not None]:
         rows, some = zip(*rest, strict=True)
         outs.append(joined(batch * length, rows, some, differentiable))
-    out = functools.reduce(torch.add, outs)  # a query that isn't in a call is 0 there
+    out = functools.reduce(torch.add, outs)  # a query's result is 0 in calls that don't have it
     return out.view(batch, length, heads, -1).transpose(1, 2)
 
 

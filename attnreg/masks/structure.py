@@ -1,9 +1,9 @@
-"""What a boolean mask lets each query see, as packed calls: described on the device, decided on the host.
+"""A boolean mask as packed calls: its keys are described on the device, its structure is decided on the host.
 
-Per row of the batch some keys are seen by no query: padding. Of the others each query of a mask with
-structure sees those from a first to a last. So `describe` returns the keys that are seen, each query's first
-and last, and whether the mask rebuilt from these three is the mask itself: all in one tensor, read back once.
-`structure_of` then needs the mask no more.
+In each row of the batch no query sees the padding. In a mask with structure each query sees all other keys
+from a first to a last. So `describe` returns the keys that are seen, each query's first and last key, and
+whether the mask rebuilt from these three equals the mask: all in one tensor, read back once. `structure_of`
+needs only this tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnreg.masks.sequences import Sequences, sequences
 
 Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
 
-# Elements of a mask that are looked at at a time: a few temporary tensors are as large.
+# Elements of a mask described at a time: a few temporary tensors are as large.
 MOST_ELEMENTS = 2**27
 
 
@@ -28,12 +28,12 @@ class Part(NamedTuple):
     """One packed call: sequences with the same window.
 
     Attributes:
-        rows_q, rows_k: the queries and keys as indices into (B * S), one sequence after the other. None for
-            all, in order: those of no sequence are then sequences of queries or of keys alone, which give 0.
-        repeats: whether a key belongs to two sequences, and is there twice.
-        cu_seq_q, cu_seq_k: int32 (sequences + 1,), where each sequence begins, and the end of the last.
-        max_q, max_k: the longest sequence.
-        window: (left, right), aligned bottom-right, as `varlen_attn` takes it.
+        rows_q, rows_k: the queries and keys, sequence after sequence, as int64 indices into (B * S). None for
+            all, in order. Rows of no sequence are then sequences of queries or keys alone, whose result is 0.
+        repeats: whether a key belongs to two sequences, and so is copied twice.
+        cu_seq_q, cu_seq_k: int32 (sequences + 1,), the begin of each sequence, and the end of the last.
+        max_q, max_k: the longest sequence, in tokens.
+        window: (left, right), aligned bottom-right, as for `varlen_attn`.
     """
 
     rows_q: Tensor | None
@@ -48,14 +48,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What a mask was recognised as.
+    """A recognised mask.
 
     Attributes:
         seen: its kind, for messages: "padded keys, causal".
-        parts: the packed calls that together are the call with the mask; a query in none sees no key.
-        is_causal: whether all of it can be said by `is_causal` alone, and no mask; None if it can't.
-        shares: which shares of the queries and of the keys count.
-        refused: by kind of call, why such a call goes on with its mask all the same; empty if it doesn't.
+        parts: the packed calls that together equal the call with the mask; a query in none sees no key.
+        is_causal: the `is_causal` that alone equals the mask; None if neither value does.
+        shares: the shares of the queries and of the keys that count.
+        refused: by kind of call, why it keeps its mask; empty if packed calls run instead.
     """
 
     seen: str
@@ -65,31 +65,34 @@ class Structure:
     refused: dict[tuple[object, ...], str]
 
     def to(self, device: torch.device) -> Structure:
-        """Return the same on another device; what two packed calls share is one tensor there, too."""
+        """Return the same on another device; packed calls that share a tensor share it there, too."""
         moved: dict[int, Tensor] = {}
 
-        def there(one: Any) -> Any:
-            if not isinstance(one, Tensor):
-                return one
-            if id(one) not in moved:
-                moved[id(one)] = one.to(device)
-            return moved[id(one)]
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in moved:
+                moved[id(value)] = value.to(device)
+            return moved[id(value)]
 
-        return replace(self, parts=tuple(Part(*map(there, part)) for part in self.parts))
+        return replace(self, parts=tuple(Part(*map(move, part)) for part in self.parts))
 
     @cached_property
     def choices(self) -> tuple[Choice, Choice]:
-        """Which queries and which keys each packed call takes."""
+        """The queries, and the keys, that each packed call reads."""
         overlap = REPEATED if any(part.repeats for part in self.parts) else OVERLAPPING
         queries = Choice.of([part.rows_q for part in self.parts], APART)
         return queries, Choice.of([part.rows_k for part in self.parts], overlap)
 
 
 def describe(mask: Tensor) -> Tensor:
-    """Return what there is to know of a mask (B, S_q, S_k) as int32 numbers on its device.
+    """Describe a mask, bool (B, S_q, S_k), as a flat int32 tensor on its device.
 
-    First whether they say all of it, then (B, S_k) which keys are seen, then (B, S_q) each query's first and
-    last key; the last is -1 for a query that sees none.
+    The parts, in order:
+    - 1 number: whether the other parts describe the whole mask.
+    - (B, S_k): whether some query sees the key.
+    - (B, S_q): each query's first key.
+    - (B, S_q): each query's last key; -1 for a query that sees none.
     """
     pieces = torch.split(mask, max(MOST_ELEMENTS // max(mask[0].numel(), 1), 1))
     whole, keys, first, last = zip(*map(_describe, pieces), strict=True)
@@ -108,55 +111,59 @@ def _describe(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) -> Structure | str:
-    """Return the structure that numbers of `describe` say of a call, or why it has none.
+    """Return the structure of a mask, or why it has none.
 
-    `of_mask` are the mask's own sizes, of which some may be 1 where the call's `sizes` aren't. `in_place`
-    leaves queries and keys where they are if it can, as sequences of their own if they don't count.
+    Args:
+        numbers: the result of `describe`, int32, on the CPU.
+        of_mask: the mask's own (B, S_q, S_k); a size may be 1 where the call's isn't.
+        sizes: the call's (B, S_q, S_k).
+        in_place: whether to leave queries and keys in their places if possible. Rows that don't count then
+            become sequences of their own.
     """
     if not numbers[0]:
         return "some query sees keys with gaps between them"
     (batch, length_q, length_k), (_, queries, keys) = sizes, of_mask
     parts = torch.split(numbers[1:], [of_mask[0] * n for n in (keys, queries, queries)])
-    seen, first, last = (x.view(of_mask[0], -1).long() for x in parts)
+    keys_seen, first, last = (x.view(of_mask[0], -1).long() for x in parts)
     if keys == 1 < length_k:
         last = torch.where(last < 0, -1, length_k - 1)
-    seen = seen.bool().expand(batch, length_k)
+    keys_seen = keys_seen.bool().expand(batch, length_k)
     first, last = (x.expand(batch, length_q).flatten() for x in (first, last))
     rows = (last >= 0).nonzero().flatten()
     if not len(rows):
         return "no query sees a key"
-    # Keys are counted over the whole batch from here on, without those that no query sees.
-    places = seen.flatten().cumsum(0) - 1
+    # From here on keys are numbered over the whole batch, without keys that no query sees.
+    places = keys_seen.flatten().cumsum(0) - 1
     start = rows // length_q * length_k
     low, high = places[start + first[rows]], places[start + last[rows]]
-    found = sequences(low, high)
-    if isinstance(found, str):
-        return found
-    key_rows = seen.flatten().nonzero().flatten()
-    if sum(int(one.counts.sum()) for one in found) > 2 * batch * length_k:
+    groups = sequences(low, high)
+    if isinstance(groups, str):
+        return groups
+    key_rows = keys_seen.flatten().nonzero().flatten()
+    if sum(int(group.counts.sum()) for group in groups) > 2 * batch * length_k:
         return "its packed calls would need most keys more than twice"
     apart = low[1:] > high[:-1]
     documents = bool((apart & ((rows // length_q).diff() == 0)).any())
-    made = _with_shared_keys([_part(one, rows, key_rows, sizes, in_place) for one in found])
+    made = _with_shared_keys([_part(group, rows, key_rows, sizes, in_place) for group in groups])
     shares = len(rows) / len(first), len(key_rows) / (batch * length_k)
     is_causal = _is_causal(made, sizes) if shares == (1.0, 1.0) else None
     return Structure(_seen(made, shares, documents), made, is_causal, shares, {})
 
 
 def _part(of: Sequences, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place: bool) -> Part:
-    """Return the packed call of these."""
+    """Return the packed call of sequences with the same window."""
     batch, length_q, length_k = sizes
     ends = of.counts.cumsum(0)
     within = torch.arange(int(ends[-1])) - (ends - of.counts).repeat_interleave(of.counts)
     places = within + of.starts.repeat_interleave(of.counts)
-    repeats = bool((places.diff() <= 0).any())  # no sequence begins before the one that comes first
+    repeats = bool((places.diff() <= 0).any())  # sequences are in order of their first keys
     rows_q, rows_k = rows[of.of_rows], key_rows[places]
     totals = batch * length_q, batch * length_k
     if in_place and (offsets := _in_place((rows_q, of.lengths, totals[0]), (rows_k, of.counts, totals[1]))):
         of_all_q, of_all_k = offsets
         longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
         return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, of.window)
-    # One tensor where both are the same, as in self-attention without padding.
+    # A single tensor if both are equal, as in self-attention without padding.
     cu_seq_q = cu_seq_k = _offsets(of.lengths).int()
     if not torch.equal(of.lengths, of.counts):
         cu_seq_k = _offsets(of.counts).int()
@@ -167,21 +174,22 @@ def _part(of: Sequences, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place:
 
 
 def _in_place(*sides: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor] | None:
-    """Return offsets into all queries and into all keys, by which none is copied; None if order forbids it.
+    """Return offsets into all queries and into all keys, so that nothing is copied; None if order forbids it.
 
-    Each side is the rows of its sequences, how many each has, and how many there are in all. What lies
-    between two sequences becomes one of queries without keys and one of keys without queries.
+    Each side is the rows of its sequences, the number of each sequence's rows, and the number of all rows.
+    Rows between two sequences become a sequence of queries without keys, and a sequence of keys without
+    queries.
     """
-    found, none = [], torch.zeros(1, dtype=torch.long)
+    offsets, none = [], torch.zeros(1, dtype=torch.long)
     for rows, counts, total in sides:
         ends = counts.cumsum(0)
         begin, last = rows[ends - counts], rows[ends - 1] + 1
         if (last - begin != counts).any() or (begin[1:] < last[:-1]).any():
             return None
-        # As if one more sequence came after the end, with nothing in it.
+        # As if one more sequence, an empty one, followed at the end.
         end = torch.tensor([total])
-        found.append((torch.cat([none, last]), torch.cat([begin, end]), torch.cat([last, end])))
-    (_, begin_q, last_q), (before_k, begin_k, last_k) = found
+        offsets.append((torch.cat([none, last]), torch.cat([begin, end]), torch.cat([last, end])))
+    (_, begin_q, last_q), (before_k, begin_k, last_k) = offsets
     of_q = torch.stack([begin_q, begin_q, last_q], -1).flatten()
     of_k = torch.stack([before_k, begin_k, last_k], -1).flatten()
     is_new = (of_q.diff(prepend=none) > 0) | (of_k.diff(prepend=none) > 0)
@@ -189,18 +197,19 @@ def _in_place(*sides: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor] | Non
 
 
 def _with_shared_keys(parts: list[Part]) -> tuple[Part, ...]:
-    """Return packed calls of which those with the same keys have one tensor of them: they are copied once.
+    """Make packed calls with equal keys share a tensor of indices, so that the keys are copied once.
 
-    So have the queries before the padding, under a causal mask, and those in it, which see all keys.
+    Under a causal mask with padding two calls have equal keys: queries before the padding, and queries in it,
+    which see all keys.
     """
-    found: list[Part] = []
+    shared: list[Part] = []
     for part in parts:
         rows = part.rows_k
         if rows is not None:
-            known = (one.rows_k for one in found if one.rows_k is not None)
-            rows = next((one for one in known if torch.equal(one, rows)), rows)
-        found.append(part._replace(rows_k=rows))
-    return tuple(found)
+            known = (other.rows_k for other in shared if other.rows_k is not None)
+            rows = next((other for other in known if torch.equal(other, rows)), rows)
+        shared.append(part._replace(rows_k=rows))
+    return tuple(shared)
 
 
 def _offsets(counts: Tensor) -> Tensor:
@@ -212,8 +221,8 @@ def _unless_all(rows: Tensor, count: int) -> Tensor | None:
 
 
 def _seen(parts: tuple[Part, ...], shares: tuple[float, float], documents: bool) -> str:
-    """Return the kind of a mask in words."""
-    windows = {one.window for one in parts}
+    """Return the kind of a mask, for messages."""
+    windows = {part.window for part in parts}
     has_window = any(left >= 0 or right > 0 for left, right in windows)
     words = {
         "padded queries": shares[0] < 1.0,
@@ -226,12 +235,12 @@ def _seen(parts: tuple[Part, ...], shares: tuple[float, float], documents: bool)
 
 
 def _is_causal(parts: tuple[Part, ...], sizes: Sizes) -> bool | None:
-    """Return the `is_causal` of a call whose mask says the same or nothing; None if it says more."""
-    (batch, length_q, length_k), one = sizes, parts[0]
-    is_all = len(parts) == 1 and one.rows_q is None and one.rows_k is None
-    if not is_all or len(one.cu_seq_q) != batch + 1 or (one.max_q, one.max_k) != (length_q, length_k):
+    """Return the `is_causal` that alone equals the mask; None if neither value does."""
+    (batch, length_q, length_k), part = sizes, parts[0]
+    is_all = len(parts) == 1 and part.rows_q is None and part.rows_k is None
+    if not is_all or len(part.cu_seq_q) != batch + 1 or (part.max_q, part.max_k) != (length_q, length_k):
         return None
-    # The longest is as long as a row of the batch, of which there are as many as sequences.
-    if one.window == (-1, -1):
+    # There is a sequence for each row of the batch, and the longest is as long as a row.
+    if part.window == (-1, -1):
         return False
-    return True if one.window == (-1, 0) and length_q == length_k else None
+    return True if part.window == (-1, 0) and length_q == length_k else None

@@ -1,8 +1,8 @@
 """The check that all ranks of a group are about to run the same distributed call, of the same batch.
 
-What differs would make them wait for each other for ever, or send rows of wrong sizes or of another batch. So
-the ranks exchange a few lines of text before the first call of each kind, and where the batch is another than
-that of the call before; on the CPU: no GPU is waited for.
+Ranks with different calls would wait for each other for ever, or send rows of wrong sizes or of another
+batch. So ranks exchange a few lines of text before the first call of each kind, and whenever the batch
+changes. The exchange runs on the CPU: no rank waits for a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnreg.errors import AttnregError, RanksDifferError
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-# For each group: how many batches its ranks have compared, and the number of the one used last, 0 for none.
+# By group: how many batches its ranks have compared, and the number of the batch used last, 0 for none.
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -37,27 +37,29 @@ class BatchAgreement:
 
     @property
     def holds(self) -> bool:
-        """Whether ranks needn't compare: their call before was of this batch, too."""
+        """Whether ranks needn't compare, because their previous call was of this batch, too."""
         is_last = 0 < self._number == _last.get(self._group)
-        # As torch itself compares all that ranks do with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch compares every collective, so ranks always compare here,
+        # too.
         return is_last and torch_dist.get_debug_level() != torch_dist.DebugLevel.DETAIL
 
-    def compare(self, mine: dict[str, str], said: Any = None) -> list[Any]:
-        """Compare the batch and what else has to be the same, as `agree`."""
+    def compare(self, mine: dict[str, str], extra: Any = None) -> list[Any]:
+        """Compare the batch and `mine`, by `agree`; return each rank's `extra`."""
         name = f"number {self._number} of those compared before" if self._number else "a new one"
-        all_said = agree(self._group, mine | {"batch": name}, said)
+        extras = agree(self._group, mine | {"batch": name}, extra)
         if not self._number:
             self._number = _counts[self._group] = _counts.get(self._group, 0) + 1
         _last[self._group] = self._number
-        return all_said
+        return extras
 
 
 class _Problem(NamedTuple):
-    """What is wrong on a rank.
+    """An error on a rank, as text.
 
     Attributes:
-        mistake: the same for the same mistake: no address of an object, and no reasons of a rank's own rows.
-        text: all of it.
+        mistake: the first line without addresses of objects: equal for equal mistakes, whatever a rank's
+            rows.
+        text: the whole message.
     """
 
     mistake: str
@@ -69,18 +71,19 @@ class _Problem(NamedTuple):
         return cls(re.sub(r" at 0x[0-9a-fA-F]+", "", text.partition("\n")[0]), text)
 
 
-def agree(group: Any, mine: dict[str, str], said: Any = None, problem: _Problem | None = None) -> list[Any]:
-    """Compare what is to be the same on all ranks of a group; all of them call this.
+def agree(group: Any, mine: dict[str, str], extra: Any = None, problem: _Problem | None = None) -> list[Any]:
+    """Compare `mine` over all ranks of a group, which all call this; return each rank's `extra`.
 
-    Returns what each rank says besides. Raises `RanksDifferError`, on every rank, if something differs, or if
-    something is wrong on some ranks, or not the same on all; it says what two ranks have.
+    Raises:
+        RanksDifferError: on every rank, if `mine` differs, or if ranks have different problems or only some
+            have one. The message has the values of two ranks.
     """
-    _last[group] = 0  # unless they agree, they compare before the next call, whatever it is
+    _last[group] = 0  # ranks that don't agree compare before their next call, of whatever batch
     try:
-        all_ranks = _gathered(group, (mine, said, problem))
+        all_ranks = _gathered(group, (mine, extra, problem))
     except RuntimeError as lost:
         if problem is not None:
-            raise  # what is wrong here says more
+            raise  # this rank's own problem is more informative
         raise RanksDifferError(
             f"context parallel: this rank compares its {mine.get('call', 'call')} with the others', and not "
             f"all came: they do something else, have ended, or need longer than the group's timeout ({lost})"
@@ -94,20 +97,20 @@ def agree(group: Any, mine: dict[str, str], said: Any = None, problem: _Problem 
                 f"context parallel: ranks differ in {name}: rank 0 has {values[0]}, rank {other} has "
                 f"{values[other]}; expected the same on all {len(values)} ranks of the group"
             )
-    return [said for _, said, _ in all_ranks]
+    return [extra for _, extra, _ in all_ranks]
 
 
 def _check_problems(problems: list[_Problem | None]) -> None:
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for rank, problem in enumerate(problems):
         if problem is not None:
-            found.setdefault(problem.mistake, f"rank {rank}'s call is wrong: {problem.text}")
-    if len(found) > 1 or (found and None in problems):
-        raise RanksDifferError("context parallel: " + "\n".join(list(found.values())[:2]))
+            messages.setdefault(problem.mistake, f"rank {rank}'s call is wrong: {problem.text}")
+    if len(messages) > 1 or (messages and None in problems):
+        raise RanksDifferError("context parallel: " + "\n".join(list(messages.values())[:2]))
 
 
 def _gathered(group: Any, mine: Any) -> list[Any]:
-    """Return what each rank gives."""
+    """Return each rank's `mine`."""
 
     def gather() -> list[Any]:
         all_ranks: list[Any] = [None] * dist.get_world_size(group)
@@ -116,18 +119,18 @@ def _gathered(group: Any, mine: Any) -> list[Any]:
 
     if is_plain():
         return gather()
-    # Function transforms and modes, in which a call is wrong, are of one thread.
+    # Function transforms and modes, in which a call is wrong, apply to one thread: another is free of them.
     with ThreadPoolExecutor(1) as threads:
         return threads.submit(gather).result()
 
 
 def refuse(group: Any, error: Exception) -> NoReturn:
-    """Raise what is wrong on this rank, once the others, which wait for it in `agree`, know of it."""
+    """Raise this rank's error, after sending it to the other ranks, which wait in `agree`."""
     try:
         agree(group, {}, problem=_Problem.of(error))
     except RanksDifferError as all_know:
         raise all_know from error
-    except RuntimeError as lost:  # the others don't come, until the group's timeout or as they have ended
+    except RuntimeError as lost:  # the other ranks have ended, or the group's timeout is over
         raise error from lost
     raise error
 
@@ -135,12 +138,12 @@ def refuse(group: Any, error: Exception) -> NoReturn:
 def _on_cpu(group: Any) -> Any:
     """Return a group of the same ranks that communicates on the CPU.
 
-    It isn't the group itself, even if that could: ranks of which some compare and others go on would receive
-    each other's messages, and gloo takes those that are too short.
+    It is never the group itself, even if this communicates on the CPU. Some ranks may compare while others
+    go on, and would receive each other's messages; gloo accepts messages that are too short.
     """
     if group not in _cpu_groups:
         ranks = dist.get_process_group_ranks(group)
-        # Unless it is told, the new group would wait for gloo's 30 minutes.
+        # Without a timeout of its own the new group would wait for gloo's 30 minutes.
         timeout = group._get_backend(group._device_types[0]).options._timeout
         _cpu_groups[group] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return _cpu_groups[group]

@@ -1,4 +1,4 @@
-"""`spread_documents`: which documents go to which rank, in order or so that all ranks have the same work."""
+"""`spread_documents`: which tokens go to which rank, in order or so that all ranks have the same work."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from attnreg.parallel.needs import Needs
 
 __all__ = ["spread_documents"]
 
-# A token of a layer of width d takes about 12 * d multiplications times d outside of attention, and a pair of
-# a query and a key 2 times d.
+# Outside of attention a token of a layer of width d takes about 12 * d * d multiplications; a pair of a query
+# and a key takes 2 * d.
 PAIRS_PER_WIDTH = 6
-# Kernels compute whole tiles: on each bound of a mask half of one's length, for each query.
+# Kernels compute whole tiles: at each bound of a mask half a tile more for each query.
 PAIRS_PER_BOUND = 64
-# Layouts are made before a call says its heads: they are compared for those of a large model in 16 bits. More
-# ranks than a node has GPUs are joined by a network card for each, of 400 Gbit/s.
+# Layouts are made before a call's heads are known, so they are compared for the heads of a large model in 16
+# bits. Between nodes each GPU has a network card of 400 Gbit/s.
 SHAPE = Shape(heads=64, heads_k=8, dim=128, dim_v=128, bytes_each=2, needs_backward=True)
 RANKS_OF_NODE, LINK_OF_NODES = 8, 45e9
-# "contiguous", whose work isn't equal, has to be faster by this share: only all_to_all evens the work out,
-# and a program may have heads that can't be dealt to ranks.
+# "contiguous" has unequal work, so it has to be faster by this share: only all_to_all evens the work out, and
+# a program's heads may not be divisible by the ranks.
 WORTH = 0.1
 
 
@@ -62,18 +62,23 @@ def spread_documents(
     """Spread a packed batch over ranks.
 
     Args:
-        cu_seq: where each document begins in the whole batch, and the end of the last.
-        ranks: how many ranks there are.
-        how: "balanced": by cost: the fastest, by an estimate, of three layouts: documents dealt out whole
-            where that is possible, consecutive tokens of equal cost, and "contiguous" where it saves a tenth
-            or more. "zigzag": two chunks
-            of tokens for each rank, the i-th from either end. "contiguous": equal numbers of tokens, one
-            rank's after the other's.
-        is_causal, window_size: as of `varlen_attn`; "balanced" counts by them how many keys a query sees, the
-            others don't.
-        width: of the model, for "balanced" to count what a token costs outside of attention. 0 balances
-            attention alone, and ranks may have very different numbers of tokens.
-        method: by which "balanced" estimates, as of `context_parallel`; by "auto" the fastest.
+        cu_seq: (documents + 1,), integers on any device: each document's begin in the batch; the batch's end.
+            A tensor on a GPU is read back, which waits for the GPU.
+        ranks: the number of ranks.
+        how: "balanced", "zigzag" or "contiguous".
+            "balanced" chooses by estimated time among three layouts. The first deals documents out whole
+            where possible. The second has consecutive tokens of equal cost. The third is "contiguous", chosen
+            where it saves a tenth or more.
+            "zigzag" has two chunks of tokens for each rank, the i-th from either end.
+            "contiguous" has equal numbers of consecutive tokens.
+        is_causal, window_size: as for `varlen_attn`. "balanced" counts by them how many keys a query sees.
+        width: the model's width, by which "balanced" counts what a token costs outside of attention. With 0
+            it balances attention alone, and ranks may have very different numbers of tokens.
+        method: the method whose time "balanced" estimates, as for `context_parallel`; with "auto" the
+            fastest.
+
+    Raises:
+        InvalidInputError: an argument has a wrong type or value.
     """
     methods = ["auto", ALL_TO_ALL, ALL_GATHER, RING]
     if method not in methods:
@@ -83,7 +88,7 @@ def spread_documents(
         raise InvalidInputError(f"width: got {width!r}, expected the width of a model, or 0")
     bound = window(window_size, is_causal)
     if how == "balanced":
-        per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * sum(one >= 0 for one in bound)
+        per_token = PAIRS_PER_WIDTH * width + PAIRS_PER_BOUND * sum(side >= 0 for side in bound)
         dealt = balanced(cu_seq, ranks, is_causal=is_causal, window_size=window_size, per_token=per_token)
         if not dealt.cut:  # no keys move, and all ranks have about the same work
             return dealt
@@ -95,22 +100,22 @@ def spread_documents(
         return usual if gains else best
     makers = {"contiguous": contiguous, "zigzag": zigzag}
     known = ["balanced", *makers]
-    if how not in known:  # a list of names, as `how` may be of any type
+    if how not in known:  # a list, because `how` may be of an unhashable type
         raise InvalidInputError(f"how: got {how!r}, expected one of {known}{did_you_mean(str(how), known)}")
     return makers[how](cu_seq, ranks)
 
 
 def _seconds(layout: Layout, bound: tuple[int, int], width: float, method: str) -> float:
-    """Estimate what a layer takes of a model as `SHAPE`, by a method or the fastest."""
+    """Return the estimated seconds of a model's layer of shape `SHAPE`, by a method or the fastest."""
     rates = Rates() if layout.ranks <= RANKS_OF_NODE else Rates(link=LINK_OF_NODES)
-    possible = [one for one in estimates(Needs(layout, *bound), SHAPE, rates) if not one.refusal]
-    found = [one.seconds for one in possible if method in (one.name, "auto")] or [math.inf]
+    possible = [x for x in estimates(Needs(layout, *bound), SHAPE, rates) if not x.refusal]
+    attention = min((x.seconds for x in possible if method in (x.name, "auto")), default=math.inf)
     seconds_of_pair = SHAPE.flops_of_pair * (1 + BACKWARD) / rates.flops
-    return min(found) + PAIRS_PER_WIDTH * width * max(layout.rows) * seconds_of_pair
+    return attention + PAIRS_PER_WIDTH * width * max(layout.rows) * seconds_of_pair
 
 
 class _Costs(NamedTuple):
-    """What a piece costs: the pairs that its queries see, and for each token the rest of the model."""
+    """The cost of a piece, in pairs: keys that its queries see, and `per_token` for the rest of the model."""
 
     cu_seq: tuple[int, ...]
     left: int
@@ -124,7 +129,7 @@ class _Costs(NamedTuple):
         return pairs + self.per_token * (end - begin)
 
     def head(self, piece: Piece, cost: float) -> int:
-        """Return where the first rows of a piece end that cost so much together."""
+        """Return the end of a piece's first rows that together have this cost."""
         low, high = piece.begin, piece.end
         while low < high:
             middle = (low + high) // 2
@@ -136,9 +141,9 @@ class _Costs(NamedTuple):
 
 
 def _consecutive(costs: _Costs, ranks: int) -> Layout:
-    """Give each rank tokens that cost as much as the others', one rank's after the other's.
+    """Return a layout of consecutive tokens, whose cost is equal on all ranks.
 
-    Of a window's keys a rank then needs only those just before its first token, or after its last one.
+    With a window a rank then needs only the keys just before its first token, or just after its last token.
     """
     offsets = costs.cu_seq
     whole = list(cut_at(offsets, 0, offsets[-1]))
@@ -160,10 +165,10 @@ def balanced(
     per_token: float = 0.0,
     tolerance: float = 0.02,
 ) -> Layout:
-    """Spread documents over ranks by what they cost, and cut only those that make a rank's work too much.
+    """Spread documents over ranks by cost; a document is cut only where a rank would have too much work.
 
-    `per_token` is what a token costs outside of attention, in pairs; the most loaded rank may exceed the mean
-    by `tolerance` before a document is cut for it.
+    `per_token` is the cost of a token outside of attention, in pairs. The most loaded rank may exceed the
+    mean by the share `tolerance` before a document is cut for it.
     """
     offsets = checked_offsets(cu_seq, ranks)
     costs = _Costs(offsets, *window(window_size, is_causal), per_token)
@@ -183,7 +188,7 @@ def balanced(
 
 
 def _deal(piece: Piece, costs: _Costs, most: float, loads: list[float], held: list[list[Piece]]) -> None:
-    """Give a document to the least loaded rank; one that is too much for it to as many as needed."""
+    """Add a document to the least loaded rank, or cut it for as many ranks as it needs."""
     ranks = sorted(range(len(loads)), key=loads.__getitem__)
     wanted = min(len(ranks), math.ceil(costs.of(piece) / most)) if most else 1
     for number, chunk in enumerate(_chunks(piece, costs, wanted)):
@@ -193,10 +198,10 @@ def _deal(piece: Piece, costs: _Costs, most: float, loads: list[float], held: li
 
 
 def _chunks(piece: Piece, costs: _Costs, ranks: int) -> list[Piece]:
-    """Cut a document for some ranks: one chunk for each with a window, else a first with a last one.
+    """Cut a document for some ranks: with a window into one chunk a rank, else into two, from both ends.
 
-    With a window chunks of equal costs need few keys of others. Without one the last rank would need all of
-    them for few queries; so each rank gets as many tokens of the document as the others.
+    With a window chunks of equal cost need few keys of other ranks. Without a window the last rank would need
+    all keys for few queries, so all ranks have equal numbers of the document's tokens.
     """
     begin, end = piece.begin, piece.end
     if ranks == 1:
@@ -217,7 +222,7 @@ def _even_out(
     if loads[most] <= target * (1 + tolerance):
         return False
     amount = min(loads[most] - target, target - loads[least])
-    # Of those with enough work the smallest, so that the large ones stay whole.
+    # The smallest piece with enough work is cut, so that large pieces stay whole.
     enough = [piece for piece in held[most] if costs.of(piece) >= amount]
     piece = min(enough, key=costs.of) if enough else max(held[most], key=costs.of)
     end = costs.head(piece, min(amount, costs.of(piece)))

@@ -1,4 +1,4 @@
-"""What of a packed batch a rank has: parts of tensors, positions and offsets, made once for each device."""
+"""A rank's share of a packed batch: parts of tensors, positions and offsets, made once for each device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from attnreg.parallel.calls import check_offsets, check_tokens, texts_of_layout
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import on_device
 
-# So many offsets aren't read once more: a program that makes new ones for each call has no use for them.
+# How many tensors of offsets are remembered as checked. A program that makes new offsets for each call gains
+# nothing from more.
 MOST_OFFSETS = 16
 
 
@@ -35,19 +36,36 @@ class SpreadBatch:
     def __init__(self, group: Any, layout: Layout) -> None:
         self.group, self.layout, self.rank = group, layout, dist.get_rank(group)
         self._agreement = BatchAgreement(group)
-        self._gathered: set[tuple[object, ...]] = set()  # what of tensors ranks have agreed on
+        self._gathered: set[tuple[object, ...]] = set()  # row shapes, dtypes, devices
         self._made: dict[tuple[object, ...], Any] = {}
         self._known_offsets: list[tuple[Tensor, int]] = []
 
     def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's part of a tensor that has the tokens of the whole batch along `dim`."""
+        """Return a copy of this rank's part of a tensor, of any dtype, with the whole batch along `dim`.
+
+        Args:
+            tensor: (..., T, ...), T tokens of the whole batch at `dim`. The result has this rank's tokens
+                there.
+            dim: the dimension of the tokens.
+
+        Raises:
+            InvalidInputError: no such dimension, or another number of tokens.
+        """
         check_tokens(tensor, dim, self.layout.tokens, "of the whole batch")
         return tensor.index_select(dim, self._rows(self.rank, tensor.device))
 
     def gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return the whole batch's tensor from the parts of all ranks, which all call this; no gradient.
 
-        Raises `RanksDifferError`, on every rank, if ranks differ in layout, shape or dtype.
+        Args:
+            tensor: (..., this rank's tokens, ...), of any dtype. The result has the whole batch's tokens
+                there.
+            dim: the dimension of the tokens.
+
+        Raises:
+            RanksDifferError: on every rank, if ranks differ in layout, shape or dtype.
+            InvalidInputError: on every rank, if all pass a wrong `dim`, a wrong number of tokens, or a tensor
+                that needs a gradient; on this rank alone, if the others' gather isn't compared.
         """
         here, most, kind = self.layout.rows[self.rank], max(self.layout.rows), None
         try:
@@ -59,7 +77,7 @@ class SpreadBatch:
                     "tensor: got one that needs a gradient, expected none: pass tensor.detach()"
                 )
         except Exception as error:
-            # As in a call: where the others gather what is agreed on, they don't wait for this rank's word.
+            # As in a call: ranks that gather what was agreed on before don't wait for this rank.
             if self._agreement.holds and (kind in self._gathered or (kind is None and self._gathered)):
                 raise
             refuse(self.group, error)
@@ -70,7 +88,7 @@ class SpreadBatch:
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[:here] = rows
         parts = [torch.empty_like(padded) for _ in range(self.layout.ranks)]
-        # As bytes: gloo and NCCL don't know every dtype.
+        # As bytes, because gloo and NCCL don't support every dtype.
         dist.all_gather([x.view(torch.uint8) for x in parts], padded.view(torch.uint8), group=self.group)
         whole = rows.new_empty((self.layout.tokens, *rows.shape[1:]))
         for rank, count in enumerate(self.layout.rows):
@@ -78,12 +96,12 @@ class SpreadBatch:
         return whole.movedim(0, dim)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the position of each of this rank's tokens in its document, for rotary embeddings."""
-        # A copy, as programs write to it: adding an offset to all is one operation.
+        """Return this rank's tokens' positions in their documents, for rotary embeddings: int64 (T,)."""
+        # A copy, because programs write to it, for instance to add an offset to all positions.
         return self._on("positions", device, lambda: self.layout.positions(self.rank)).clone()
 
     def cu_seq(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the offsets of the whole batch, int32, as `varlen_attn` takes them."""
+        """Return the offsets of the whole batch, for `varlen_attn`: int32 (documents + 1,)."""
         made = self._on("cu_seq", device, lambda: torch.tensor(self.layout.cu_seq).int())
         if all(tensor is not made for tensor, _ in self._known_offsets):
             self._known_offsets.append((made, made._version))
@@ -95,9 +113,9 @@ class SpreadBatch:
         """The longest document, in tokens: `max_q` and `max_k` of `varlen_attn`."""
         return max((end - begin for begin, end in itertools.pairwise(self.layout.cu_seq)), default=0)
 
-    def _compare(self, call: str, mine: dict[str, str], said: Any = None) -> list[Any]:
-        """Compare layout and call, which all ranks do; returns what each rank says besides."""
-        return self._agreement.compare(texts_of_layout(self.layout) | {"call": call} | mine, said)
+    def _compare(self, call: str, mine: dict[str, str], extra: Any = None) -> list[Any]:
+        """Compare layout and call over all ranks, which all call this; return each rank's `extra`."""
+        return self._agreement.compare(texts_of_layout(self.layout) | {"call": call} | mine, extra)
 
     def _rows(self, rank: int, device: torch.device) -> Tensor:
         return self._on(f"rows of {rank}", device, lambda: self.layout.index(rank))
@@ -109,8 +127,8 @@ class SpreadBatch:
 
     def _once(self, what: tuple[object, ...], make: Callable[[], Any]) -> Any:
         if what not in self._made:
-            # What is kept has to serve later calls with gradients, too. It is made on the CPU, whatever a
-            # program's default device is, and copied to where it is used.
+            # A result made in inference mode couldn't serve later calls with gradients. It is made on the
+            # CPU, whatever the program's default device is, and copied to where it is used.
             with torch.inference_mode(False), torch.device("cpu"):
                 self._made[what] = make()
         return self._made[what]
@@ -118,7 +136,7 @@ class SpreadBatch:
     def _check_offsets(self, name: str, offsets: Tensor | None) -> None:
         plans.check_tensors(**{name: offsets})
         version = None if offsets is None or offsets.is_inference() else offsets._version
-        if not any(known is offsets and seen == version for known, seen in self._known_offsets):
+        if not any(known is offsets and checked == version for known, checked in self._known_offsets):
             check_offsets(name, offsets, self.layout)
             if offsets is not None and version is not None:
                 self._known_offsets.append((offsets, version))

@@ -1,9 +1,9 @@
 """all_to_all over heads (Ulysses): each rank computes some heads for the tokens of all ranks.
 
-The heads of a rank are cut into groups. Query, key and value of a group travel in one message there, its
-output in one back. The messages of all groups are sent at once, so while one group is computed the next ones
-come.
-Where there are fewer key heads than ranks, each is sent to all ranks that use it.
+The heads of a rank are cut into groups. A message carries a group's query, key and value to the rank that
+computes the group; another carries the output back. The messages of all groups are sent at once, so
+later groups arrive while the first is computed.
+Where there are fewer key heads than ranks, each key head is sent to all ranks that use it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import Places, Run, on_device, taken
 from attnreg.parallel.stepwise import Options, without_values
 
-# A group's query, key and value take so many bytes on a rank: smaller messages take longer than they hide.
+# The least bytes of a group's query, key and value on a rank: smaller messages cost more time than they hide.
 ENOUGH, MOST_GROUPS = 64 * 2**20, 4
 
-# Rows as so many runs at most are taken by one kernel that copies; more are taken by an index.
+# Up to so many runs of rows are copied by one `torch.cat`; more are copied by an index.
 MOST_RUNS = 64
 
 Rows = Sequence[Run] | Tensor
 
 
 def unsupported(heads: int, heads_k: int, ranks: int) -> str:
-    """Return why heads can't be dealt out to ranks; empty if they can."""
+    """Return why heads can't be divided among ranks; empty if they can."""
     if heads % ranks:
         return f"query heads must be a multiple of the {ranks} ranks, got {heads}"
     if heads_k % ranks and ranks % heads_k:
@@ -54,11 +54,12 @@ class WholeBatch(NamedTuple):
     """The whole batch on a device, as each rank computes it.
 
     Attributes:
-        in_order: which of the rows, as they come rank after rank, is the batch's first, second, ...
-        by_rank: the reverse: the batch's rows as they go back, rank after rank.
-        cu_seq, longest: as of `varlen_attn`.
-        rows: how many rows each rank has.
-        rank: which rank this one is.
+        in_order: for each row of the batch its place among the received rows, which lie rank after rank.
+        by_rank: the reverse: for each row sent back, rank after rank, its place in the batch.
+        cu_seq: int32 (documents + 1,), offsets for `varlen_attn`.
+        longest: the longest document, in tokens.
+        rows: the number of rows of each rank.
+        rank: this process's rank.
     """
 
     in_order: Rows
@@ -70,7 +71,7 @@ class WholeBatch(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, rank: int, device: torch.device) -> WholeBatch:
-        """Work out what a layout means on a device."""
+        """Return the whole batch of a layout, with its tensors on a device."""
         held = [(begin, end) for pieces in layout.pieces for _, begin, end in pieces]
         whole = [(0, layout.tokens)]
         in_order, by_rank = Places({0: held}).runs(whole), Places({0: whole}).runs(held)
@@ -81,7 +82,7 @@ class WholeBatch(NamedTuple):
 
 
 def _rows_on(runs: list[Run], device: torch.device) -> Rows:
-    """Return runs, or, if these are many, an index on the device."""
+    """Return runs; more than `MOST_RUNS` as an index on the device."""
     if len(runs) <= MOST_RUNS:
         return runs
     return on_device(torch.cat([torch.arange(begin, end) for _, begin, end in runs]), device)
@@ -112,7 +113,7 @@ class Work(NamedTuple):
         return self.batch.rows[self.batch.rank]
 
     def call(self, query: Tensor) -> Call:
-        """Return the contract's call of a group of heads, whose queries `query` are."""
+        """Return the contract's call of a group of heads with queries `query`, (T, heads, head dim)."""
         batch, options = self.batch, self.options
         lengths = batch.cu_seq, batch.cu_seq, batch.longest, batch.longest
         return call_of(query, lengths, options.scale, self.window, softcap=options.softcap)
@@ -120,7 +121,7 @@ class Work(NamedTuple):
     def calls(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
-        """Yield what its kernels are called with, with tensors of these shapes but without values."""
+        """Yield the arguments of its kernels, with tensors of the right shapes that take no memory."""
         rows = sum(self.batch.rows)
         shares = (query, self.ranks), *((x, min(self.ranks, x.shape[1])) for x in (key, value))
         query, key, value = (without_values(x, rows, share) for x, share in shares)
@@ -136,18 +137,18 @@ class Work(NamedTuple):
         return Pending(rows.flatten(0, 1), sends, list(self.batch.rows), self.group, groups == 1)
 
     def came(self, pending: Pending, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return what `send` has brought: all tokens in their order; `sizes` are heads and head dim."""
+        """Wait for `send`; return tensors of all tokens in order, by `sizes`: heads and head dim of each."""
         return _heads(_in_order(pending.wait(), self.batch.in_order), sizes)
 
     def send_back(self, tensors: Sequence[Tensor], groups: int) -> Pending:
-        """Send all ranks what this one has computed of a group for their tokens."""
+        """Send every rank the results of a group for its tokens."""
         flat = [x.flatten(1) for x in tensors]
         rows = _in_order(flat[0] if len(flat) == 1 else torch.cat(flat, 1), self.batch.by_rank)
         receives = [self.here] * self.ranks
         return Pending(rows, list(self.batch.rows), receives, self.group, groups == 1)
 
     def put_back(self, pending: Pending, tensors: Sequence[Tensor], groups: int, number: int) -> None:
-        """Write what `send_back` has brought to a group's heads of this rank's tokens, (T, H, D)."""
+        """Wait for `send_back`; write the results to a group's heads of this rank's tensors, (T, H, D)."""
         places = [self._of_group(x, groups, number) for x in tensors]
         rows = pending.wait().view(self.ranks, self.here, sum(x.shape[2] * x.shape[3] for x in places))
         for place, part in zip(places, _heads(rows, [x.shape[2:] for x in places]), strict=True):
@@ -160,13 +161,13 @@ class Work(NamedTuple):
 
 
 def _heads(rows: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return rows of several tensors' heads one after the other as these tensors."""
+    """Split rows that hold the heads of several tensors into these tensors, without a copy."""
     parts = rows.split_with_sizes([heads * dim for heads, dim in sizes], -1)
     return [part.view(*rows.shape[:-1], *size) for part, size in zip(parts, sizes, strict=True)]
 
 
 class AttentionByHeads(torch.autograd.Function):
-    """Output, and LSE if wanted, of this rank's rows and all heads."""
+    """Return output, and LSE if wanted, of this rank's rows and all heads."""
 
     @staticmethod
     def forward(
@@ -188,7 +189,8 @@ class AttentionByHeads(torch.autograd.Function):
                 tensors, work.call(tensors[0]), work.options.choice, work.options.needs_backward
             )
             if sinks is not None:
-                # The heads that this rank computes: the ranks' sinks are the same, as their weights are.
+                # The sinks of the heads that this rank computes. All ranks have equal sinks, as they have
+                # equal weights.
                 of_group = sinks.view(ranks, groups, -1)[work.batch.rank, number]
                 part, part_lse = with_sinks(part, part_lse, of_group)
             if work.options.needs_backward:
@@ -216,7 +218,7 @@ class AttentionByHeads(torch.autograd.Function):
         if not work.options.needs_backward:
             return None, None, None, of_sinks, None
         work.options.before_backward()
-        # A rank without a gradient takes part all the same: the others wait for it.
+        # A rank without a gradient takes part, too, because the other ranks wait for it.
         shape_out = *shapes[0][:2], shapes[2][2]
         grad_out = saved[0].new_zeros(shape_out) if grad_out is None else grad_out.contiguous()
         of_group = shapes[0][1] // (work.ranks * groups)
@@ -253,12 +255,12 @@ def _backward(
 
 
 def _multiple(heads: int, ranks: int) -> int:
-    """Return how many heads travel: each of them to all ranks that use it."""
+    """Return how many heads are sent, each counted once for every rank that uses it."""
     return heads if heads % ranks == 0 else ranks
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> list[Tensor]:
-    """Return query, key and value with each key head as often as it travels."""
+    """Return query, key and value, with each key head repeated once for every rank that uses it."""
     times = _multiple(key.shape[1], ranks) // key.shape[1]
     return [x.contiguous() for x in (query, *(_times(x, times) for x in (key, value)))]
 
@@ -268,6 +270,6 @@ def _times(x: Tensor, count: int) -> Tensor:
 
 
 def _summed(grad: Tensor, shape: torch.Size) -> Tensor:
-    """Return the gradient of a tensor whose heads have been repeated."""
+    """Return the gradient of a tensor whose heads were repeated: the sum over the repetitions."""
     tokens, heads, dim = shape
     return grad if grad.shape == shape else grad.view(tokens, heads, grad.shape[1] // heads, dim).sum(2)

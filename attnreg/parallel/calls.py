@@ -1,4 +1,4 @@
-"""What one distributed call is: its arguments checked, and what of it has to be the same on all ranks."""
+"""A distributed call: the check of its arguments, and the fields that have to be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from attnreg.tools.explanation import explain
 
 
 class Arguments(NamedTuple):
-    """The arguments of `varlen_attn` that a distributed call takes, except query, key and value."""
+    """The arguments of `varlen_attn` that a distributed call supports, except query, key and value."""
 
     is_causal: bool
     window_size: Sequence[int] | None
@@ -42,7 +42,7 @@ class Arguments(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What the calls of one kind share: the same on all ranks, or none of them may run."""
+    """The fields that calls of one kind share; a call runs only if they are equal on all ranks."""
 
     shape: Shape
     window: tuple[int, int]
@@ -56,28 +56,39 @@ class Kind(NamedTuple):
     backend: str
 
 
-def kind_of(query: Tensor, key: Tensor, value: Tensor, given: Arguments, longest: int) -> Kind:
-    """Return the kind of a call whose tensors have been checked."""
-    bound = bounds(window(given.window_size, given.is_causal), False, longest, longest)
+def kind_of(query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, longest: int) -> Kind:
+    """Return the kind of a call whose tensors have passed `check_tensors`."""
+    bound = bounds(window(arguments.window_size, arguments.is_causal), False, longest, longest)
     shape = Shape(
         query.shape[1], key.shape[1], query.shape[2], value.shape[2], query.element_size(),
         wants_gradient(query, key, value),
     )  # fmt: skip
-    # As a number: tensors are compared as objects, and each would be another kind.
-    check_scale(1.0 if given.scale is None else given.scale)
-    scale = None if given.scale is None else float(given.scale)
-    softcap = checked_number("softcap", given.softcap) if given.softcap else 0.0
-    chosen = scope.current() if given.backend is None else scope.exclusive(given.backend)
+    # As a number: tensors compare as objects, so each would make another kind.
+    check_scale(1.0 if arguments.scale is None else arguments.scale)
+    scale = None if arguments.scale is None else float(arguments.scale)
+    softcap = checked_number("softcap", arguments.softcap) if arguments.softcap else 0.0
+    chosen = scope.current() if arguments.backend is None else scope.exclusive(arguments.backend)
     backends = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)
     gradients = query.requires_grad, key.requires_grad, value.requires_grad
     return Kind(
         shape, bound, canonical_dtype(query.dtype), query.device.type, scale, softcap,
-        given.sinks is not None, given.with_lse, gradients, backends,
+        arguments.sinks is not None, arguments.with_lse, gradients, backends,
     )  # fmt: skip
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, rows: int) -> None:
-    """Check that tensors are a rank's rows, in shapes and dtypes that go together."""
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, rows: int) -> None:
+    """Check that tensors are a rank's rows, in shapes and dtypes that match.
+
+    Args:
+        query: (rows, H, D), floating point, a plain strided tensor.
+        key: (rows, H_k, D), of the same dtype.
+        value: (rows, H_k, D_v), of the same dtype.
+        arguments: the call's other arguments.
+        rows: the number of this rank's tokens.
+
+    Raises:
+        InvalidInputError: a tensor isn't of this form, or on another device.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             got = type(tensor).__name__
@@ -87,7 +98,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, r
             expected = f"({rows}, heads, head dim): the rows of this rank, as context.shard gives them"
             got = "" if tensor.layout == torch.strided else f", {tensor.layout}"
             raise InvalidInputError(f"{name}: got shape {tuple(tensor.shape)}{got}, expected {expected}")
-    if query.shape[1] != key.shape[1] and not given.enable_gqa:
+    if query.shape[1] != key.shape[1] and not arguments.enable_gqa:
         got = f"{query.shape[1]} for query and {key.shape[1]} for key"
         raise InvalidInputError(f"heads: got {got}, expected equal numbers (or enable_gqa=True)")
     same = (query.shape[2], key.shape[1], query.dtype) == (key.shape[2], value.shape[1], key.dtype)
@@ -99,8 +110,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, given: Arguments, r
     if len({x.device for x in (query, key, value)}) > 1:
         got = f"query on {query.device}, key on {key.device}, value on {value.device}"
         raise InvalidInputError(f"device: got {got}, expected one device")
-    if given.sinks is not None:
-        check_sinks(query, given.sinks)
+    if arguments.sinks is not None:
+        check_sinks(query, arguments.sinks)
 
 
 def problem_of(
@@ -108,7 +119,7 @@ def problem_of(
 ) -> UnsupportedInputError | None:
     """Return the error of the first of this rank's calls that no backend can run, or None.
 
-    Later it would be too late: ranks whose calls can all run, or that have none, would wait for this one.
+    It is called before any call runs: afterwards ranks whose calls can run would wait for this rank.
     """
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)
@@ -122,17 +133,17 @@ def problem_of(
 
 
 def check_refused(refused: dict[str, object]) -> None:
-    """Refuse options that no method takes."""
+    """Raise `UnsupportedInputError` for options that no method supports."""
     for name, got in refused.items():
         if got is not None and (isinstance(got, Tensor) or got):
-            given = "a tensor" if isinstance(got, Tensor) else reprlib.repr(got)
+            shown = "a tensor" if isinstance(got, Tensor) else reprlib.repr(got)
             raise UnsupportedInputError(
-                f"{name}: got {given}, expected none: calls spread over ranks don't take it"
+                f"{name}: got {shown}, expected none: calls spread over ranks don't take it"
             )
 
 
 def check_offsets(name: str, offsets: Tensor | None, layout: Layout) -> None:
-    """Compare offsets with those of a layout; those on a GPU are read back, which waits for it."""
+    """Raise unless offsets equal a layout's; offsets on a GPU are read back, which waits for the GPU."""
     got = "None"
     if offsets is not None:
         got = f"shape {tuple(offsets.shape)}, {offsets.dtype} on {offsets.device}"
@@ -147,7 +158,7 @@ def check_offsets(name: str, offsets: Tensor | None, layout: Layout) -> None:
 
 
 def check_longest(lengths: dict[str, int], longest: int) -> None:
-    """Check `max_q` and `max_k`, which are of the whole batch; larger ones are allowed."""
+    """Check `max_q` and `max_k`: at least the longest document of the whole batch."""
     for name, got in lengths.items():
         try:
             is_enough = operator.index(got) >= longest
@@ -170,7 +181,7 @@ def check_tokens(tensor: object, dim: int, expected: int, of: str) -> None:
 
 
 def texts_of_layout(layout: Layout) -> dict[str, str]:
-    """Return what ranks compare of a layout."""
+    """Return the text of a layout that ranks compare."""
     return {
         "offsets": f"{short(layout.cu_seq)} ({_digest(layout.cu_seq)})",
         "layouts": f"{short(layout.rows)} rows, {_first_pieces(layout)} ({_digest(layout.pieces)})",
@@ -179,26 +190,30 @@ def texts_of_layout(layout: Layout) -> dict[str, str]:
 
 def _first_pieces(layout: Layout) -> str:
     first = [" and ".join(f"{begin} to {end}" for _, begin, end in rows[:2]) for rows in layout.pieces[:3]]
-    return "rank by rank from " + ", ".join(one or "none" for one in first)
+    return "rank by rank from " + ", ".join(pieces or "none" for pieces in first)
 
 
 def texts(kind: Kind, device: torch.device, method: str) -> dict[str, str]:
-    """Return what ranks compare of a call, besides the layout."""
-    found = {name: str(one) for name, one in zip(kind._fields[1:], kind[1:], strict=True)}
-    found |= {name: str(one) for name, one in kind.shape._asdict().items()}
+    """Return the text of a call that ranks compare, besides the layout."""
+    fields = {name: str(field) for name, field in zip(kind._fields[1:], kind[1:], strict=True)}
+    fields |= {name: str(field) for name, field in kind.shape._asdict().items()}
     spec = AttentionSpec(
         device=device_of(device), dtype=kind.dtype, batch=1, max_q=1024, max_k=1024, heads_q=kind.shape.heads,
         heads_k=kind.shape.heads_k, head_dim=kind.shape.dim, head_dim_v=kind.shape.dim_v, varlen=True,
         window=kind.window, softcap=kind.softcap, needs_backward=kind.shape.needs_backward,
     )  # fmt: skip
-    return found | {"method": method, "backend of a usual call": _backends(spec, scope.current(), state())}
+    return fields | {"method": method, "backend of a usual call": _backends(spec, scope.current(), state())}
 
 
 @functools.lru_cache(maxsize=64)
 def _backends(spec: AttentionSpec, chosen: object, now: object) -> str:
-    """Return what runs both directions of a call; `chosen` and `now` say what else decides about that."""
-    found = explain(spec)
-    return f"{found.backend}, backward {found.backward.backend}" if found.backward else str(found.backend)
+    """Return the backends of both directions; `chosen` and `now` are keys of the cache alone."""
+    forward = explain(spec)
+    return (
+        f"{forward.backend}, backward {forward.backward.backend}"
+        if forward.backward
+        else str(forward.backend)
+    )
 
 
 def short(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""`ContextParallel`: what a program makes once for each packed batch, and the calls spread by it."""
+"""`ContextParallel`: made by a program once for each packed batch, it spreads calls over ranks."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ log = logging.getLogger("attnreg")
 class ContextParallel(SpreadBatch):
     """A packed batch that is spread over the ranks of a group.
 
-    Inside a `with` block of it every `attnreg.varlen_attn` of the process takes this rank's rows, with the
-    offsets of the whole batch, and sees the keys of all ranks. Backward and activation checkpointing run
-    forwards once more, so the block has to last until the backward is done.
+    Inside its `with` block every call of `attnreg.varlen_attn` in the process has this rank's rows and the
+    offsets of the whole batch, and sees the keys of all ranks. Activation checkpointing repeats forwards in
+    the backward, so the block has to last until the backward is done.
 
     Attributes:
         group: the process group.
         rank: this process's rank in it.
         layout: which rank has which tokens.
-        method: the method that was asked for, or "auto".
-        taken: how many calls (forwards) went by each method.
+        method: the requested method, or "auto".
+        taken: the number of calls (forwards) by method.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class ContextParallel(SpreadBatch):
         super().__init__(group, layout)
         self.method, self.taken = method, Counter[str]()
         self._rates, self._memory = rates, memory
-        self._agreed: dict[Kind, str] = {}  # and the method that it goes by
+        self._agreed: dict[Kind, str] = {}  # the method of each kind
         self._before: list[Any] = []
-        self._balanced_for = balanced_for  # a window that the program gave for it
+        self._balanced_for = balanced_for  # the window that the layout was made for
 
     def __enter__(self) -> Self:
         self._before.append(spread_over(self))
@@ -99,13 +99,17 @@ class ContextParallel(SpreadBatch):
         needs_backward: bool = True,
         device: torch.device | str | None = None,
     ) -> Choice:
-        """Say which method a call takes here, as `explain_context_parallel` does; no rank waits for others.
+        """Return the choice of a method for a call, as `explain_context_parallel`; no rank waits for others.
 
         Args:
-            heads, heads_k, head_dim, head_dim_v: of the call, as of `explain_context_parallel`.
+            heads, heads_k, head_dim, head_dim_v: of the call, as for `explain_context_parallel`.
             dtype, is_causal, window_size, needs_backward: of the call, too.
-            device: where the tensors are; the group's own unless given. Before the group's first call on GPUs
-                "auto" goes by this rank's memory and the defaults of `rates`, after it by all ranks'.
+            device: where the tensors are; by default the group's. On GPUs, "auto" chooses by this rank's
+                memory and the default `rates` before the group's first call, afterwards by those of all
+                ranks.
+
+        Raises:
+            InvalidInputError: an argument isn't what is expected, or `device` isn't of this machine.
         """
         if device is None:
             is_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config(self.group)
@@ -141,48 +145,60 @@ class ContextParallel(SpreadBatch):
         arguments: dict[str, Any],
         refused: dict[str, object],
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and, if wanted, LSE of this rank's rows: what `varlen_attn` calls.
+        """Return output and, if wanted, LSE of this rank's rows; `varlen_attn` calls this.
+
+        Args:
+            query: (T, H, D), this rank's T tokens, floating point.
+            key: (T, H_k, D), of the same dtype.
+            value: (T, H_k, D_v), of the same dtype.
+            offsets: of the whole batch by name, int32 (documents + 1,).
+            lengths: `max_q` and `max_k` of the whole batch.
+            arguments: the fields of `Arguments`.
+            refused: arguments of `varlen_attn` that no method supports, by name.
+
+        Returns:
+            The output (T, H, D_v) in the query's dtype, and the LSE (H, T), at least float32, or None.
 
         Raises:
             RanksDifferError: on every rank, if ranks make different calls.
             InvalidInputError, UnsupportedInputError: on every rank, if all make the same wrong call; on this
-                rank alone, if others make one that isn't compared.
+                rank alone, if the other ranks' call isn't compared.
         """
-        kind, given = None, Arguments(**arguments)
+        kind, rest = None, Arguments(**arguments)
         try:
             if is_transformed():
                 raise UnsupportedInputError(
                     "group: got a call in a function transform or in forward-mode AD, expected one outside: "
                     "calls spread over ranks have a backward alone"
                 )
-            check_tensors(query, key, value, given, self.layout.rows[self.rank])
+            check_tensors(query, key, value, rest, self.layout.rows[self.rank])
             query, key, value = autocast(query, key, value)
-            kind = kind_of(query, key, value, given, self.longest)
+            kind = kind_of(query, key, value, rest, self.longest)
             check_refused(refused)
             check_longest(lengths, self.longest)
             for name, tensor in offsets.items():
                 self._check_offsets(name, tensor)
         except Exception as error:
-            # Where the others make a call that isn't compared, they don't wait for this rank's word.
+            # If the other ranks' call isn't compared, they don't wait for this rank in `agree`.
             if self._agreement.holds and (kind in self._agreed or (kind is None and self._agreed)):
                 raise
             refuse(self.group, error)
         if kind in self._agreed and self._agreement.holds:
-            work = self._work(self._agreed[kind], kind, given, query.device)
+            work = self._work(self._agreed[kind], kind, rest, query.device)
         else:
-            work = self._compared(kind, given, (query, key, value))
+            work = self._compared(kind, rest, (query, key, value))
         method = self._agreed[kind]
         self.taken[method] += 1
         function: Any = AttentionByHeads if method == ALL_TO_ALL else StepwiseAttention
-        out, lse = function.apply(query, key, value, given.sinks, work)
-        return out, lse if given.with_lse else None
+        out, lse = function.apply(query, key, value, rest.sinks, work)
+        return out, lse if rest.with_lse else None
 
     def _compared(
-        self, kind: Kind, given: Arguments, tensors: tuple[Tensor, Tensor, Tensor]
+        self, kind: Kind, rest: Arguments, tensors: tuple[Tensor, Tensor, Tensor]
     ) -> Work | WorkByHeads:
         """Return the work of a call that the ranks compare before it runs.
 
-        Of the methods that "auto" may take it is the first whose calls kernels can run on all ranks.
+        "auto" tries its methods in order, and chooses the first whose calls kernels can run on all ranks.
         """
         device = tensors[0].device
         requested = {"method that is asked for": self.method, "memory": "of no use", "rates": "of no use"}
@@ -194,7 +210,7 @@ class ContextParallel(SpreadBatch):
         for number in itertools.count():
             try:
                 methods = [self._agreed[kind]] if kind in self._agreed else self._methods(kind, device)
-                work = self._work(methods[number], kind, given, device)
+                work = self._work(methods[number], kind, rest, device)
                 problem = None if kind in self._agreed else problem_of(work.calls(*tensors), work.options)
                 if problem is not None and number + 1 == len(methods):
                     raise problem
@@ -211,31 +227,31 @@ class ContextParallel(SpreadBatch):
         return work
 
     def _methods(self, kind: Kind, device: torch.device) -> list[str]:
-        """Return the method of a call, and those that "auto" takes if no kernel can run that one."""
-        if self.method != "auto":  # what each would take is of no use
+        """Return the methods to try for a call, in order; a single one unless the method is "auto"."""
+        if self.method != "auto":  # no estimate is needed
             check_possible(self.method, kind.shape, self.layout.ranks)
             return [self.method]
         here = self._machine(device)
         choice = choose(self._needs(kind.window), kind.shape, self.method, here.rates, here.memory)
         return [choice.method, *choice.others]
 
-    def _work(self, method: str, kind: Kind, given: Arguments, device: torch.device) -> Work | WorkByHeads:
-        choice = scope.current() if given.backend is None else scope.exclusive(given.backend)
+    def _work(self, method: str, kind: Kind, rest: Arguments, device: torch.device) -> Work | WorkByHeads:
+        choice = scope.current() if rest.backend is None else scope.exclusive(rest.backend)
         needs_backward = kind.shape.needs_backward
         options = Options(kind.scale, kind.softcap, choice, needs_backward, self._before_backward)
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
             groups = 1 if method == RING else self._gathered_groups(kind, device)
             return Work(plan, self.group, options, groups)
-        return WorkByHeads(plan, kind.window, self.group, options, given.with_lse)
+        return WorkByHeads(plan, kind.window, self.group, options, rest.with_lse)
 
     def _gathered_groups(self, kind: Kind, device: torch.device) -> int:
-        def found() -> int:
-            # Ranks that don't choose measure nothing, and don't compare the rates that they were given.
+        def count_groups() -> int:
+            # Only with "auto" do ranks measure rates, and compare rates that a program passed.
             rates = self._machine(device).rates if self.method == "auto" else Rates()
             return gathered_groups(self._needs(kind.window), kind.shape, rates)
 
-        groups: int = self._once(("groups", kind.shape, *kind.window), found)
+        groups: int = self._once(("groups", kind.shape, *kind.window), count_groups)
         return groups
 
     def _before_backward(self) -> None:
@@ -243,13 +259,13 @@ class ContextParallel(SpreadBatch):
             self._compare("backward", {})
 
     def _machine(self, device: torch.device) -> Machine:
-        """Return what "auto" chooses by."""
+        """Return the memory and the rates by which "auto" chooses."""
         memory, rates = machine_of(self.group, device)
         memory = memory if self._memory is None else self._memory
         return Machine(memory, rates if self._rates is None else self._rates)
 
     def _compared_of_machine(self, device: torch.device) -> dict[str, str]:
-        """Return what ranks compare of it."""
+        """Return the text of the machine that ranks compare."""
         is_gpu = machine_of(self.group, device).memory is not None
         memory, rates = ("an eighth of the GPU's", "measured") if is_gpu else ("any", "the defaults")
         return {
@@ -272,7 +288,7 @@ class ContextParallel(SpreadBatch):
 
 @functools.lru_cache(maxsize=64)
 def _warn_of_another_window(balanced_for: tuple[int, int], got: tuple[int, int]) -> None:
-    """Log it once in a process, as programs make a context for each batch."""
+    """Log this once a process, because programs make a context for each batch."""
     log.warning(
         "context parallel: got a call with the window %s, but its batch is balanced for %s: the call is "
         "computed by its own window, and ranks may have unequal work",

@@ -1,4 +1,4 @@
-"""What a call takes by each method: a model of time and memory, from the layout and from shapes alone."""
+"""The time and memory of a call by each method: a model that uses the layout and shapes alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnreg.parallel.needs import Needs
 
 ALL_TO_ALL, ALL_GATHER, RING = "all_to_all", "all_gather", "ring"
 # all_gather cuts heads into groups where a rank would wait longer than this share of its work for all keys.
-# For one document of 65,536 tokens on two H200s it is 0.048: four groups took 2 and 4 % longer than one.
+# For one document of 65,536 tokens on two H200s it is 0.048: four groups took 2 and 4 % longer than 1.
 WORTH = 0.05
 # A backward has five matrix products where a forward has two.
 BACKWARD = 2.5
@@ -26,19 +26,18 @@ BACKWARD = 2.5
 class Rates:
     """What the model of time assumes of each rank.
 
-    The defaults are for two H200s joined by NVLink: `flops`, `link` and `latency` are in the middle of what
-    runs of `benchmarks/context_parallel.py` measured (docs/results/context_parallel_h200.json is one; the
-    latency was 27 to 52 us), the others account for the times of whole calls. On GPUs ranks measure `flops`,
-    `link` and `latency` themselves.
+    The defaults are for two H200s joined by NVLink. `flops`, `link` and `latency` are medium results of
+    `benchmarks/context_parallel.py` (docs/results/context_parallel_h200.json has one run; the latency was 27
+    to 52 us). `cut`, `memory` and `launch` account for the times of whole calls. On GPUs ranks measure
+    `flops`, `link` and `latency` themselves.
 
     Attributes:
-        flops: of an attention kernel, per second.
-        cut: the share of `flops` that is left where queries meet keys of other ranks.
-        link: bytes that a rank receives per second while all do.
-        memory: bytes that a rank reads or writes per second.
-        latency: seconds that an exchange takes at least.
-        launch: seconds that a further group of heads, or a step, takes besides: its kernels start, fill and
-            drain.
+        flops: operations per second of an attention kernel.
+        cut: the share of `flops` that remains for queries with keys of other ranks.
+        link: bytes per second that a rank receives while all ranks receive.
+        memory: bytes per second that a rank reads or writes.
+        latency: seconds of the shortest exchange.
+        launch: seconds that a further group of heads, or a step, adds: its kernels start, fill and drain.
     """
 
     flops: float = 630e12
@@ -58,16 +57,16 @@ class Rates:
                 raise InvalidInputError(f"Rates: {name}: got {rate!r}, expected a number {least}{most}")
 
     def moving(self, size: float) -> float:
-        """Return the seconds that an exchange takes; none where nothing is to be moved."""
+        """Return the seconds of an exchange of `size` bytes; 0 for no bytes."""
         return size / self.link + self.latency if size else 0.0
 
     def copying(self, size: float) -> float:
-        """Return the seconds that a copy takes."""
+        """Return the seconds of a copy of `size` bytes."""
         return 2 * size / self.memory
 
 
 class Shape(NamedTuple):
-    """What of a call its cost depends on, besides the layout and the window."""
+    """The properties of a call that its cost depends on, besides the layout and the window."""
 
     heads: int
     heads_k: int
@@ -78,7 +77,7 @@ class Shape(NamedTuple):
 
     @property
     def flops_of_pair(self) -> float:
-        """Of the forward."""
+        """Operations of the forward for one pair of query and key."""
         return 2.0 * (self.dim + self.dim_v) * self.heads
 
     @property
@@ -99,14 +98,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a call would take by one method.
+    """The estimated cost of a call by one method.
 
     Attributes:
         name: "all_to_all", "all_gather" or "ring".
-        seconds: an estimate, of the forward and, if there is one, the backward.
+        seconds: of the forward and, if there is one, the backward.
         received, sent: bytes that each rank receives and sends in the forward.
-        memory: bytes that the most loaded rank needs at most besides its own inputs and results.
-        refusal: why the call can't go by it; empty if it can.
+        memory: the most bytes that any rank needs besides its own inputs and results.
+        refusal: why the method can't run the call; empty if it can.
     """
 
     name: str
@@ -118,16 +117,17 @@ class Estimate:
 
 
 class _Call:
-    """A call, with what each rank gets of the others.
+    """A call, with the bytes that ranks exchange and the seconds that they compute.
 
     Attributes:
         received, sent: bytes of keys and values, by rank.
-        coming: the most of them that a rank receives of the one at each distance before it.
-        computing: seconds of the forward with these keys, where keys come to queries, by rank.
-        alone: of that each rank's queries whose keys are all on that rank.
-        slowest: the seconds with keys at each distance, of the rank that takes longest.
-        evenly: seconds of the forward where each rank computes as much as the others.
-        factors: what the forward and, if there is one, the backward take of that.
+        coming: by distance, the most bytes of keys and values that any rank receives from a rank so far back.
+        computing: seconds of the forward by rank, where keys are sent to queries.
+        alone: the part of `computing` for queries whose keys are all on the rank.
+        slowest: by distance, the seconds of the slowest rank with the keys of a rank so far back.
+        evenly: seconds of the forward with equal work on all ranks.
+        factors: the seconds of the forward, and of the backward if there is one, as multiples of the
+            forward's.
     """
 
     def __init__(self, needs: Needs, shape: Shape, rates: Rates) -> None:
@@ -149,49 +149,50 @@ class _Call:
 
 
 def _most(table: Tensor) -> list[int]:
-    """Return the most that the table has at each distance from a rank back to another one."""
+    """Return the largest number of the table at each distance from a rank back to another."""
     ranks = torch.arange(len(table), device="cpu")
-    found: list[int] = table.gather(1, (ranks[:, None] - ranks) % len(ranks)).amax(0).tolist()
-    return found
+    most: list[int] = table.gather(1, (ranks[:, None] - ranks) % len(ranks)).amax(0).tolist()
+    return most
 
 
 def estimates(needs: Needs, shape: Shape, rates: Rates) -> tuple[Estimate, ...]:
-    """Return what a call takes by each method."""
+    """Return the estimate of a call by each method."""
     call = _Call(needs, shape, rates)
     return _all_to_all(call), _all_gather(call), _ring(call)
 
 
 def _all_to_all(call: _Call) -> Estimate:
-    """Every rank has the same work; the first group's message and the last one's answer are waited for."""
+    """Estimate all_to_all: equal work; ranks wait for the first group's keys and the last group's output."""
     layout, shape, rates, ranks = call.layout, call.shape, call.rates, call.layout.ranks
     repeated = 1 if shape.heads_k % ranks == 0 else max(ranks // shape.heads_k, 1)
-    there, back = shape.row_q + repeated * shape.row_k, shape.row_out
+    sent_row, returned_row = shape.row_q + repeated * shape.row_k, shape.row_out
     received, sent = (
         tuple(
             (layout.tokens - rows) * of_others // ranks + rows * own * (ranks - 1) // ranks
             for rows in layout.rows
         )
-        for of_others, own in ((there, back), (back, there))
+        for of_others, own in ((sent_row, returned_row), (returned_row, sent_row))
     )
     heads, heads_k = max(shape.heads // ranks, 1), max(shape.heads_k * repeated // ranks, 1)
-    groups = group_count(heads, heads_k, call.most * there)
-    moving = [call.most * row * (ranks - 1) / ranks for row in (there, back)]
+    groups = group_count(heads, heads_k, call.most * sent_row)
+    moving = [call.most * row * (ranks - 1) / ranks for row in (sent_row, returned_row)]
     waiting = sum(rates.moving(size / groups) for size in moving)
     pieces = itertools.chain.from_iterable(layout.pieces)
-    is_in_order = all(one.end == other.begin for one, other in itertools.pairwise(pieces))
-    copying = rates.copying(call.most * (there + back)) * (1 if is_in_order else 2)
+    is_in_order = all(piece.end == after.begin for piece, after in itertools.pairwise(pieces))
+    copying = rates.copying(call.most * (sent_row + returned_row)) * (1 if is_in_order else 2)
     seconds = 0.0
     for factor in call.factors:
         hidden = factor * call.evenly + (groups - 1) * rates.launch
         seconds += max(hidden, sum(map(rates.moving, moving)) - waiting) + waiting + copying
     refusal = unsupported(shape.heads, shape.heads_k, ranks)
-    # A backward has what the forward kept, gradients as kernels give them, packed and in the ranks' order.
-    held = 4 * there + 2 * back if shape.needs_backward else 3 * (there + back)
+    # A backward holds what the forward kept, and its gradients three times: as kernels return them, packed,
+    # and in the ranks' order.
+    held = 4 * sent_row + 2 * returned_row if shape.needs_backward else 3 * (sent_row + returned_row)
     return Estimate(ALL_TO_ALL, seconds, received, sent, call.most * held, refusal)
 
 
 def gathered_groups(needs: Needs, shape: Shape, rates: Rates) -> int:
-    """Return into how many groups heads are cut whose keys all_gather receives; the same on all ranks."""
+    """Return into how many groups all_gather cuts heads; the same number on all ranks."""
     seconds, received = shape.flops_of_pair / rates.flops, needs.moved.sum(1).tolist()
     pairs = needs.pairs.sum(1).tolist()
     waits = [
@@ -202,7 +203,7 @@ def gathered_groups(needs: Needs, shape: Shape, rates: Rates) -> int:
 
 
 def _all_gather(call: _Call) -> Estimate:
-    """What needs no keys of others is computed while they come, and while their gradients go back."""
+    """Estimate all_gather: queries that see only own keys are computed while rows travel."""
     shape, rates = call.shape, call.rates
     slowest, memory = 0.0, 0
     groups = gathered_groups(call.needs, shape, rates)
@@ -215,7 +216,8 @@ def _all_gather(call: _Call) -> Estimate:
         overhead = rates.copying(copied) + rates.launch * (groups if moving else 1)
         seconds = 0.0
         for x in call.factors:
-            # The longer of two counts: all computing, or all messages and computing the last group.
+            # The longer counts of two ways: computing all, or receiving all messages and computing the last
+            # group.
             computed = max(x * call.alone[rank], moving) + x * together
             seconds += max(computed, groups * moving + x * together / groups) + overhead
         slowest = max(slowest, seconds)
@@ -225,24 +227,24 @@ def _all_gather(call: _Call) -> Estimate:
 
 
 def _copied(call: _Call, rank: int) -> int:
-    """Return the bytes that all_gather copies for the queries that need keys of others, and their results."""
+    """Return the bytes that all_gather copies for queries with keys of other ranks, and their results."""
     shape, whole = call.shape, call.needs.whole(rank)
     spans = [span for span, is_here in whole if not is_here]
     here = [span for span, is_here in whole if is_here]
-    if here and len(here) <= here[-1].piece - here[0].piece:  # others are between them
+    if here and len(here) <= here[-1].piece - here[0].piece:  # other pieces are between them
         spans, here = [span for span, _ in whole], []
     keys = sum(span.key_count for span in spans) * shape.row_k
     queries = sum(span.end - span.begin for span in spans) * (shape.row_q + shape.row_out)
     if shape.needs_backward:
-        # It has the keys of the forward, gradients of all that was copied, and then those of the other
-        # queries and their keys, as kernels give them.
+        # The backward holds the keys of the forward and the gradients of all copied rows. Then kernels return
+        # the gradients of the remaining queries and their keys.
         own = sum(span.end - span.begin for span in here) * (shape.row_q + shape.row_k)
         return 2 * (keys + queries) + own
     return keys + queries + call.layout.rows[rank] * shape.row_out
 
 
 def _ring(call: _Call) -> Estimate:
-    """Each step is as slow as its slowest rank, and the next one's keys come meanwhile."""
+    """Estimate the ring: a step is as slow as its slowest rank, and receives the next keys meanwhile."""
     shape, rates = call.shape, call.rates
     distances = [0, *call.needs.distances]
     merged = call.most * shape.row_out
@@ -251,7 +253,7 @@ def _ring(call: _Call) -> Estimate:
     for factor in call.factors:
         for distance, following in itertools.zip_longest(distances, distances[1:]):
             coming = 0 if following is None else call.coming[following]
-            # In a backward the gradients of the step before go back meanwhile.
+            # In a backward the gradients of the previous step are sent back meanwhile.
             seconds += max(
                 factor * call.slowest[distance], (1 if factor == 1.0 else 2) * rates.moving(coming)
             )
@@ -266,10 +268,10 @@ def _ring(call: _Call) -> Estimate:
 
 
 def _of_ring(call: _Call, most: int, merging: int) -> int:
-    """Return the bytes that a step needs: what has come, what comes and goes, copies, and what is merged."""
+    """Return the bytes of a step: received keys, rows on their way, copies, and results being merged."""
     shape, keys = call.shape, int(call.needs.repeated.max())
     copied = keys * shape.row_k + call.most * (shape.row_q + shape.row_out)
-    # Of the next step; in a backward of the last, too.
+    # Rows of the next step; in a backward of the previous step, too.
     others = 2 * most if len(call.needs.distances) > 1 else 0
     forward = most + others + copied + merging
     return max(forward, 3 * most + 2 * others + 2 * copied) if shape.needs_backward else forward

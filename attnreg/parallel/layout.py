@@ -19,7 +19,7 @@ from attnreg.errors import InvalidInputError
 
 __all__ = ["Layout", "Piece"]
 
-# One number, or many at once.
+# One number or a tensor of numbers.
 Rows = TypeVar("Rows", int, Tensor)
 
 
@@ -36,8 +36,8 @@ class Layout:
     """A packed batch spread over ranks.
 
     Attributes:
-        cu_seq: where each document begins in the whole batch, and the end of the last.
-        pieces: for each rank what it holds, in the order of its rows. Each token is on one rank.
+        cu_seq: each document's begin in the whole batch, and the batch's end.
+        pieces: for each rank its pieces, in the order of its rows. Each token is on one rank.
     """
 
     cu_seq: tuple[int, ...]
@@ -45,11 +45,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         try:
-            held = tuple(tuple(Piece(*map(operator.index, one)) for one in pieces) for pieces in self.pieces)
+            held = tuple(tuple(Piece(*map(operator.index, row)) for row in pieces) for pieces in self.pieces)
         except TypeError:
             expected = "for each rank some attnreg.Piece(document, begin, end), of integers"
             raise InvalidInputError(f"pieces: got {reprlib.repr(self.pieces)}, expected {expected}") from None
-        # In one form, as ranks compare them.
+        # In one form, because ranks compare them.
         object.__setattr__(self, "cu_seq", checked_offsets(self.cu_seq, len(held)))
         object.__setattr__(self, "pieces", held)
         pieces = sorted(itertools.chain.from_iterable(held), key=operator.itemgetter(1))
@@ -67,43 +67,43 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks the batch is spread."""
+        """The number of ranks."""
         return len(self.pieces)
 
     @property
     def tokens(self) -> int:
-        """How many tokens the whole batch has."""
+        """The number of tokens of the whole batch."""
         return self.cu_seq[-1]
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """How many tokens each rank holds."""
+        """The number of tokens of each rank."""
         return tuple(sum(piece.end - piece.begin for piece in pieces) for pieces in self.pieces)
 
     @cached_property
     def cut(self) -> dict[int, dict[int, list[Piece]]]:
-        """Of each document that several ranks hold: its pieces by rank."""
-        found: dict[int, dict[int, list[Piece]]] = {}
+        """For each document that several ranks hold: its pieces by rank."""
+        by_document: dict[int, dict[int, list[Piece]]] = {}
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
-                found.setdefault(piece.document, {}).setdefault(rank, []).append(piece)
-        return {document: by_rank for document, by_rank in found.items() if len(by_rank) > 1}
+                by_document.setdefault(piece.document, {}).setdefault(rank, []).append(piece)
+        return {document: by_rank for document, by_rank in by_document.items() if len(by_rank) > 1}
 
     def index(self, rank: int) -> Tensor:
-        """Return which rows of the whole batch a rank holds, in its order; int64, on the CPU."""
+        """Return the rows of the whole batch that a rank holds, in its order: int64 (T,), on the CPU."""
         with torch.device("cpu"):  # whatever a program's default device is
             ranges = [torch.arange(piece.begin, piece.end) for piece in self._of(rank)]
             return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
 
     def positions(self, rank: int) -> Tensor:
-        """Return the position of each of a rank's tokens in its document; int64, on the CPU."""
+        """Return the position of each of a rank's tokens in its document: int64 (T,), on the CPU."""
         rows, of_rank = self.index(rank), self._of(rank)
         starts = rows.new_tensor([self.cu_seq[document] for document, _, _ in of_rank])
         lengths = rows.new_tensor([end - begin for _, begin, end in of_rank])
         return rows - starts.repeat_interleave(lengths)
 
     def cost(self, rank: int, left: int = -1, right: int = -1) -> int:
-        """Return how many pairs of query and key a rank's queries see, within a window."""
+        """Return the number of pairs of a rank's queries and the keys that they see within a window."""
         left, right = window((left, right), False)
         return sum(
             visible_pairs(begin, end, self.cu_seq[document], self.cu_seq[document + 1], left, right)
@@ -122,11 +122,14 @@ class Layout:
 
 
 def visible_pairs(begin: Rows, end: Rows, first: Rows, last: Rows, left: int, right: int) -> Rows:
-    """Count the pairs of queries `begin` to `end` and the keys `first` to `last`, of which each sees one."""
-    # As no row comes after both ends, a bound that is their sum excludes nothing.
+    """Count the pairs of a query and a key that it sees; all are int64 tensors of one shape, or integers.
+
+    Queries are rows `begin` to before `end`, keys rows `first` to before `last`. Each query has to see a key.
+    """
+    # No row is after both ends, so a bound of their sum excludes nothing.
     back: Any = last + end if left < 0 else left
     ahead: Any = last + end if right < 0 else right
-    # Queries before `low` reach the first key, those from `high` on the last.
+    # Queries before `low` see the first key, queries from `high` on see the last key.
     low, high = _clamped(first + back, begin, end), _clamped(last - ahead, begin, end)
     lowest = first * (low - begin) + _sum(low, end) - back * (end - low)
     highest = _sum(begin, high) + ahead * (high - begin) + (last - 1) * (end - high)
@@ -146,16 +149,16 @@ def _sum(begin: Rows, end: Rows) -> Rows:
 
 
 def checked_offsets(cu_seq: Sequence[int] | Tensor, ranks: int) -> tuple[int, ...]:
-    """Return offsets as integers; those of a tensor on a GPU are read back, which waits for the GPU."""
+    """Return offsets (documents + 1,) as integers; reading a tensor on a GPU waits for the GPU."""
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InvalidInputError(f"ranks: got {ranks!r}, expected a number from 1 on")
-    given = cu_seq.tolist() if isinstance(cu_seq, Tensor) else cu_seq
+    numbers = cu_seq.tolist() if isinstance(cu_seq, Tensor) else cu_seq
     try:
-        offsets = tuple(map(operator.index, given))
+        offsets = tuple(map(operator.index, numbers))
     except TypeError:
         offsets = ()
     if not offsets or offsets[0] != 0 or any(a > b for a, b in itertools.pairwise(offsets)):
-        got = repr(given)
+        got = repr(numbers)
         if isinstance(cu_seq, Tensor) and cu_seq.dim() != 1:
             got = f"shape {tuple(cu_seq.shape)}"
         expected = "integers from 0 on, none less than before, in one dimension"
@@ -173,14 +176,14 @@ def cut_at(cu_seq: tuple[int, ...], begin: int, end: int) -> Iterable[Piece]:
 
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Return pieces with those made one that follow each other in their document."""
-    found: list[Piece] = []
+    """Merge pieces that follow each other in their document."""
+    runs: list[Piece] = []
     for piece in pieces:
-        if found and found[-1].document == piece.document and found[-1].end == piece.begin:
-            found[-1] = found[-1]._replace(end=piece.end)
+        if runs and runs[-1].document == piece.document and runs[-1].end == piece.begin:
+            runs[-1] = runs[-1]._replace(end=piece.end)
         else:
-            found.append(piece)
-    return tuple(found)
+            runs.append(piece)
+    return tuple(runs)
 
 
 def _chunks(cu_seq: tuple[int, ...], count: int) -> list[list[Piece]]:
@@ -189,7 +192,7 @@ def _chunks(cu_seq: tuple[int, ...], count: int) -> list[list[Piece]]:
 
 
 def contiguous(cu_seq: Sequence[int] | Tensor, ranks: int) -> Layout:
-    """Give each rank as many tokens as the others, one rank's after the other's."""
+    """Return a layout of equal numbers of consecutive tokens, rank after rank."""
     offsets = checked_offsets(cu_seq, ranks)
     return Layout(offsets, tuple(map(joined, _chunks(offsets, ranks))))
 

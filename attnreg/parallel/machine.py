@@ -1,7 +1,7 @@
-"""What "auto" goes by where a program doesn't say it: the memory of the ranks' GPUs, and how fast they are.
+"""The memory and the rates by which "auto" chooses, unless a program passes them.
 
-All ranks have to choose alike, and each knows its own GPU alone. So before a group's first choice its ranks
-tell each other what they have: the least memory counts, and the slowest link and matrix product.
+All ranks have to choose alike, and each rank knows only its own GPU. So before a group's first choice its
+ranks exchange what they know. The least memory counts, and the slowest link and matrix product.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ import torch.distributed as dist
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.parallel.estimates import Rates
 
-# By group, once its ranks have told each other.
+# By group, once its ranks have exchanged them.
 _least_memory: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _rates: weakref.WeakKeyDictionary[Any, Rates] = weakref.WeakKeyDictionary()
 
-# Attention does so much of what a matrix product does per second: on an H200 630 of 790 TFLOP/s.
+# The rate of attention as a share of a matrix product's: on an H200 630 of 790 TFLOP/s.
 SHARE_OF_PRODUCT = 0.8
 PRODUCT, EXCHANGED = 4096, 2**26  # rows and columns; bytes
 
 
 class Machine(NamedTuple):
-    """How many bytes a call may take on each rank, None for any number, and how fast ranks are."""
+    """The most bytes that a call may need on each rank (None: any number), and the ranks' rates."""
 
     memory: int | None
     rates: Rates
 
 
 class Exchanges(NamedTuple):
-    """Bytes that a rank received per second while all did, and what the smallest exchange took."""
+    """Bytes that a rank received per second while all ranks did, and the seconds of the smallest exchange."""
 
     bytes_per_second: float
     latency: float
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Return how many bytes a call may take on a device: an eighth of a GPU's; None for any number."""
+    """Return the most bytes that a call may need on a device: an eighth of a GPU's memory; None for a CPU."""
     is_gpu = device.type == "cuda"
     return torch.cuda.get_device_properties(device).total_memory // 8 if is_gpu else None
 
 
 def machine_of(group: Any, device: torch.device) -> Machine:
-    """Return what is known here: of all ranks, once they have told each other, else of this one."""
+    """Return the memory and rates of all ranks, once they have exchanged them, else of this rank."""
     memory = memory_of(device)
     if memory is None:
         return Machine(None, Rates())
@@ -56,31 +56,31 @@ def machine_of(group: Any, device: torch.device) -> Machine:
 
 
 def learn(group: Any, device: torch.device, measures: bool, tell: Callable[[Any], Sequence[Any]]) -> None:
-    """Have the ranks of a group tell each other what they have, by `tell`; all of them call this at once.
+    """Exchange memory and measured rates among the ranks of a group, by `tell`; all ranks call this at once.
 
-    Nothing is measured in a dispatch mode or a capture of any rank, or where memory is short: the group then
-    keeps the defaults.
+    If any rank is in a dispatch mode or a capture, or short of memory, nothing is measured, and the group
+    keeps the default rates.
     """
     memory, measures = memory_of(device), measures and group not in _rates
     if memory is None or dist.get_world_size(group) == 1 or (group in _least_memory and not measures):
         return
     probe = _Probe.made(group, device) if measures else None
-    all_said = tell((memory, probe is not None))
-    _least_memory[group] = min(memory for memory, _ in all_said)
+    answers = tell((memory, probe is not None))
+    _least_memory[group] = min(memory for memory, _ in answers)
     if measures:
-        can_measure = probe is not None and all(can for _, can in all_said)
+        can_measure = probe is not None and all(can for _, can in answers)
         _rates[group] = _slowest(tell(probe.run())) if probe is not None and can_measure else Rates()
 
 
 def _slowest(measured: Sequence[tuple[Exchanges, float]]) -> Rates:
-    """Return the rates of the slowest rank, by powers of two: else noise would change the choice."""
+    """Return the slowest ranks' rates, in powers of two of the defaults: noise then changes no choice."""
     usual = Rates()
-    found = {
+    rates_of_slowest = {
         "flops": SHARE_OF_PRODUCT * min(flops for _, flops in measured),
-        "link": min(one.bytes_per_second for one, _ in measured),
-        "latency": max(one.latency for one, _ in measured),
+        "link": min(exchanged.bytes_per_second for exchanged, _ in measured),
+        "latency": max(exchanged.latency for exchanged, _ in measured),
     }
-    steps = {name: round(math.log2(rate / getattr(usual, name))) for name, rate in found.items()}
+    steps = {name: round(math.log2(rate / getattr(usual, name))) for name, rate in rates_of_slowest.items()}
     return Rates(**{name: getattr(usual, name) * 2.0**step for name, step in steps.items()})
 
 
@@ -89,7 +89,7 @@ class _Probe:
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
-        generator = torch.Generator(device)  # the program's random numbers stay what they are
+        generator = torch.Generator(device)  # leaves the program's random numbers as they are
         empty = torch.empty((PRODUCT, PRODUCT), dtype=torch.bfloat16, device=device)
         self._factor, self._product = empty.normal_(generator=generator), torch.empty_like(empty)
         self._sent = torch.zeros(EXCHANGED, dtype=torch.uint8, device=device)
@@ -97,7 +97,7 @@ class _Probe:
 
     @classmethod
     def made(cls, group: Any, device: torch.device) -> _Probe | None:
-        """Return one, or None where this rank can't measure now."""
+        """Return a probe, or None if this rank can't measure now."""
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if is_captured or not is_plain():
             return None
@@ -108,7 +108,7 @@ class _Probe:
             return None
 
     def run(self) -> tuple[Exchanges, float]:
-        """Return what exchanges take, and the operations per second of a matrix product."""
+        """Return the rates of exchanges, and the operations per second of a matrix product."""
         with torch.no_grad():
             seconds = self._seconds(lambda: torch.mm(self._factor, self._factor, out=self._product), 5)
             return self.exchanges(), 2 * PRODUCT**3 / seconds
@@ -125,7 +125,7 @@ class _Probe:
         return lambda: dist.all_to_all_single(received, sent, group=self._group)
 
     def _seconds(self, run: Callable[[], object], calls: int) -> float:
-        """Return what one of so many calls takes, in the fastest of three rounds after a first call."""
+        """Return the seconds a call in the fastest of three rounds of `calls` calls, after a first call."""
         run()
         return min(self._seconds_of_round(run, calls) for _ in range(3)) / calls
 
@@ -135,7 +135,7 @@ class _Probe:
             for _ in range(calls):
                 run()
             return time.perf_counter() - started
-        # Other streams aren't waited for: what they do may need this rank's next steps.
+        # No wait for other streams: their work may depend on this rank's next steps.
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
             begin.record()

@@ -1,7 +1,7 @@
-"""Which method a distributed call goes by: what each of the three would take, by a model of time and memory.
+"""The choice of a distributed call's method, by the estimated time and memory of each.
 
-It looks at the layout, at shapes, and at memory and rates that are the same on all ranks, so all come to the
-same choice, and so does `explain_context_parallel`, without a GPU, if it is given those.
+The choice depends on the layout, on shapes, and on memory and rates that are the same on all ranks. So all
+ranks choose alike. `explain_context_parallel` makes the same choice from the same inputs, without a GPU.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ METHODS = (ALL_TO_ALL, ALL_GATHER, RING)
 
 @dataclass(frozen=True)
 class Choice:
-    """What a call would take by each of the three methods, and the one that is taken.
+    """The chosen method of a call, and the estimates of all three methods.
 
     Attributes:
-        method: the one that is taken.
-        reason: why.
-        methods: what each would take.
-        pairs: for each rank how many pairs of query and key its own queries see.
-        rows: for each rank how many tokens it has.
+        method: the chosen method.
+        reason: why it is chosen.
+        methods: the estimate of each method.
+        pairs: for each rank, the number of pairs of its own queries and the keys that they see.
+        rows: for each rank, the number of its tokens.
         rates: what the estimates assume of the machine.
-        others: what "auto" takes in its place, in this order, where no kernel can run that method's calls.
+        others: the methods that "auto" tries next, in this order, if no kernel can run the chosen method's
+            calls.
     """
 
     method: str
@@ -62,11 +63,11 @@ class Choice:
             "",
             f"{'method':<12}{'time':>10}{'received, most':>18}{'sent, most':>18}{'memory':>12}",
         ]
-        for one in self.methods:
-            sizes = (max(one.received, default=0), 14), (max(one.sent, default=0), 14), (one.memory, 8)
-            numbers = f"{one.seconds * 1e3:>7.2f} ms"
+        for cost in self.methods:
+            sizes = (max(cost.received, default=0), 14), (max(cost.sent, default=0), 14), (cost.memory, 8)
+            numbers = f"{cost.seconds * 1e3:>7.2f} ms"
             numbers += "".join(f"{size / 2**20:>{width}.1f} MiB" for size, width in sizes)
-            lines.append(f"{one.name:<12}" + (f"  no: {one.refusal}" if one.refusal else numbers))
+            lines.append(f"{cost.name:<12}" + (f"  no: {cost.refusal}" if cost.refusal else numbers))
         speed = f"{self.rates.flops / 1e12:.0f} TFLOP/s, a link of {self.rates.link / 1e9:.0f} GB/s"
         lines.append(f"times by {speed}, {self.rates.latency * 1e6:.0f} us an exchange")
         lines += ["", f"{'rank':<6}{'tokens':>10}{'pairs':>16}{'of the mean':>14}"]
@@ -78,7 +79,7 @@ class Choice:
 
 
 def check_asked(method: object, rates: object, memory: object) -> None:
-    """Check what a program may say about the choice."""
+    """Check the arguments of a program that affect the choice."""
     known = ["auto", *METHODS]
     if method not in known:
         hint = did_you_mean(str(method), known)
@@ -91,38 +92,39 @@ def check_asked(method: object, rates: object, memory: object) -> None:
 
 
 def check_possible(method: str, shape: Shape, ranks: int) -> None:
-    """Check that a call can go by the method that is asked for."""
+    """Raise `InvalidInputError` if the requested method can't run a call."""
     refusal = unsupported(shape.heads, shape.heads_k, ranks) if method == ALL_TO_ALL else ""
     if refusal:
         raise InvalidInputError(f"method: got {method!r}, but {refusal}")
 
 
 def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | None) -> Choice:
-    """Return what each method would take, and the one that is taken.
+    """Return the choice of a method, with the estimates of all.
 
-    Raises `InvalidInputError` if the method that is asked for can't be taken.
+    Raises:
+        InvalidInputError: the requested method can't run the call.
     """
     pairs = tuple(needs.pairs.sum(1).tolist())
-    found = estimates(needs, shape, rates)
+    costs = estimates(needs, shape, rates)
     if method != "auto":
         check_possible(method, shape, needs.layout.ranks)
         names, reason = [method], "asked for"
     else:
-        names, reason = _cheapest([one for one in found if not one.refusal], memory)
-    return Choice(names[0], reason, found, pairs, needs.layout.rows, rates, tuple(names[1:]))
+        names, reason = _cheapest([cost for cost in costs if not cost.refusal], memory)
+    return Choice(names[0], reason, costs, pairs, needs.layout.rows, rates, tuple(names[1:]))
 
 
 def _cheapest(possible: list[Estimate], memory: int | None) -> tuple[list[str], str]:
-    """Return the methods, the best first, and why it is."""
-    fitting = [one for one in possible if memory is None or one.memory <= memory]
-    fitting.sort(key=lambda one: one.seconds)
-    rest = sorted((one for one in possible if one not in fitting), key=lambda one: one.memory)
+    """Return the methods, the best first, and why the first is the best."""
+    fitting = [cost for cost in possible if memory is None or cost.memory <= memory]
+    fitting.sort(key=lambda cost: cost.seconds)
+    rest = sorted((cost for cost in possible if cost not in fitting), key=lambda cost: cost.memory)
     reason = "the fastest"
     if not fitting:
         reason = "takes the least memory, and none has enough"
-    elif faster := [one.name for one in rest if one.seconds < fitting[0].seconds]:
+    elif faster := [cost.name for cost in rest if cost.seconds < fitting[0].seconds]:
         reason = f"the fastest for which there is memory (not {', '.join(faster)})"
-    return [one.name for one in fitting + rest], reason
+    return [cost.name for cost in fitting + rest], reason
 
 
 def explain_context_parallel(
@@ -140,22 +142,24 @@ def explain_context_parallel(
     rates: Rates | None = None,
     memory: int | None = None,
 ) -> Choice:
-    """Say by which method a call would go, what each would take, and how the work is spread over the ranks.
+    """Return the method of a call, the estimates of all methods, and how the work is spread over ranks.
 
     Needs no GPU and no process group. Times are estimates by `rates`.
 
     Args:
-        layout: which rank has which tokens, as of `spread_documents`.
-        heads, heads_k: query heads, and key heads if there are fewer, before they are spread.
-        head_dim, head_dim_v: of query and key, and of the value if it has another.
-        dtype, is_causal, window_size, needs_backward: of the call, as of `varlen_attn`.
-        method: as of `context_parallel`.
-        rates: what the estimate assumes of the machine; two H200s joined by NVLink unless given.
-        memory: how many bytes a call may take, for "auto"; any number unless given. A `ContextParallel` on
-            GPUs takes an eighth of their memory, and its `explain` says what its own calls take.
+        layout: which rank has which tokens, as `spread_documents` returns it.
+        heads, heads_k: the numbers of query and key heads before they are spread; `heads_k` is `heads` by
+            default.
+        head_dim, head_dim_v: of query and key, and of the value; `head_dim_v` is `head_dim` by default.
+        dtype, is_causal, window_size, needs_backward: of the call, as for `varlen_attn`.
+        method: as for `context_parallel`.
+        rates: what the estimate assumes of the machine; by default two H200s joined by NVLink.
+        memory: for "auto": the most bytes that a call may need; by default any number. On GPUs a
+            `ContextParallel` allows an eighth of their memory, and its `explain` has the choice for its
+            calls.
 
     Raises:
-        InvalidInputError: the heads don't go together, or an argument isn't what is expected.
+        InvalidInputError: `heads` is no multiple of `heads_k`, or an argument isn't what is expected.
     """
     if not isinstance(layout, Layout):
         raise InvalidInputError(f"layout: got {layout!r}, expected a Layout, as of spread_documents")
@@ -169,11 +173,11 @@ def explain_context_parallel(
             raise InvalidInputError(f"{name}: got {size!r}, expected a number from 1 on")
     if heads % heads_k:
         raise InvalidInputError(f"heads: got {heads} and heads_k {heads_k}, expected a multiple of heads_k")
-    found = getattr(torch, canonical_dtype(dtype), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    torch_dtype = getattr(torch, canonical_dtype(dtype), None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise InvalidInputError(
             f"dtype: got {dtype!r}, expected one of torch's for floating-point numbers, such as bfloat16"
         )
-    shape = Shape(heads, heads_k, head_dim, head_dim_v, found.itemsize, needs_backward)
+    shape = Shape(heads, heads_k, head_dim, head_dim_v, torch_dtype.itemsize, needs_backward)
     needs = Needs(layout, *window(window_size, is_causal))
     return choose(needs, shape, method, rates, memory)

@@ -1,7 +1,7 @@
-"""Which keys each rank needs of each other one: how many for all ranks at once, and which for two of them.
+"""Which keys each rank needs of each other rank: counts for all ranks at once, rows for two of them.
 
-The pieces of all ranks, in the order of their rows, fill the batch without a gap. So those whose keys some
-queries see follow each other, and are found by bisection.
+The pieces of all ranks, in the order of their rows, fill the batch without a gap. So the pieces whose keys
+some queries see follow each other, and bisection finds them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _Meeting(NamedTuple):
 
 
 class Needs:
-    """Which keys each rank needs of each other one, for one window.
+    """Which keys each rank needs of each other rank, for one window.
 
-    Tables have a row for each rank and a column for each that has the keys. They hold integers, so that all
-    ranks count alike.
+    Tables are int64 (ranks, ranks) on the CPU: a row for each rank with queries, a column for each rank with
+    keys. Integers, so that all ranks count alike.
     """
 
     def __init__(self, layout: Layout, left: int = -1, right: int = -1) -> None:
@@ -39,41 +39,41 @@ class Needs:
 
     @functools.cached_property
     def moved(self) -> Tensor:
-        """The table of rows that ranks need of other ones."""
-        places = [(rank, one) for rank, ranges in enumerate(self._visible) for one in ranges]
-        met = self._meeting([one for _, one in places])
+        """The table of rows that ranks need of other ranks."""
+        places = [(rank, keys) for rank, ranges in enumerate(self._visible) for keys in ranges]
+        met = self._meeting([keys for _, keys in places])
         return self._table([rank for rank, _ in places], met, met.ends - met.begins).fill_diagonal_(0)
 
     @functools.cached_property
     def repeated(self) -> Tensor:
-        """The table of rows of other ranks that calls read: each as often as pieces see it."""
+        """The table of rows of other ranks that calls read; a row counts once for each piece that sees it."""
         met = self._met
         return self._table(self._held[2].tolist(), met, met.ends - met.begins).fill_diagonal_(0)
 
     @functools.cached_property
     def pairs(self) -> Tensor:
-        """The table of pairs of a query and a key that it sees."""
+        """The table of the numbers of pairs of a query and a key that it sees."""
         met, (begins, ends, ranks) = self._met, self._held
         first, last, begin, end = begins[met.pieces], ends[met.pieces], begins[met.ranges], ends[met.ranges]
-        # `visible_pairs` takes those queries alone that see one of the keys.
+        # `visible_pairs` expects only queries that see at least one of the keys.
         begin = begin if self.right < 0 else torch.maximum(begin, first - self.right)
         end = end if self.left < 0 else torch.minimum(end, last + self.left)
         return self._table(ranks.tolist(), met, visible_pairs(begin, end, first, last, self.left, self.right))
 
     @functools.cached_property
     def distances(self) -> list[int]:
-        """How far before a rank those are whose keys any rank needs."""
+        """The distances from a rank back to the ranks whose keys it needs, over all ranks."""
         ranks, sources = self.moved.nonzero().unbind(1)
         return sorted(set(((ranks - sources) % self.layout.ranks).tolist()))
 
     @functools.cached_property
     def _visible(self) -> list[tuple[Range, ...]]:
-        """For each rank the rows, its own and others', that its queries see."""
+        """For each rank the rows, of all ranks, that its queries see."""
         return [united(span.keys[0] for span, _ in spans) for spans in self._wholes]
 
     @functools.cached_property
     def _held(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all pieces, in the order of their rows, where they begin and end, and which rank has them."""
+        """The begins, ends and ranks of all pieces, in the order of their rows."""
         pieces = (
             (begin, end, rank) for rank, held in enumerate(self.layout.pieces) for _, begin, end in held
         )
@@ -82,7 +82,7 @@ class Needs:
 
     @functools.cached_property
     def _met(self) -> _Meeting:
-        """For each piece, in the order of their rows, those whose keys its queries see."""
+        """For each piece, in the order of their rows, the pieces whose keys its queries see."""
         spans = sorted((span.begin, span.keys[0]) for spans in self._wholes for span, _ in spans)
         return self._meeting([keys for _, keys in spans])
 
@@ -107,23 +107,24 @@ class Needs:
         """Return the rows of `source`, another rank, that hold keys which queries of `rank` see."""
         if rank == source:
             return ()
-        ranges, found = self._visible[rank], []
+        ranges, common = self._visible[rank], []
         for _, begin, end in self.layout.pieces[source]:
-            # The first that may have rows of the piece is the last that doesn't begin after it.
+            # The first range that may share rows with the piece is the last range that doesn't begin after
+            # it.
             number = max(bisect_right(ranges, (begin, self.layout.tokens)) - 1, 0)
             while number < len(ranges) and ranges[number][0] < end:
                 low, high = max(begin, ranges[number][0]), min(end, ranges[number][1])
                 if low < high:
-                    found.append((low, high))
+                    common.append((low, high))
                 number += 1
-        return united(found)
+        return united(common)
 
     def rows(self, rank: int, source: int) -> int:
-        """Return how many rows of `source`, another rank, a rank needs."""
+        """Return the number of rows of `source`, another rank, that a rank needs."""
         return row_count(self.of(rank, source))
 
     def whole(self, rank: int) -> list[tuple[Span, bool]]:
-        """Return what each piece of a rank sees, and whether all of it is on that rank."""
+        """Return the span of each piece of a rank, and whether all its keys are on that rank."""
         return self._wholes[rank]
 
     @functools.cached_property
@@ -132,14 +133,14 @@ class Needs:
 
     def _whole(self, rank: int) -> list[tuple[Span, bool]]:
         pieces, cu_seq = self.layout.pieces[rank], self.layout.cu_seq
-        own, found = united((begin, end) for _, begin, end in pieces), []
+        own, wholes = united((begin, end) for _, begin, end in pieces), []
         for number, piece in enumerate(pieces):
             (span,) = self.seen(rank, number, [(cu_seq[piece.document], cu_seq[piece.document + 1])])
-            found.append((span, piece.document not in self.layout.cut or _lies_within(span.keys[0], own)))
-        return found
+            wholes.append((span, piece.document not in self.layout.cut or _lies_within(span.keys[0], own)))
+        return wholes
 
     def alone(self, rank: int) -> int:
-        """Return how many pairs there are of queries of a rank that see no keys of others."""
+        """Return the number of pairs of a rank's queries that see no keys of other ranks."""
         bounds = self.left, self.right
         return sum(
             visible_pairs(span.begin, span.end, *span.keys[0], *bounds)
@@ -148,7 +149,7 @@ class Needs:
         )
 
     def seen(self, rank: int, number: int, keys: Iterable[Range]) -> list[Span]:
-        """Return what the queries of a rank's piece see of some keys of their document."""
+        """Return the spans of a rank's piece with those keys, of some of its document, that it sees."""
         return seen_of_several(number, self.layout.pieces[rank][number], keys, self.left, self.right)
 
 
@@ -157,5 +158,5 @@ def _integers(numbers: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def _lies_within(one: Range, ranges: Iterable[Range]) -> bool:
-    return any(begin <= one[0] and one[1] <= end for begin, end in ranges)
+def _lies_within(inner: Range, ranges: Iterable[Range]) -> bool:
+    return any(begin <= inner[0] and inner[1] <= end for begin, end in ranges)

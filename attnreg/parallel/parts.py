@@ -1,7 +1,7 @@
-"""The steps of a rank as packed calls on a device: which rows each takes, and where its results go.
+"""The steps of a rank as packed calls on a device: the rows that each reads, and where its results go.
 
-Rows are taken and results put as runs, so that what follows each other isn't copied. A row may have results
-of several calls. The plan says which comes first: it is written, later ones are merged with or added to it.
+Rows are read and written as runs, so that consecutive rows aren't copied. A row may have results of several
+calls. The plan says which result comes first: it is written, later results are merged with or added to it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from attnreg.parallel.layout import Layout
 from attnreg.parallel.spans import Range, Span, grouped, row_count
 from attnreg.parallel.steps import Step
 
-# So many results of a row may be rounded to its dtype one after the other, before they are summed in float32.
+# Up to so many results of a row are added in its dtype, with rounding after each; more are added in float32.
 MOST_ROUNDED = 4
 
 
 class Run(NamedTuple):
-    """Rows that follow each other in a tensor: this rank's own, number 0, or what it received in a step."""
+    """Consecutive rows of a tensor: `source` 0 is this rank's own rows, else the step that received them."""
 
     source: int
     begin: int
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Where results go: rows `at` and after of a call's, as a run's first results or to those before."""
+    """Where results go: a call's rows from `at` on to `run`, as first results or added to earlier ones."""
 
     run: Run
     at: int
@@ -44,11 +44,11 @@ class Part(NamedTuple):
     """One packed call of a step.
 
     Attributes:
-        window: as a kernel is told.
-        queries, keys: which rows it takes.
-        outs: where output and LSE go, in a forward.
-        grads_q, grads_k: where gradients go, in a backward.
-        cu_q, cu_k, max_q, max_k: as of `varlen_attn`.
+        window: the window that the kernel computes.
+        queries, keys: the rows that it reads.
+        cu_q, cu_k, max_q, max_k: as for `varlen_attn`; the offsets are int32 (sequences + 1,).
+        outs: where the forward's output and LSE go.
+        grads_q, grads_k: where the backward's gradients go.
     """
 
     window: tuple[int, int]
@@ -64,12 +64,12 @@ class Part(NamedTuple):
 
     @property
     def copies_keys(self) -> bool:
-        """Whether its keys are received, or put together from several runs."""
+        """Whether its keys are received, or copied from several runs."""
         return len(self.keys) != 1 or self.keys[0].source != 0
 
 
 class Move(NamedTuple):
-    """What a step sends: own rows, in order of the ranks that get them, and how many go and come."""
+    """The exchange of a step: own rows in the order of their target ranks, and row counts by rank."""
 
     rows: tuple[Run, ...]
     sends: list[int]
@@ -77,7 +77,7 @@ class Move(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A step; `move` is None in one without communication."""
+    """A step; `move` is None if it needs no communication."""
 
     move: Move | None
     parts: list[Part]
@@ -88,13 +88,13 @@ class Plan(NamedTuple):
 
     Attributes:
         steps: in the order of the forward.
-        backward: their numbers in the order of the backward.
-        keeps: whether a backward has the keys of the forward's calls, or receives them once more.
-        is_long: whether a row's output comes from more than `MOST_ROUNDED` calls.
-        is_long_k: the same of the gradient of a key.
-        kept: the parts, by step and place in it, whose keys a backward that keeps them finds copied.
-        fills_all_rows: whether every query has a result of some call, so that nothing is cleared before.
-        whole_k: of which rows, those received in a step or this rank's own, 0, every key has a gradient.
+        backward: the numbers of the steps, in the order of the backward.
+        keeps: whether the backward keeps the keys of the forward's calls, or receives them once more.
+        is_long: whether some row's output is the sum of more than `MOST_ROUNDED` results.
+        is_long_k: the same for the gradient of a key.
+        kept: the parts, by step and place in it, whose copied keys are saved for the backward.
+        fills_all_rows: whether every query gets a result of some call, so that nothing is cleared first.
+        whole_k: the sources (see `Run`) of which every key gets a gradient.
     """
 
     steps: list[Prepared]
@@ -108,11 +108,11 @@ class Plan(NamedTuple):
 
 
 def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
-    """Return rows one after the other; without a copy if they are one run."""
+    """Return the rows of runs, concatenated; a single run isn't copied."""
     dtype = sources[0].dtype
     if len(runs) < 2:
         return sources[runs[0].source][runs[0].begin : runs[0].end] if runs else sources[0][:0]
-    if sources[0].dim() > 1:  # rows of others are elements
+    if sources[0].dim() > 1:  # one-dimensional rows are single elements
         sources = dict(zip(sources, in_large_elements(*sources.values()), strict=True))
     return torch.cat([sources[source][begin:end] for source, begin, end in runs]).view(dtype)
 
@@ -120,13 +120,13 @@ def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
 def prepared(
     steps: Sequence[Step], layout: Layout, rank: int, device: torch.device, keeps: bool = False
 ) -> Plan:
-    """Return what a device has to know of steps.
+    """Return the plan of a rank's steps, with its tensors on a device.
 
-    A backward that keeps the received keys begins with them, so that their gradients are on their way back
-    while the rest is computed.
+    A backward that keeps the received keys begins with them, so that their gradients travel back while the
+    rest is computed.
     """
     own = [(begin, end) for _, begin, end in layout.pieces[rank]]
-    of_own, found = Places({0: own}), list[Prepared]()
+    of_own, prepared_steps = Places({0: own}), list[Prepared]()
     for number, step in enumerate(steps):
         received = list(itertools.chain.from_iterable(step.receives))
         of_keys = Places({0: own, number: received}) if received else of_own
@@ -136,13 +136,13 @@ def prepared(
             sends, receives = ([row_count(ranges) for ranges in x] for x in (step.sends, step.receives))
             rows = of_own.runs(itertools.chain.from_iterable(step.sends))
             move = Move(tuple(rows), sends, receives)
-        found.append(Prepared(move, parts))
-    backward = list(range(len(found)))[:: -1 if keeps else 1]
-    return _with_puts(found, backward, keeps, row_count(own))
+        prepared_steps.append(Prepared(move, parts))
+    backward = list(range(len(prepared_steps)))[:: -1 if keeps else 1]
+    return _with_puts(prepared_steps, backward, keeps, row_count(own))
 
 
 class Places:
-    """Where rows of the whole batch are: in which tensor, and at which place there."""
+    """For rows of the whole batch: which tensor has them, and at which place."""
 
     def __init__(self, tensors: dict[int, list[Range]]) -> None:
         self._held: list[tuple[int, int, int]] = []  # first row, tensor, place of that row
@@ -153,8 +153,8 @@ class Places:
         self._held.sort()
 
     def runs(self, ranges: Iterable[Range]) -> list[Run]:
-        """Return ranges, all of whose rows are there, as runs; those are made one that follow each other."""
-        found: list[Run] = []
+        """Return ranges, all of whose rows the tensors have, as runs; consecutive runs are merged."""
+        runs: list[Run] = []
         for begin, end in ranges:
             at = bisect_right(self._held, begin, key=operator.itemgetter(0)) - 1
             while begin < end:
@@ -162,11 +162,11 @@ class Places:
                 at += 1
                 upto = min(end, self._held[at][0]) if at < len(self._held) else end
                 run = Run(source, place + begin - first, place + upto - first)
-                if found and found[-1].source == source and found[-1].end == run.begin:
-                    run = run._replace(begin=found.pop().begin)
-                found.append(run)
+                if runs and runs[-1].source == source and runs[-1].end == run.begin:
+                    run = run._replace(begin=runs.pop().begin)
+                runs.append(run)
                 begin = upto
-        return found
+        return runs
 
 
 def _part(
@@ -182,7 +182,7 @@ def _part(
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device; from pinned memory the host needn't wait for that."""
+    """Copy to a device, to a GPU from pinned memory, so that the host doesn't wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
@@ -213,9 +213,9 @@ def _with_puts(steps: list[Prepared], backward: list[int], keeps: bool, rows: in
 def _puts(
     runs_of_parts: Sequence[Sequence[Run]], sizes: dict[int, int]
 ) -> tuple[list[tuple[Put, ...]], dict[int, Tensor]]:
-    """Return where the results of each part go, in their order, and how many each row then has."""
+    """Return where the results of each part go, in order, and the number of results of each row."""
     counts = {source: torch.zeros(size, dtype=torch.int32) for source, size in sizes.items()}
-    found = []
+    puts_of_parts = []
     for runs in runs_of_parts:
         puts, at = [], 0
         for source, begin, end in runs:
@@ -225,5 +225,5 @@ def _puts(
                 puts.append(Put(Run(source, begin + low, begin + high), at + low, not bool(before[low])))
             counts[source][begin:end] += 1
             at += end - begin
-        found.append(tuple(puts))
-    return found, counts
+        puts_of_parts.append(tuple(puts))
+    return puts_of_parts, counts

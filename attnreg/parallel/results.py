@@ -1,4 +1,4 @@
-"""Results of a rank's rows, some of which are of several calls: written, added up, or merged by their LSE."""
+"""Results of a rank's rows. Results of several calls for one row are added, or merged by their LSE."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from attnreg.core.torchlib.layout import in_large_elements
 from attnreg.parallel.parts import Put
 
-ALL = slice(None)  # heads
+ALL = slice(None)  # all heads
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which many results of a row are summed."""
+    """Return the dtype in which many results of a row are summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Sums:
-    """Results of rows, some of which have several: these are written, or added to what is there."""
+    """Results of rows: a row's first result is written, later results are added to it."""
 
     def __init__(
         self, like: Tensor, dtype: torch.dtype, fills_all_rows: bool = False, value: Tensor | None = None
@@ -28,14 +28,14 @@ class Sums:
 
     @property
     def value(self) -> Tensor:
-        """All rows; 0 where nothing has been written, unless every row will be."""
+        """All rows; rows without a result are 0, or uninitialised if every row will be written."""
         if self._value is None:
             made = torch.empty_like if self._fills_all_rows else torch.zeros_like
             self._value = made(self._like, dtype=self._dtype)
         return self._value
 
     def put(self, puts: Sequence[Put], new: Tensor, heads: slice = ALL) -> None:
-        """Write or add a call's results, which are of these heads, or some rows of them."""
+        """Write or add results of a call, (rows, these heads, ...)."""
         if self._value is None and self._is_all(puts) and new.shape[:2] == self._like.shape[:2]:
             self._value = new.to(self._dtype)
             return
@@ -52,14 +52,22 @@ class Sums:
         return len(puts) == 1 and puts[0].is_first and puts[0].run.end - puts[0].run.begin == len(self._like)
 
     def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor, heads: slice) -> None:
-        """Take both what is there and new rows times a factor."""
+        """Replace the present rows by their sum with new rows, each times a factor: `kept` and `share`."""
         (_, begin, end), at, _ = put
         old = self.value[begin:end, heads]
         torch.add(old * kept[..., None], new[at : at + end - begin] * share[..., None], out=old)
 
 
 def put_or_merge(outs: Sums, lses: Sums, puts: Sequence[Put], out: Tensor, lse: Tensor, heads: slice) -> None:
-    """Write results of a call, or merge them with those of the same queries and other keys."""
+    """Write results of a call, or merge them with results of the same queries for other keys.
+
+    Args:
+        outs, lses: the results so far, (T, H, D_v) and (T, H).
+        puts: where the call's rows go.
+        out: the call's output, (rows, heads, D_v).
+        lse: the call's LSE, (rows, heads), in the dtype of `lses`.
+        heads: the heads that the call computed.
+    """
     if firsts := [put for put in puts if put.is_first]:
         outs.put(firsts, out, heads)
         lses.put(firsts, lse, heads)

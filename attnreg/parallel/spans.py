@@ -1,8 +1,8 @@
 """Which keys a run of queries sees, and the packed calls that compute it.
 
 A query at row i of the whole batch sees the keys of its document from `i - left` to `i + right`. A kernel
-aligns a window with the ends of its queries and keys, bottom-right. So where the keys at hand end `shift`
-rows after the queries, the window that it is told is (left + shift, right - shift).
+aligns a window with the ends of its queries and keys, bottom-right. So if the call's keys end `shift` rows
+after its queries, the kernel's window is (left + shift, right - shift).
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import NamedTuple
 
 from attnreg.parallel.layout import Piece
 
-# Rows of the whole batch, from the first to before the second.
+# Rows of the whole batch, from the first number to before the second.
 Range = tuple[int, int]
 
 
 def row_count(ranges: Iterable[Range]) -> int:
-    """Return how many rows there are in ranges that don't overlap."""
+    """Return the number of rows in ranges that don't overlap."""
     return sum(end - begin for begin, end in ranges)
 
 
 class Span(NamedTuple):
-    """A run of queries with the keys that it sees; rows are those of the whole batch.
+    """A run of queries with the keys that it sees, as rows of the whole batch.
 
     Attributes:
         begin, end: the queries.
-        keys: the keys, one range after the other.
-        left, right: the window that a kernel is told.
-        piece: the number of the piece, among its rank's, that has the queries.
+        keys: the ranges of keys, in the order of the call.
+        left, right: the window that the kernel computes.
+        piece: the number of the queries' piece among the pieces of their rank.
     """
 
     begin: int
@@ -41,12 +41,12 @@ class Span(NamedTuple):
 
     @property
     def key_count(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
         return row_count(self.keys)
 
     @property
     def _free(self) -> tuple[bool, bool]:
-        """Whether either bound excludes nothing."""
+        """For the left and the right bound: whether it excludes nothing."""
         return _unbounded(self.left, self.key_count), _unbounded(self.right, self.end - self.begin)
 
     def is_full(self) -> bool:
@@ -82,14 +82,15 @@ def seen(number: int, piece: Piece, keys: Range, left: int, right: int) -> Span 
 
 
 def seen_of_several(number: int, piece: Piece, keys: Iterable[Range], left: int, right: int) -> list[Span]:
-    """Return what the queries of a piece see of several ranges of keys, in as few spans as can be.
+    """Return the spans of a piece's queries with several ranges of keys, as few as possible.
 
-    What is seen whole can stand before what isn't, as a kernel aligns the window with the end of the keys.
+    Ranges that all queries see whole can precede another range in one call, because a kernel aligns the
+    window with the end of the keys.
     """
-    spans = [span for one in keys if (span := seen(number, piece, one, left, right)) is not None]
+    spans = [span for key_range in keys if (span := seen(number, piece, key_range, left, right)) is not None]
     whole = [span for span in spans if span.is_full() and (span.begin, span.end) == (piece.begin, piece.end)]
     others = [span for span in spans if span not in whole]
-    before = tuple(one for span in whole for one in span.keys)
+    before = tuple(key_range for span in whole for key_range in span.keys)
     if not before:
         return others
     for place, span in enumerate(others):
@@ -100,7 +101,7 @@ def seen_of_several(number: int, piece: Piece, keys: Iterable[Range], left: int,
 
 
 def grouped(spans: Sequence[Span]) -> list[tuple[tuple[int, int], list[Span]]]:
-    """Return spans by the window that one packed call computes them with, no query twice in a call."""
+    """Group spans into packed calls, by window; no query is in a call twice."""
     windows = Counter((span.left, span.right) for span in spans if not span.is_full())
     groups: list[tuple[tuple[int, int], list[Span], set[int]]] = [
         (window, [], set()) for window, _ in windows.most_common()
@@ -118,11 +119,11 @@ def grouped(spans: Sequence[Span]) -> list[tuple[tuple[int, int], list[Span]]]:
 
 
 def united(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return ranges in order, with those made one that meet."""
-    found: list[Range] = []
+    """Sort ranges, and merge ranges that touch or overlap."""
+    merged: list[Range] = []
     for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((begin, end))
-    return tuple(found)
+            merged.append((begin, end))
+    return tuple(merged)

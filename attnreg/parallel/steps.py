@@ -1,9 +1,9 @@
-"""The steps in which a rank computes its queries: what it receives and sends in each, and its calls.
+"""The steps in which a rank computes its queries: the rows that it receives and sends, and its calls.
 
-In the first step a rank uses its own keys. With *all_gather* there is one more step, with the keys of all
-other ranks that its remaining queries need. With the *ring* there is a step for each distance between two
-ranks: a rank receives from the one that is so far before it, and sends to the one that is so far behind it.
-Each rank works the steps out from the layout, without communication.
+In the first step a rank uses its own keys. *all_gather* has a second step, with the keys of all other ranks
+that the remaining queries need. The *ring* has a step for each distance d between two ranks: rank r receives
+from rank r - d and sends to rank r + d, modulo the number of ranks.
+Each rank computes its steps from the layout, without communication.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attnreg.parallel.spans import Range, Span, united
 
 
 class Step(NamedTuple):
-    """What one rank does in one step.
+    """A step of a rank.
 
     Attributes:
-        sends: for each rank which of this rank's rows it gets; empty in a step without communication.
-        receives: for each rank which of its rows this one gets.
-        spans: what is computed.
+        sends: by target rank, the rows that this rank sends; empty without communication.
+        receives: by source rank, the rows that this rank receives; empty without communication.
+        spans: the queries that it computes, with their keys.
     """
 
     sends: tuple[tuple[Range, ...], ...]
@@ -31,9 +31,9 @@ class Step(NamedTuple):
 
 
 def gathering(needs: Needs, rank: int) -> list[Step]:
-    """Return the steps of all_gather: queries whose keys are all here, then the others with all keys."""
-    ranks, found = range(needs.layout.ranks), needs.whole(rank)
-    here, with_others = ([span for span, is_here in found if is_here == wanted] for wanted in (True, False))
+    """Return the steps of all_gather: queries that see only own keys, then the remaining queries."""
+    ranks, wholes = range(needs.layout.ranks), needs.whole(rank)
+    here, with_others = ([span for span, is_here in wholes if is_here == wanted] for wanted in (True, False))
     steps = [Step((), (), tuple(here))]
     if needs.distances:
         sends = tuple(needs.of(other, rank) for other in ranks)
@@ -43,7 +43,7 @@ def gathering(needs: Needs, rank: int) -> list[Step]:
 
 
 def rotating(needs: Needs, rank: int) -> list[Step]:
-    """Return the steps of the ring: this rank's own keys, then those of one other rank at a time."""
+    """Return the steps of the ring: this rank's own keys, then the keys of each other rank in turn."""
     layout, ranks, steps = needs.layout, needs.layout.ranks, []
     for distance in [0, *needs.distances]:  # on every rank alike
         source, target = (rank - distance) % ranks, (rank + distance) % ranks

@@ -1,9 +1,9 @@
-"""all_gather and ring: keys and values come to the queries, in steps, and results are merged by their LSE.
+"""all_gather and ring: keys and values are sent to the queries, in steps; results are merged by their LSE.
 
-While one step is computed the next one's keys are on their way. With all_gather heads are cut into groups, so
-that one is computed while the next one's keys come. Between ranks gradients travel in the dtype in which
-kernels give them. With all_gather a backward has the keys of the forward's calls; with the ring it receives
-them once more.
+While a step is computed, the keys of the next step travel. all_gather cuts heads into groups: while a group
+is computed, the keys of the next group travel. Between ranks gradients have the dtype in which kernels return
+them. With all_gather the backward keeps the keys of the forward's calls; with the ring it receives them
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from attnreg.parallel.results import ALL, Sums, put_or_merge, wide
 
 
 class Options(NamedTuple):
-    """What all calls of a distributed call have in common."""
+    """The options that all kernel calls of a distributed call share."""
 
     scale: float | None
     softcap: float
@@ -44,8 +44,11 @@ class Work:
     """A distributed call, without its tensors.
 
     Attributes:
-        groups: into how many groups the heads are cut in steps that receive keys. All groups' keys are on
-            their way at once, so while one group is computed the next ones come.
+        plan: the steps of this rank.
+        group: the process group.
+        options: the options of its kernel calls.
+        groups: the number of groups of heads in steps that receive keys. The keys of all groups are sent at
+            once, so later groups arrive while the first is computed.
     """
 
     plan: Plan
@@ -54,20 +57,20 @@ class Work:
     groups: int = 1
 
     def heads(self, tensor: Tensor, move: Move | None) -> list[slice]:
-        """Return the heads of each group, of a tensor (rows, heads, ...) in a step."""
+        """Return the heads of each group in a step, for a tensor (rows, heads, ...)."""
         groups = 1 if move is None else self.groups
         count = tensor.shape[1] // groups
         return [slice(number * count, (number + 1) * count) for number in range(groups)]
 
     def call(self, query: Tensor, part: Part) -> Call:
-        """Return the contract's call of a part, whose queries `query` are."""
+        """Return the contract's call of a part with queries `query`, (T, H, D)."""
         lengths = part.cu_q, part.cu_k, part.max_q, part.max_k
         return call_of(query, lengths, self.options.scale, part.window, softcap=self.options.softcap)
 
     def calls(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
-        """Yield what its kernels are called with, with tensors of these shapes but without values."""
+        """Yield the arguments of its kernels, with tensors of the right shapes that take no memory."""
         for move, part in ((step.move, part) for step in self.plan.steps for part in step.parts):
             rows_q, rows_k = (sum(end - begin for _, begin, end in x) for x in (part.queries, part.keys))
             share = 1 if move is None else self.groups
@@ -77,24 +80,24 @@ class Work:
 
 
 def without_values(like: Tensor, rows: int, divisor: int = 1) -> Tensor:
-    """Return a tensor of so many rows and, of the heads, a share, that takes no memory."""
+    """Return an expanded tensor (rows, heads / divisor, head dim) that takes no memory."""
     return like.new_empty(1).expand(rows, like.shape[1] // divisor, like.shape[2])
 
 
 def _unpacked(rows: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the key and value of packed rows; `key` and `value` give their shapes."""
+    """Split packed rows into keys and values, with heads and head dims as in `key` and `value`."""
     heads, dim, dim_v = *key.shape[1:], value.shape[2]
     flat_k, flat_v = rows.split_with_sizes([heads * dim, heads * dim_v], 1)
     return flat_k.view(len(rows), heads, dim), flat_v.view(len(rows), heads, dim_v)
 
 
 def _space(count: int, key: Tensor, value: Tensor) -> Tensor:
-    """Return packed rows without values."""
+    """Allocate packed rows for `count` keys and values."""
     return key.new_empty((count, key.shape[1] * (key.shape[2] + value.shape[2])))
 
 
 class Keys:
-    """Keys and values as step follows step; the next step's are asked for before one is computed."""
+    """Keys and values by step; those of the next step are requested before a step is computed."""
 
     def __init__(self, key: Tensor, value: Tensor, work: Work) -> None:
         self._own, self._work = (key, value), work
@@ -118,7 +121,7 @@ class Keys:
         return Pending(rows, move.sends, move.receives, self._work.group)
 
     def of(self, number: int) -> Iterator[Tensor | None]:
-        """Yield for each group of heads the packed rows of a step; None in a step that receives nothing."""
+        """Yield the packed rows of a step, for each group of heads; None if the step receives nothing."""
         coming: list[Pending | None] = [*self._coming] or [None]
         self._coming = []
         while coming:
@@ -130,19 +133,19 @@ class Keys:
 
 
 class Returning(NamedTuple):
-    """Gradients on their way back: of which own rows and which heads."""
+    """Gradients on their way back to this rank, for some of its rows and heads."""
 
     runs: Sequence[Run]
     heads: slice
     pending: Pending
 
 
-# Key and value of a part, by step, place in it and first head.
+# The key and value of a part, by step, place in the step and first head.
 Kept = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
 
 
 class StepwiseAttention(torch.autograd.Function):
-    """Output and LSE of a rank's queries."""
+    """Return output and LSE of a rank's queries."""
 
     @staticmethod
     def forward(
@@ -168,7 +171,7 @@ class StepwiseAttention(torch.autograd.Function):
         if not ctx.work.options.needs_backward:
             return None, None, None, of_sinks, None
         ctx.work.options.before_backward()
-        # A rank without any gradient takes part all the same: the others wait for it.
+        # A rank without a gradient takes part, too, because the other ranks wait for it.
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         kept_of = dict(zip(ctx.kept, zip(kept[::2], kept[1::2], strict=True), strict=True))
         grads = _backward(grad_out, grad_lse, (query, key, value), (out, lse), kept_of, ctx.work)
@@ -176,7 +179,7 @@ class StepwiseAttention(torch.autograd.Function):
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Tensor, Tensor, Kept]:
-    """Return output, LSE, and the keys and values of calls that a backward isn't to gather once more."""
+    """Return output, LSE, and the keys and values that the backward doesn't gather once more."""
     plan, dtype_lse = work.plan, wide(query.dtype)
     dtype = dtype_lse if plan.is_long else query.dtype
     outs = Sums(query.new_empty((*query.shape[:2], value.shape[2])), dtype, plan.fills_all_rows)
@@ -200,7 +203,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Ten
 def _sources(
     key: Tensor, value: Tensor, number: int, received: Tensor | None
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Return where the runs of a step find keys, and where values."""
+    """Return the tensors of keys, and of values, that the runs of a step refer to, by source."""
     if received is None:
         return {0: key}, {0: value}
     others_k, others_v = _unpacked(received, key, value)
@@ -242,10 +245,10 @@ def _backward(
                 sums_q.put(part.grads_q, grads[0], of_queries)
                 for source, of_source in sums.items():
                     puts = [put for put in part.grads_k if put.run.source == source]
-                    for one, new in zip(of_source, grads[1:] if puts else (), strict=False):
-                        one.put(puts, new, ALL if source else of_keys)
+                    for total, new in zip(of_source, grads[1:] if puts else (), strict=False):
+                        total.put(puts, new, ALL if source else of_keys)
             if back is not None and move is not None:
-                # Those of one step at a time: of all steps they would be as much as the whole batch's.
+                # Of one step at a time: the gradients of all steps would be as large as the whole batch.
                 if len(returning) == work.groups:
                     _add(own, returning.pop(0), key, value)
                 pending = Pending(back, move.receives, move.sends, work.group)
@@ -262,9 +265,9 @@ def _part_backward(
     lses: Sequence[Tensor | None],
     of_keys: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of a part; LSE and output, of all keys, make them those of the whole.
+    """Return a part's share of the gradients: right for all keys, because output and LSE are of all keys.
 
-    `of_rows` are query, gradient of the output and output, `lses` the LSE's gradient and the LSE.
+    `of_rows` are the query, the output's gradient and the output; `lses` are the LSE's gradient and the LSE.
     """
     rows, grad_out, out = (taken({0: x}, part.queries) for x in of_rows)
     grad_lse, lse = (None if x is None else taken({0: x.mT}, part.queries).mT.contiguous() for x in lses)
@@ -273,10 +276,10 @@ def _part_backward(
 
 
 def _add(sums: list[Sums], returning: Returning, key: Tensor, value: Tensor) -> None:
-    """Add the gradients of rows that come back from other ranks."""
+    """Wait for gradients that other ranks sent back, and add them to this rank's rows."""
     runs, heads, pending = returning
     came = _unpacked(pending.wait(), key[:, heads], value[:, heads])
     places = itertools.accumulate((run.end - run.begin for run in runs), initial=0)
     puts = [Put(run, at, is_first=False) for run, at in zip(runs, places, strict=False)]
-    for one, new in zip(sums, came, strict=True):
-        one.put(puts, new, heads)
+    for total, new in zip(sums, came, strict=True):
+        total.put(puts, new, heads)

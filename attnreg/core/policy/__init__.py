@@ -1,6 +1,6 @@
-"""All that is asked for, as one `Policy`: the environment, settings files, the program, lockfiles.
+"""All requests as one `Policy`: the environment, settings files, the program, lockfiles.
 
-`sources` reads and checks settings, `current` keeps the ones in force, `lockfile` has decisions made earlier,
+`sources` reads and checks settings, `current` keeps the settings in force, `lockfile` has earlier decisions,
 `ranks` checks that the ranks of a job choose alike. May import: `registry`, `times` and all below them. Read
 `current.py` first.
 """

@@ -1,13 +1,13 @@
-"""Everything that is asked for, from all sources, as one `Policy`. The strongest comes first:
+"""The requests of all sources, as one `Policy`, the strongest first:
 
 1. The environment: the operator's override.
 2. `register_backend` and `configure(Settings(...))`: the program.
-3. The settings files: ATTNREG_CONFIG's, then the one given to `configure`.
-4. Where none of them names a backend, a measured table for the device, if there is one.
+3. The settings files: first ATTNREG_CONFIG's, then `configure`'s.
+4. If none of these names a backend: a measured table for the device, if there is one.
 
-(`use_backend` and `backend=` are stronger still; they apply to single calls and are added there.)
+(`use_backend` and `backend=` are even stronger. They apply to single calls, which add them.)
 With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `decision`.
-The environment and the files are read once, when they are first needed, and again by `reload`.
+The environment and the files are read once, on first use, and again by `reload`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _watchers = 0
 
 
 def sources() -> Sources:
-    """Return the settings in force; reads the environment and its file on the first call.
+    """Return the settings in force; the first call reads the environment and its file.
 
-    If they can't be read, that is the same `ConfigError` at every call until `reload` succeeds.
+    If they can't be read, every call raises the same `ConfigError` until `reload` succeeds.
     """
     global _sources, _unreadable
     if _sources is None and _unreadable is None:
@@ -63,7 +63,8 @@ def sources() -> Sources:
             raise copy(_unreadable)  # a raised exception keeps the tensors of its frames alive
         if _sources is None:
             try:
-                # A call needn't fail because it can't be recorded; `reload` and `attnreg run` say so.
+                # A call needn't fail because it can't be recorded; `reload` and `attnreg run` raise the
+                # error.
                 _sources = reread(needs_record=False)
             except AttnregError as error:
                 _unreadable = copy(error)
@@ -75,7 +76,7 @@ def sources() -> Sources:
 def disabled_backends() -> dict[str, str]:
     """Return the disabled names in lower case, each with the source that disables it; raises `ConfigError`.
 
-    Doesn't read the tables and lockfiles that settings may name: for the commands that write them.
+    Doesn't read the tables and lockfiles that settings may name, because commands that write these call it.
     """
     with registry.lock:
         now = _sources
@@ -86,7 +87,7 @@ def disabled_backends() -> dict[str, str]:
 
 
 def current() -> Policy:
-    """Return everything that is asked for; raises `ConfigError` if the environment or a file is wrong."""
+    """Return the requests in force; raises `ConfigError` if the environment or a file is wrong."""
     now = sources()
     tables = None
     adaptive = None
@@ -96,8 +97,7 @@ def current() -> Policy:
         if decides_by(now)[0] == "adaptive" and now.lock is None:
             adaptive = Adaptive(tables, registry.entries, disabled(now))
     only_recording = serves(now) and only_records(now) and not _active and not registry.registrations()
-    # A preference for one backend doesn't change calls that torch sends to another one; asking for tables
-    # does.
+    # A preferred backend doesn't change calls that torch sends to another op. Tables, if requested, do.
     by_measurement = bool(decides_by(now)[1] or now.tables)
     lock = Lock(now.lock, registry.entries) if now.lock is not None else None
     return Policy(
@@ -120,12 +120,12 @@ def _compiled(now: Sources) -> bool:
 
 
 def are_read() -> bool:
-    """Whether the environment and the settings files have been read, which the first look at them does."""
+    """Whether the environment and the settings files have been read; `sources` reads them on first use."""
     return _sources is not None
 
 
 def is_active() -> bool:
-    """Whether anything is asked for, so that attnreg serves torch's own attention ops."""
+    """Whether anything is requested, so that attnreg serves torch's own attention ops."""
     try:
         now = sources()
     except AttnregError:
@@ -139,7 +139,7 @@ def serves(now: Sources) -> bool:
 
 
 def activate(active: bool) -> bool:
-    """Serve torch's attention ops even if nothing else is asked for, or not; return what was set before."""
+    """Set whether to serve torch's attention ops without any other request; return the previous setting."""
     global _active
     with registry.lock:
         before, _active = _active, active
@@ -148,7 +148,7 @@ def activate(active: bool) -> bool:
 
 
 def watch(more: int) -> None:
-    """Count a recording more (1) or less (-1); while there is one, torch's attention ops are served."""
+    """Add to the number of recordings (1 or -1); while it is above 0, torch's attention ops are served."""
     global _watchers
     with registry.lock:
         _watchers += more
@@ -167,7 +167,7 @@ def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str
 
 
 def reread(needs_record: bool = True) -> Sources:
-    """Return the settings after reading the environment and the files again, as `checked` has them."""
+    """Read the environment and the files again; return the checked settings."""
     return checked(read(_sources or Sources()), needs_record)
 
 
@@ -181,7 +181,7 @@ def apply(fresh: Sources) -> None:
 
 
 def set_aside() -> Callable[[], None]:
-    """Put no settings in force; return a function that restores the earlier ones, or their error."""
+    """Put no settings in force; return a function that restores the earlier settings, or their error."""
     with registry.lock:
         was, trouble = _sources, _unreadable
         apply(Sources())
@@ -208,7 +208,7 @@ def _preferences(now: Sources) -> Iterator[Preference]:
         source = f"register_backend({registration.name!r})"
         yield Preference(source, (registration.name,), registration.devices, required=False)
     for loaded in now.loaded:
-        # "sm_90" before "cuda": an order for one architecture is stronger than one for all.
+        # "sm_90" before "cuda": an architecture's own order is stronger than the order for all GPUs.
         for device in sorted(loaded.settings.devices, key=lambda key: not key.startswith("sm_")):
             order = loaded.settings.devices[device].order
             yield Preference(loaded.origin.describe(("devices", device, "order")), order, (device,))

@@ -1,7 +1,7 @@
-"""A lockfile: which backend runs each call of a workload, and the environment in which that was decided.
+"""Lockfiles: the backend of each call of a workload, and the environment of these decisions.
 
-`attnreg lock` writes one, ATTNREG_LOCK names one. A lockfile is for one device, which its environment
-describes; calls are compared without their devices.
+`attnreg lock` writes a lockfile, ATTNREG_LOCK names it. A lockfile is for a single device, which its
+environment describes; calls are compared without their devices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOWHERE = Device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One direction of a call, the backend that runs it, and the source of that decision."""
+    """One direction of a call, the backend that runs it, and the source of this decision."""
 
     spec: AttentionSpec
     direction: Direction
@@ -41,7 +41,7 @@ class Row:
         return asdict(self) | {"spec": spec_to(self.spec)}
 
     def beginning(self, name: str) -> str:
-        """Return the beginning of each error about a row that can't be replayed; `name` is the row's."""
+        """Return the beginning of errors about a row, called `name`, that can't be replayed."""
         return f"{name} says {self.backend} for this {self.direction}"
 
 
@@ -50,10 +50,10 @@ class Lockfile:
     """The contents of a lockfile.
 
     Attributes:
-        path: absolute.
+        path: an absolute path.
         device: the type of its device: `"cpu"`, `"cuda"`.
-        environment: the environment in which it was decided.
-        rows: each direction of each call once.
+        environment: the environment of the decisions.
+        rows: one row for each direction of each call.
     """
 
     path: Path
@@ -83,22 +83,22 @@ def load(path: Path) -> Lockfile:
     file = path.absolute()
 
     def read(data: object) -> Lockfile:
-        found = table.of_format(data, FORMAT, VERSION, "`attnreg lock` writes it", "lock it again")
-        with_keys(found, ("format", "version", "device", "environment", "rows"), "")
+        contents = table.of_format(data, FORMAT, VERSION, "`attnreg lock` writes it", "lock it again")
+        with_keys(contents, ("format", "version", "device", "environment", "rows"), "")
         a_type = ("a type of device such as 'cuda'", lambda device: isinstance(device, str) and device)
-        device = checked(found["device"], "device", a_type)
-        there = table.environment_from(found["environment"])
-        rows = table.each(found, "rows", lambda row, place: _row(row, place, there, Device(device)))
+        device = checked(contents["device"], "device", a_type)
+        locked = table.environment_from(contents["environment"])
+        rows = table.each(contents, "rows", lambda row, place: _row(row, place, locked, Device(device)))
         keys = [key_of(row.spec, row.direction) for row in rows]
         table.check_once(keys, "rows", "direction of a call")
-        return Lockfile(file, device, there, rows)
+        return Lockfile(file, device, locked, rows)
 
     return table.read_whole(file, "a file of `attnreg lock`", read)
 
 
-def _row(data: object, place: str, there: table.Environment, device: Device) -> Row:
+def _row(data: object, place: str, locked: table.Environment, device: Device) -> Row:
     row = with_keys(data, ("spec", "direction", "backend", "source"), place)
-    known = ("one of environment.backends", lambda name: isinstance(name, str) and name in there.backends)
+    known = ("one of environment.backends", lambda name: isinstance(name, str) and name in locked.backends)
     checked(row["direction"], f"{place}.direction", one_of(*DIRECTIONS))
     checked(row["backend"], f"{place}.backend", known)
     checked(row["source"], f"{place}.source", ANY_TEXT)
@@ -114,13 +114,13 @@ def _row(data: object, place: str, there: table.Environment, device: Device) -> 
 def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
     """Return the key of a row: the call without its device, and the direction.
 
-    By `policy = "batch_invariant"` a row is for calls of any batch.
+    With `policy = "batch_invariant"` a row is for calls of any batch.
     """
     return replace(spec.of_any_batch() if spec.batch_invariant else spec, device=NOWHERE), direction
 
 
 class Lock:
-    """A lockfile in force; the versions of `entries` have to be those of the file."""
+    """A lockfile in force; the versions of `entries` have to equal the file's."""
 
     def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
         self.file = file
@@ -134,7 +134,7 @@ class Lock:
         return self.file.digest
 
     def problem(self, device: Device) -> str:
-        """Return why it refuses all calls of a device; empty if it doesn't."""
+        """Return why the lockfile refuses all calls on a device; empty if it doesn't."""
         if self.file.device != device.type:
             return ""
         backends = dict.fromkeys(row.backend for row in self.file.rows)
@@ -144,10 +144,11 @@ class Lock:
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
         """Return the row of one direction of a call, and its name for messages.
 
-        Raises `UnsupportedInputError` if there is none, or it was decided in another environment.
+        Raises:
+            UnsupportedInputError: the file has no such row, or is of another environment.
         """
         number = self._numbers.get(key_of(spec, direction))
-        if number is None and spec.varlen:  # no backend is refused for sinks: only times depend on them
+        if number is None and spec.varlen:  # only times depend on sinks: no backend is refused for them
             number = self._numbers.get(key_of(replace(spec, sinks=not spec.sinks), direction))
         if number is None:
             raise UnsupportedInputError(
@@ -160,9 +161,9 @@ class Lock:
         return row, name
 
     def differences(self, device: Device, backend: str) -> str:
-        """Return how the environment of a backend on a device differs from the lock's, as it first was.
+        """Return how the environment of a backend on a device differs from the lock's, as of the first call.
 
-        Each new plan asks: a program that then changes torch's threads goes on as it began.
+        Each new plan calls this. If a program changes torch's threads later, the first result still applies.
         """
         if (device, backend) not in self._differences:
             self._differences[device, backend] = self._compared(device, backend)
@@ -171,11 +172,11 @@ class Lock:
     def _compared(self, device: Device, backend: str) -> str:
         if device.type != self.file.device:
             return f"locked on {self.file.device}, here it is {device.type}"
-        there = self.file.environment
+        locked = self.file.environment
         if device.simulated:
-            return "; ".join(matched_simulated(there, device, "locked").refused)
-        # The versions of other backends can't make a difference to this call.
-        alone = replace(there, backends={backend: there.backends[backend]})
+            return "; ".join(matched_simulated(locked, device, "locked").refused)
+        # The versions of other backends don't affect this call.
+        alone = replace(locked, backends={backend: locked.backends[backend]})
         return "; ".join(
             matched(alone, environment(device, self._entries()), "locked", whole=True).differences
         )

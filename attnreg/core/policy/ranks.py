@@ -1,16 +1,16 @@
 """Check, once per process group, that all ranks of a job choose kernels from the same inputs.
 
-A rank that picks another kernel rounds differently, and whatever relies on bitwise equal ranks breaks long
-after the choice. So the first rank that runs attention leaves a record of its inputs in the store of the
-default process group, and the others compare theirs with it. This is no collective: a rank that runs no
-attention keeps no other waiting.
+A rank that chooses another kernel rounds differently, and code that relies on bitwise equal ranks breaks long
+after the choice. So the first rank that runs attention writes a record of its inputs to the store of the
+default process group, and the other ranks compare their inputs with the record. This is no collective: no
+rank waits for a rank that runs no attention.
 
-A record has to go with its group, but a store may live longer: torchrun's serves all groups of a job, and
-so does one that a program passes to `init_process_group` twice. Hence
+A record has to end with its group, but a store may outlive the group. torchrun's store serves all groups of a
+job, and so does a store that a program passes to `init_process_group` twice. Hence:
 
-- no strong reference to the store outlives a check (see `torchlib.job_store`);
-- every rank knows by its id a record that it has seen in an earlier group, and replaces it;
-- under torchrun a rank takes its record back when its group is destroyed, for ranks that haven't seen it.
+- No strong reference to the store outlives a check (see `torchlib.job_store`).
+- Every rank remembers the ids of records of earlier groups, and replaces such a record.
+- Under torchrun a rank removes its record when its group is destroyed, for ranks that haven't seen it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from attnreg.errors import RanksDifferError
 
 log = logging.getLogger("attnreg")
 
-# TCPStore.compare_set waits for its host without a timeout. The check isn't worth longer, and never waits
-# longer than the group's own timeout.
+# TCPStore.compare_set waits for its host without a timeout. The check isn't worth a longer wait, and never
+# waits longer than the group's own timeout.
 LONGEST_WAIT_S = 60.0
 LONGEST_WITHDRAWAL_S = 5.0
 
 
 class Inputs(NamedTuple):
-    """What the choices of a rank depend on, for one kind of device; each field as text.
+    """The inputs of a rank's choices for one kind of device, as text.
 
     Attributes:
-        table: digest of the measured table in force, or "no table".
-        backends: those that load on that rank, with their versions.
-        requested: preferences and disabled backends from the environment and from settings files.
-        lock: digest of the lockfile, or "none".
-        table_name: name of the table, or why there is none; not compared.
+        table: the digest of the measured table in force, or "no table".
+        backends: the backends that load on the rank, with their versions.
+        requested: preferred and disabled backends of the environment and of settings files.
+        lock: the digest of the lockfile, or "none".
+        table_name: the table's name, or why there is no table; not compared.
     """
 
     table: str
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         """Return how these inputs differ from another rank's, or an empty string."""
         parts = list(zip(self._fields[1:4], self[1:4], other[1:4], strict=True))
         if self.table != other.table:
-            mine, theirs = (f"{one.table_name} ({one.table})" for one in (self, other))
+            mine, theirs = (f"{inputs.table_name} ({inputs.table})" for inputs in (self, other))
             parts.insert(0, ("table", mine, theirs))
         return "; ".join(f"{name} {mine}, there {theirs}" for name, mine, theirs in parts if mine != theirs)
 
@@ -76,20 +76,21 @@ _store: weakref.ref[Any] | None = None
 
 
 def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
-    """Compare this rank's inputs with those of the job's other ranks, once per group and kind of device.
+    """Compare this rank's inputs with the other ranks', once for each group and kind of device.
 
-    Later changes aren't compared: ranks that run no attention in between couldn't know which change
-    of theirs to compare with. Nor is what the program asks for by `register_backend` and on calls: it
-    may be meant for one rank.
+    Later changes aren't compared, because ranks that run no attention in between couldn't know which of their
+    changes corresponds. Requests by `register_backend` and on calls aren't compared, because they may be
+    meant for a single rank.
 
-    If another rank's inputs are different, a `RanksDifferError` names the difference.
+    Raises:
+        RanksDifferError: another rank has different inputs. The message names the difference.
     """
     if device.simulated or (store := job_store.default()) is None:
         return
     place, rank = device.name or device.type, job_store.group_of_several().get_rank()
     if _was_compared(store, place):
         return
-    inputs = _inputs(policy, entries, device)  # not behind the lock: backends are asked whether they load
+    inputs = _inputs(policy, entries, device)  # outside the lock, because this checks whether backends load
     with _lock:
         difference = "" if _was_compared(store, place) else _compare(store, rank, place, inputs)
         if not difference:
@@ -100,7 +101,7 @@ def agree(policy: Policy, entries: Mapping[str, Entry], device: Device) -> None:
 
 
 def _was_compared(store: Any, place: str) -> bool:
-    """Whether this kind of device was compared with that of the other ranks in the group of a store."""
+    """Whether this kind of device was already compared in the group of a store."""
     global _store
     with _lock:
         if _store is None or store is not _store():  # the first call of another group
@@ -112,7 +113,7 @@ def _was_compared(store: Any, place: str) -> bool:
 
 
 def place() -> str:
-    """Return which rank of a job this is, as the beginning of a reason that is true of it alone; or ''."""
+    """Return the beginning of a reason that holds on this rank of a job alone; empty without a job."""
     distributed = job_store.group_of_several()
     if distributed is None:
         return ""
@@ -122,7 +123,11 @@ def place() -> str:
 def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inputs:
     shared = {name: entry for name, entry in entries.items() if not entry.own}
     loading = environment(device, shared).backends
-    requested = [" ".join(one.names) for one in policy.preferences if one.required and one.applies_to(device)]
+    requested = [
+        " ".join(preference.names)
+        for preference in policy.preferences
+        if preference.required and preference.applies_to(device)
+    ]
     requested += [f"not {name}" for name in sorted(policy.disabled)]
     requested += ['policy = "adaptive"'] if policy.adaptive is not None else []
     requested += [BATCH_INVARIANT] if policy.batch_invariant else []
@@ -143,23 +148,23 @@ def _table(policy: Policy, device: Device) -> tuple[str, str]:
 
 
 def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
-    """Return the sentence that says how this rank differs from the first one; empty if it doesn't."""
+    """Return a sentence on how this rank differs from the first rank; empty if it doesn't."""
     host, key = socket.gethostname(), f"attnreg/{place}"
     mine = json.dumps({"id": uuid.uuid4().hex, "rank": rank, "host": host, "inputs": inputs})
-    found: list[str] = []
+    records: list[str] = []
     try:
         group_timeout = store.timeout.total_seconds() if hasattr(store, "timeout") else LONGEST_WAIT_S
         job_store.within(
-            min(group_timeout, LONGEST_WAIT_S), lambda: found.append(_first_record(store, key, mine))
+            min(group_timeout, LONGEST_WAIT_S), lambda: records.append(_first_record(store, key, mine))
         )
-        first = json.loads(found[0])
+        first = json.loads(records[0])
         _seen.add(first["id"])
         different = inputs.differences(Inputs(*first["inputs"]))
-    except Exception as error:  # noqa: BLE001 - a store that is gone, stalled or can't compare, another attnreg
+    except Exception as error:  # noqa: BLE001 - the store may be gone or stalled, or another version's
         with contextlib.suppress(Exception):  # a log handler that raises must not fail a call
             log.warning("this job's ranks can't compare what their choices of kernels depend on: %s", error)
         return ""
-    if found[0] == mine:
+    if records[0] == mine:
         _withdraw_with_group(store, place, mine)
     if not different:
         return ""
@@ -171,24 +176,25 @@ def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
 
 
 def _first_record(store: Any, key: str, mine: str) -> str:
-    """Leave a record unless another rank of the group has left one; return the one that is there then."""
+    """Write a record unless the group already has a record; return the group's record."""
     first: str = store.compare_set(key, "", mine).decode()
     if json.loads(first).get("id") in _stale:
-        # Two ranks may both find it: the second gets the record of the first.
+        # If two ranks find a stale record, the second gets the first's new record.
         first = store.compare_set(key, first, mine).decode()
     return first
 
 
 def _withdraw_with_group(store: Any, place: str, mine: str) -> None:
-    """Take the record back when torch drops its reference to the store, which is when the group ends.
+    """Remove the record when torch drops its reference to the store, at the end of the group.
 
-    Only under torchrun, whose agent outlives its workers: elsewhere rank 0 serves the store, and may be gone.
+    Only under torchrun, whose agent outlives its workers. Elsewhere rank 0 serves the store, and may have
+    ended.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     from torch.distributed.distributed_c10d import PrefixStore
 
-    # Another reference to the same connection, which goes with torch's own.
+    # Another reference to the same connection; it ends with torch's own reference.
     alias, owner = PrefixStore("attnreg", store), os.getpid()
 
     def withdraw(alias: Any) -> None:

@@ -1,6 +1,6 @@
 """The sources of settings, read and checked as one value: the environment, files and the program.
 
-Reading puts nothing in force; `policy` keeps what is.
+Reading puts nothing in force; `current` keeps the settings in force.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNSET = Environment()
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All sources of settings, the strongest first, and the files that they name; None for an unused one.
+    """All sources of settings, the strongest first, and the files that they name; None for an unused source.
 
     `program` and `file` were passed to `configure`, `environment_file` is ATTNREG_CONFIG's.
     """
@@ -69,9 +69,12 @@ def read(before: Sources) -> Sources:
 def checked(fresh: Sources, needs_record: bool = True) -> Sources:
     """Check sources against the registry, the files that they name, and each other.
 
-    Returns the same with the measured tables and the lockfile that they name. Besides wrong names, a file
-    that is no table or no lockfile, a recording that can't be written, and compiled routers that aren't there
-    are a `ConfigError`. Unless one `needs_record`, such a recording is logged and left out.
+    Returns the sources with the measured tables and the lockfile that they name. A recording that can't be
+    written is an error only with `needs_record`; else it is logged and left out.
+
+    Raises:
+        ConfigError: a name is wrong, a file is no table or no lockfile, a recording can't be written, or
+            compiled routers are requested but missing.
     """
     check_names(fresh)
     variables = fresh.environment
@@ -104,7 +107,7 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
 
 @contextmanager
 def _named(setting: str) -> Iterator[None]:
-    """Put the setting that names a file before the error about the file."""
+    """Prefix an error about a file with the setting that names the file."""
     try:
         yield
     except ConfigError as error:
@@ -114,7 +117,8 @@ def _named(setting: str) -> Iterator[None]:
 def check_names(fresh: Sources) -> None:
     """Check the names of backends only, not the files that settings name.
 
-    An unknown name, a backend that is preferred and disabled, or a disabled reference is a `ConfigError`.
+    Raises:
+        ConfigError: a name is unknown, a backend is preferred and disabled, or the reference is disabled.
     """
     variables = fresh.environment
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
@@ -141,11 +145,11 @@ def check_names(fresh: Sources) -> None:
 
 def disabled(now: Sources) -> dict[str, str]:
     """Return the disabled names in lower case, each with the strongest source that disables it."""
-    found = {name.casefold(): "ATTNREG_DISABLE" for name in now.environment.disable}
+    sources_of = {name.casefold(): "ATTNREG_DISABLE" for name in now.environment.disable}
     for loaded in now.loaded:
         for index, name in enumerate(loaded.settings.disabled):
-            found.setdefault(name.casefold(), loaded.origin.describe(("disabled", index)))
-    return found
+            sources_of.setdefault(name.casefold(), loaded.origin.describe(("disabled", index)))
+    return sources_of
 
 
 def strict(now: Sources) -> str:
@@ -157,25 +161,25 @@ def strict(now: Sources) -> str:
 
 
 def policy(now: Sources) -> tuple[str, str]:
-    """Return what decides where no backend is preferred, and the source that sets it; empty by default."""
+    """Return the policy, which decides if no backend is preferred, and its source, empty by default."""
     if now.environment.policy:
         return now.environment.policy, "ATTNREG_POLICY"
-    found, source = _strongest(now, "policy")
-    return found or "measured", source
+    chosen, source = _strongest(now, "policy")
+    return chosen or "measured", source
 
 
 def masks(now: Sources) -> str:
-    """Return what becomes of boolean masks."""
+    """Return how boolean masks are handled: a value of the setting `masks`."""
     return now.environment.masks or _strongest(now, "masks")[0] or "as_given"
 
 
 def log_level(now: Sources) -> str:
-    """Return the log level of the strongest settings that have one, or an empty string."""
+    """Return the log level of the strongest settings with a log level, or an empty string."""
     return (_strongest(now, "log_level")[0] or "").upper()
 
 
 def _strongest(now: Sources, field: str) -> tuple[Any, str]:
-    """Return a field of the strongest settings of the program or a file that have it, and their name."""
+    """Return a field of the strongest settings that set it, of the program or a file, and their name."""
     for loaded in now.loaded:
         if field in loaded.settings.model_fields_set:
             return getattr(loaded.settings, field), loaded.origin.describe((field,))
@@ -183,9 +187,9 @@ def _strongest(now: Sources, field: str) -> tuple[Any, str]:
 
 
 def without_implementation(now: Sources) -> Sources:
-    """Return the sources without what doesn't say which backend runs: such variables, and empty settings.
+    """Return the sources without empty settings and without variables that don't affect which backend runs.
 
-    A variable that says that something is off is as one that isn't set, but for a file that says otherwise.
+    A variable that switches something off counts as unset here. (It still overrides a file.)
     """
     program, file = (s if s and s.settings.model_fields_set else None for s in (now.program, now.file))
     variables = now.environment
@@ -200,5 +204,5 @@ def without_implementation(now: Sources) -> Sources:
 
 
 def only_records(now: Sources) -> bool:
-    """Whether settings ask for nothing, or only for calls to be recorded."""
+    """Whether settings request nothing, or only recording."""
     return without_implementation(now) == Sources(Environment(record=now.environment.record))
