@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+import attnreg
 from attnreg.core import registry
 from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.discovery import CHECK_FAILED, Entry
@@ -20,7 +21,7 @@ from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.core.dispatch.planning import device_of
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
-from attnreg.testing.classes import difference
+from attnreg.testing.classes import difference, of_same_class
 from attnreg.testing.fronts import against, measure_front
 from attnreg.tools.measure import Case, Error, inputs, measure_taken
 from attnreg.tools.measure.inputs import Guarded
@@ -166,7 +167,8 @@ class Conformance:
             return Outcome(check, {}, forward, unclear)
         try:
             runnable = kernels._replace(backward=None) if backward else kernels
-            errors, declined = measure_taken(runnable, check.case, self.device, self.seed)
+            alike = of_same_class(self._entry, check.case, spec, self.seed) if runnable.specialize else []
+            errors, declined = measure_taken(runnable, check.case, self.device, self.seed, alike)
             if not declined and sum(check.case.lens_q) <= FEW_TOKENS:
                 check_new(runnable, Guarded(inputs(check.case, self.device, self.seed)).inputs)
             if check.front:
@@ -221,10 +223,10 @@ class Conformance:
 
 def _place(error: Exception) -> str:
     """Return the line of the backend's code that an exception comes from, such as "kernels.py:42: "."""
-    ours, torchs = (Path(module.__file__ or "").parent for module in (registry, torch))
+    ours, torchs = (Path(package.__file__ or "").parent for package in (attnreg, torch))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "backends")
+        of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "core" / "backends")
         if not of_library and not path.is_relative_to(torchs):
             return f"{path.name}:{frame.lineno}: "
     return ""
