@@ -6,17 +6,23 @@ as often just around a cut as far from all, and what is decided about two of one
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
-from attnreg.core.contract.lengths import OF_ALL, Cut, Lengths
+from attnreg.core.contract.lengths import OF_ALL, Cut, Lengths, cuts_of_window
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.state import CallKind
 from attnreg.core.registry.entry import Entry
+from attnreg.tools.measure import Case
 
 # How far lengths are drawn: of sequences and the longest as kernels count them, of tokens as memory has them.
 MOST_SEQUENCES, LONGEST, MOST_TOKENS = 2**20, 2**31 - 1, 2**40
+
+# How many factors are drawn for a shorter and for a longer case of the same class.
+DRAWS = 4
 
 LIMITS = {
     "batch": MOST_SEQUENCES,
@@ -99,6 +105,33 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
 def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bool, int]:
     """Return what a backend's limits decide about a call: whether it runs it, and its rank."""
     return not entry.reasons(spec, direction), entry.priority(spec)
+
+
+def of_same_class(entry: Entry, case: Case, spec: AttentionSpec, seed: int) -> list[Case]:
+    """Return a shorter and a longer case of the kind and length class of `case`, whose spec is `spec`.
+
+    So a launcher that is specialized for these cases has to run `case`, too. Query and key lengths change, or
+    those of one side alone where the class holds the other side to its length. The list lacks a case if none
+    of its draws is of the class. It is empty where the backend reads lengths that no cut names, as such a
+    backend's launchers are kept by exact lengths.
+    """
+    directions: tuple[Direction, ...] = get_args(Direction)
+    if any(entry.unnamed_reads(spec, direction) for direction in directions):
+        return []
+    cuts = [*OF_ALL, *cuts_of_window(*spec.window)]
+    cuts += (cut for direction in directions for cut in entry.cuts(spec, direction))
+    draw = random.Random(f"{seed} {case}")
+    cases: list[Case] = []
+    for low, high in ((0.2, 0.8), (1.2, 2.0)):
+        factors = [draw.uniform(low, high) for _ in range(DRAWS)]
+        scaled = [case.scaled(factor, factor) for factor in factors]
+        if not case.one_cu_seqlens:
+            scaled += [case.scaled(1.0, factor) for factor in factors]
+            scaled += [case.scaled(factor, 1.0) for factor in factors]
+        specs = {other: other.spec(spec.device) for other in scaled if other.lens != case.lens}
+        alike = (other for other, of_other in specs.items() if len(by_class((spec, of_other), cuts)) == 1)
+        cases += itertools.islice(alike, 1)
+    return cases
 
 
 def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:

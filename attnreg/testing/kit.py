@@ -20,7 +20,7 @@ from attnreg.core.dispatch.planning import device_of
 from attnreg.core.registry.entry import CHECK_FAILED, Entry
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
-from attnreg.testing.classes import difference
+from attnreg.testing.classes import difference, of_same_class
 from attnreg.testing.fronts import against, measure_front
 from attnreg.tools.measure import Case, Error, inputs, measure_taken
 from attnreg.tools.measure.inputs import Guarded
@@ -166,7 +166,8 @@ class Conformance:
             return Outcome(check, {}, forward, unclear)
         try:
             runnable = kernels._replace(backward=None) if backward else kernels
-            errors, declined = measure_taken(runnable, check.case, self.device, self.seed)
+            alike = of_same_class(self._entry, check.case, spec, self.seed) if runnable.specialize else []
+            errors, declined = measure_taken(runnable, check.case, self.device, self.seed, alike)
             if not declined and sum(check.case.lens_q) <= FEW_TOKENS:
                 check_new(runnable, Guarded(inputs(check.case, self.device, self.seed)).inputs)
             if check.front:

@@ -48,7 +48,7 @@ class Job:
         deadline: when to begin no further case, in the seconds of `time.monotonic`.
         out: the file in which everything so far is kept after each case.
         table: the measured table to choose by, if not the one that ships for the device.
-        part: which of a benchmark's parts.
+        parts: which parts of a benchmark; all of them if empty.
         advance: called with the number of cases done, of how many, and the name of the next.
         left_out: what wasn't measured, and why.
         kept: the results so far as plain data; None before the first case is done.
@@ -63,7 +63,7 @@ class Job:
     deadline: float = inf
     out: Path | None = None
     table: Path | None = None
-    part: str = "all"
+    parts: tuple[str, ...] = ()
     advance: Callable[[int, int, str], None] = lambda *_: None
     left_out: list[str] = field(default_factory=list)
     kept: Any = None
@@ -83,6 +83,10 @@ class Job:
                 self.leave_out(str(case), "the time was spent")
             else:
                 yield case
+
+    def wants(self, part: str) -> bool:
+        """Whether a part of a benchmark is to be measured."""
+        return not self.parts or part in self.parts
 
     def leave_out(self, what: str, why: str) -> None:
         """Record that something isn't measured, and why."""

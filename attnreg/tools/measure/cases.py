@@ -7,6 +7,7 @@ users reported.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -96,6 +97,11 @@ class Case:
         return max(self.lens_k, default=0)
 
     @property
+    def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The lengths of queries and of keys."""
+        return self.lens_q, self.lens_k
+
+    @property
     def lens_seen(self) -> tuple[int, ...]:
         """How many keys of each sequence count."""
         return self.lens_k if self.seqused_k is None else self.seqused_k
@@ -114,6 +120,17 @@ class Case:
     def reordered(self) -> Case:
         """Return the call with its sequences in reverse order: equal shapes, other offsets."""
         return replace(self, lens_q=self.lens_q[::-1], lens_k=self.lens_k[::-1])
+
+    def scaled(self, queries: float, keys: float) -> Case:
+        """Return the call with longer or shorter sequences; an empty sequence stays empty.
+
+        Equal factors keep the order of lengths: a sequence with fewer keys than queries has no more after.
+        """
+
+        def scale(lens: tuple[int, ...], factor: float) -> tuple[int, ...]:
+            return tuple(math.ceil(length * factor) for length in lens)
+
+        return replace(self, lens_q=scale(self.lens_q, queries), lens_k=scale(self.lens_k, keys))
 
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return the spec of the call, as selection would see it."""

@@ -168,13 +168,17 @@ def launched(
     results: tuple[Tensor, ...],
     earlier: Inputs,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the results of every launcher, or a direction's own where it has none or that declines.
+    """Yield the results of every launcher, or the kernel's own where it has none or its launcher declines.
 
-    The launchers are those for an earlier call, whose tensors have other values.
+    Launchers are specialized for `earlier`: a call of the same kind and class of lengths, with other values.
+    Yields nothing if the call cache would keep the two calls apart, or if a row of `earlier` sees no key.
     """
     *tensors, grad_out, call = given
     *before, grad_before, call_before = earlier
     out_before, lse_before, *_ = run_both(kernels, earlier)
+    has_same_layouts = [*map(_layout_class, earlier[:4])] == [*map(_layout_class, given[:4])]
+    if not has_same_layouts or not lse_before.isfinite().all():
+        return
 
     def launches(direction: Direction, seen: list[Tensor], given: list[Tensor], own: Any) -> list[Any]:
         with torch.no_grad(), _uninitialized_is_nan():
@@ -189,6 +193,15 @@ def launched(
         seen, wanted = [grad_before, *before, out_before, lse_before], [grad_out, *tensors, *forward]
         for backward in launches("backward", seen, wanted, results[2:]) if kernels.backward else [()]:
             yield *forward, *backward
+
+
+def _layout_class(x: Tensor) -> tuple[object, ...]:
+    """Return what a launcher may rely on about a tensor's memory: see `contract.launchers`."""
+
+    def stride_class(stride: int) -> int:
+        return stride if stride < 2 else 2 if stride * x.itemsize % 16 == 0 else 3
+
+    return x.data_ptr() % 16 == 0, x.is_contiguous(), *map(stride_class, x.stride())
 
 
 def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:

@@ -7,7 +7,7 @@ operations in the inputs' own dtype, plus the rounding of the result itself; thr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,11 +78,17 @@ class Error(NamedTuple):
 
 
 def measure(
-    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+    kernels: Kernels,
+    case: Case,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    same_class: Iterable[Case] = (),
 ) -> dict[str, Error]:
     """Run a case and return the errors of `out` and `lse`, and of `dq`, `dk`, `dv` with a backward.
 
     Where the kernels return launchers for repeated calls, these are run as well, and the larger error counts.
+    Launchers are specialized for the case with its sequences reordered, and for each case of `same_class`:
+    cases of the same kind and class of lengths.
 
     Raises:
         RegistrationError: the kernels break the contract otherwise: see `promises`.
@@ -97,8 +103,9 @@ def measure(
     truth = attention(case, given, torch.float64, kept)
     plain = attention(case, given, given.q.dtype, kept)
     if kernels.specialize is not None and _may_be_specialized(case, given.call, truth):
-        earlier = Guarded(inputs(case.reordered(), device, seed + 1)).inputs
-        results += promises.launched(kernels.specialize, kernels, guarded.inputs, results[0], earlier)
+        for first in (case.reordered(), *same_class):
+            earlier = Guarded(inputs(first, device, seed + 1)).inputs
+            results += promises.launched(kernels.specialize, kernels, guarded.inputs, results[0], earlier)
     promises.check_memory(guarded, results)
     if case.dropout:
         promises.check_dropout(kernels, case, guarded.inputs)
@@ -135,16 +142,20 @@ def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dt
 
 
 def measure_taken(
-    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+    kernels: Kernels,
+    case: Case,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    same_class: Sequence[Case] = (),
 ) -> tuple[dict[str, Error], str]:
-    """Return the errors of the directions that the kernels take, and why they decline one; empty if none."""
+    """Return the errors of the directions that the kernels run, and why they decline one; empty if none."""
     try:
-        return measure(kernels, case, device, seed), ""
+        return measure(kernels, case, device, seed, same_class), ""
     except UnsupportedInputError as error:
         declined = str(error)
     if kernels.backward is None:
         return {}, declined
-    errors, forwards = measure_taken(kernels._replace(backward=None), case, device, seed)
+    errors, forwards = measure_taken(kernels._replace(backward=None), case, device, seed, same_class)
     return errors, forwards or declined
 
 

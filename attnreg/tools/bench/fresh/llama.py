@@ -119,8 +119,8 @@ def _results(model: Any, inputs: dict[str, Tensor], last: int) -> list[Tensor]:
 
 
 def rows(job: Job) -> list[Row]:
-    """Return a row for each number of tokens, if the job's part has them and transformers is there."""
-    if job.part not in ("all", "transformers"):
+    """Return a row for each number of tokens, if the job wants them and transformers is installed."""
+    if not job.wants("transformers"):
         return []
     if find_spec("transformers") is None:
         job.leave_out("transformers", "the package isn't installed")
