@@ -149,7 +149,7 @@ def test_every_part_of_the_command_has_rows():
     rows = [*attention.rows(Job(CPU, ("cpu",), 1)), *llama.rows(Job(CPU, ("cpu",), 1))]
     assert {row.part for row in rows} == set(PARTS)
     for part in PARTS:
-        job = Job(CPU, ("cpu",), 1, part=part)
+        job = Job(CPU, ("cpu",), 1, parts=(part,))
         assert {row.part for row in (*attention.rows(job), *llama.rows(job))} == {part}
 
 
