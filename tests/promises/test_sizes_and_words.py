@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 # The most lines of a page, and pages that are longer: only ever less, until they keep the limit.
 PAGE_LIMIT = 200
-LONGER_PAGES = {"docs/benchmarks.md": 362, "docs/faults.md": 203}
+LONGER_PAGES = {"docs/benchmarks.md": 356, "docs/faults.md": 203}
 
 MODULES_OUTSIDE_OF_ROOMS = 9
 

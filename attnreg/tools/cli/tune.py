@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnreg.errors import InvalidInputError, did_you_mean
-from attnreg.tools.cli import options, output, table_check
+from attnreg.tools.cli import options, output
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +50,6 @@ def tune(
     deterministic: options.Deterministic = False,
     backward: options.Backward = True,
     backend: options.Backends = [],  # noqa: B006
-    check: Annotated[
-        Path | None,
-        options.valued("--check", "FILE", "Measure nothing: check a table that was measured elsewhere."),
-    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the backends here and save a table to choose by.
@@ -68,15 +64,6 @@ def tune(
         "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
         "--head-dim-v": head_dim_v, "--sinks": sinks, "--deterministic": deterministic,
     }  # fmt: skip
-    if check is not None:
-        others = described | {
-            "--grid": grid, "--q": q, "--kv": kv, "--from": trace, "--budget": budget, "--out": out,
-            "--fresh": fresh, "--device": device, "--backend": backend, "--no-backward": not backward,
-        }  # fmt: skip
-        if given_too := [name for name, given in others.items() if given]:
-            raise InvalidInputError(f"--check: got {' and '.join(given_too)} as well, expected it alone")
-        table_check.check(check, as_json)
-        return
     began = time.monotonic()
     output.import_torch()
     place, longest = options.present_device(device), options.seconds(budget)
