@@ -77,9 +77,9 @@ def warmup(
         attnreg.warmup({"dtype": "bf16", "heads_q": 32, "heads_k": 8, "head_dim": 128, "varlen": True,
                         "window": (-1, 0), "needs_backward": True})
 
-    What is compiled stays in this process. A backend that keeps kernels on disk, as FA4 does, also writes
-    them to its cache folder. cuDNN's execution plans last as long as the process; a dense plan is for exactly
-    its shape. The calls are in no counter and no recording. Each is logged at level info.
+    What is compiled stays in this process. A backend that caches kernels on disk, as FA4 does, also writes
+    them to its cache folder. cuDNN's execution plans last as long as the process. A dense plan runs only
+    its exact shape. No counter and no recording includes the calls. Each is logged at level info.
 
     Args:
         kinds: an `AttentionSpec`, which is run with its own lengths; or a dict of its fields: `dtype`

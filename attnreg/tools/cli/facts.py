@@ -109,7 +109,7 @@ def state(entry: Entry, in_force: Policy) -> tuple[str, str]:
 def order(device: Device, in_force: Policy) -> dict[str, Any]:
     """Return a device's backends in order of preference, each with its source, and what prevents calls."""
     entries = registry.entries()
-    # Selection takes a call. Where a priority is a function of it, the order is that of this short one.
+    # Selection needs a call. Priorities may depend on it: the order shown is for this short call.
     spec = in_force.applied_to(AttentionSpec(
         device=device, dtype="float32", batch=1, max_q=1, max_k=1,
         heads_q=1, heads_k=1, head_dim=8, head_dim_v=8,

@@ -83,7 +83,7 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
         )
     rows: dict[tuple[AttentionSpec, Direction], Row] = {}
     refused = []
-    # Any backend may run empty calls, also where those of any batch are one row: the others decide about it.
+    # Any backend may run empty calls. A row may stand for all batches: then calls that aren't empty decide.
     for one in sorted(recorded, key=lambda one: one.spec.empty):
         spec = policy.applied_to(replace(one.spec, device=place))
         for decision in _decisions(spec, one, policy):

@@ -93,7 +93,7 @@ def tune(
 
 
 def _check_described(given: dict[str, bool], any_call: bool) -> None:
-    """Check that options which describe a call have one, and sinks a packed one."""
+    """Check that options which describe a call come with a call, and --sinks with a packed call."""
     if not any_call and (unused := [name for name, is_given in given.items() if is_given]):
         raise InvalidInputError(f"{' and '.join(unused)}: got no --q, expected the call that it describes")
     if given["--sinks"] and not given["--varlen"]:
@@ -105,7 +105,7 @@ def _check_described(given: dict[str, bool], any_call: bool) -> None:
 def _specs(
     given: list[AttentionSpec], trace: Path | None, name: str, place: torch.device, backward: bool
 ) -> list[AttentionSpec]:
-    """Return the calls to measure, the most valuable first: given ones, recorded ones, then a grid."""
+    """Return the calls to measure, the most valuable first: of the options, of the recording, of the grid."""
     from attnreg.core.dispatch import planning
     from attnreg.tools.tuning.workload import grid
 

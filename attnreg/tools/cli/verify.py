@@ -58,9 +58,9 @@ def verify(
     """Check every backend against a float64 reference.
 
     A backend is wrong in a case if its error exceeds twice the error of plain PyTorch in the same dtype,
-    plus the rounding error of that dtype; or if it breaks the contract in another way: it writes to its
-    inputs, say. The exit code is 1 if a backend is wrong, never runs something that it declares, or is
-    named and can't run here.
+    plus the rounding error of that dtype. It is also wrong if it breaks the contract in another way, such as
+    by writing to its inputs. The exit code is 1 if a backend is wrong, never runs something that it declares,
+    or is named and can't run here.
 
     Example: attnreg verify --backend FA2,cuDNN --dtype fp16
     """

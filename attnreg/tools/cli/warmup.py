@@ -54,10 +54,10 @@ def warmup(
 ) -> None:
     """Run kinds of calls once, so that their kernels are compiled.
 
-    Kernels that a backend keeps on disk are then ready when the next program starts; what it builds for
-    one process, such as cuDNN's execution plans, isn't: attnreg.warmup does that in the program. Without
-    --backend, recorded calls run on the backends that they would run on. Prints how long each first call
-    took.
+    Kernels that a backend caches on disk are then ready when the next program starts. What it builds for
+    a single process, such as cuDNN's execution plans, isn't: call attnreg.warmup in the program for that.
+    Without --backend, recorded calls run on the backends that the program's calls run on. Prints how long
+    each first call took.
 
     Example: attnreg warmup --backend FA4 --heads 32,8 --head-dim 64,128 --varlen --causal
     """

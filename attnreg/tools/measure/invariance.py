@@ -1,8 +1,7 @@
 """Whether the bits of a sequence's results depend on its batch, for kernels that are told they may not.
 
-A batch is run as it is, then its sequences in other batches: each by itself, and all in reverse
-order with two more. There the longest lengths are others, sequences lie elsewhere in memory, and threads get
-another share of the work.
+A batch is run as it is. Then its sequences are run in other batches: each by itself, and all in reverse order
+with two more. There the longest lengths, the addresses and each thread's share of the work differ.
 """
 
 from __future__ import annotations
@@ -24,7 +23,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_batch_invariant(kernels: Kernels, given: Inputs, results: Sequence[tuple[Tensor, ...]]) -> None:
-    """Check results of a batch, those of repeated calls as well, against those of its sequences elsewhere."""
+    """Check that a batch's results, (T, H, D) or (B, S, H, D) each, repeat bit for bit.
+
+    `results` are the results of several calls of the same batch. Its sequences are also run in other batches.
+    Raises `RegistrationError` if any bit differs.
+    """
     repeated = {
         name
         for other in results[1:]

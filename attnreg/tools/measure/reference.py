@@ -45,10 +45,11 @@ def attend(
     """Compute attention of sequences of equal lengths, in the dtype of the tensors.
 
     Args:
-        query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v).
+        query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v), any floating-point dtype.
         scale, window, bias, alibi_slopes, softcap: as in `Call`.
-        kept: (B, H, S_q, S_k), the factors of dropout: 0 where a weight is dropped.
-        first_row, len_q: where the rows are in the query, and how long that is, if they aren't all of it.
+        kept: (B, H, S_q, S_k), the factors of dropout. A dropped weight has the factor 0.
+        first_row: where the rows start in the whole query.
+        len_q: the length of the whole query, if `query` has only some of its rows.
 
     Returns:
         The output (B, S_q, H, D_v) and the LSE (B, H, S_q), both differentiable.
@@ -86,7 +87,10 @@ def attend(
 
 @torch.enable_grad()  # a caller may have turned it off for the kernels
 def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
-    """Return the results of a case, computed in one dtype throughout; `kept` as by `kept_weights`."""
+    """Return the results of a case, computed in one dtype throughout.
+
+    `kept` are the factors of dropout (B, H, max_q, max_k) that `kept_weights` returns.
+    """
     q, k, v, grad = (_rows(x).detach().to(dtype) for x in (given.q, given.k, given.v, given.grad_out))
     out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
@@ -126,12 +130,16 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
 
 
 def sinks_of(lse: Tensor) -> Tensor:
-    """Return the sinks (H,) of a case that has some."""
+    """Return the sinks (H,) of a case that has some, in the dtype of its LSE (B, H, S_q)."""
     return torch.linspace(-1.0, 3.0, lse.shape[-2], dtype=lse.dtype, device=lse.device)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and LSE with one more key, without a value, for each row that sees a key at all."""
+    """Return output and LSE as if each row that sees a key saw one more key, without a value.
+
+    `out` is (B, S_q, H, D_v), `lse` (B, H, S_q) and `sinks` (H,), the score of that key. The results have
+    the shapes and dtypes of `out` and `lse`.
+    """
     unseen = lse == -torch.inf
     seen = lse.masked_fill(unseen, 0.0)
     total = torch.logaddexp(seen, sinks[:, None])
@@ -139,9 +147,10 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def kept_weights(case: Case, out: Tensor) -> Tensor:
-    """Return the factors of dropout (B, H, max_q, max_k) that an output shows.
+    """Return the factors of dropout (B, H, max_q, max_k), float64, that an output shows.
 
-    The value being the identity, column j of the output is the weight of key j.
+    The output is (B, S_q, H, D_v) or packed (T_q, H, D_v). The case's value is the identity, so column j of
+    the output is the weight of key j.
     """
     kept = out.new_zeros(len(case.lens_q), case.heads[0], case.max_q, case.max_k, dtype=torch.float64)
     for number, rows in enumerate(rows_of(case.lens_q, case.lens_q)):

@@ -1,7 +1,7 @@
 """The accuracy rule at a call's own size, where computing all of it in float64 would take too long.
 
-A few heads of a few sequences are enough to find a wrong mask or offset, and the kernel that is wrong
-only where sequences are long, batches wide, or offsets large.
+A few heads of a few sequences are enough to find a wrong mask or offset. They also find a kernel that is
+wrong only for long sequences, wide batches or large offsets.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from attnreg.tools.measure.rule import Error, compare, factor_of
 # As many scores as are computed at once: 512 MB of them in float64.
 SCORES = 2**26
 
-# Rows are compared in blocks: under a causal mask the last ones are so small that an error as large as they
-# are would be lost next to the first ones. A block has rows enough to tell how far off plain operations are:
-# with a row or two that is luck, and one in twenty short sequences failed a backward whose only fault was to
-# read the rounded `out`, as those of all flash kernels do.
+# Rows are compared in blocks. Under a causal mask the last rows are small: next to the first rows, an error
+# as large as the last rows themselves would pass. A block needs enough rows to measure the error of plain
+# operations. With a row or two that error is luck: a right backward failed in 5 % of short sequences. Like
+# all flash backwards it reads the rounded `out`.
 BLOCKS = 8
 ROWS = 16
 
@@ -40,14 +40,14 @@ class Part(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The largest error, in units of the most that passes, and which result is wrong, where, by how much."""
+    """The largest error over the allowed error, and which result is wrong, where, by how much."""
 
     error: float
     wrong: str
 
 
 class Sample:
-    """What some parts of a call should give: the longest sequence, the shortest, and the last one.
+    """The right results of some parts of a call: of the longest, the shortest and the last sequence.
 
     `given` are the tensors of the call in the contract's layout; `backward` has gradients compared as well.
     """
@@ -61,7 +61,7 @@ class Sample:
         }
 
     def errors(self, results: Mapping[str, Tensor]) -> dict[Part, dict[str, Error]]:
-        """Return the error of each result in each part."""
+        """Return the error of each result in each part; `results` have the contract's shapes and any dtype."""
         found: dict[Part, dict[str, Error]] = {}
         for part, (truth, plain) in self._exact.items():
             found[part] = {}
@@ -79,7 +79,7 @@ class Sample:
         return found
 
     def verdict(self, results: Mapping[str, Tensor]) -> Verdict:
-        """Return how wrong results are; of `out`, `lse`, `dq`, `dk`, `dv`, whichever are given."""
+        """Return how wrong results are: any of `out`, `lse`, `dq`, `dk`, `dv`, in the contract's shapes."""
         for name, result in results.items():
             if name != "lse" and not bool(result.isfinite().all()):
                 return Verdict(torch.inf, f"{name} has values that aren't finite")

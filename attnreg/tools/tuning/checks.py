@@ -30,8 +30,7 @@ def reasons(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[st
 def kernels_for(entry: Entry, spec: AttentionSpec, case: Case) -> Kernels:
     """Return a backend's kernels for a call like a case, as `varlen_attn` runs them.
 
-    They take sinks if the case has some: those that don't count them themselves are followed by what rescales
-    their results.
+    If the case has sinks, the kernels take them. Results of kernels that don't count sinks are rescaled.
     """
     kernels = entry.kernels(spec)
     forward, backward = kernels.forward, kernels.backward

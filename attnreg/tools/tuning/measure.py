@@ -21,8 +21,7 @@ from attnreg.tools.measure.timing import Taken, Timer, calls_for, shuffled
 from attnreg.tools.tuning.checks import TENSORS, Checks, TimeIsUpError, failed, kernels_for, reasons
 from attnreg.tools.tuning.workload import case_of, copies
 
-# Past the deadline there are still the fewest, as the median of three leaves out a round in which the machine
-# was slow.
+# Past the deadline the fewest rounds still run: a median of three ignores a round when the machine was slow.
 ROUNDS, FEWEST_ROUNDS = 7, 3
 
 # Long enough for the clock and short enough for many rounds; and fewer launches than a queue has room for.
@@ -31,8 +30,8 @@ ROUND_S, MOST_CALLS = 2e-3, 50
 # A backend that takes this many times as long as the best is timed only once.
 HOPELESS = 8.0
 
-# This many calls come between the first and those that count, unless they take long: a backend may prepare a
-# launcher in its second call, which takes the host a millisecond.
+# Calls between the first call and the timed calls. They end early where a call takes `LONG_S`. A backend may
+# prepare a launcher in its second call, which costs the host a millisecond.
 SETTLING, LONG_S = 3, 0.05
 
 
@@ -40,8 +39,8 @@ SETTLING, LONG_S = 3, 0.05
 class Runner:
     """One direction of a backend, ready to be timed: `run` makes a call, on each copy of its tensors in turn.
 
-    `error` is that of its check, `first_s` seconds of the first call, `calls` how many calls make a round,
-    and `taken` the times of one of them, by round.
+    `error` is the error of its check, `first_s` the seconds of its first call, `calls` the number of calls in
+    a round, and `taken` the times of a call, by round.
     """
 
     name: str
@@ -201,7 +200,10 @@ class Measurement:
 
 
 def _worth_it(runners: list[Runner]) -> list[Runner]:
-    """Return the backends to go on with; the first round was their warm-up, and the others' only one."""
+    """Return the backends to measure further.
+
+    Their times of the first round are dropped as a warm-up. All others keep this single time.
+    """
     best = min((one.taken[0].device for one in runners), default=0.0)
     kept = [one for one in runners if one.taken[0].device <= HOPELESS * best]
     for one in kept:

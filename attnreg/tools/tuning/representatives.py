@@ -1,7 +1,7 @@
 """Kinds of calls, and a small call of each: what `warmup` runs so that backends compile and build.
 
-A kind is all of a call but its lengths. Kernels may differ by lengths where these are small, so the calls
-of one kind in a recording have a representative for each class: one query, few, a tile or two of them, more.
+A kind is all of a call but its lengths. For short sequences kernels may differ by length. So recorded calls
+of a kind have a representative for each class of lengths: 1 query, up to 16, up to 256 (a tile or two), more.
 """
 
 from __future__ import annotations
