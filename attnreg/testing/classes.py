@@ -1,7 +1,7 @@
 """Whether a backend's decisions are those of the classes of lengths that its cuts make.
 
-Calls of a kind whose lengths are of one class are decided once (`contract.lengths`). Here lengths are drawn,
-as often just around a cut as far from all, and what is decided about two of one class is compared.
+Calls of a kind whose lengths are of one class are decided once (`contract.lengths`). Here lengths are drawn:
+half of them beside a cut, half anywhere. Then the decisions about calls of the same class are compared.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bo
 def of_same_class(entry: Entry, case: Case, spec: AttentionSpec, seed: int) -> list[Case]:
     """Return a shorter and a longer case of the kind and length class of `case`, whose spec is `spec`.
 
-    So a launcher that is specialized for these cases has to run `case`, too. Query and key lengths change, or
-    those of one side alone where the class holds the other side to its length. The list lacks a case if none
-    of its draws is of the class. It is empty where the backend reads lengths that no cut names, as such a
-    backend's launchers are kept by exact lengths.
+    So a launcher that is specialized for these cases has to run `case`, too. Query and key lengths change. If
+    the class fixes the query lengths, only key lengths change, and the reverse. The list lacks a case if no
+    draw is of the class. It is empty if the backend reads lengths that no cut names: such a backend's
+    launchers are cached by exact lengths.
     """
     directions: tuple[Direction, ...] = get_args(Direction)
     if any(entry.unnamed_reads(spec, direction) for direction in directions):

@@ -27,9 +27,10 @@ from attnreg.tools.measure.inputs import Guarded
 from attnreg.tools.measure.promises import check_new
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# In cases of so few query tokens kernels run twice more: one that keeps memory for results does so in any.
+# Cases of so few query tokens run twice more, to find kernels that reuse memory of earlier results. Such a
+# kernel reuses it in every case.
 FEW_TOKENS = 32
-# A reason against a call has what was got, or what is missing here; known issues have a link.
+# A clear reason against a call names what it got, or what it needs. Known issues have a link.
 CLEAR = re.compile(r"\bgot\b|\bneeds?\b|; see http")
 
 
@@ -72,9 +73,9 @@ class Report(NamedTuple):
     """What came of all checks of a backend.
 
     Attributes:
-        outcomes: one for each check.
-        never_ran: what the backend declares, and yet refused in every case, with a reason.
-        repeat: the line that repeats one check, with `{}` for its name.
+        outcomes: The outcomes of the checks.
+        never_ran: A sentence for each thing that the backend declares and refuses in every case.
+        repeat: The line of Python that repeats a check, with `{}` for the check's name.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -83,7 +84,7 @@ class Report(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether something was run, everything that was is right, and everything declared was."""
+        """Whether a check ran, all that ran are right, and all that the backend declares ran."""
         ran = [outcome for outcome in self.outcomes if not outcome.refused]
         return bool(ran) and not self.never_ran and all(outcome.passed for outcome in ran)
 
@@ -110,11 +111,11 @@ class Conformance:
     """A backend and its checks on a device.
 
     Args:
-        backend: the name of a known backend, or a `Backend`.
-        device: where to run it; unless given, a GPU if it serves one that is here, else the CPU.
-        dtypes: names of dtypes; unless given, see `checks_for`.
-        seed: of the drawn cases and of all values.
-        full: whether the cases that take seconds or gigabytes are among the checks.
+        backend: The name of a known backend, or a `Backend`.
+        device: The device to run on. Default: this machine's GPU if the backend serves GPUs, else the CPU.
+        dtypes: Names of dtypes. Default: see `checks_for`.
+        seed: The seed of the drawn cases and of all values.
+        full: Whether the checks include cases that take seconds or gigabytes.
 
     Attributes:
         checks: all of them, refused ones included.

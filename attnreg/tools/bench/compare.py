@@ -32,13 +32,13 @@ class Batch:
     """The tensors of a shape, as several sets of values.
 
     Attributes:
-        case: the shape as `attnreg.tools.measure` describes it.
-        given: the first set as kernels are given it.
-        sets: in the contract's layout, (B, S, H, D) or packed (T, H, D); taken in turn they don't stay
-            in the device's cache.
-        front_sets: the same memory as SDPA takes it, (B, H, S, D), or as they are where they are packed.
-        call: the other arguments of a kernel.
-        offsets: both tensors of offsets and the longest lengths, as both `varlen_attn` take them.
+        case: The shape as `attnreg.tools.measure` describes it.
+        given: The arguments of a kernel for the first set.
+        sets: Tensors in the contract's layout, (B, S, H, D) or packed (T, H, D). Calls use the sets in turn,
+            so that no set stays in the device's cache.
+        front_sets: The same memory in SDPA's layout, (B, H, S, D). Packed sets are the same as `sets`.
+        call: The other arguments of a kernel.
+        offsets: Both tensors of offsets (B + 1,), int32, and the longest lengths, in `varlen_attn`'s order.
     """
 
     def __init__(self, shape: Shape, device: torch.device, sets: int = 1) -> None:
@@ -54,16 +54,16 @@ class Batch:
 
     @functools.cached_property
     def sample(self) -> Sample:
-        """What the first set should give."""
+        """The right results of the first set."""
         return Sample(self.case, self.given, backward=self.shape.backward)
 
     def verdict(self, results: Iterable[Tensor], sets: Sequence[Tensors]) -> Verdict:
-        """Return how wrong output and gradients are, in the layout of the sets that they come of."""
+        """Return how wrong output and gradients are. They have the shapes and layout of `sets`."""
         as_they_are = sets is self.sets
         return self.sample.verdict(named(x if as_they_are else x.transpose(1, 2) for x in results))
 
     def with_attnreg(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Call the front through which attnreg runs such a call: its `varlen_attn`, or torch's SDPA."""
+        """Call attnreg's `varlen_attn` for packed tensors (T, H, D), torch's SDPA for dense (B, H, S, D)."""
         if not self.shape.varlen:
             return self._sdpa(q, k, v)
         return front.varlen_attn(  # type: ignore[return-value]
@@ -72,7 +72,7 @@ class Batch:
         )  # fmt: skip
 
     def with_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Call torch's front: `torch.nn.attention.varlen.varlen_attn`, or SDPA."""
+        """Call torch's function: its `varlen_attn` for packed tensors (T, H, D), else SDPA, (B, H, S, D)."""
         if not self.shape.varlen:
             return self._sdpa(q, k, v)
         window = (-1, 0) if self.shape.causal else (-1, -1)
@@ -86,7 +86,7 @@ class Batch:
 
 
 def named(results: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return output and gradients, or the output alone, by the names of `measure.Sample`."""
+    """Return output and gradients, or the output alone, of any shape, by the names of `measure.Sample`."""
     return {name: x.detach() for name, x in zip(("out", "dq", "dk", "dv"), results, strict=False)}
 
 
@@ -112,7 +112,7 @@ def batch_beyond_the_cache(shape: Shape, device: torch.device) -> Batch:
 
 
 class Checked(NamedTuple):
-    """A side that is right: its error in units of the most that passes, and what ran in each direction."""
+    """A right side: its error over the allowed error, and which backend ran in each direction."""
 
     side: Side
     error: float
@@ -131,7 +131,7 @@ def checked(
     """
     right = {}
     if verdict is None:
-        batch.sample  # noqa: B018 - computed here: no side is to be left out because it can't be
+        batch.sample  # noqa: B018 - computed outside of `try`: if it fails, no side is at fault
     for name, side in sides.items():
         what = f"{batch.shape}, {name}"
         reset_stats()

@@ -1,11 +1,12 @@
 """What the host takes for a call as a program makes it, with each backend: for `attnreg tune`.
 
-Calls so small that the host's work is all there is, in bfloat16. What it takes depends on which kernels a
-call launches, hardly on its size: there is a call for each front, and more for those that split their keys.
-Several calls make one graph, as a model's layers do; forwards are also timed without one.
+The calls are so small that only the host's time shows, in bfloat16. The host's time depends on which kernels
+a call launches, hardly on its size. So there is a call for each front, and further calls for kernels that
+split their keys. Several calls share a graph of autograd, as a model's layers do. Forwards are also timed
+without a graph.
 
-The fastest round counts. A round is the mean of many calls; some took twice as long as others, for seconds
-and with all backends alike, as the machine had slowed down. So a round goes through all backends and shapes.
+A round goes through all backends and shapes, and is the mean of many calls. The fastest round counts: at
+times a machine slows down for seconds, and calls of all backends then take twice as long.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ def best_of(times: Mapping[str, float]) -> str:
 
 
 def losses_of(row: Row, step: str) -> dict[str, float]:
-    """Return the time of each way over that of the best backend: in each round, and of that the median.
+    """Return each way's time over the best backend's time: the median of the ratios of the rounds.
 
-    A host runs at half its speed for seconds at a time. In one round all ways have it alike.
+    A host may run at half its speed for seconds. Within a round this affects all ways alike.
     """
     rounds = row["rounds"][step]
     best = rounds[best_of(row["microseconds"][step])]
@@ -58,7 +58,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that so many percent of all don't exceed."""
+    """Return the least value that `percent` percent of the values don't exceed."""
     return sorted(values)[max(0, -int(-len(values) * percent // 100) - 1)]
 
 

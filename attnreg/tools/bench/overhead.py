@@ -1,12 +1,19 @@
 """What attnreg costs the host per call, at shapes so small that the host's work is all there is.
 
-Through `varlen_attn` and SDPA, forward without and with a gradient, forward + backward: torch's own; attnreg
-by default, led by each backend that is registered, inside `use_backend(...)`, with `backend=`; each backend's
-kernels called directly; aten's op, whose autograd is C++; a graph of autograd that does nothing. On a GPU 2
-sequences of 128 tokens, 8 heads of 64, bfloat16: wall time of a few calls without waiting for the device, too
-few to fill its queue. There autograd hands a backward to a thread of its own, which is most of what it
-costs: torch's and attnreg's are measured without that as well. On a CPU some tokens of 8 numbers each, and
-the questions of `overhead_cpu`.
+Three steps are timed through `varlen_attn` and SDPA: a forward without a gradient, a forward with a gradient,
+forward + backward. The sides are:
+
+- torch's own function;
+- attnreg by default, with each backend registered, inside `use_backend(...)`, and with `backend=`;
+- each backend's kernels called directly;
+- aten's op, whose autograd is C++;
+- a graph of autograd that does nothing.
+
+On a GPU the calls have 2 sequences of 128 tokens, 8 heads of 64, bfloat16. The wall time of a few calls
+counts, without waiting for the device. They are too few to fill its queue. Autograd hands a backward on a GPU
+to a thread of its own, which is most of what it costs. So torch and attnreg are also measured with autograd
+in the caller's thread. On a CPU the calls have a few tokens of 8 numbers each, and `overhead_cpu` adds
+questions.
 """
 
 from __future__ import annotations

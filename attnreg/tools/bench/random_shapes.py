@@ -1,11 +1,13 @@
 """What each way to choose a backend loses, on shapes drawn at random: `attnreg bench selection --random N`.
 
-A shape follows from the seed and its number. Each backend is registered in turn; the time of the best of
-them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its policy
-"adaptive" (from nothing, after its turns), its default order and every backend are divided by, in each round.
-Calls are made as a program makes them, one right after the other, the layers of a model in one graph. Whether
-the host or the device takes longer is measured for the best backend; shapes of both kinds are summed up
-separately, as what is lost on the host no kernel can win back.
+The seed and a shape's number determine the shape. The *ways* to choose are attnreg's choice by measurement,
+its policy "adaptive" (from nothing, after its turns), its default order, and each backend registered. A way's
+loss is its time over the best backend's time in the same round, for the forward and for forward + backward as
+a whole.
+
+Calls follow each other immediately, as in a program, and the layers of a model share a graph of autograd. For
+the best backend it is measured whether the host or the device takes longer. Losses of shapes that the host
+bounds are summed up apart, because no kernel can win back time that the host takes.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ from attnreg.tools.bench.sides import Side
 from attnreg.tools.bench.summary import ADAPTIVE, CHOSEN, FIXED, TORCH
 from attnreg.tools.measure.timing import calls_for, interleaved, timer_for
 
-# As long as a measurement takes, but for calls that take longer. With 50 calls of 40 us in each of three
-# rounds the best backend of a call bound by the host took 1.03 times as long as itself. So few fill no queue
-# of a GPU, in which case the host would wait for it.
+# Seconds of a measurement, unless a call takes longer. With 50 calls of 40 us in each of three rounds, the
+# best backend of a call bound by the host took 1.03 times as long as itself. `FEW_CALLS` is for the host's
+# time: so few calls don't fill a GPU's queue, for which the host would wait.
 SECONDS, MOST_CALLS, FEW_CALLS = 0.012, 250, 50
-# A measurement is the least of so many in a row, as `timeit` takes it: one that another program interrupts
-# says nothing of a kernel. With one alone the same backend, measured twice, differed by up to 1.5 at 30 us.
+# A measurement is the least of so many in a row, as in `timeit`: other programs interrupt some of them.
+# Without this, two measurements of the same backend differed by a factor of up to 1.5 at 30 us.
 BURSTS = 3
-# A host that takes so much of the time is what bounds a call.
+# The host bounds a call if it takes at least this share of the call's time.
 HOST_BOUND = 0.9
-# A shape that the host bounds is measured so many times as often again: five rounds of a backend differed
-# there from five others of the same by up to 1.29.
+# A shape that the host bounds gets so many times as many rounds in addition: there, two times five rounds of
+# the same backend differed by a factor of up to 1.29.
 MORE = 2
 
 # Lengths, the most tokens in a call, the most floating-point operations of a forward.

@@ -41,19 +41,19 @@ class Job:
     """What is to be measured, where progress and results go, and what has come of it so far.
 
     Attributes:
-        device: where.
-        backends: the names of those that are compared; all of them load there.
-        rounds: how often each side is measured.
-        quick: whether a few cases are enough.
-        deadline: when to begin no further case, in the seconds of `time.monotonic`.
-        out: the file in which everything so far is kept after each case.
-        table: the measured table to choose by, if not the one that ships for the device.
-        parts: which parts of a benchmark; all of them if empty.
-        advance: called with the number of cases done, of how many, and the name of the next.
-        left_out: what wasn't measured, and why.
-        kept: the results so far as plain data; None before the first case is done.
-        tables: the same for people.
-        summary: lines that say which targets are reached.
+        device: The device that the calls run on.
+        backends: The names of the backends to compare. All of them load on the device.
+        rounds: The number of measurements of each side.
+        quick: A few cases are enough.
+        deadline: No case begins after it, in the seconds of `time.monotonic`.
+        out: The file to which the results so far are written after each case.
+        table: The measured table to choose by. None means the table that ships for the device.
+        parts: The parts of a benchmark to measure. Empty means all of them.
+        advance: Called with the number of cases done, the number of all, and the next case's name.
+        left_out: The cases that weren't measured, each with the reason.
+        kept: The results so far as plain data. None before the first case is done.
+        tables: The results so far as tables to print.
+        summary: Lines that say which targets are reached.
     """
 
     device: torch.device

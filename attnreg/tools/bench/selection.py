@@ -1,14 +1,17 @@
 """How good attnreg's choices are, end to end, on shapes that no table was tuned on.
 
-For each case and direction: the time through attnreg with a measured table, over that of the best
-single kernel. There are two yardsticks, since a small call is bound by the host: the kernels called
-directly, joined by a minimal `autograd.Function`, and the backends through the same front, each led by
-`register_backend`. The other strategies are attnreg's default order, each backend first, and torch alone:
-its default SDPA, its `varlen_attn`.
+Each case and direction has a ratio: the time through attnreg with a measured table, over the time of the best
+single kernel. A small call is bound by the host, so there are two yardsticks:
 
-Times are of calls one right after the other; where the host is slower than the device it is the host's.
-The tensors change with every call, so that they come from memory as they do in a model, and the calls on
-them are one graph, through which autograd goes in one pass. The backward alone is repeated on one graph.
+- the kernels called directly, joined by a minimal `autograd.Function`;
+- the backends through the same front, each preferred by `register_backend`.
+
+The other strategies are attnreg's default order, each backend first, and torch alone: its default SDPA, its
+`varlen_attn`.
+
+Calls follow each other immediately. If the host is slower than the device, their time is the host's. Each
+call uses other tensors, so that they come from memory as in a model. The calls share a graph, which autograd
+traverses in a single pass. The backward alone is repeated on the same graph.
 """
 
 from __future__ import annotations

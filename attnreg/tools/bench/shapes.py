@@ -22,13 +22,14 @@ class Shape:
     """One call.
 
     Attributes:
-        lengths_q, lengths_k: of each sequence, in tokens; all equal where they aren't packed.
+        lengths_q, lengths_k: The length of each sequence, in tokens. Sequences of a dense call have equal
+            lengths.
         heads: (query, key).
-        dim: the head dim.
-        causal: whether a query sees no later key; lengths of queries and keys are then the same.
-        varlen: whether the sequences are packed.
-        dtype: its name.
-        backward: whether a program would ask for the gradient.
+        dim: The head dim.
+        causal: No query sees a later key. Query and key lengths are then the same.
+        varlen: The sequences are packed.
+        dtype: The name of the dtype.
+        backward: A program would need the gradient.
     """
 
     lengths_q: tuple[int, ...]
@@ -98,14 +99,14 @@ def packed(
 
 
 def dense(batch: int, length: int, *rest: Any) -> Shape:
-    """Return self-attention of sequences of one length; the rest is that of `packed`."""
+    """Return self-attention of sequences of equal length. `rest` are the further arguments of `packed`."""
     return replace(packed((length,) * batch, *rest), varlen=False)
 
 
 def ragged(batch: int, longest: int, *rest: Any) -> Shape:
     """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest.
 
-    The rest is that of `packed`.
+    `rest` are the further arguments of `packed`.
     """
     draw = random.Random(batch * 1_000_003 + longest)
     drawn = (round(longest * 0.3 * draw.lognormvariate(0.0, 0.8)) for _ in range(batch - 1))

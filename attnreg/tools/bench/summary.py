@@ -21,10 +21,10 @@ Row = Mapping[str, Any]
 
 
 def ratios(directly: Mapping[str, float], front: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return, for each yardstick that there is, each strategy's time over that of the best.
+    """Return each strategy's time over the best time, by yardstick; a yardstick without times is left out.
 
-    `directly` has the time of each backend's kernel called directly, `front` that of each strategy through
-    the front; those that name a fixed order are the candidates for the best one there.
+    `directly` has each backend's time when called directly, `front` each strategy's time through the front.
+    The best time through the front is the least among the strategies of a fixed order.
     """
     fixed = [time for name, time in front.items() if name.startswith(FIXED)]
     best = {DIRECT: min(directly.values(), default=0.0), SAME_FRONT: min(fixed, default=0.0)}

@@ -1,9 +1,9 @@
 """Packed sequences in the setting of PyTorch's PR #164502: attnreg, torch's varlen_attn, padded SDPA.
 
-8 sequences, lengths random multiples of 64 up to 2048, 16 heads, bfloat16; head dim 64 and 128, causal or
-not; on a CPU 4 sequences up to 256, 4 heads, float32. Padded SDPA gets its tensors already padded;
-without a mask its tokens see the padding, and it is compared with what attention gives then.
-TFLOP/s count what the real lengths need.
+On a GPU: 8 sequences, lengths random multiples of 64 up to 2048, 16 heads, head dim 64 and 128, causal or
+not, bfloat16. On a CPU: 4 sequences up to 256, 4 heads, float32. Padded SDPA gets tensors that are padded
+already. Without a mask its tokens see the padding, so its reference sees the padding, too. TFLOP/s count only
+the work of the real lengths.
 """
 
 from __future__ import annotations

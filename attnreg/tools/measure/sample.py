@@ -61,7 +61,7 @@ class Sample:
         }
 
     def errors(self, results: Mapping[str, Tensor]) -> dict[Part, dict[str, Error]]:
-        """Return the error of each result in each part; `results` have the contract's shapes and any dtype."""
+        """Return the error of each result in each part; `results` have the contract's shapes."""
         found: dict[Part, dict[str, Error]] = {}
         for part, (truth, plain) in self._exact.items():
             found[part] = {}

@@ -1,8 +1,9 @@
-"""How long calls take: the one timer of a GPU, the one of a CPU, and how measurements take turns.
+"""How long calls take: a timer for GPUs, a timer for CPUs, and how measurements take turns.
 
-All times are seconds. A GPU has three, and which one is meant matters:
+All times are seconds. A call on a GPU has three times:
 
-- `Timer.device_and_host`: The kernels alone, with the host far ahead of them. A CUDA graph would take as long.
+- `Timer.device_and_host`: The kernels alone, with the host far ahead of them. A CUDA graph would take as
+  long.
 - `Timer.back_to_back`: Consecutive calls, as an eager program makes them. If the host is slower than the
   GPU, this is the host's time.
 - `Timer.host`: Until the calls have returned, without waiting for the GPU.
@@ -63,7 +64,7 @@ class Timer:
         return per_call(run, calls)
 
     def host(self, run: Run, calls: int) -> float:
-        """Return the mean host seconds of a call among `calls`, which must be too few to fill a GPU's queue."""
+        """Return the mean host seconds of a call among `calls`: too few to fill a GPU's queue."""
         return per_call(run, calls)
 
 

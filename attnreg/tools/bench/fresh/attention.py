@@ -72,7 +72,7 @@ def packed_shapes(longest: int, *rest: Any) -> Iterator[Shape]:
 
 
 def growing(first: int, heads: tuple[int, int], dim: int, dtype: str, varlen: bool) -> Iterator[Shape]:
-    """Yield one query over a cache that has one key more at each call."""
+    """Yield single queries over a cache that grows by a key at each call."""
     for number in itertools.count():
         keys = first + number % (HELD - first)
         yield replace(decode(SEQUENCES, 1, keys, *heads, dim, dtype), varlen=varlen)
