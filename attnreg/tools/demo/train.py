@@ -47,7 +47,7 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the hidden states after the block."""
+        """Return the hidden states after the block, (T, WIDTH) or (B, S, WIDTH) as `hidden`, float32."""
         qkv = self.qkv(self.before_attention(hidden)).unflatten(-1, (3, HEADS, HEAD_DIM))
         hidden = hidden + self.out(attend(*qkv.unbind(-3)).flatten(-2))
         out: Tensor = hidden + self.perceptron(hidden)

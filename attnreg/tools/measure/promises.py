@@ -24,7 +24,7 @@ from attnreg.tools.measure.reference import Results, kept_weights
 
 
 def checked(kernels: Kernels) -> Kernels:
-    """Return the kernels with a look at the form of what they return."""
+    """Return kernels that check the form of their results, and raise `RegistrationError` if it is wrong."""
     forward = _checked(kernels.forward, "forward")
     backward = None if kernels.backward is None else _checked(kernels.backward, "backward")
     return kernels._replace(forward=forward, backward=backward)
@@ -35,17 +35,17 @@ def _checked(run: Callable[..., Any], direction: Direction) -> Callable[..., Any
 
 
 def run_both(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
-    """Return output and LSE, and the gradients where there is a backward; what isn't written is NaN."""
+    """Return output and LSE, and the gradients if there is a backward. Unwritten elements are NaN."""
     with _uninitialized_is_nan():
         return _results(kernels, given)
 
 
 def results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
-    """Return the same as a program gets it: in torch's deterministic mode if that is asked for."""
+    """Return the same as in a program: in torch's deterministic mode if the call is deterministic."""
     if not given.call.deterministic:
         return _results(kernels, given)
-    # Aten's flash op looks at the mode, and not where it only warns. Without the variable torch refuses
-    # matrix products on a GPU in that mode.
+    # Aten's flash op reads the mode, but not a mode that only warns. In that mode torch refuses matrix
+    # products on a GPU unless this variable is set.
     variable = "CUBLAS_WORKSPACE_CONFIG"
     unset = variable not in os.environ
     os.environ.setdefault(variable, ":4096:8")
@@ -69,7 +69,7 @@ def _results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
 @contextmanager
 def _uninitialized_is_nan() -> Iterator[None]:
     """Have torch.empty return NaN, so that a result that isn't written shows."""
-    # Of the modes in which torch fills memory the one that refuses no operation.
+    # Torch fills memory only in a deterministic mode. "warn" is the mode that refuses no operation.
     with _deterministic_mode(torch.get_deterministic_debug_mode() or "warn", filled=True):
         yield
 
@@ -90,7 +90,11 @@ def _deterministic_mode(wanted: int | str, filled: bool) -> Iterator[None]:
 
 
 def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
-    """Check that nothing was written to the inputs or around them, and that the results are new tensors."""
+    """Check that nothing was written to the inputs or around them, and that the results are new tensors.
+
+    `results` are the results of several calls, in the contract's shapes. Raises `RegistrationError` if a
+    kernel has written to an input or around it, or if a result lies in an input's memory.
+    """
     if guarded.written():
         raise RegistrationError("the kernel has written to its inputs or around them")
     named = [pair for several in results for pair in zip(Results._fields, several, strict=False)]
@@ -99,7 +103,10 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
 
 
 def check_new(kernels: Kernels, given: Inputs) -> None:
-    """Check that a call writes to no result of an earlier one of its kind, which may still be in use."""
+    """Check that a call writes to no result of an earlier call of its kind, which may still be in use.
+
+    Raises `RegistrationError` if a result lies in the memory of an earlier result.
+    """
     earlier, later = run_both(kernels, given), run_both(kernels, given)
     kept = {x.untyped_storage().data_ptr() for x in earlier if x.numel()}
     named = zip(Results._fields, later, strict=False)
@@ -110,9 +117,10 @@ def check_new(kernels: Kernels, given: Inputs) -> None:
 
 
 def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
-    """Check that a NaN in a query, or in a key or value that it sees, stays one in its output and gradient.
+    """Check that a NaN in a query, or in a key or value that it sees, is a NaN in its output and gradient.
 
-    Not in the LSE, of which kernels make +inf; nor in gradients of other keys.
+    The LSE isn't checked, because kernels may return +inf. Neither are gradients of other keys. Raises
+    `RegistrationError` if a row that sees the NaN has numbers.
     """
     for field, tensor in zip(("query", "key", "value"), given[:3], strict=True):
         changed = tensor.clone()
@@ -128,7 +136,7 @@ def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
 
 
 def check_repeatable(kernels: Kernels, given: Inputs) -> None:
-    """Check that a call with `deterministic` gives the same bits each time."""
+    """Check that a call with `deterministic` has the same bits each time; else raises `RegistrationError`."""
     first, *others = (results(kernels, given) for _ in range(3))
     pairs = [pair for other in others for pair in zip(Results._fields, first, other, strict=False)]
     if differing := {name for name, x, y in pairs if not torch.equal(x, y)}:
@@ -138,7 +146,10 @@ def check_repeatable(kernels: Kernels, given: Inputs) -> None:
 
 
 def check_dropout(kernels: Kernels, case: Case, given: Inputs) -> None:
-    """Check how many weights are dropped, and that another random state drops others."""
+    """Check how many weights are dropped, and that another random state drops others.
+
+    Raises `RegistrationError` if either is wrong.
+    """
     q, k, v, _, call = given
     if call.rng_state is None:
         return
@@ -171,7 +182,9 @@ def launched(
     """Yield the results of every launcher, or the kernel's own where it has none or its launcher declines.
 
     Launchers are specialized for `earlier`: a call of the same kind and class of lengths, with other values.
-    Yields nothing if the call cache would keep the two calls apart, or if a row of `earlier` sees no key.
+    Yields nothing if the call cache has different entries for the two calls, or if a row of `earlier` sees no
+    key. `results` are the kernel's own results, in the contract's shapes. Raises `RegistrationError` if a
+    launcher's results have another form.
     """
     *tensors, grad_out, call = given
     *before, grad_before, call_before = earlier
@@ -205,7 +218,7 @@ def _layout_class(x: Tensor) -> tuple[object, ...]:
 
 
 def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:
-    """Return what a launcher gives for tensors, checked like a kernel's; `own` if it declines."""
+    """Return a launcher's results, checked like a kernel's; `own` if the launcher declines."""
     further: tuple[Any, ...] = ()
     if call.varlen:
         further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False

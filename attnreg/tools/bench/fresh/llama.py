@@ -99,7 +99,10 @@ class Model:
         return lambda: _results(self.model, batch.inputs, batch.last.shape[1])
 
     def verdict(self, batch: Documents, results: list[Tensor]) -> Verdict:
-        """Return how wrong the last document's logits are, and a gradient that goes through all layers."""
+        """Return how wrong the last document's logits are, and a gradient that goes through all layers.
+
+        The logits are (length of the document, vocabulary), the gradient has the shape of its weight.
+        """
         alone = {"input_ids": batch.last, "labels": batch.last}
         exact, plain = (_results(one, alone, batch.last.shape[1]) for one in self._plain.values())
         errors = {
