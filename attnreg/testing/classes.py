@@ -95,7 +95,9 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
         cuts = (*OF_ALL, *entry.cuts(spec, direction))
         drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
         for group in by_class(drawn, cuts):
-            first = next((one for one in group if not entry.unnamed_reads(one, direction)), None)
+            first = next(
+                (candidate for candidate in group if not entry.unnamed_reads(candidate, direction)), None
+            )
             for other in group:
                 if first is not None and decided(entry, other, direction) != decided(entry, first, direction):
                     return _described(entry, direction, first, other)
@@ -135,11 +137,11 @@ def of_same_class(entry: Entry, case: Case, spec: AttentionSpec, seed: int) -> l
 
 
 def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
-    said = (
+    reasons = (
         "; ".join(entry.reasons(spec, direction)) or f"none, and rank {entry.priority(spec)}" for spec in pair
     )
     lengths = (str(dict(zip(Lengths._fields, Lengths.of(spec), strict=True))) for spec in pair)
-    first, second = (f"{text} for {of}" for text, of in zip(said, lengths, strict=True))
+    first, second = (f"{text} for {of}" for text, of in zip(reasons, lengths, strict=True))
     return (
         f"cuts: got lengths of one class with different reasons against a {direction}, {first}, "
         f"and {second}; expected a Cut between them, wherever the backend decides by a length"

@@ -119,14 +119,12 @@ WRONG = [
     ),
     (
         'stricct = true\n"log level" = "info"',
-        f"1: stricct: {KEYS}; did you mean 'strict'?\n"
-        f"2: \"log level\": {KEYS}; did you mean 'log_level'?",
+        f"1: stricct: {KEYS}; did you mean 'strict'?\n2: \"log level\": {KEYS}; did you mean 'log_level'?",
     ),
     ("strict.x = true\n[zzz]", f"1: strict: got {{'x': True}}, expected true or false\n2: zzz: {KEYS}"),
     (
         '[devices.cuda]\nodrer = ["FA4"]',
-        f"1: devices.cuda.{ORDER}\n"
-        "2: devices.cuda.odrer: unknown key, expected order; did you mean 'order'?",
+        f"1: devices.cuda.{ORDER}\n2: devices.cuda.odrer: unknown key, expected order; did you mean 'order'?",
     ),
     (
         '[devices.cuda]\norder = ["FA4"]\nstrict = true',

@@ -48,8 +48,10 @@ class Batch:
         self.call = call = self.given.call
         offsets: tuple[Any, Any] = call.cu_seqlens_q, call.cu_seqlens_k
         self.offsets = *offsets, call.max_q, call.max_k
-        self.sets = [Tensors(*one[:4]).mapped(lambda x: x) for one in drawn]
-        to_bhsd = [one.mapped(lambda x: x.transpose(1, 2)) for one in self.sets] if not shape.varlen else []
+        self.sets = [Tensors(*drawn_set[:4]).mapped(lambda x: x) for drawn_set in drawn]
+        to_bhsd = (
+            [tensors.mapped(lambda x: x.transpose(1, 2)) for tensors in self.sets] if not shape.varlen else []
+        )
         self.front_sets = to_bhsd or self.sets
 
     @functools.cached_property
@@ -141,13 +143,13 @@ def checked(
         except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
             job.leave_out(what, short(problem))
             continue
-        found = ran()
+        backends = ran()
         if wrong:
-            job.leave_out(what, f"WRONG: {wrong}; ran {in_words(found)}")
-        elif side.wanted and (why := wrong_backend(side.wanted, found)):
+            job.leave_out(what, f"WRONG: {wrong}; ran {in_words(backends)}")
+        elif side.wanted and (why := wrong_backend(side.wanted, backends)):
             job.leave_out(what, why)
         else:
-            right[name] = Checked(side, error, found)
+            right[name] = Checked(side, error, backends)
     return right
 
 
@@ -166,7 +168,8 @@ def timed(
     rows = []
     for step, run in STEPS.items():
         measures = {
-            name: one.side.timed(run, one.side.calls(run, SECONDS), "device") for name, one in right.items()
+            name: side.side.timed(run, side.side.calls(run, SECONDS), "device")
+            for name, side in right.items()
         }
         taken = interleaved(measures, job.rounds)
         for name, seconds in taken.items():
@@ -205,6 +208,6 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Table:
 
 
 def _who_ran(row: Mapping[str, Any]) -> str:
-    found = row["ran"]
-    same = row["step"] == FORWARD or found["forward"] == found["backward"]
-    return str(found["forward"] if same else f"{found['forward']}, {found['backward']}")
+    backends = row["ran"]
+    same = row["step"] == FORWARD or backends["forward"] == backends["backward"]
+    return str(backends["forward"] if same else f"{backends['forward']}, {backends['backward']}")

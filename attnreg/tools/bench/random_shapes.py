@@ -134,19 +134,22 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     right = checked(batch, ways, job)
     if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
-    timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
+    timed = {
+        name: functools.partial(_times, right_side.side, shape.backward, {})
+        for name, right_side in right.items()
+    }
     by_round = _by_round(interleaved(timed, job.rounds))
     taken = _medians(by_round)
     bound = {step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()}
     if BY_HOST in bound.values():
         for step, times in _by_round(interleaved(timed, MORE * job.rounds)).items():
-            for name, found in times.items():
-                by_round[step][name] += found
+            for name, added in times.items():
+                by_round[step][name] += added
         taken = _medians(by_round)
     return {
         "case": str(shape),
         "shape": shape.to_dict(),
-        "ran": {name: _ran(one.side, shape.backward) for name, one in right.items()},
+        "ran": {name: _ran(right_side.side, shape.backward) for name, right_side in right.items()},
         "microseconds": taken,
         "rounds": by_round,
         "bound": bound,
@@ -156,14 +159,14 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
 def _by_round(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
     """Return microseconds by step, way and round, of seconds by way, round and step."""
     return {
-        step: {name: [one[step] * 1e6 for one in found] for name, found in rounds.items()}
+        step: {name: [seconds[step] * 1e6 for seconds in taken] for name, taken in rounds.items()}
         for step in rounds[CHOSEN][0]
     }
 
 
 def _medians(by_round: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
     return {
-        step: {name: statistics.median(found) for name, found in times.items()}
+        step: {name: statistics.median(microseconds) for name, microseconds in times.items()}
         for step, times in by_round.items()
     }
 
@@ -182,14 +185,14 @@ def _take_turns(side: Side, backward: bool) -> None:
 
 def _ran(side: Side, backward: bool) -> dict[str, str]:
     """Return what runs in each step: without a gradient a forward may be another backend's."""
-    found = {}
+    backends = {}
     with side.within():
         for step, run, _, _ in _steps(side, backward):
             reset_stats()
             run()
             forward, *both = sides.ran().values()
-            found[step] = forward if step == FORWARD else " + ".join(dict.fromkeys((forward, *both)))
-    return found
+            backends[step] = forward if step == FORWARD else " + ".join(dict.fromkeys((forward, *both)))
+    return backends
 
 
 def _steps(side: Side, backward: bool) -> Iterator[tuple[str, Callable[[], object], int, int]]:

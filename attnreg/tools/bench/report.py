@@ -100,8 +100,8 @@ class Job:
 
 def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return results with what they were measured on."""
-    found = {"machine": machine(), "results": results}
-    return found | {"left_out": list(left_out)} if left_out else found
+    data = {"machine": machine(), "results": results}
+    return data | {"left_out": list(left_out)} if left_out else data
 
 
 def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
@@ -118,9 +118,9 @@ def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
 def _json(value: Any, indent: str = "") -> str:
     """Return JSON with a line for each row: short enough to keep, and to see what changed."""
     inner = indent + " "
-    nested = isinstance(value, dict) and any(isinstance(one, dict | list) for one in value.values())
+    nested = isinstance(value, dict) and any(isinstance(inside, dict | list) for inside in value.values())
     if nested and len(indent) < 2:
-        rows = [f"{inner}{json.dumps(key)}: {_json(one, inner)}" for key, one in value.items()]
+        rows = [f"{inner}{json.dumps(key)}: {_json(inside, inner)}" for key, inside in value.items()]
         return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(inner + json.dumps(_rounded(row)) for row in value) + f"\n{indent}]"
@@ -132,8 +132,8 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded(inside) for key, inside in value.items()}
+    return [_rounded(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
 def show(

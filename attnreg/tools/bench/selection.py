@@ -67,9 +67,9 @@ def measure(job: Job) -> None:
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
     job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
-    for one in results["aims"]:
-        word = "reached" if one["reached"] else "MISSED"
-        job.summary.append(f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {word}")
+    for target in results["aims"]:
+        word = "reached" if target["reached"] else "MISSED"
+        job.summary.append(f"{target['what']}: {target['value']:.3f}, aim {target['aim']}: {word}")
     job.keep(results)
 
 
@@ -79,7 +79,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     right = checked(batch, strategies(batch, job), job)
     if CHOSEN not in right:
         return None
-    runners = {name: Runner(one.side, shape.backward) for name, one in right.items()}
+    runners = {name: Runner(right_side.side, shape.backward) for name, right_side in right.items()}
     for name, (side, backward) in _direct(batch, job).items():
         if wrong := batch.verdict(side.results(backward), side.sets).wrong:
             job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
@@ -104,17 +104,17 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         "case": str(shape),
         "group": shape.group,
         "shape": shape.to_dict(),
-        "ran": {name: _ran(one) for name, one in right.items()},
+        "ran": {name: _ran(right_side) for name, right_side in right.items()},
         "directions": directions,
     }
 
 
-def _ran(one: Checked) -> dict[str, str]:
+def _ran(right_side: Checked) -> dict[str, str]:
     """Return which backend each call runs: a forward without gradients may be another's than one with."""
     counters.reset_stats()
-    one.side.results(backward=False)
+    right_side.side.results(backward=False)
     alone = sides.ran()["forward"]
-    return {FORWARD: alone, "forward, grad": one.ran["forward"], BACKWARD: one.ran["backward"]}
+    return {FORWARD: alone, "forward, grad": right_side.ran["forward"], BACKWARD: right_side.ran["backward"]}
 
 
 def strategies(batch: Batch, job: Job) -> dict[str, Side]:
@@ -124,25 +124,27 @@ def strategies(batch: Batch, job: Job) -> dict[str, Side]:
         ORDER: functools.partial(sides.settings, "order", among=job.backends),
         **{FIXED + name: functools.partial(api.register_backend, name) for name in job.backends},
     }
-    found = {name: Side(batch.with_attnreg, batch.front_sets, one) for name, one in within.items()}
-    return found | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
+    attnreg_sides = {
+        name: Side(batch.with_attnreg, batch.front_sets, context) for name, context in within.items()
+    }
+    return attnreg_sides | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
 
 
 def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
     """Return each backend's kernels called directly, and whether there is a backward."""
     spec = batch.shape.spec(planning.device_of(job.device))
-    found = {}
+    direct_sides = {}
     for name in job.backends:
         entry = registry.find(name)
         if entry.reasons(spec, "forward"):
             continue
         backward = batch.shape.backward and not entry.reasons(spec, "backward")
         kernels = entry.kernel("forward", spec), entry.kernel("backward", spec) if backward else None
-        found[name] = (
+        direct_sides[name] = (
             Side(sides.called_directly(*kernels, batch.call), batch.sets, sides.by_default),
             backward,
         )
-    return found
+    return direct_sides
 
 
 class Runner:
@@ -182,24 +184,26 @@ class Runner:
 
 def _tables(results: dict[str, Any]) -> list[Table]:
     """Return the means, the gains over torch, and a row for each case."""
-    found = []
+    result_tables = []
     rows_of = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
     for direction, yardstick in dict.fromkeys(key[:2] for key in rows_of):
         names = dict.fromkeys(key[2] for key in rows_of if key[:2] == (direction, yardstick))
         rows = []
         for name in names:
             cells = [rows_of.get((direction, yardstick, name, group)) for group in GROUPS]
-            rows.append((name, *(f"{one['mean']:.3f} / {one['worst']:.2f}" if one else "-" for one in cells)))
+            rows.append((name, *(f"{row['mean']:.3f} / {row['worst']:.2f}" if row else "-" for row in cells)))
         title = f"{direction}: time over that of the {yardstick}, geometric mean / worst"
-        found.append(Table(title, ("strategy", *GROUPS), rows))
+        result_tables.append(Table(title, ("strategy", *GROUPS), rows))
     gained = [
         (f"{r['group']}, {r['direction']}", f"{r['mean']:.2f}", f"{r['worst']:.2f}", str(r["cases"]))
         for r in results["gains"]
     ]
-    found.append(Table("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained))
+    result_tables.append(
+        Table("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained)
+    )
     directions = dict.fromkeys(name for row in results["rows"] for name in row["directions"])
-    found += [_cases(direction, results["rows"]) for direction in directions]
-    return found
+    result_tables += [_cases(direction, results["rows"]) for direction in directions]
+    return result_tables
 
 
 def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
@@ -207,10 +211,10 @@ def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for row in here for name in row["directions"][direction]["front"]))
     cells = []
     for row in here:
-        found, chosen = row["directions"][direction], row["ran"][CHOSEN]
+        figures, chosen = row["directions"][direction], row["ran"][CHOSEN]
         parts = ("forward, grad", BACKWARD) if direction == BOTH else (direction,)
-        times = [found["front"].get(name) for name in names]
-        directly = min(found["called_directly"].values(), default=None)
+        times = [figures["front"].get(name) for name in names]
+        directly = min(figures["called_directly"].values(), default=None)
         which = "+".join(dict.fromkeys(chosen[part] for part in parts))
         shown = ("-" if time is None else f"{time:.1f}" for time in (*times, directly))
         cells.append((row["case"], which, *shown))

@@ -73,8 +73,8 @@ class Shape:
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data; where all sequences have the same length, it once."""
         lengths = {
-            name: found[0] if len(set(found)) == 1 else list(found)
-            for name, found in (("lengths_q", self.lengths_q), ("lengths_k", self.lengths_k))
+            name: sequences[0] if len(set(sequences)) == 1 else list(sequences)
+            for name, sequences in (("lengths_q", self.lengths_q), ("lengths_k", self.lengths_k))
         }
         return {"batch": len(self.lengths_q), **asdict(self), **lengths}
 
@@ -91,9 +91,9 @@ def packed(
     lengths: Sequence[int], heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
 ) -> Shape:
     """Return self-attention of packed sequences."""
-    given = tuple(lengths)
+    lens = tuple(lengths)
     return Shape(
-        lengths_q=given, lengths_k=given, heads=(heads_q, heads_k), dim=dim, causal=causal, varlen=True,
+        lengths_q=lens, lengths_k=lens, heads=(heads_q, heads_k), dim=dim, causal=causal, varlen=True,
         dtype=dtype,
     )  # fmt: skip
 

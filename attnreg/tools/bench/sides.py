@@ -147,8 +147,8 @@ def called_directly(
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            found: Tensor = _Direct.apply(forward, backward, last, query, key, value)  # type: ignore[no-untyped-call]
-            return found
+            differentiable: Tensor = _Direct.apply(forward, backward, last, query, key, value)  # type: ignore[no-untyped-call]
+            return differentiable
         out: Tensor = forward(query, key, value, *last)[0]
         return out
 
@@ -180,17 +180,17 @@ def ran() -> dict[str, str]:
     }
 
 
-def wrong_backend(wanted: str, found: Mapping[str, str]) -> str:
+def wrong_backend(wanted: str, backends: Mapping[str, str]) -> str:
     """Return what ran instead of a backend, or an empty string if that did."""
-    if set(found.values()) == {wanted}:
+    if set(backends.values()) == {wanted}:
         return ""
     reasons = [f"{row.backend}: {row.reason}" for row in stats().fallbacks[:2]]
-    return "; ".join((f"ran {in_words(found)}", *reasons))
+    return "; ".join((f"ran {in_words(backends)}", *reasons))
 
 
-def in_words(found: Mapping[str, str]) -> str:
+def in_words(backends: Mapping[str, str]) -> str:
     """Return what ran as a text."""
-    return ", ".join(f"{name} ({direction})" for direction, name in found.items())
+    return ", ".join(f"{name} ({direction})" for direction, name in backends.items())
 
 
 # Contexts

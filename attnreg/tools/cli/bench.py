@@ -94,20 +94,20 @@ bench = typer.Typer(
 )
 
 
-def _run(name: str, given: BenchOptions) -> None:
+def _run(name: str, chosen: BenchOptions) -> None:
     """Measure what a command is named after; save, draw and print the results."""
-    if given.seed is not None and not given.random:
+    if chosen.seed is not None and not chosen.random:
         raise InvalidInputError("--seed: got no --random, expected it as well: the other shapes are fixed")
     output.import_torch()
     with output.stdout_to_stderr():
-        job, measure = _job(name, given), _measure_function(name, given)
+        job, measure = _job(name, chosen), _measure_function(name, chosen)
         is_measured = _measure(job, measure)
-        is_finished = is_measured and (given.plot is None or _draw(name, job, given.plot))
+        is_finished = is_measured and (chosen.plot is None or _draw(name, job, chosen.plot))
     if job.kept is not None:
         from attnreg.tools.bench.report import document
 
         data = document(job.kept, job.left_out)
-        if given.as_json:
+        if chosen.as_json:
             output.print_json(data)
         elif is_measured:
             _print(job, data["machine"])
@@ -117,36 +117,40 @@ def _run(name: str, given: BenchOptions) -> None:
         raise typer.Exit(output.INTERRUPTED)
 
 
-def _job(name: str, given: BenchOptions) -> Job:
+def _job(name: str, chosen: BenchOptions) -> Job:
     """Return what the options ask for, once its files are known to be readable and writable."""
     import torch
 
     from attnreg.tools.bench.report import Job
 
-    parts, device, budget = given.parts(), options.present_device(given.device), options.seconds(given.budget)
-    entries = options.measurable(options.names("--backend", given.backend), device)
-    _check_files(given.out, given.plot, given.table)
+    parts, device, budget = (
+        chosen.parts(),
+        options.present_device(chosen.device),
+        options.seconds(chosen.budget),
+    )
+    entries = options.measurable(options.names("--backend", chosen.backend), device)
+    _check_files(chosen.out, chosen.plot, chosen.table)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # events are recorded on the current one
     return Job(
         device,
         tuple(entry.name for entry in entries),
-        given.rounds or ROUNDS["random" if given.random else name][given.quick],
-        given.quick,
+        chosen.rounds or ROUNDS["random" if chosen.random else name][chosen.quick],
+        chosen.quick,
         deadline=time.monotonic() + budget,
-        out=given.out,
-        table=given.table and given.table.absolute(),
+        out=chosen.out,
+        table=chosen.table and chosen.table.absolute(),
         parts=parts,
     )
 
 
-def _measure_function(name: str, given: BenchOptions) -> Callable[[Job], None]:
+def _measure_function(name: str, chosen: BenchOptions) -> Callable[[Job], None]:
     """Return the function that measures for a command."""
-    if given.random:
+    if chosen.random:
         from attnreg.tools.bench import random_shapes
 
-        seed = secrets.randbelow(10**6) if given.seed is None else given.seed
-        return functools.partial(random_shapes.measure, count=given.random, seed=seed)
+        seed = secrets.randbelow(10**6) if chosen.seed is None else chosen.seed
+        return functools.partial(random_shapes.measure, count=chosen.random, seed=seed)
     return importlib.import_module(f"attnreg.tools.bench.{name}").measure  # type: ignore[no-any-return]
 
 

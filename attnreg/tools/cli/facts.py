@@ -47,9 +47,9 @@ def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
     yield torch.device("cpu"), {"device": "cpu", "name": cpu, "compute_capability": None}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        found = torch.cuda.get_device_properties(device)
-        name = f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
-        capability = f"{found.major}.{found.minor}"
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        capability = f"{properties.major}.{properties.minor}"
         yield device, {"device": str(device), "name": name, "compute_capability": capability}
 
 
@@ -126,11 +126,11 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
         if preference.applies_to(device)
         for name in preference.names
     }
-    found = []
+    backends = []
     for name in select(spec, "forward", entries, in_force).order:
         entry = entries[name.casefold()]
         has_device = entry.backend is not None and device.type in entry.backend.devices
         if has_device and name.casefold() not in in_force.disabled and not entry.unavailable():
             source = sources.get(name.casefold(), default_source(spec))
-            found.append({"backend": name, "source": source})
-    return {"order": found, "problem": problem}
+            backends.append({"backend": name, "source": source})
+    return {"order": backends, "problem": problem}

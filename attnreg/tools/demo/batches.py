@@ -33,11 +33,11 @@ IGNORED = -100
 def corpus(context: int) -> list[bytes]:
     """Return every document found here, each once and cut to `context` bytes."""
     library, root = Path(sysconfig.get_path("stdlib")), _OWN.parent
-    found = [text for path in sorted(library.glob("*.py")) for text in _docstrings(path)]
+    docstrings = [text for path in sorted(library.glob("*.py")) for text in _docstrings(path)]
     # A checkout has documentation as well.
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")] if (root / "pyproject.toml").exists() else []
     files = (library / "LICENSE.txt", *sorted(_OWN.rglob("*.py")), *sorted(pages))
-    cut = (text.encode()[:context] for text in (*found, *map(_text, files)))
+    cut = (text.encode()[:context] for text in (*docstrings, *map(_text, files)))
     return list(dict.fromkeys(text for text in cut if len(text) > 1))  # one byte has none to predict
 
 

@@ -111,7 +111,7 @@ def copies(case: Case, device: torch.device, count: int) -> list[Inputs]:
     """
     first = inputs(case, device, drawn_on=device)
     others = (inputs(case, device, seed, drawn_on=device) for seed in range(1, count))
-    return [first, *(one._replace(call=first.call) for one in others)]
+    return [first, *(drawn._replace(call=first.call) for drawn in others)]
 
 
 def copies_beyond_the_cache(case: Case, device: torch.device, fewest: int = 1) -> int:
@@ -133,10 +133,10 @@ class Guarded:
         inputs: the same values, with the same strides and alignment.
     """
 
-    def __init__(self, given: Inputs) -> None:
+    def __init__(self, unguarded: Inputs) -> None:
         self._buffers: dict[int, Tensor] = {}  # by the memory that was copied: views may share it
         self._views: dict[int, Tensor] = {}
-        q, k, v, grad_out, call = given
+        q, k, v, grad_out, call = unguarded
         # All but the random state, which a forward may overwrite.
         options: list[Any] = [self._view(x) if isinstance(x, Tensor) else x for x in call]
         guarded = Call(*options)._replace(rng_state=call.rng_state)

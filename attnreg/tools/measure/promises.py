@@ -34,16 +34,16 @@ def _checked(run: Callable[..., Any], direction: Direction) -> Callable[..., Any
     return checked_against_contract(run, direction, "the kernel", lambda: None)
 
 
-def run_both(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
+def run_both(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return output and LSE, and the gradients if there is a backward. Unwritten elements are NaN."""
     with _uninitialized_is_nan():
-        return _results(kernels, given)
+        return _results(kernels, inputs)
 
 
-def results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
+def results(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
     """Return the same as in a program: in torch's deterministic mode if the call is deterministic."""
-    if not given.call.deterministic:
-        return _results(kernels, given)
+    if not inputs.call.deterministic:
+        return _results(kernels, inputs)
     # Aten's flash op reads the mode, but not a mode that only warns. In that mode torch refuses matrix
     # products on a GPU unless this variable is set.
     variable = "CUBLAS_WORKSPACE_CONFIG"
@@ -51,15 +51,15 @@ def results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
     os.environ.setdefault(variable, ":4096:8")
     try:
         with _deterministic_mode("error", filled=False):
-            return _results(kernels, given)
+            return _results(kernels, inputs)
     finally:
         if unset:
             del os.environ[variable]
 
 
 @torch.no_grad()
-def _results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
-    q, k, v, grad_out, call = given
+def _results(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
+    q, k, v, grad_out, call = inputs
     out, lse = kernels.forward(q, k, v, call._replace(grad_lse=None))
     if kernels.backward is None:
         return out, lse
@@ -102,12 +102,12 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
         raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
 
 
-def check_new(kernels: Kernels, given: Inputs) -> None:
+def check_new(kernels: Kernels, inputs: Inputs) -> None:
     """Check that a call writes to no result of an earlier call of its kind, which may still be in use.
 
     Raises `RegistrationError` if a result lies in the memory of an earlier result.
     """
-    earlier, later = run_both(kernels, given), run_both(kernels, given)
+    earlier, later = run_both(kernels, inputs), run_both(kernels, inputs)
     kept = {x.untyped_storage().data_ptr() for x in earlier if x.numel()}
     named = zip(Results._fields, later, strict=False)
     if shared := {name for name, x in named if x.numel() and x.untyped_storage().data_ptr() in kept}:
@@ -116,18 +116,18 @@ def check_new(kernels: Kernels, given: Inputs) -> None:
         )
 
 
-def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
+def check_seen_nan(kernels: Kernels, case: Case, inputs: Inputs) -> None:
     """Check that a NaN in a query, or in a key or value that it sees, is a NaN in its output and gradient.
 
     The LSE isn't checked, because kernels may return +inf. Neither are gradients of other keys. Raises
     `RegistrationError` if a row that sees the NaN has numbers.
     """
-    for field, tensor in zip(("query", "key", "value"), given[:3], strict=True):
+    for field, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
         changed = tensor.clone()
         (changed if case.varlen else changed[0])[0] = torch.nan
         replaced: dict[str, Any] = {field[0]: changed}
-        found = run_both(kernels, given._replace(**replaced))
-        named = dict(zip(Results._fields, found, strict=False))
+        returned = run_both(kernels, inputs._replace(**replaced))
+        named = dict(zip(Results._fields, returned, strict=False))
         count = 1 if field == "query" else case.lens_q[0]
         for name in ("out", "dq")[: 1 + ("dq" in named)]:
             rows = named[name] if case.varlen else named[name][0]
@@ -135,9 +135,9 @@ def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
                 raise RegistrationError(f"{name}: got numbers for a NaN in the {field}, expected NaN")
 
 
-def check_repeatable(kernels: Kernels, given: Inputs) -> None:
+def check_repeatable(kernels: Kernels, inputs: Inputs) -> None:
     """Check that a call with `deterministic` has the same bits each time; else raises `RegistrationError`."""
-    first, *others = (results(kernels, given) for _ in range(3))
+    first, *others = (results(kernels, inputs) for _ in range(3))
     pairs = [pair for other in others for pair in zip(Results._fields, first, other, strict=False)]
     if differing := {name for name, x, y in pairs if not torch.equal(x, y)}:
         raise RegistrationError(
@@ -145,17 +145,17 @@ def check_repeatable(kernels: Kernels, given: Inputs) -> None:
         )
 
 
-def check_dropout(kernels: Kernels, case: Case, given: Inputs) -> None:
+def check_dropout(kernels: Kernels, case: Case, inputs: Inputs) -> None:
     """Check how many weights are dropped, and that another random state drops others.
 
     Raises `RegistrationError` if either is wrong.
     """
-    q, k, v, _, call = given
+    q, k, v, _, call = inputs
     if call.rng_state is None:
         return
     other = call._replace(rng_state=(call.rng_state.view(torch.int64) + 1).view(torch.uint64))
     with torch.no_grad():
-        kept, others = (kept_weights(case, kernels.forward(q, k, v, one)[0]) for one in (call, other))
+        kept, others = (kept_weights(case, kernels.forward(q, k, v, drawn)[0]) for drawn in (call, other))
     count = case.heads[0] * sum(map(_seen, case.lens_q, case.lens_k, repeat(case.window)))
     dropped = 1.0 - float(kept.count_nonzero()) / count
     # Six standard deviations: of right kernels one in 500 million is beyond them.
@@ -175,7 +175,7 @@ def _seen(len_q: int, len_k: int, window: tuple[int, int]) -> int:
 def launched(
     specialize: Callable[..., Any],
     kernels: Kernels,
-    given: Inputs,
+    inputs: Inputs,
     results: tuple[Tensor, ...],
     earlier: Inputs,
 ) -> Iterator[tuple[Tensor, ...]]:
@@ -186,25 +186,27 @@ def launched(
     key. `results` are the kernel's own results, in the contract's shapes. Raises `RegistrationError` if a
     launcher's results have another form.
     """
-    *tensors, grad_out, call = given
+    *tensors, grad_out, call = inputs
     *before, grad_before, call_before = earlier
     out_before, lse_before, *_ = run_both(kernels, earlier)
-    has_same_layouts = [*map(_layout_class, earlier[:4])] == [*map(_layout_class, given[:4])]
+    has_same_layouts = [*map(_layout_class, earlier[:4])] == [*map(_layout_class, inputs[:4])]
     if not has_same_layouts or not lse_before.isfinite().all():
         return
 
-    def launches(direction: Direction, seen: list[Tensor], given: list[Tensor], own: Any) -> list[Any]:
+    def launches(
+        direction: Direction, first_inputs: list[Tensor], arguments: list[Tensor], own: Any
+    ) -> list[Any]:
         with torch.no_grad(), _uninitialized_is_nan():
-            launcher = specialize(direction, tuple(seen), call_before)
+            launcher = specialize(direction, tuple(first_inputs), call_before)
             # As a function, and as the compiled call cache calls it.
             ways: list[Any] = [launcher]
             if isinstance(launcher, AddressLauncher):
                 ways.append(launcher.on_addresses)
-            return [own if run is None else _launch(run, direction, given, call, own) for run in ways]
+            return [own if run is None else _launch(run, direction, arguments, call, own) for run in ways]
 
     for forward in launches("forward", before, tensors, results[:2]):
-        seen, wanted = [grad_before, *before, out_before, lse_before], [grad_out, *tensors, *forward]
-        for backward in launches("backward", seen, wanted, results[2:]) if kernels.backward else [()]:
+        first_inputs, wanted = [grad_before, *before, out_before, lse_before], [grad_out, *tensors, *forward]
+        for backward in launches("backward", first_inputs, wanted, results[2:]) if kernels.backward else [()]:
             yield *forward, *backward
 
 
@@ -217,10 +219,10 @@ def _layout_class(x: Tensor) -> tuple[object, ...]:
     return x.data_ptr() % 16 == 0, x.is_contiguous(), *map(stride_class, x.stride())
 
 
-def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:
+def _launch(run: Launcher, direction: Direction, arguments: list[Tensor], call: Call, own: Any) -> Any:
     """Return a launcher's results, checked like a kernel's; `own` if the launcher declines."""
     further: tuple[Any, ...] = ()
     if call.varlen:
         further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False
     further = further if call.sinks is None else (call.sinks, *further)
-    return _checked(lambda *_: run(*given, *further) or own, direction)(*given, call)
+    return _checked(lambda *_: run(*arguments, *further) or own, direction)(*arguments, call)

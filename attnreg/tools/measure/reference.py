@@ -86,20 +86,20 @@ def attend(
 
 
 @torch.enable_grad()  # a caller may have turned it off for the kernels
-def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
+def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
     """Return the results of a case, computed in one dtype throughout.
 
     `kept` are the factors of dropout (B, H, max_q, max_k) that `kept_weights` returns.
     """
-    q, k, v, grad = (_rows(x).detach().to(dtype) for x in (given.q, given.k, given.v, given.grad_out))
+    q, k, v, grad = (_rows(x).detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out))
     out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    call = given.call
+    call = inputs.call
     sinks = None if call.sinks is None else call.sinks.detach().to(dtype).requires_grad_()
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     grad_lse = None if call.grad_lse is None else _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype)
     # No row belongs to two groups, so each has gradients of its own: rows of no sequence keep zeros.
-    for batch, rows_q, rows_k in _same_lengths(case, given):
+    for batch, rows_q, rows_k in _same_lengths(case, inputs):
         bias = call.attn_bias
         if bias is not None:
             sizes = len(case.lens_q), case.heads[0], rows_q.shape[1], rows_k.shape[1]
@@ -124,9 +124,9 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
         if dsinks is not None:
             dsinks += of_sinks[0]
         out[rows_q], lse[rows_q] = part[0].detach(), part[1].detach().mT
-    like = given.grad_out, given.q, given.k, given.v
-    out, dq, dk, dv = (x.view(one.shape) for x, one in zip((out, dq, dk, dv), like, strict=True))
-    return Results(out, lse.view(given.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, dsinks)
+    like = inputs.grad_out, inputs.q, inputs.k, inputs.v
+    out, dq, dk, dv = (x.view(like_x.shape) for x, like_x in zip((out, dq, dk, dv), like, strict=True))
+    return Results(out, lse.view(inputs.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, dsinks)
 
 
 def sinks_of(lse: Tensor) -> Tensor:
@@ -141,9 +141,11 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     the shapes and dtypes of `out` and `lse`.
     """
     unseen = lse == -torch.inf
-    seen = lse.masked_fill(unseen, 0.0)
-    total = torch.logaddexp(seen, sinks[:, None])
-    return (out * (seen - total).exp().mT[..., None]).to(out.dtype), total.masked_fill(unseen, -torch.inf)
+    finite_lse = lse.masked_fill(unseen, 0.0)
+    total = torch.logaddexp(finite_lse, sinks[:, None])
+    return (out * (finite_lse - total).exp().mT[..., None]).to(out.dtype), total.masked_fill(
+        unseen, -torch.inf
+    )
 
 
 def kept_weights(case: Case, out: Tensor) -> Tensor:
@@ -160,16 +162,16 @@ def kept_weights(case: Case, out: Tensor) -> Tensor:
     return kept
 
 
-def _same_lengths(case: Case, given: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _same_lengths(case: Case, inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield sequences of equal lengths: their numbers and their rows of queries and of keys."""
     numbers_of = defaultdict(list)
     for number, lens in enumerate(zip(case.lens_q, case.lens_seen, strict=True)):
         if all(lens):
             numbers_of[lens].append(number)
-    rows_q, rows_k = rows_of(case.lens_q, case.lens_q), key_rows(case, given.call.block_table)
+    rows_q, rows_k = rows_of(case.lens_q, case.lens_q), key_rows(case, inputs.call.block_table)
     for numbers in numbers_of.values():
         stacked = (torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k))
-        at, queries, keys = (x.to(given.q.device) for x in (torch.tensor(numbers), *stacked))
+        at, queries, keys = (x.to(inputs.q.device) for x in (torch.tensor(numbers), *stacked))
         yield at, queries, keys
 
 

@@ -95,15 +95,15 @@ def measure(
         RegistrationError: the kernels break the contract otherwise: see `promises`.
         UnsupportedInputError: a kernel declines the case.
     """
-    given = inputs(case, device, seed)
-    guarded, kernels = Guarded(given), promises.checked(kernels)
+    drawn = inputs(case, device, seed)
+    guarded, kernels = Guarded(drawn), promises.checked(kernels)
     if case.sinks:
         kernels = _with_sinks(kernels)
     results = [promises.run_both(kernels, guarded.inputs)]
     kept = kept_weights(case, results[0][0]) if case.dropout else None
-    truth = attention(case, given, torch.float64, kept)
-    plain = attention(case, given, given.q.dtype, kept)
-    if kernels.specialize is not None and _may_be_specialized(case, given.call, truth):
+    truth = attention(case, drawn, torch.float64, kept)
+    plain = attention(case, drawn, drawn.q.dtype, kept)
+    if kernels.specialize is not None and _may_be_specialized(case, drawn.call, truth):
         for first in (case.reordered(), *same_class):
             earlier = Guarded(inputs(first, device, seed + 1)).inputs
             results += promises.launched(kernels.specialize, kernels, guarded.inputs, results[0], earlier)
@@ -116,7 +116,7 @@ def measure(
         promises.check_repeatable(kernels, guarded.inputs)
     if case.batch_invariant:
         check_batch_invariant(kernels, guarded.inputs, results)
-    errors = errors_of(results, plain, truth, given.q.dtype)
+    errors = errors_of(results, plain, truth, drawn.q.dtype)
     return {name: error._replace(factor=factor_of(case)) for name, error in errors.items()}
 
 
@@ -142,7 +142,9 @@ def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dt
     `got` are the results of kernels. `plain` is the result of plain PyTorch operations in the inputs'
     `dtype`, `truth` the result in float64. Any shape, the same for all.
     """
-    return Error(max(_distance(one, truth) for one in got), _distance(plain, truth), _rounding(truth, dtype))
+    return Error(
+        max(_distance(result, truth) for result in got), _distance(plain, truth), _rounding(truth, dtype)
+    )
 
 
 def measure_taken(
@@ -166,8 +168,8 @@ def measure_taken(
 def _with_sinks(kernels: Kernels) -> Kernels:
     """Return the kernels with sinks counted between forward and backward, as callers of theirs do."""
 
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = kernels.forward(*given)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernels.forward(*arguments)
         return with_sinks(out, lse, sinks_of(lse))
 
     return kernels._replace(forward=forward, specialize=None)

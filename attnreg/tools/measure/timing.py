@@ -144,9 +144,9 @@ def shuffled(items: Iterable[T]) -> list[T]:
     What ran before counts: on an H200 a kernel took up to 8 % longer in one place of an order and its
     reverse, in which neighbours stay neighbours, than in another.
     """
-    found = list(items)
-    _order.shuffle(found)
-    return found
+    order = list(items)
+    _order.shuffle(order)
+    return order
 
 
 def interleaved(measures: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
@@ -162,7 +162,7 @@ def interleaved(measures: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, l
 
 def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
     """Return the median of the ratios round by round."""
-    return statistics.median(one / other for one, other in zip(of, to, strict=True))
+    return statistics.median(taken / other for taken, other in zip(of, to, strict=True))
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: int = 7) -> float:

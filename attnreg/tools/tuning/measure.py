@@ -108,13 +108,13 @@ class Measurement:
             else:
                 runners.append(runner)
         self._take_turns(runners, results)
-        for one in runners:
-            if one.taken and one.name not in results:
-                results[one.name] = Measured(
-                    gpu_us=median(taken.device for taken in one.taken) * 1e6,
-                    host_us=median(taken.host for taken in one.taken) * 1e6,
-                    first_call_s=one.first_s,
-                    error=one.error,
+        for runner in runners:
+            if runner.taken and runner.name not in results:
+                results[runner.name] = Measured(
+                    gpu_us=median(taken.device for taken in runner.taken) * 1e6,
+                    host_us=median(taken.host for taken in runner.taken) * 1e6,
+                    first_call_s=runner.first_s,
+                    error=runner.error,
                 )
         return results
 
@@ -156,13 +156,13 @@ class Measurement:
 
     def _call(self, entry: Entry, direction: Direction) -> Callable[[], Any]:
         """Return what calls a kernel, the first time with the first copy."""
-        given: list[tuple[Any, ...]]
+        arguments: list[tuple[Any, ...]]
         if direction == "forward":
-            given = [(q, k, v, call._replace(grad_lse=None)) for q, k, v, _, call in self._inputs]
+            arguments = [(q, k, v, call._replace(grad_lse=None)) for q, k, v, _, call in self._inputs]
         else:
             both = zip(self._inputs, self._forwards, strict=True)
-            given = [(grad, q, k, v, out, lse, call) for (q, k, v, grad, call), (out, lse) in both]
-        kernel, turns = getattr(kernels_for(entry, self._spec, self._case), direction), cycle(given)
+            arguments = [(grad, q, k, v, out, lse, call) for (q, k, v, grad, call), (out, lse) in both]
+        kernel, turns = getattr(kernels_for(entry, self._spec, self._case), direction), cycle(arguments)
         return lambda: kernel(*next(turns))
 
     @cached_property
@@ -177,9 +177,11 @@ class Measurement:
                     continue
                 with torch.no_grad():
                     forward = kernels_for(entry, self._spec, self._case).forward
-                    found = [forward(*one[:3], one.call._replace(grad_lse=None)) for one in self._inputs]
-                if not self._wrong("forward", found[0]):
-                    return found
+                    results = [
+                        forward(*inputs[:3], inputs.call._replace(grad_lse=None)) for inputs in self._inputs
+                    ]
+                if not self._wrong("forward", results[0]):
+                    return results
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the next backend may work
                 problem = error
         raise problem
@@ -204,8 +206,8 @@ def _worth_it(runners: list[Runner]) -> list[Runner]:
 
     Their times of the first round are dropped as a warm-up. All others keep this single time.
     """
-    best = min((one.taken[0].device for one in runners), default=0.0)
-    kept = [one for one in runners if one.taken[0].device <= HOPELESS * best]
-    for one in kept:
-        one.calls = calls_for(ROUND_S, max(*one.taken.pop(), 1e-6), MOST_CALLS)
+    best = min((runner.taken[0].device for runner in runners), default=0.0)
+    kept = [runner for runner in runners if runner.taken[0].device <= HOPELESS * best]
+    for runner in kept:
+        runner.calls = calls_for(ROUND_S, max(*runner.taken.pop(), 1e-6), MOST_CALLS)
     return kept

@@ -113,14 +113,14 @@ def grid(name: str, device: Device) -> list[AttentionSpec]:
     # Three sizes of each usual kind, then two calls of those for one of the others.
     head = 3 * sum(kind.usual for kind in kinds)
     rest = zip_longest(usual[head::2], usual[head + 1 :: 2], rare)
-    found = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
-    return list(dict.fromkeys(found))
+    specs = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
+    return list(dict.fromkeys(specs))
 
 
 def coarse_to_fine(groups: Iterable[Sequence[T]]) -> Iterator[T]:
     """Yield the middle of each group, its ends, then the middles of the gaps, and so on; groups alternate."""
     for turn in zip_longest(*([group[i] for i in _halving(len(group))] for group in groups)):
-        yield from (one for one in turn if one is not None)
+        yield from (member for member in turn if member is not None)
 
 
 def _halving(count: int) -> list[int]:
@@ -248,8 +248,8 @@ def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
     reach = min(mean, longest - mean)
     ramp = [mean + reach * (2 * (i + 0.5) / others - 1) for i in range(others)]
     ends = [round(end) for end in accumulate(ramp)]
-    found = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    return (longest, *(min(max(length, 0), longest) for length in found))
+    shorter = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return (longest, *(min(max(length, 0), longest) for length in shorter))
 
 
 def small_cases(spec: AttentionSpec) -> tuple[Case, ...]:

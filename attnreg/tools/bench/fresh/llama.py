@@ -75,8 +75,8 @@ class Model:
     def _plain(self) -> dict[torch.dtype, Any]:
         """The model by plain PyTorch: in float64, and in its own dtype."""
         copies = {dtype: copy.deepcopy(self.model).to(dtype) for dtype in (torch.float64, self.dtype)}
-        for one in copies.values():
-            one.set_attn_implementation("eager")
+        for plain in copies.values():
+            plain.set_attn_implementation("eager")
         return copies
 
     def draw(self, chance: random.Random, total: int) -> Documents:
@@ -104,7 +104,7 @@ class Model:
         The logits are (length of the document, vocabulary), the gradient has the shape of its weight.
         """
         alone = {"input_ids": batch.last, "labels": batch.last}
-        exact, plain = (_results(one, alone, batch.last.shape[1]) for one in self._plain.values())
+        exact, plain = (_results(model, alone, batch.last.shape[1]) for model in self._plain.values())
         errors = {
             name: compare((ours,), theirs, truth, self.dtype)
             for name, ours, theirs, truth in zip(("logits", "gradient"), results, plain, exact, strict=True)

@@ -244,5 +244,5 @@ def _ran() -> dict[str, set[str]]:
 
 def _in_words(ran: Mapping[str, set[str]], step: str) -> str:
     """Return what ran, the backward apart where that was another; where nothing is counted, torch's own."""
-    forward, backward = ("+".join(sorted(ran[one])) or "torch" for one in ("forward", "backward"))
+    forward, backward = ("+".join(sorted(ran[direction])) or "torch" for direction in ("forward", "backward"))
     return forward if step == FORWARD or forward == backward else f"{forward}, {backward}"
