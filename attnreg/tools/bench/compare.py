@@ -6,7 +6,7 @@ import functools
 import inspect
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +151,32 @@ def checked(
         else:
             right[name] = Checked(side, error, backends)
     return right
+
+
+def rows_in_time(
+    shapes: Sequence[Shape],
+    names: Sequence[str],
+    measure: Callable[[Shape, Job], dict[str, Any] | None],
+    job: Job,
+    noun: str,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Measure shapes while there is time, and yield each shape's number and row.
+
+    A shape without a row is skipped. The job records shapes that raise, by their name, and how many shapes
+    there was no time for.
+    """
+    for number, (shape, name) in enumerate(zip(shapes, names, strict=True)):
+        job.advance(number, len(shapes), str(shape))
+        if job.late:
+            job.leave_out(f"{len(shapes) - number} of {len(shapes)} {noun}", "the time was spent")
+            return
+        try:
+            row = measure(shape, job)
+        except Exception as problem:  # noqa: BLE001 - the other shapes are worth their figures
+            job.leave_out(name, short(problem))
+            continue
+        if row is not None:
+            yield number, row
 
 
 def short(problem: Exception) -> str:

@@ -48,8 +48,9 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [
         {
             "step": step, "bound": bound, "way": name, "shapes": len(ratios),
-            "mean": statistics.fmean(ratios), "median": percentile(ratios, 50), "p90": percentile(ratios, 90), "p99": percentile(ratios, 99),
-            "worst": max(ratios), "above": sum(loss > MUCH for loss in ratios) / len(ratios),
+            "mean": statistics.fmean(ratios), "median": percentile(ratios, 50),
+            "p90": percentile(ratios, 90), "p99": percentile(ratios, 99), "worst": max(ratios),
+            "above": sum(loss > MUCH for loss in ratios) / len(ratios),
         }
         for step in (FORWARD, BOTH)
         for bound in (ALL, BY_HOST, BY_DEVICE)

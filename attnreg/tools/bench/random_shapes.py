@@ -31,7 +31,7 @@ from attnreg.core.times.turns import MOST_TURNS
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.ahead import compile_ahead
-from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, short
+from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, rows_in_time
 from attnreg.tools.bench.losses import BY_DEVICE, BY_HOST, best_of, summary, tables, worst_of
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.selection import strategies
@@ -88,8 +88,12 @@ def measure(job: Job, count: int, seed: int) -> None:
     table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     _compile_ahead(job, count, seed)
+    shapes = [draw(seed, number, job.device.type) for number in range(count)]
+    names = [f"{number}: {shape}" for number, shape in enumerate(shapes)]
     with adaptive.from_nothing():
-        _measure(job, count, seed, table, rows)
+        for number, row in rows_in_time(shapes, names, _row, job, "shapes"):
+            rows.append({"number": number} | row)
+            job.keep({"seed": seed, "table": table, "rows": [*rows]})
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
@@ -105,23 +109,6 @@ def _compile_ahead(job: Job, count: int, seed: int) -> None:
     specs = [draw(seed, number, device.type).spec(device) for number in range(count)]
     one_of_each = {kind_of(spec, "forward"): spec for spec in specs}
     compile_ahead(one_of_each.values(), map(registry.find, job.backends), job.deadline - time.monotonic())
-
-
-def _measure(job: Job, count: int, seed: int, table: str, rows: list[dict[str, Any]]) -> None:
-    for number in range(count):
-        shape = draw(seed, number, job.device.type)
-        job.advance(number, count, str(shape))
-        if job.late:
-            job.leave_out(f"{count - number} of {count} shapes", "the time was spent")
-            break
-        try:
-            row = _row(shape, job)
-        except Exception as problem:  # noqa: BLE001 - the other shapes are worth their figures
-            job.leave_out(f"{number}: {shape}", short(problem))
-            continue
-        if row is not None:
-            rows.append({"number": number} | row)
-            job.keep({"seed": seed, "table": table, "rows": [*rows]})
 
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:

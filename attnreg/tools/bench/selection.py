@@ -29,7 +29,7 @@ from attnreg.core import registry
 from attnreg.core.dispatch import counters, planning
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
-from attnreg.tools.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, short
+from attnreg.tools.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, rows_in_time
 from attnreg.tools.bench.report import Job, Table
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
 from attnreg.tools.bench.sides import Side
@@ -49,17 +49,8 @@ def measure(job: Job) -> None:
     table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     results: dict[str, Any] = {}
-    for number, shape in enumerate(shapes):
-        job.advance(number, len(shapes), str(shape))
-        if job.late:
-            job.leave_out(f"{len(shapes) - number} of {len(shapes)} cases", "the time was spent")
-            break
-        try:
-            row = _row(shape, job)
-        except Exception as problem:  # noqa: BLE001 - the other cases are worth their figures
-            job.leave_out(str(shape), short(problem))
-            continue
-        rows += [row] if row else []
+    for _, row in rows_in_time(shapes, list(map(str, shapes)), _row, job, "cases"):
+        rows.append(row)
         summed, gained = summary(rows), gains(rows)
         reached = aims(summed, gained)
         results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": [*rows]}

@@ -233,9 +233,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("part", "table"),
         """Measure calls whose lengths are new in every step.
 
-        Beside each: the same batch repeated, and what torch takes.
+        Each is compared with the same batch repeated, and with torch's own function.
 
-        Example: attnreg bench fresh --quick --part varlen,decode
+        Example: attnreg bench fresh --quick --part decode,dense
         """,
     ),
     "selection": (

@@ -183,10 +183,9 @@ def _print(backends: list[dict[str, Any]], device: torch.device) -> None:
         output.table("Declared and never run", never, ("backend", "", "what"))
     headers = ("backend", "right", "wrong", "skipped", "worst", "where")
     output.table("Summary", map(_summary, backends), headers)
-    for again in [row["repeat"] for backend in backends for row in backend["rows"] if row["repeat"]][
-        :REPEATS
-    ]:
-        output.console().print(f"repeat one: {again}")
+    repeats = [row["repeat"] for backend in backends for row in backend["rows"] if row["repeat"]]
+    for command in repeats[:REPEATS]:
+        output.console().print(f"repeat one: {command}")
     output.console().print(LEGEND)
 
 
