@@ -5,8 +5,7 @@
 The table (by default the one that ships for the H200) chooses for the shapes of RUN, which `attnreg bench
 selection --out RUN` wrote, with `--random` or without, by the times of that run: what another table would
 have reached on the same shapes, without what it would change in the times themselves. `--python` says that
-RUN was without the compiled part. `attnreg tune --check` needs no run: it chooses each point of a table by
-the others.
+RUN was without the compiled part.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnreg.core import registry
 from attnreg.core.contract.spec import Device
+from attnreg.core.selection.predictions import reordered
 from attnreg.core.times import table
 from attnreg.core.times.index import Kinds
 from attnreg.core.times.kinds import PROCESSORS
@@ -29,11 +29,12 @@ from attnreg.tools.bench.random_shapes import draw
 from attnreg.tools.bench.report import save, show
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
 from attnreg.tools.bench.summary import FIXED
-from attnreg.tools.tuning.review import choice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from attnreg.core.contract.spec import AttentionSpec
+    from attnreg.core.registry.entry import Entry
     from attnreg.core.selection.predictions import Prediction
     from attnreg.tools.bench.shapes import Shape
 
@@ -68,6 +69,23 @@ def chosen(kinds: Kinds, shape: Shape, step: str, compiled: bool) -> Prediction 
     if step == FORWARD:
         spec = dataclasses.replace(spec, needs_backward=False)
     return predict(kinds, spec, "forward" if step == FORWARD else "backward", "table", compiled)
+
+
+def choice(
+    prediction: Prediction | None, spec: AttentionSpec, able: Iterable[str], entries: Mapping[str, Entry]
+) -> str:
+    """Return which of the backends that can run a call is chosen."""
+    known = {name: entry for name in able if (entry := entries.get(name.casefold()))}
+    priority = {name: entry.priority(spec) for name, entry in known.items()}
+    default = sorted(able, key=lambda name: -priority.get(name, 0))
+    if not spec.varlen and not spec.capturing:
+        # Below SDPA torch's own kernel, cuDNN on a Hopper GPU, comes first in the default order.
+        default.sort(key=lambda name: name != "cuDNN")
+    if prediction is None:
+        return default[0]
+    lower = [name.casefold() for name in default]
+    best = reordered(lower, lower, prediction)[0]
+    return next(name for name in default if name.casefold() == best)
 
 
 def by_run(kinds: Kinds, results: Mapping[str, Any], compiled: bool) -> dict[str, Any]:

@@ -1,22 +1,28 @@
 """Whether a backend's decisions are those of the classes of lengths that its cuts make.
 
-Calls of a kind whose lengths are of one class are decided once (`contract.lengths`). Here lengths are drawn,
-as often just around a cut as far from all, and what is decided about two of one class is compared.
+Calls of a kind whose lengths are of one class are decided once (`contract.lengths`). Here lengths are drawn:
+half of them beside a cut, half anywhere. Then the decisions about calls of the same class are compared.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
-from attnreg.core.contract.lengths import OF_ALL, Cut, Lengths
+from attnreg.core.contract.lengths import OF_ALL, Cut, Lengths, cuts_of_window
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.state import CallKind
 from attnreg.core.registry.entry import Entry
+from attnreg.tools.measure import Case
 
 # How far lengths are drawn: of sequences and the longest as kernels count them, of tokens as memory has them.
 MOST_SEQUENCES, LONGEST, MOST_TOKENS = 2**20, 2**31 - 1, 2**40
+
+# How many factors are drawn for a shorter and for a longer case of the same class.
+DRAWS = 4
 
 LIMITS = {
     "batch": MOST_SEQUENCES,
@@ -89,7 +95,9 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
         cuts = (*OF_ALL, *entry.cuts(spec, direction))
         drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
         for group in by_class(drawn, cuts):
-            first = next((one for one in group if not entry.unnamed_reads(one, direction)), None)
+            first = next(
+                (candidate for candidate in group if not entry.unnamed_reads(candidate, direction)), None
+            )
             for other in group:
                 if first is not None and decided(entry, other, direction) != decided(entry, first, direction):
                     return _described(entry, direction, first, other)
@@ -101,12 +109,39 @@ def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bo
     return not entry.reasons(spec, direction), entry.priority(spec)
 
 
+def of_same_class(entry: Entry, case: Case, spec: AttentionSpec, seed: int) -> list[Case]:
+    """Return a shorter and a longer case of the kind and length class of `case`, whose spec is `spec`.
+
+    So a launcher that is specialized for these cases has to run `case`, too. Query and key lengths change. If
+    the class fixes the query lengths, only key lengths change, and the reverse. The list lacks a case if no
+    draw is of the class. It is empty if the backend reads lengths that no cut names: such a backend's
+    launchers are cached by exact lengths.
+    """
+    directions: tuple[Direction, ...] = get_args(Direction)
+    if any(entry.unnamed_reads(spec, direction) for direction in directions):
+        return []
+    cuts = [*OF_ALL, *cuts_of_window(*spec.window)]
+    cuts += (cut for direction in directions for cut in entry.cuts(spec, direction))
+    draw = random.Random(f"{seed} {case}")
+    cases: list[Case] = []
+    for low, high in ((0.2, 0.8), (1.2, 2.0)):
+        factors = [draw.uniform(low, high) for _ in range(DRAWS)]
+        scaled = [case.scaled(factor, factor) for factor in factors]
+        if not case.one_cu_seqlens:
+            scaled += [case.scaled(1.0, factor) for factor in factors]
+            scaled += [case.scaled(factor, 1.0) for factor in factors]
+        specs = {other: other.spec(spec.device) for other in scaled if other.lens != case.lens}
+        alike = (other for other, of_other in specs.items() if len(by_class((spec, of_other), cuts)) == 1)
+        cases += itertools.islice(alike, 1)
+    return cases
+
+
 def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
-    said = (
+    reasons = (
         "; ".join(entry.reasons(spec, direction)) or f"none, and rank {entry.priority(spec)}" for spec in pair
     )
     lengths = (str(dict(zip(Lengths._fields, Lengths.of(spec), strict=True))) for spec in pair)
-    first, second = (f"{text} for {of}" for text, of in zip(said, lengths, strict=True))
+    first, second = (f"{text} for {of}" for text, of in zip(reasons, lengths, strict=True))
     return (
         f"cuts: got lengths of one class with different reasons against a {direction}, {first}, "
         f"and {second}; expected a Cut between them, wherever the backend decides by a length"

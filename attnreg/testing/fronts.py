@@ -48,18 +48,20 @@ def measure_front(
     Raises:
         RegistrationError: another backend has its name, or the calls didn't reach it.
     """
-    found: dict[str, Error] = {}
+    largest: dict[str, Error] = {}
     with _known(backend), _chosen(front, backend):
         for number in range(CALLS):
             drawn = case.reordered() if number % 2 else case
-            given = inputs(drawn, device, seed + number)
+            arguments = inputs(drawn, device, seed + number)
             with torch.set_grad_enabled(backward):
-                results = _reaching(backend.name, partial(_called, front, backend.name, given))
-            truth, plain = (attention(drawn, given, dtype) for dtype in (torch.float64, given.q.dtype))
+                results = _reaching(backend.name, partial(_called, front, backend.name, arguments))
+            truth, plain = (
+                attention(drawn, arguments, dtype) for dtype in (torch.float64, arguments.q.dtype)
+            )
             for name, got in results.items():
-                error = compare((got,), getattr(plain, name), getattr(truth, name), given.q.dtype)
-                found[name] = max(found.get(name, error), error, key=lambda one: one.share)
-    return found
+                error = compare((got,), getattr(plain, name), getattr(truth, name), arguments.q.dtype)
+                largest[name] = max(largest.get(name, error), error, key=lambda each: each.share)
+    return largest
 
 
 def against(front: str, case: Case, device: torch.device) -> tuple[str, ...]:
@@ -92,12 +94,12 @@ def _chosen(front: str, backend: Backend) -> AbstractContextManager[object]:
     return api.register_backend(backend) if front.endswith("register_backend") else nullcontext()
 
 
-def _called(front: str, name: str, given: Inputs) -> dict[str, Tensor]:
+def _called(front: str, name: str, arguments: Inputs) -> dict[str, Tensor]:
     """Return what a call gives, in the contract's shapes."""
-    *tensors, grad_out, call = given
+    *tensors, grad_out, call = arguments
     recording = torch.is_grad_enabled()
     leaves = [x.detach().requires_grad_(recording) for x in tensors]
-    found: dict[str, Tensor] = {}
+    returned: dict[str, Tensor] = {}
     if front.startswith("SDPA"):
         query, key, value = (x.transpose(1, 2) for x in leaves)
         options: dict[str, Any] = {"is_causal": call.window == (-1, 0), "scale": call.scale}
@@ -107,9 +109,9 @@ def _called(front: str, name: str, given: Inputs) -> dict[str, Tensor]:
         options = {"scale": call.scale, "window_size": call.window, "enable_gqa": True}
         options |= {"backend": name if front.endswith("(backend=)") else None}
         packed: Any = varlen_attn
-        out, found["lse"] = packed(*leaves, *lengths, return_aux=AuxRequest(lse=True), **options)
+        out, returned["lse"] = packed(*leaves, *lengths, return_aux=AuxRequest(lse=True), **options)
     grads = torch.autograd.grad(out, leaves, grad_out) if recording else ()
-    return {"out": out.detach(), **found, **dict(zip(Results._fields[2:], grads, strict=False))}
+    return {"out": out.detach(), **returned, **dict(zip(Results._fields[2:], grads, strict=False))}
 
 
 def _reaching(name: str, call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

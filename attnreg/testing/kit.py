@@ -20,16 +20,17 @@ from attnreg.core.dispatch.planning import device_of
 from attnreg.core.registry.entry import CHECK_FAILED, Entry
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
-from attnreg.testing.classes import difference
+from attnreg.testing.classes import difference, of_same_class
 from attnreg.testing.fronts import against, measure_front
 from attnreg.tools.measure import Case, Error, inputs, measure_taken
 from attnreg.tools.measure.inputs import Guarded
 from attnreg.tools.measure.promises import check_new
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-# In cases of so few query tokens kernels run twice more: one that keeps memory for results does so in any.
+# Cases of so few query tokens run twice more, to find kernels that reuse memory of earlier results. Such a
+# kernel reuses it in every case.
 FEW_TOKENS = 32
-# A reason against a call has what was got, or what is missing here; known issues have a link.
+# A clear reason against a call names what it got, or what it needs. Known issues have a link.
 CLEAR = re.compile(r"\bgot\b|\bneeds?\b|; see http")
 
 
@@ -72,9 +73,9 @@ class Report(NamedTuple):
     """What came of all checks of a backend.
 
     Attributes:
-        outcomes: one for each check.
-        never_ran: what the backend declares, and yet refused in every case, with a reason.
-        repeat: the line that repeats one check, with `{}` for its name.
+        outcomes: The outcomes of the checks.
+        never_ran: A sentence for each thing that the backend declares and refuses in every case.
+        repeat: The line of Python that repeats a check, with `{}` for the check's name.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -83,7 +84,7 @@ class Report(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether something was run, everything that was is right, and everything declared was."""
+        """Whether a check ran, all that ran are right, and all that the backend declares ran."""
         ran = [outcome for outcome in self.outcomes if not outcome.refused]
         return bool(ran) and not self.never_ran and all(outcome.passed for outcome in ran)
 
@@ -93,7 +94,7 @@ class Report(NamedTuple):
         return Counter(
             reason
             for outcome in self.outcomes
-            for reason in {one.partition(", got")[0] for one in outcome.reasons}
+            for reason in {reason_text.partition(", got")[0] for reason_text in outcome.reasons}
         )
 
     def __str__(self) -> str:
@@ -110,11 +111,11 @@ class Conformance:
     """A backend and its checks on a device.
 
     Args:
-        backend: the name of a known backend, or a `Backend`.
-        device: where to run it; unless given, a GPU if it serves one that is here, else the CPU.
-        dtypes: names of dtypes; unless given, see `checks_for`.
-        seed: of the drawn cases and of all values.
-        full: whether the cases that take seconds or gigabytes are among the checks.
+        backend: The name of a known backend, or a `Backend`.
+        device: The device to run on. Default: this machine's GPU if the backend serves GPUs, else the CPU.
+        dtypes: Names of dtypes. Default: see `checks_for`.
+        seed: The seed of the drawn cases and of all values.
+        full: Whether the checks include cases that take seconds or gigabytes.
 
     Attributes:
         checks: all of them, refused ones included.
@@ -134,22 +135,22 @@ class Conformance:
         *,
         full: bool = False,
     ) -> None:
-        found = backend if isinstance(backend, Backend) else registry.find(backend).backend
-        if found is None:
+        under_test = backend if isinstance(backend, Backend) else registry.find(backend).backend
+        if under_test is None:
             raise BackendUnavailableError(f"{backend} {registry.find(str(backend)).unavailable()}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InvalidInputError(f"seed: got {seed!r}, expected an integer")
-        self.backend, self.seed, self.dtypes = found, seed, _dtypes(dtypes)
+        self.backend, self.seed, self.dtypes = under_test, seed, _dtypes(dtypes)
         self._is_named = isinstance(backend, str)
         if device is None:
-            device = "cuda" if "cuda" in found.devices and torch.cuda.is_available() else "cpu"
+            device = "cuda" if "cuda" in under_test.devices and torch.cuda.is_available() else "cpu"
         try:
             self.device = torch.device(device)
         except (RuntimeError, TypeError):
             raise InvalidInputError(f"device: got {device!r}, expected 'cpu', 'cuda' or 'cuda:N'") from None
-        self.checks = checks_for(found, self.dtypes, seed, full)
+        self.checks = checks_for(under_test, self.dtypes, seed, full)
         # What it lacks here, its loading says: a fake package, say, lacks nothing.
-        self._entry = Entry(found.name, "attnreg.testing", replace(found, unavailable=lambda: None))
+        self._entry = Entry(under_test.name, "attnreg.testing", replace(under_test, unavailable=lambda: None))
 
     def run(self, check: Check | Case) -> Outcome:
         """Run one check, unless the backend refuses it.
@@ -166,7 +167,8 @@ class Conformance:
             return Outcome(check, {}, forward, unclear)
         try:
             runnable = kernels._replace(backward=None) if backward else kernels
-            errors, declined = measure_taken(runnable, check.case, self.device, self.seed)
+            alike = of_same_class(self._entry, check.case, spec, self.seed) if runnable.specialize else []
+            errors, declined = measure_taken(runnable, check.case, self.device, self.seed, alike)
             if not declined and sum(check.case.lens_q) <= FEW_TOKENS:
                 check_new(runnable, Guarded(inputs(check.case, self.device, self.seed)).inputs)
             if check.front:
@@ -178,18 +180,18 @@ class Conformance:
 
     def report(self, outcomes: Iterable[Outcome]) -> Report:
         """Return what came of these checks; if they are all checks, also what was declared and never ran."""
-        found = {outcome.check: outcome for outcome in outcomes}
-        never = self.never_ran(found.__getitem__) if len(found) == len(self.checks) else ()
+        outcome_of = {outcome.check: outcome for outcome in outcomes}
+        never = self.never_ran(outcome_of.__getitem__) if len(outcome_of) == len(self.checks) else ()
         options = {"device": str(self.device), "dtypes": self.dtypes, "seed": self.seed}
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+        options_text = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
         imported, argument = ("", repr(self.backend.name)) if self._is_named else _variable(self.backend)
-        call = f"check_backend({argument}, {given}, cases=[{{}}])"
+        call = f"check_backend({argument}, {options_text}, cases=[{{}}])"
         repeat = f"from attnreg.testing import check_backend; {imported}{call}"
-        return Report(tuple(found.values()), tuple(never), repeat)
+        return Report(tuple(outcome_of.values()), tuple(never), repeat)
 
     def never_ran(self, run: Callable[[Check], Outcome]) -> list[str]:
         """Return a sentence for each thing that a direction declares and refuses in every check."""
-        found = []
+        sentences = []
         directions = ("forward", "out", self.backend.forward), ("backward", "dq", self.backend.backward)
         for direction, tensor, limits in directions:
             for ability in declared(limits):
@@ -204,13 +206,13 @@ class Conformance:
                     # What needs something that isn't here is no fault of the declaration.
                     if not any(re.search(r"\bneeds?\b", reason) for reason in reasons):
                         refusals = "; ".join(reasons) or "no check asks for it"
-                        found.append(f"its {direction} declares {ability}, but never ran it: {refusals}")
-        return found
+                        sentences.append(f"its {direction} declares {ability}, but never ran it: {refusals}")
+        return sentences
 
     def _unclear(self, spec: AttentionSpec, reasons: tuple[str, ...]) -> str:
         """Return what is wrong with the reasons that `Backend.refuses` gives; empty if nothing is."""
-        limits = [one for one in (self.backend.forward, self.backend.backward) if one is not None]
-        by_limits = [reason for one in limits for reason in one.unsupported(spec)]
+        directions = filter(None, (self.backend.forward, self.backend.backward))
+        by_limits = [reason for limits in directions for reason in limits.unsupported(spec)]
         for reason in reasons:
             if reason.startswith(CHECK_FAILED):
                 return reason
@@ -239,10 +241,10 @@ def _variable(backend: Backend) -> tuple[str, str]:
     return "", f"<the Backend {backend.name!r} that was given>"
 
 
-def _dtypes(given: Iterable[str]) -> tuple[str, ...]:
+def _dtypes(dtypes: Iterable[str]) -> tuple[str, ...]:
     """Return the names of dtypes as torch has them."""
-    _check_list("dtypes", given, "names of dtypes")
-    names = tuple(map(canonical_dtype, given))
+    _check_list("dtypes", dtypes, "names of dtypes")
+    names = tuple(map(canonical_dtype, dtypes))
     for name in names:
         dtype = getattr(torch, name, None)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -252,9 +254,9 @@ def _dtypes(given: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def _check_list(name: str, given: object, of: str) -> None:
-    if isinstance(given, str) or not isinstance(given, Iterable):  # each letter of a text would be one
-        raise InvalidInputError(f"{name}: got {given!r}, expected a list of {of}")
+def _check_list(name: str, value: object, of: str) -> None:
+    if isinstance(value, str) or not isinstance(value, Iterable):  # each letter of a text would be one
+        raise InvalidInputError(f"{name}: got {value!r}, expected a list of {of}")
 
 
 def check_backend(

@@ -77,9 +77,9 @@ def warmup(
         attnreg.warmup({"dtype": "bf16", "heads_q": 32, "heads_k": 8, "head_dim": 128, "varlen": True,
                         "window": (-1, 0), "needs_backward": True})
 
-    What is compiled stays in this process. A backend that keeps kernels on disk, as FA4 does, also writes
-    them to its cache folder. cuDNN's execution plans last as long as the process; a dense plan is for exactly
-    its shape. The calls are in no counter and no recording. Each is logged at level info.
+    What is compiled stays in this process. A backend that caches kernels on disk, as FA4 does, also writes
+    them to its cache folder. cuDNN's execution plans last as long as the process. A dense plan runs only
+    its exact shape. No counter and no recording includes the calls. Each is logged at level info.
 
     Args:
         kinds: an `AttentionSpec`, which is run with its own lengths; or a dict of its fields: `dtype`
@@ -109,13 +109,13 @@ def warmup(
     if entry is not None:
         entry.kernels()  # raises if it can't load
     building.ensure_built()
-    found = []
+    results = []
     for kind in wanted:
         for direction in kind.directions:
             for result in run_decided(kind, direction) if entry is None else [_run(kind, direction, entry)]:
                 log.log(logging.INFO if result.error is None else logging.WARNING, "warmup: %s", result)
-                found.append(result)
-    return found
+                results.append(result)
+    return results
 
 
 def run_decided(kind: Kind, direction: Direction) -> list[FirstCall]:
@@ -175,8 +175,8 @@ def run_once(spec: AttentionSpec, direction: Direction, entry: Entry, against: s
             calls = list(_calls(spec, direction, entry, device))
             _synchronize(device)
             started = time.perf_counter()
-            for one, arguments in calls:
-                entry.kernel(direction, one)(*arguments)
+            for kernel_spec, arguments in calls:
+                entry.kernel(direction, kernel_spec)(*arguments)
             _synchronize(device)
             took = time.perf_counter() - started
     except UnsupportedInputError as error:
@@ -192,31 +192,31 @@ def _calls(
     """Yield each call of a kernel that a program makes for such a call, and the kernel's arguments."""
     query, key, value, grad_out, call = representatives.tensors_of(spec, device)
     call = call._replace(grad_lse=None) if direction == "forward" else call._replace(num_splits=None)
-    given: tuple[Any, ...] = (query, key, value)
+    arguments: tuple[Any, ...] = (query, key, value)
     if direction == "backward":
         heads, rows = spec.heads_q, query.shape[:-2]
         shape = (heads, *rows) if spec.varlen else (rows[0], heads, rows[1])
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         lse = torch.zeros(shape, dtype=dtype, device=device)
-        given = (grad_out, *given, torch.zeros_like(grad_out), lse)
+        arguments = (grad_out, *arguments, torch.zeros_like(grad_out), lse)
     # The first call of a plan is given no sinks, so both kernels run.
-    yield spec.without_sinks, (*given, call._replace(sinks=None))
+    yield spec.without_sinks, (*arguments, call._replace(sinks=None))
     if call.sinks is not None and entry.counts_sinks(spec, direction):
-        yield spec, (*given, call)
+        yield spec, (*arguments, call)
 
 
-def _kind(given: AttentionSpec | Mapping[str, Any], device: str | torch.device | None) -> Kind:
+def _kind(described: AttentionSpec | Mapping[str, Any], device: str | torch.device | None) -> Kind:
     """Return the kind that a program describes, on a device of this machine."""
-    if not isinstance(given, AttentionSpec | Mapping):
-        raise InvalidInputError(f"kind: got {given!r}, expected an AttentionSpec or a dict of its fields")
-    own = given.device if isinstance(given, AttentionSpec) else given.get("device")
+    if not isinstance(described, AttentionSpec | Mapping):
+        raise InvalidInputError(f"kind: got {described!r}, expected an AttentionSpec or a dict of its fields")
+    own = described.device if isinstance(described, AttentionSpec) else described.get("device")
     if isinstance(own, Device):
         own = own.arch if own.simulated else _name_of(own)
     place = planning.device_of(_present(own if device is None else device))
-    if isinstance(given, AttentionSpec):
-        kind = representatives.one_call(replace(given, device=place))
+    if isinstance(described, AttentionSpec):
+        kind = representatives.one_call(replace(described, device=place))
     else:
-        kind = representatives.without_lengths(given, place)
+        kind = representatives.without_lengths(described, place)
     if not isinstance(getattr(torch, kind.spec.dtype, None), torch.dtype):
         raise InvalidInputError(f"kind: got dtype {kind.spec.dtype!r}, expected that of a tensor")
     return kind
@@ -232,16 +232,16 @@ def _present(named: object) -> torch.device:
     if named is None:
         named = "cuda" if gpus else "cpu"
     try:
-        found: torch.device = torch.device(named)  # type: ignore[call-overload]
+        place: torch.device = torch.device(named)  # type: ignore[call-overload]
     except (RuntimeError, TypeError):
-        found = torch.device("meta")
-    if found.type == "cuda" and gpus and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    if found.type == "meta" or (found.type == "cuda" and found.index not in range(gpus)):
+        place = torch.device("meta")
+    if place.type == "cuda" and gpus and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    if place.type == "meta" or (place.type == "cuda" and place.index not in range(gpus)):
         raise InvalidInputError(
             f"device: got {str(named)!r}, expected one of this machine: cpu, cuda or cuda:N"
         )
-    return found
+    return place
 
 
 def _synchronize(device: torch.device) -> None:

@@ -60,6 +60,12 @@ def test_decoding_is_timed_with_a_cache_that_grows_and_one_that_does_not_beside_
         assert row["over_yardstick"] == pytest.approx(row["milliseconds"] / torchs["milliseconds"], rel=1e-3)
 
 
+@pytest.mark.parametrize("options", [("varlen,decode",), ("decode", "--part", "varlen")])
+def test_several_parts_are_measured_together(options):
+    rows = measured("--backend", "math", "--part", *options)
+    assert {row["part"] for row in rows} == {"varlen", "decode"}
+
+
 @pytest.mark.parametrize(
     ("part", "case"),
     [
@@ -81,7 +87,7 @@ def test_a_llama_is_timed_by_name_and_below_sdpa_with_new_documents_and_new_tota
 
 
 def test_the_cache_of_flash_attns_function_is_one_memory_and_holds_what_the_batch_says():
-    rows = attention.rows(Job(CPU, ("cpu",), 1, part="decode"))
+    rows = attention.rows(Job(CPU, ("cpu",), 1, parts=("decode",)))
     (row,) = (row for row in rows if attention.KVCACHE in row.case)
     side, drawn = row.sides[OURS], [row.streams["new"].draw() for _ in range(3)]
     assert [batch.case.max_k for batch in drawn] == [8, 9, 10]
@@ -94,7 +100,7 @@ def test_the_cache_of_flash_attns_function_is_one_memory_and_holds_what_the_batc
 def test_no_two_calls_of_a_row_have_the_same_lengths(monkeypatch):
     drawn, made = [], attention.Batch
     monkeypatch.setattr(attention, "Batch", lambda shape, device: drawn.append(shape) or made(shape, device))
-    job = Job(CPU, ("cpu", "math"), 2, quick=True, part="varlen")
+    job = Job(CPU, ("cpu", "math"), 2, quick=True, parts=("varlen",))
     rows = turns.measured(attention.rows(job)[0], job)
     new = sum(row["calls"] for row in rows if row["stream"] == "new")
     assert len(drawn) > new > 0
@@ -143,12 +149,12 @@ def test_every_part_of_the_command_has_rows():
     rows = [*attention.rows(Job(CPU, ("cpu",), 1)), *llama.rows(Job(CPU, ("cpu",), 1))]
     assert {row.part for row in rows} == set(PARTS)
     for part in PARTS:
-        job = Job(CPU, ("cpu",), 1, part=part)
+        job = Job(CPU, ("cpu",), 1, parts=(part,))
         assert {row.part for row in (*attention.rows(job), *llama.rows(job))} == {part}
 
 
 def test_the_side_in_python_runs_without_the_call_cache(compiled_routers):
-    sides = attention.rows(Job(CPU, ("cpu",), 1, part="varlen"))[0].sides
+    sides = attention.rows(Job(CPU, ("cpu",), 1, parts=("varlen",)))[0].sides
     with sides["attnreg"].within():
         assert call_cache.active is not None
     with sides["attnreg, Python"].within():
@@ -192,7 +198,7 @@ def test_the_packages_own_function_is_called_as_programs_call_it_and_checked(mon
 
     interface = types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setattr(attention, "import_module", {"flash_attn.cute.interface": interface}.__getitem__)
-    for row in attention.rows(Job(CPU, ("FA4",), 1, part="varlen")):
+    for row in attention.rows(Job(CPU, ("FA4",), 1, parts=("varlen",))):
         batch, side = row.streams["new"].draw(), row.sides[attention.PACKAGE]
         with side.within():
             results = side.prepared(batch)()

@@ -236,7 +236,7 @@ ERRORS = [
     (errors.BackendUnavailableError("FA4 can't load here"), RuntimeError),
     (errors.UnsupportedInputError("no attention backend", {"FA4": ("too old", "dtype")}), RuntimeError),
     (errors.InvalidInputError("heads: got 3"), ValueError),
-    (errors.ConfigError("a.toml:1:1: strict: got 2"), ValueError),
+    (errors.ConfigError("a.toml:1: strict: got 2"), ValueError),
     (errors.RegistrationError("routers can't be installed"), RuntimeError),
     (errors.BuildError("the routers can't be compiled"), RuntimeError),
     (errors.RanksDifferError("rank 1 on a chooses kernels by policy"), RuntimeError),

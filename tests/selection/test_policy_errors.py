@@ -29,10 +29,10 @@ NO_REFERENCE = (
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("strict = 2", "{file}:1:1: strict: got 2, expected true or false"),
+        ("strict = 2", "{file}:1: strict: got 2, expected true or false"),
         (
             'devices.cpu.order = ["one", "tow"]',
-            f"{{file}}:1:29: devices.cpu.order[1]: got 'tow', {NAMES}; did you mean 'two'?",
+            f"{{file}}:1: devices.cpu.order[1]: got 'tow', {NAMES}; did you mean 'two'?",
         ),
         (
             {"devices": {"cpu": {"order": ["three"]}}},

@@ -203,6 +203,43 @@ class KeepingOffsets:
         return lambda *given: run(*given[: len(tensors)], call)
 
 
+def keeping_dense_lengths(direction, tensors, call):
+    """Return launchers that compute as many rows of a dense query as the first call had."""
+    run = getattr(MATH, direction)
+
+    def launch(*given):
+        results = run(*given, call)
+        results[0][:, tensors[0].shape[1] :] = 0.0
+        return results
+
+    return None if call.varlen else launch
+
+
+class KeepingLongest:
+    """A `specialize` whose launchers keep the longest query or key of the first call."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, direction, tensors, call):
+        run, longest = getattr(MATH, direction), getattr(call, self.name)
+        of_keys = self.name == "max_k"
+
+        def launch(*given):
+            *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, _ = given
+            now = call._replace(
+                cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k
+            )
+            results = run(*tensors, now)
+            first = results[-1 if of_keys else 0]  # the output, or the gradient of query or value
+            if of_keys == (direction == "backward"):
+                for start, end in itertools.pairwise((cu_seqlens_k if of_keys else cu_seqlens_q).tolist()):
+                    first[start + longest : end] = 0.0
+            return results
+
+        return launch if call.varlen else None
+
+
 class KeepingSinks:
     """A `specialize` whose launchers keep the sinks of the first call."""
 
@@ -394,6 +431,9 @@ RESULTS = {
     "the output in the query": ({"forward": into_the_query}, "length 15 "),
     "the gradient overwritten": ({"backward": into_the_gradient}, "length 15 "),
     "a launcher that keeps results": ({"specialize": KeepingResults()}, "length 15 "),
+    "a launcher that keeps the longest query": ({"specialize": KeepingLongest("max_q")}, "packed heads 6:3"),
+    "a launcher that keeps the longest key": ({"specialize": KeepingLongest("max_k")}, "packed heads 6:3"),
+    "a launcher that keeps dense lengths": ({"specialize": keeping_dense_lengths}, "heads 12:4"),
     "a launcher that keeps offsets": ({"specialize": KeepingOffsets()}, "packed heads 6:3"),
 }
 

@@ -1,7 +1,7 @@
 """Settings: from a TOML file with `load`, or from Python with `settings_from`.
 
-Both refuse unknown keys, list every problem on a line of its own and name its key. `load` adds the file, line
-and column, and keeps them: a decision can name the line that it comes from.
+Both refuse unknown keys, list every problem on a line of its own and name its key. `load` adds the file and
+the line, and keeps them: a decision can name the line that it comes from.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
 def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     """Check that settings name known backends only; the case of a name doesn't matter.
 
-    A `ConfigError` lists every unknown name with its position, and the known names.
+    A `ConfigError` lists every unknown name with its line, and the known names.
     """
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
@@ -268,13 +268,13 @@ def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:
     try:
         return Settings.model_validate(value)
     except ValidationError as error:
-        # `from None`: pydantic's own report has the same problems without their positions.
+        # `from None`: pydantic's own report has the same problems without their lines.
         raise _config_error(error, Settings, origin) from None
 
 
 def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:
     origin = origin or Origin(call=f"{table.__name__}(...)")
-    details = sorted(error.errors(include_url=False), key=lambda detail: origin.position(_key(detail)))
+    details = sorted(error.errors(include_url=False), key=lambda detail: origin.line(_key(detail)))
     return ConfigError("\n".join(_problem(detail, table, origin) for detail in details))
 
 

@@ -1,12 +1,11 @@
-"""A TOML file, and the line and column of each of its keys.
+"""A TOML file, and the line of each of its keys.
 
-`read` returns the data and its `Origin`, which has the position of each key (tomllib has none). Every error
-names the file and, where it is known, the line.
+`read` returns the data and its `Origin`, which has the line of each key (tomllib has none). Every error names
+the file and, if it is known, the line.
 """
 
 from __future__ import annotations
 
-import bisect
 import json
 import os
 import re
@@ -19,35 +18,33 @@ from typing import Any
 from attnreg.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
-Position = tuple[int, int]  # line and column, which count from 1
-NOWHERE: Position = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where settings come from: a file, or without a path the call that was given them."""
+    """Where settings come from: a file, or without a path a call of attnreg. Lines count from 1."""
 
     path: Path | None = None
-    positions: Mapping[KeyPath, Position] = field(default_factory=dict, repr=False, hash=False)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict, repr=False, hash=False)
     call: str = "configure(...)"
 
     def describe(self, key: KeyPath = ()) -> str:
         """Return where a key is in short, `attnreg.toml:7`, or `configure(...)`."""
         if self.path is None:
             return self.call
-        line, _ = self.position(key)
+        line = self.line(key)
         return f"{self.path.name}:{line}" if line else self.path.name
 
     def problem(self, key: KeyPath, sentence: str) -> str:
-        """Return one line of an error: the full path and position, the key and what is wrong with it."""
-        line, column = self.position(key)
-        place = str(self.path or self.describe()) + (f":{line}:{column}" if line else "")
+        """Return a line of an error: the full path, the line in the file, the key, and what is wrong."""
+        line = self.line(key)
+        place = str(self.path or self.describe()) + (f":{line}" if line else "")
         return f"{place}: {key_text(key)}: {sentence}"
 
-    def position(self, key: KeyPath) -> Position:
-        """Return the position of a key, or else of the table for it; `(0, 0)` if there is neither."""
+    def line(self, key: KeyPath) -> int:
+        """Return the line of a key, or else of the table for it; 0 if there is neither."""
         prefixes = (key[:length] for length in range(len(key), 0, -1))
-        return next((self.positions[prefix] for prefix in prefixes if prefix in self.positions), NOWHERE)
+        return next((self.lines[prefix] for prefix in prefixes if prefix in self.lines), 0)
 
 
 def key_text(key: KeyPath) -> str:
@@ -61,7 +58,7 @@ def _quoted(part: str) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
-    """Return the data of a TOML file and the positions of its keys.
+    """Return the data of a TOML file and the lines of its keys.
 
     Raises `ConfigError` if the file can't be read, isn't UTF-8 or isn't TOML.
     """
@@ -76,25 +73,23 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
         # Editors on Windows put a byte order mark first, which TOML itself doesn't know.
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        before = error.object[: error.start].decode("utf-8")
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        found = error.object[error.start]
-        raise ConfigError(f"{file}:{line}:{column}: got byte 0x{found:02x}, expected UTF-8 text") from error
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise ConfigError(f"{file}:{line}: got byte 0x{byte:02x}, expected UTF-8 text") from error
     try:
-        return tomllib.loads(text), Origin(file, positions(text))
+        return tomllib.loads(text), Origin(file, lines_of(text))
     except (ValueError, RecursionError) as error:
         raise ConfigError(_malformed(str(error), text, file)) from error
 
 
 def _malformed(message: str, text: str, file: Path) -> str:
-    parts = re.fullmatch(r"(.+) \(at (?:line (\d+), column (\d+)|end of document)\)", message)
+    parts = re.fullmatch(r"(.+) \(at (?:line (\d+), column \d+|end of document)\)", message)
     if parts is None:
         return f"{file}: not TOML that can be read: {_inside_sentence(message)}"
     reason = _inside_sentence(parts[1])
     if parts[2] is None:
         last = text.rstrip().count("\n") + 1
         return f"{file}:{last}: not TOML: {reason}, at the end"
-    return f"{file}:{parts[2]}:{parts[3]}: not TOML: {reason}"
+    return f"{file}:{parts[2]}: not TOML: {reason}"
 
 
 def _inside_sentence(text: str) -> str:
@@ -118,11 +113,8 @@ _TOKEN = re.compile(
 )
 
 
-def positions(text: str) -> dict[KeyPath, Position]:
-    """Return the position of each key and each array element of `text`.
-
-    Checks nothing: the text is one that tomllib has accepted.
-    """
+def lines_of(text: str) -> dict[KeyPath, int]:
+    """Return the line of each key and each array element of `text`, which tomllib has accepted."""
     return _Scanner(text).scan()
 
 
@@ -130,12 +122,12 @@ class _Scanner:
     """Walks over the tokens of a document, with one method for each form that TOML nests."""
 
     def __init__(self, text: str) -> None:
-        self._found: dict[KeyPath, Position] = {}
-        self._line_starts = [0, *(newline.end() for newline in re.finditer("\n", text))]
+        self._lines: dict[KeyPath, int] = {}
+        self._text = text
         # Reversed: `pop` takes from the end.
         self._tokens = [token for token in _TOKEN.finditer(text) if token.lastgroup != "comment"][::-1]
 
-    def scan(self) -> dict[KeyPath, Position]:
+    def scan(self) -> dict[KeyPath, int]:
         table: KeyPath = ()
         while self._tokens:
             if self._next() == "\n":
@@ -147,7 +139,7 @@ class _Scanner:
                 self._skip("]")
             else:
                 self._pair(table)
-        return self._found
+        return self._lines
 
     def _next(self) -> str:
         return self._tokens[-1].group() if self._tokens else "\n"
@@ -192,5 +184,4 @@ class _Scanner:
         self._tokens.pop()
 
     def _note(self, key: KeyPath, offset: int) -> None:
-        line = bisect.bisect_right(self._line_starts, offset)
-        self._found.setdefault(key, (line, offset - self._line_starts[line - 1] + 1))
+        self._lines.setdefault(key, self._text.count("\n", 0, offset) + 1)

@@ -1,8 +1,10 @@
 """What `attnreg bench` measures: backends compared with each other and with torch, and what choosing costs.
 
-A module or package for each subcommand (`fresh`, `varlen`, `sdpa`, `overhead`, `selection`) and what they
-share: a *side* of a comparison (`sides`) is a function, its inputs and what decides which kernel runs;
-`compare` draws inputs, checks sides by the accuracy rule and times them in turn, with the rule and the timers
-of `attnreg.tools.measure`.
-It may import all but `demo` and `cli`; only `cli` and `benchmarks/` import it. Read `sides` first.
+Each subcommand (`fresh`, `varlen`, `sdpa`, `overhead`, `selection`) has a module or package. They share:
+
+- `sides`: a *side* of a comparison is a function, its inputs, and the context that decides which kernel runs.
+- `compare`: draws inputs, checks sides by the accuracy rule, and times them in turn. Rule and timers come
+  from `attnreg.tools.measure`.
+
+May import: all but `demo` and `cli`. Only `cli` and `benchmarks/` import this room. Read `sides` first.
 """

@@ -62,7 +62,9 @@ def compile_ahead(
         for process in processes:
             process.start()
         if meanwhile is not None:
-            meanwhile(lambda: time.monotonic() < deadline and any(one.is_alive() for one in processes))
+            meanwhile(
+                lambda: time.monotonic() < deadline and any(process.is_alive() for process in processes)
+            )
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0.0))
     finally:

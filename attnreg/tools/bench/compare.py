@@ -6,7 +6,7 @@ import functools
 import inspect
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +32,13 @@ class Batch:
     """The tensors of a shape, as several sets of values.
 
     Attributes:
-        case: the shape as `attnreg.tools.measure` describes it.
-        given: the first set as kernels are given it.
-        sets: in the contract's layout, (B, S, H, D) or packed (T, H, D); taken in turn they don't stay
-            in the device's cache.
-        front_sets: the same memory as SDPA takes it, (B, H, S, D), or as they are where they are packed.
-        call: the other arguments of a kernel.
-        offsets: both tensors of offsets and the longest lengths, as both `varlen_attn` take them.
+        case: The shape as `attnreg.tools.measure` describes it.
+        given: The arguments of a kernel for the first set.
+        sets: Tensors in the contract's layout, (B, S, H, D) or packed (T, H, D). Calls use the sets in turn,
+            so that no set stays in the device's cache.
+        front_sets: The same memory in SDPA's layout, (B, H, S, D). Packed sets are the same as `sets`.
+        call: The other arguments of a kernel.
+        offsets: Both tensors of offsets (B + 1,), int32, and the longest lengths, in `varlen_attn`'s order.
     """
 
     def __init__(self, shape: Shape, device: torch.device, sets: int = 1) -> None:
@@ -48,22 +48,24 @@ class Batch:
         self.call = call = self.given.call
         offsets: tuple[Any, Any] = call.cu_seqlens_q, call.cu_seqlens_k
         self.offsets = *offsets, call.max_q, call.max_k
-        self.sets = [Tensors(*one[:4]).mapped(lambda x: x) for one in drawn]
-        to_bhsd = [one.mapped(lambda x: x.transpose(1, 2)) for one in self.sets] if not shape.varlen else []
+        self.sets = [Tensors(*drawn_set[:4]).mapped(lambda x: x) for drawn_set in drawn]
+        to_bhsd = (
+            [tensors.mapped(lambda x: x.transpose(1, 2)) for tensors in self.sets] if not shape.varlen else []
+        )
         self.front_sets = to_bhsd or self.sets
 
     @functools.cached_property
     def sample(self) -> Sample:
-        """What the first set should give."""
+        """The right results of the first set."""
         return Sample(self.case, self.given, backward=self.shape.backward)
 
     def verdict(self, results: Iterable[Tensor], sets: Sequence[Tensors]) -> Verdict:
-        """Return how wrong output and gradients are, in the layout of the sets that they come of."""
+        """Return how wrong output and gradients are. They have the shapes and layout of `sets`."""
         as_they_are = sets is self.sets
         return self.sample.verdict(named(x if as_they_are else x.transpose(1, 2) for x in results))
 
     def with_attnreg(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Call the front through which attnreg runs such a call: its `varlen_attn`, or torch's SDPA."""
+        """Call attnreg's `varlen_attn` for packed tensors (T, H, D), torch's SDPA for dense (B, H, S, D)."""
         if not self.shape.varlen:
             return self._sdpa(q, k, v)
         return front.varlen_attn(  # type: ignore[return-value]
@@ -72,7 +74,7 @@ class Batch:
         )  # fmt: skip
 
     def with_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Call torch's front: `torch.nn.attention.varlen.varlen_attn`, or SDPA."""
+        """Call torch's function: its `varlen_attn` for packed tensors (T, H, D), else SDPA, (B, H, S, D)."""
         if not self.shape.varlen:
             return self._sdpa(q, k, v)
         window = (-1, 0) if self.shape.causal else (-1, -1)
@@ -86,7 +88,7 @@ class Batch:
 
 
 def named(results: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return output and gradients, or the output alone, by the names of `measure.Sample`."""
+    """Return output and gradients, or the output alone, of any shape, by the names of `measure.Sample`."""
     return {name: x.detach() for name, x in zip(("out", "dq", "dk", "dv"), results, strict=False)}
 
 
@@ -112,7 +114,7 @@ def batch_beyond_the_cache(shape: Shape, device: torch.device) -> Batch:
 
 
 class Checked(NamedTuple):
-    """A side that is right: its error in units of the most that passes, and what ran in each direction."""
+    """A right side: its error over the allowed error, and which backend ran in each direction."""
 
     side: Side
     error: float
@@ -131,7 +133,7 @@ def checked(
     """
     right = {}
     if verdict is None:
-        batch.sample  # noqa: B018 - computed here: no side is to be left out because it can't be
+        batch.sample  # noqa: B018 - computed outside of `try`: if it fails, no side is at fault
     for name, side in sides.items():
         what = f"{batch.shape}, {name}"
         reset_stats()
@@ -141,14 +143,40 @@ def checked(
         except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
             job.leave_out(what, short(problem))
             continue
-        found = ran()
+        backends = ran()
         if wrong:
-            job.leave_out(what, f"WRONG: {wrong}; ran {in_words(found)}")
-        elif side.wanted and (why := wrong_backend(side.wanted, found)):
+            job.leave_out(what, f"WRONG: {wrong}; ran {in_words(backends)}")
+        elif side.wanted and (why := wrong_backend(side.wanted, backends)):
             job.leave_out(what, why)
         else:
-            right[name] = Checked(side, error, found)
+            right[name] = Checked(side, error, backends)
     return right
+
+
+def rows_in_time(
+    shapes: Sequence[Shape],
+    names: Sequence[str],
+    measure: Callable[[Shape, Job], dict[str, Any] | None],
+    job: Job,
+    noun: str,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Measure shapes while there is time, and yield each shape's number and row.
+
+    A shape without a row is skipped. The job records shapes that raise, by their name, and how many shapes
+    there was no time for.
+    """
+    for number, (shape, name) in enumerate(zip(shapes, names, strict=True)):
+        job.advance(number, len(shapes), str(shape))
+        if job.late:
+            job.leave_out(f"{len(shapes) - number} of {len(shapes)} {noun}", "the time was spent")
+            return
+        try:
+            row = measure(shape, job)
+        except Exception as problem:  # noqa: BLE001 - the other shapes are worth their figures
+            job.leave_out(name, short(problem))
+            continue
+        if row is not None:
+            yield number, row
 
 
 def short(problem: Exception) -> str:
@@ -166,7 +194,8 @@ def timed(
     rows = []
     for step, run in STEPS.items():
         measures = {
-            name: one.side.timed(run, one.side.calls(run, SECONDS), "device") for name, one in right.items()
+            name: side.side.timed(run, side.side.calls(run, SECONDS), "device")
+            for name, side in right.items()
         }
         taken = interleaved(measures, job.rounds)
         for name, seconds in taken.items():
@@ -205,6 +234,6 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Table:
 
 
 def _who_ran(row: Mapping[str, Any]) -> str:
-    found = row["ran"]
-    same = row["step"] == FORWARD or found["forward"] == found["backward"]
-    return str(found["forward"] if same else f"{found['forward']}, {found['backward']}")
+    backends = row["ran"]
+    same = row["step"] == FORWARD or backends["forward"] == backends["backward"]
+    return str(backends["forward"] if same else f"{backends['forward']}, {backends['backward']}")

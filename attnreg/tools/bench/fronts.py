@@ -1,11 +1,12 @@
 """What the host takes for a call as a program makes it, with each backend: for `attnreg tune`.
 
-Calls so small that the host's work is all there is, in bfloat16. What it takes depends on which kernels a
-call launches, hardly on its size: there is a call for each front, and more for those that split their keys.
-Several calls make one graph, as a model's layers do; forwards are also timed without one.
+The calls are so small that only the host's time shows, in bfloat16. The host's time depends on which kernels
+a call launches, hardly on its size. So there is a call for each front, and further calls for kernels that
+split their keys. Several calls share a graph of autograd, as a model's layers do. Forwards are also timed
+without a graph.
 
-The fastest round counts. A round is the mean of many calls; some took twice as long as others, for seconds
-and with all backends alike, as the machine had slowed down. So a round goes through all backends and shapes.
+A round goes through all backends and shapes, and is the mean of many calls. The fastest round counts: at
+times a machine slows down for seconds, and calls of all backends then take twice as long.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(session: Session, hurried: bool = False) -> None:
 def specs(session: Session, hurried: bool = False) -> list[AttentionSpec]:
     """Return the calls that `measure` makes."""
     device = planning.device_of(session.device)
-    shapes = (*SHAPES, *(one for _, one in OTHERS)) if _missing(session, hurried) else ()
+    shapes = (*SHAPES, *(shape for _, shape in OTHERS)) if _missing(session, hurried) else ()
     return [shape.spec(device) for shape in shapes]
 
 
@@ -70,7 +71,7 @@ def _missing(session: Session, hurried: bool) -> list[str]:
     # Older tables have times of fewer shapes.
     known = {(front.backend, front.compiled) for front in session.fronts if front.shape == MANY + SHARED}
     names = [entry.name for entry in session.entries]
-    return [name for name in names if not known.issuperset((name, one) for one in wanted)]
+    return [name for name in names if not known.issuperset((name, compiled) for compiled in wanted)]
 
 
 def host_costs(
@@ -81,16 +82,16 @@ def host_costs(
     Without the compiled call cache, and with it where it is built; `as_used`: then with it alone.
     """
     with untouched():
-        found = list(_of_all(device, names, rounds)) if captured.call_cache_in_use else []
-        if found and as_used:
-            return found
+        compiled = list(_of_all(device, names, rounds)) if captured.call_cache_in_use else []
+        if compiled and as_used:
+            return compiled
         with call_cache.paused():
-            return [*_of_all(device, names, rounds), *found]
+            return [*_of_all(device, names, rounds), *compiled]
 
 
 def _of_all(device: torch.device, names: Sequence[str], rounds: int) -> Iterator[Front]:
     able = {}
-    for like, shape in (*((MANY, one) for one in SHAPES), *OTHERS):
+    for like, shape in (*((MANY, shape) for shape in SHAPES), *OTHERS):
         batch = Batch(shape, device, LAYERS)
         for name in names:
             within = functools.partial(api.register_backend, name)
@@ -126,10 +127,10 @@ def _is_able(side: Side, device: torch.device, shape: Shape) -> bool:
     reset_stats()
     try:
         side.results(shape.backward)
-        found = ran()
+        backends = ran()
         if not shape.backward:
-            del found["backward"]
-        if wrong_backend(side.wanted, found):
+            del backends["backward"]
+        if wrong_backend(side.wanted, backends):
             return False
         _host(side, device, shape)
     except Exception as error:  # noqa: BLE001 - the points of the table will say what is wrong with it

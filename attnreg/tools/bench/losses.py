@@ -21,81 +21,82 @@ def best_of(times: Mapping[str, float]) -> str:
 
 
 def losses_of(row: Row, step: str) -> dict[str, float]:
-    """Return the time of each way over that of the best backend: in each round, and of that the median.
+    """Return each way's time over the best backend's time: the median of the ratios of the rounds.
 
-    A host runs at half its speed for seconds at a time. In one round all ways have it alike.
+    A host may run at half its speed for seconds. Within a round this affects all ways alike.
     """
     rounds = row["rounds"][step]
     best = rounds[best_of(row["microseconds"][step])]
     return {
-        name: statistics.median(one / other for one, other in zip(times, best, strict=True))
+        name: statistics.median(taken / other for taken, other in zip(times, best, strict=True))
         for name, times in rounds.items()
     }
 
 
 def losses(rows: Sequence[Row], step: str, bound: str = ALL) -> dict[str, list[float]]:
     """Return what each way loses, of every shape that has the step."""
-    found: dict[str, list[float]] = {}
+    losses_by_way: dict[str, list[float]] = {}
     for row in rows:
         if step in row["microseconds"] and bound in (ALL, row["bound"][step]):
             for name, loss in losses_of(row, step).items():
-                found.setdefault(name, []).append(loss)
-    return found
+                losses_by_way.setdefault(name, []).append(loss)
+    return losses_by_way
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return mean, percentiles and worst of the losses, by step, bound and way."""
     return [
         {
-            "step": step, "bound": bound, "way": name, "shapes": len(found), "mean": statistics.fmean(found),
-            "median": percentile(found, 50), "p90": percentile(found, 90), "p99": percentile(found, 99),
-            "worst": max(found), "above": sum(loss > MUCH for loss in found) / len(found),
+            "step": step, "bound": bound, "way": name, "shapes": len(ratios),
+            "mean": statistics.fmean(ratios), "median": percentile(ratios, 50),
+            "p90": percentile(ratios, 90), "p99": percentile(ratios, 99), "worst": max(ratios),
+            "above": sum(loss > MUCH for loss in ratios) / len(ratios),
         }
         for step in (FORWARD, BOTH)
         for bound in (ALL, BY_HOST, BY_DEVICE)
-        for name, found in losses(rows, step, bound).items()
+        for name, ratios in losses(rows, step, bound).items()
     ]  # fmt: skip
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that so many percent of all don't exceed."""
+    """Return the least value that `percent` percent of the values don't exceed."""
     return sorted(values)[max(0, -int(-len(values) * percent // 100) - 1)]
 
 
 def worst_of(rows: Sequence[Row], step: str) -> list[dict[str, Any]]:
     """Return the shapes on which the choice by measurement loses most: what ran, and what is best."""
-    found = []
+    shapes = []
     for row in rows:
         if times := row["microseconds"].get(step):
             best = best_of(times)
-            found.append(
+            shapes.append(
                 {
                     "number": row["number"], "case": row["case"], "loss": losses_of(row, step)[CHOSEN],
                     "ran": row["ran"][CHOSEN][step], "best": best.removeprefix(FIXED),
                     "microseconds": times[best],
                 }
             )  # fmt: skip
-    return sorted(found, key=lambda one: -one["loss"])[:WORST]
+    return sorted(shapes, key=lambda row: -row["loss"])[:WORST]
 
 
 def tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[Table]:
     """Return the sums, separate for each bound of a call if both occur, and the most that is lost."""
-    numbers, found = ("mean", "median", "p90", "p99", "worst"), []
+    numbers, result_tables = ("mean", "median", "p90", "p99", "worst"), []
     for step in (FORWARD, BOTH):
-        here = [one for one in summed if one["step"] == step]
-        bounds = list(dict.fromkeys(one["bound"] for one in here))
+        here = [row for row in summed if row["step"] == step]
+        bounds = list(dict.fromkeys(row["bound"] for row in here))
         for bound in bounds if len(bounds) > 2 else bounds[:1]:
             rows = [
-                (one["way"], *(f"{one[x]:.3f}" for x in numbers), f"{one['above']:.1%}", str(one["shapes"]))
-                for one in here
-                if one["bound"] == bound
+                (row["way"], *(f"{row[x]:.3f}" for x in numbers), f"{row['above']:.1%}", str(row["shapes"]))
+                for row in here
+                if row["bound"] == bound
             ]
             title = f"{step}, {bound}: time over that of the best backend"
-            found.append(Table(title, ("chosen", *numbers, f"above {MUCH}", "shapes"), rows))
+            result_tables.append(Table(title, ("chosen", *numbers, f"above {MUCH}", "shapes"), rows))
         cells = [
-            (f"{one['number']}: {one['case']}", f"{one['loss']:.2f}", one["ran"], one["best"])
-            for one in worst[step]
+            (f"{row['number']}: {row['case']}", f"{row['loss']:.2f}", row["ran"], row["best"])
+            for row in worst[step]
         ]
         header = ("shape", "loss", "by measurement", "best")
-        found.append(Table(f"{step}: the most that is lost", header, cells))
-    return found
+        result_tables.append(Table(f"{step}: the most that is lost", header, cells))
+    return result_tables

@@ -1,12 +1,19 @@
 """What attnreg costs the host per call, at shapes so small that the host's work is all there is.
 
-Through `varlen_attn` and SDPA, forward without and with a gradient, forward + backward: torch's own; attnreg
-by default, led by each backend that is registered, inside `use_backend(...)`, with `backend=`; each backend's
-kernels called directly; aten's op, whose autograd is C++; a graph of autograd that does nothing. On a GPU 2
-sequences of 128 tokens, 8 heads of 64, bfloat16: wall time of a few calls without waiting for the device, too
-few to fill its queue. There autograd hands a backward to a thread of its own, which is most of what it
-costs: torch's and attnreg's are measured without that as well. On a CPU some tokens of 8 numbers each, and
-the questions of `overhead_cpu`.
+Three steps are timed through `varlen_attn` and SDPA: a forward without a gradient, a forward with a gradient,
+forward + backward. The sides are:
+
+- torch's own function;
+- attnreg by default, with each backend registered, inside `use_backend(...)`, and with `backend=`;
+- each backend's kernels called directly;
+- aten's op, whose autograd is C++;
+- a graph of autograd that does nothing.
+
+On a GPU the calls have 2 sequences of 128 tokens, 8 heads of 64, bfloat16. The wall time of a few calls
+counts, without waiting for the device. They are too few to fill its queue. Autograd hands a backward on a GPU
+to a thread of its own, which is most of what it costs. So torch and attnreg are also measured with autograd
+in the caller's thread. On a CPU the calls have a few tokens of 8 numbers each, and `overhead_cpu` adds
+questions.
 """
 
 from __future__ import annotations
@@ -92,9 +99,9 @@ def measure(job: Job) -> None:
 
 def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> None:
     """Add to the results what all calls through one front take."""
-    found = sides(batch, job)
-    nothing = {NOTHING: found.pop(NOTHING)}  # gives no result that could be wrong
-    right = {name: one.side for name, one in checked(batch, found, job).items()}
+    timed_sides = sides(batch, job)
+    nothing = {NOTHING: timed_sides.pop(NOTHING)}  # gives no result that could be wrong
+    right = {name: checked_side.side for name, checked_side in checked(batch, timed_sides, job).items()}
     rounds = _rounds(right | nothing, job)
     results[front] = taken = {
         name: {step: statistics.median(each) for step, each in steps.items()}
@@ -116,28 +123,28 @@ def sides(batch: Batch, job: Job) -> dict[str, Side]:
     """Return all that are timed, by the names of their rows."""
     sets, gpu = batch.front_sets, batch.device.type == "cuda"
     default = by_default if batch.shape.varlen else functools.partial(settings, "measured", job.table)
-    found = {DEFAULT: Side(batch.with_attnreg, sets, default)}
+    timed_sides = {DEFAULT: Side(batch.with_attnreg, sets, default)}
     if gpu or not batch.shape.varlen:  # aten's ops for packed tensors have no kernel on a CPU
-        found = {TORCH: Side(batch.with_torch, sets, torch_alone)} | found
+        timed_sides = {TORCH: Side(batch.with_torch, sets, torch_alone)} | timed_sides
     for end, choose in (("", api.register_backend), (IN_SCOPE, api.use_backend)):
         for name in job.backends:
             within: Any = functools.partial(choose, name)
-            found[LED + name + end] = Side(batch.with_attnreg, sets, within, wanted=name)
+            timed_sides[LED + name + end] = Side(batch.with_attnreg, sets, within, wanted=name)
     if batch.shape.varlen:
         for name in job.backends:
             front = functools.partial(batch.with_attnreg, backend=name)
-            found[LED + name + BY_ARGUMENT] = Side(front, sets, by_default, wanted=name)
+            timed_sides[LED + name + BY_ARGUMENT] = Side(front, sets, by_default, wanted=name)
     for name in job.backends:
         kernels = registry.find(name).kernels()
         direct = called_directly(kernels.forward, kernels.backward, batch.call)
-        found[DIRECTLY + name] = Side(direct, batch.sets, by_default)
+        timed_sides[DIRECTLY + name] = Side(direct, batch.sets, by_default)
     if gpu:
         for name in (TORCH, DEFAULT):
-            alone = functools.partial(in_the_callers_thread, found[name].within)
-            found[f"{name}, {ALONE}"] = replace(found[name], within=alone)
+            alone = functools.partial(in_the_callers_thread, timed_sides[name].within)
+            timed_sides[f"{name}, {ALONE}"] = replace(timed_sides[name], within=alone)
     if gpu or not batch.shape.varlen:
-        found[OP] = Side(aten_op(batch), sets, torch_alone)
-    return found | {NOTHING: Side(lambda q, k, v: q.view_as(q), sets, torch_alone)}
+        timed_sides[OP] = Side(aten_op(batch), sets, torch_alone)
+    return timed_sides | {NOTHING: Side(lambda q, k, v: q.view_as(q), sets, torch_alone)}
 
 
 def aten_op(batch: Batch) -> Front:
@@ -153,12 +160,12 @@ def aten_op(batch: Batch) -> Front:
     return lambda q, k, v: op(q, k, v, *rest)[0]
 
 
-def _rounds(found: Mapping[str, Side], job: Job) -> Rounds:
+def _rounds(timed_sides: Mapping[str, Side], job: Job) -> Rounds:
     total = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS
-    rounds: dict[str, dict[str, list[float]]] = {name: {} for name in found}
+    rounds: dict[str, dict[str, list[float]]] = {name: {} for name in timed_sides}
     for step, run in STEPS.items():
         measures = {}
-        for name, side in found.items():
+        for name, side in timed_sides.items():
             calls = CALLS
             if job.device.type != "cuda":
                 calls = calls_for(total, side.timed(run, 3, "host")(), most=500)
@@ -192,7 +199,7 @@ def scoped_aims(front: str, rounds: Rounds) -> list[str]:
             added = [sorted(scoped - usual for scoped, usual in each) for each in pairs]
             medians = [statistics.median(each) for each in added]
             spread = max(each[-1 - len(each) // 4] - each[len(each) // 4] for each in added)
-            words = ", ".join(f"{one:+.1f}" for one in medians)
+            words = ", ".join(f"{difference:+.1f}" for difference in medians)
             verdict = _reached(max(medians) <= SCOPED_AIM)
             if spread > SCOPED_AIM:
                 verdict = f"not decided, as the rounds differ by {spread:.1f} µs"

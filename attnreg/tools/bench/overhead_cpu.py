@@ -35,7 +35,7 @@ Measures = dict[str, Callable[[], float]]
 CALLS, QUICK_CALLS = 1000, 20
 
 
-def answer(title: str, job: Job, found: dict[str, Any]) -> None:
+def answer(title: str, job: Job, answers: dict[str, Any]) -> None:
     """Add to what was found median microseconds, also as a difference from the yardstick."""
     key, base, measures = QUESTIONS[title]
     taken = interleaved(measures(QUICK_CALLS if job.quick else CALLS), job.rounds)
@@ -46,7 +46,7 @@ def answer(title: str, job: Job, found: dict[str, Any]) -> None:
         added = statistics.median(a - b for a, b in zip(seconds, against, strict=True)) * 1e6
         results.append({"name": name, "microseconds": median, "added": added, "ratio": ratio})
         rows.append((name, f"{median:.2f}", f"{added:+.2f}", f"{ratio:.3f}"))
-    found[key] = results
+    answers[key] = results
     job.tables.append(Table(title, ("call", "µs", f"above {base}", "ratio"), rows))
 
 
@@ -98,7 +98,7 @@ def _fronts(calls: int) -> Measures:
     )  # fmt: skip
     tokens = torch.randn(4, 2, 8, requires_grad=True)
     offsets, grad = torch.tensor([0, 2, 4], dtype=torch.int32), torch.ones(4, 2, 8)
-    given = tokens, tokens, tokens, offsets, offsets, 2, 2
+    arguments = tokens, tokens, tokens, offsets, offsets, 2, 2
 
     @contextlib.contextmanager
     def another_preferred() -> Iterator[None]:
@@ -111,10 +111,10 @@ def _fronts(calls: int) -> Measures:
             yield
 
     sides: dict[str, tuple[Context, Callable[[], Any]]] = {
-        "torch": (_aten_nothing, lambda: torch_varlen_attn(*given)),
-        "attnreg": (lambda: api.register_backend(nothing), lambda: varlen_attn(*given)),
-        "use_backend()": (in_scope, lambda: varlen_attn(*given)),
-        "backend=": (another_preferred, lambda: varlen_attn(*given, backend=nothing.name)),
+        "torch": (_aten_nothing, lambda: torch_varlen_attn(*arguments)),
+        "attnreg": (lambda: api.register_backend(nothing), lambda: varlen_attn(*arguments)),
+        "use_backend()": (in_scope, lambda: varlen_attn(*arguments)),
+        "backend=": (another_preferred, lambda: varlen_attn(*arguments, backend=nothing.name)),
     }
     return _both_steps("forward with grad", sides, grad, calls)
 

@@ -71,16 +71,16 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> Panels:
     for direction in (FORWARD, BACKWARD):
         ratios = {}
         for row in rows:
-            found = row["directions"].get(direction, {"front": ()})
-            if CHOSEN not in found["front"]:
+            measured = row["directions"].get(direction, {"front": ()})
+            if CHOSEN not in measured["front"]:
                 continue
-            times = dict(found["front"])
-            if found["called_directly"]:
-                times[DIRECT] = min(found["called_directly"].values())
+            times = dict(measured["front"])
+            if measured["called_directly"]:
+                times[DIRECT] = min(measured["called_directly"].values())
             best = min(time for name, time in times.items() if name.startswith(FIXED))
             ratios[row["case"]] = {name: time / best for name, time in times.items()}
         cases = sorted(ratios, key=lambda case, ratios=ratios: ratios[case][CHOSEN])  # type: ignore[misc]
-        names = dict.fromkeys(name for found in ratios.values() for name in found)
+        names = dict.fromkeys(name for by_strategy in ratios.values() for name in by_strategy)
         if cases:
             title = f"{direction}: time over that of the best backend through the same front"
             panels[title] = (cases, {name: [ratios[case].get(name) for case in cases] for name in names})
@@ -90,15 +90,15 @@ def _panels(rows: Sequence[Mapping[str, Any]]) -> Panels:
 def _costs(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return microseconds by question and side, from results of a CPU or a GPU."""
     titles = {key: title for title, (key, *_) in QUESTIONS.items()}
-    found: dict[str, dict[str, float]] = {}
+    costs: dict[str, dict[str, float]] = {}
     for part, rows in results.items():
         if isinstance(rows, list):
-            found[titles.get(part, part)] = {row["name"]: row["microseconds"] for row in rows}
+            costs[titles.get(part, part)] = {row["name"]: row["microseconds"] for row in rows}
             continue
         for side, steps in rows.items():
             for step, microseconds in steps.items():
-                found.setdefault(f"{part}: {step}", {})[side] = microseconds
-    return found
+                costs.setdefault(f"{part}: {step}", {})[side] = microseconds
+    return costs
 
 
 def _draw_speeds(rows: Sequence[Mapping[str, Any]], ceiling: float, title: str, path: Path) -> None:
@@ -145,10 +145,10 @@ def _draw_ratios(panels: Panels, title: str, path: Path) -> None:
         figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
     ):
         for number, (name, ratios) in enumerate(series.items()):
-            there = {place: ratio for place, ratio in enumerate(ratios) if ratio is not None}
-            shown = [min(max(ratio, LEAST), MOST) for ratio in there.values()]
+            known = {place: ratio for place, ratio in enumerate(ratios) if ratio is not None}
+            shown = [min(max(ratio, LEAST), MOST) for ratio in known.values()]
             style = FIRST if number == 0 else OTHERS
-            axes.plot([*there], shown, MARKS[number % len(MARKS)], label=name, color=names[name], **style)
+            axes.plot([*known], shown, MARKS[number % len(MARKS)], label=name, color=names[name], **style)
         axes.axhline(1.0, color=INK, linewidth=1.0)
         _dressed(axes, heading, "ratio, log scale (lower is better)")
         axes.set_yscale("log")
@@ -172,13 +172,13 @@ def _draw_losses(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     steps = [step for step in (FORWARD, BOTH) if losses(rows, step)]
     figure = Figure(figsize=(6.0 * len(steps), 5.2), dpi=120, layout="constrained")
     for axes, step in zip(figure.subplots(1, len(steps), squeeze=False)[0], steps, strict=True):
-        found = losses(rows, step)
-        for name, colour in _colours(found).items():
-            ratios = [*sorted(found[name]), 1e3]  # the line goes on to the edge
-            shares = [min((number + 1) / len(found[name]), 1.0) for number in range(len(ratios))]
+        by_way = losses(rows, step)
+        for name, colour in _colours(by_way).items():
+            ratios = [*sorted(by_way[name]), 1e3]  # the line goes on to the edge
+            shares = [min((number + 1) / len(by_way[name]), 1.0) for number in range(len(ratios))]
             width, order = (2.4, 5) if name == CHOSEN else (1.4, 3)
             axes.step(ratios, shares, where="post", label=name, color=colour, linewidth=width, zorder=order)
-        heading = f"{step}, {max(map(len, found.values()))} shapes"
+        heading = f"{step}, {max(map(len, by_way.values()))} shapes"
         _dressed(axes, heading, "share of the shapes that lose at most that (higher is better)")
         axes.set_xscale("log")
         axes.set_xlim(0.97, 2.5)
@@ -198,15 +198,15 @@ def _ratio(value: float, place: Any) -> str:
 
 def _draw_times(parts: Mapping[str, Mapping[str, float]], title: str, path: Path) -> None:
     """Draw microseconds as bars from left to right, a panel for each question."""
-    counts = [len(found) for found in parts.values()]
+    counts = [len(sides) for sides in parts.values()]
     figure = Figure(figsize=(10, 0.36 * sum(counts) + 0.9 * len(counts) + 0.8), dpi=120, layout="constrained")
     grid = figure.subplots(len(parts), 1, squeeze=False, height_ratios=[count + 1 for count in counts])
-    for axes, (part, found) in zip(grid[:, 0], parts.items(), strict=True):
-        names = list(found)[::-1]
+    for axes, (part, sides) in zip(grid[:, 0], parts.items(), strict=True):
+        names = list(sides)[::-1]
         colours = [COLOURS[0] if "attnreg" in name or name.endswith(OURS) else GREYS[1] for name in names]
-        drawn = axes.barh(names, [found[name] for name in names], height=0.7, color=colours)
+        drawn = axes.barh(names, [sides[name] for name in names], height=0.7, color=colours)
         axes.bar_label(drawn, fmt="{:.1f}", padding=4, color=INK, fontsize=8)
-        axes.set_xlim(0, 1.12 * max(found.values()))
+        axes.set_xlim(0, 1.12 * max(sides.values()))
         _dressed(axes, f"{part}, µs (lower is better)", "")
         axes.tick_params(axis="y", length=0, labelsize=8)
         axes.grid(visible=False)
@@ -218,7 +218,7 @@ def _draw_fresh(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         panels.setdefault(f"{row['case']}, {row['step']}", []).append(row)
-    counts = [len(_each(found, "side")) for found in panels.values()]
+    counts = [len(_each(panel, "side")) for panel in panels.values()]
     size = (11, 0.36 * sum(counts) + 0.95 * len(counts) + 1.2)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[count + 1 for count in counts])
@@ -272,8 +272,8 @@ def _dressed(axes: Axes, title: str, y: str) -> None:
 
 def _save_with_legend(figure: Figure, title: str, path: Path) -> None:
     # A side may be missing in some panels; a line that isn't a side comes last.
-    found = [axes.get_legend_handles_labels() for axes in figure.axes]
-    named = {label: handle for each in found for handle, label in zip(*each, strict=True)}
+    legends = [axes.get_legend_handles_labels() for axes in figure.axes]
+    named = {label: handle for each in legends for handle, label in zip(*each, strict=True)}
     labels = sorted(named, key=lambda label: label.startswith("matmul"))
     figure.legend(
         [named[label] for label in labels], labels, frameon=False, ncols=min(len(labels), 5),

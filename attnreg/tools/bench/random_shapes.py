@@ -1,11 +1,13 @@
 """What each way to choose a backend loses, on shapes drawn at random: `attnreg bench selection --random N`.
 
-A shape follows from the seed and its number. Each backend is registered in turn; the time of the best of
-them, forward and forward + backward as one, is what those of attnreg's choice by measurement, its policy
-"adaptive" (from nothing, after its turns), its default order and every backend are divided by, in each round.
-Calls are made as a program makes them, one right after the other, the layers of a model in one graph. Whether
-the host or the device takes longer is measured for the best backend; shapes of both kinds are summed up
-separately, as what is lost on the host no kernel can win back.
+The seed and a shape's number determine the shape. The *ways* to choose are attnreg's choice by measurement,
+its policy "adaptive" (from nothing, after its turns), its default order, and each backend registered. A way's
+loss is its time over the best backend's time in the same round, for the forward and for forward + backward as
+a whole.
+
+Calls follow each other immediately, as in a program, and the layers of a model share a graph of autograd. For
+the best backend it is measured whether the host or the device takes longer. Losses of shapes that the host
+bounds are summed up apart, because no kernel can win back time that the host takes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from attnreg.core.times.turns import MOST_TURNS
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.ahead import compile_ahead
-from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, short
+from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, rows_in_time
 from attnreg.tools.bench.losses import BY_DEVICE, BY_HOST, best_of, summary, tables, worst_of
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.selection import strategies
@@ -38,17 +40,17 @@ from attnreg.tools.bench.sides import Side
 from attnreg.tools.bench.summary import ADAPTIVE, CHOSEN, FIXED, TORCH
 from attnreg.tools.measure.timing import calls_for, interleaved, timer_for
 
-# As long as a measurement takes, but for calls that take longer. With 50 calls of 40 us in each of three
-# rounds the best backend of a call bound by the host took 1.03 times as long as itself. So few fill no queue
-# of a GPU, in which case the host would wait for it.
+# Seconds of a measurement, unless a call takes longer. With 50 calls of 40 us in each of three rounds, the
+# best backend of a call bound by the host took 1.03 times as long as itself. `FEW_CALLS` is for the host's
+# time: so few calls don't fill a GPU's queue, for which the host would wait.
 SECONDS, MOST_CALLS, FEW_CALLS = 0.012, 250, 50
-# A measurement is the least of so many in a row, as `timeit` takes it: one that another program interrupts
-# says nothing of a kernel. With one alone the same backend, measured twice, differed by up to 1.5 at 30 us.
+# A measurement is the least of so many in a row, as in `timeit`: other programs interrupt some of them.
+# Without this, two measurements of the same backend differed by a factor of up to 1.5 at 30 us.
 BURSTS = 3
-# A host that takes so much of the time is what bounds a call.
+# The host bounds a call if it takes at least this share of the call's time.
 HOST_BOUND = 0.9
-# A shape that the host bounds is measured so many times as often again: five rounds of a backend differed
-# there from five others of the same by up to 1.29.
+# A shape that the host bounds gets so many times as many rounds in addition: there, two times five rounds of
+# the same backend differed by a factor of up to 1.29.
 MORE = 2
 
 # Lengths, the most tokens in a call, the most floating-point operations of a forward.
@@ -86,8 +88,12 @@ def measure(job: Job, count: int, seed: int) -> None:
     table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     _compile_ahead(job, count, seed)
+    shapes = [draw(seed, number, job.device.type) for number in range(count)]
+    names = [f"{number}: {shape}" for number, shape in enumerate(shapes)]
     with adaptive.from_nothing():
-        _measure(job, count, seed, table, rows)
+        for number, row in rows_in_time(shapes, names, _row, job, "shapes"):
+            rows.append({"number": number} | row)
+            job.keep({"seed": seed, "table": table, "rows": [*rows]})
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
@@ -105,23 +111,6 @@ def _compile_ahead(job: Job, count: int, seed: int) -> None:
     compile_ahead(one_of_each.values(), map(registry.find, job.backends), job.deadline - time.monotonic())
 
 
-def _measure(job: Job, count: int, seed: int, table: str, rows: list[dict[str, Any]]) -> None:
-    for number in range(count):
-        shape = draw(seed, number, job.device.type)
-        job.advance(number, count, str(shape))
-        if job.late:
-            job.leave_out(f"{count - number} of {count} shapes", "the time was spent")
-            break
-        try:
-            row = _row(shape, job)
-        except Exception as problem:  # noqa: BLE001 - the other shapes are worth their figures
-            job.leave_out(f"{number}: {shape}", short(problem))
-            continue
-        if row is not None:
-            rows.append({"number": number} | row)
-            job.keep({"seed": seed, "table": table, "rows": [*rows]})
-
-
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     """Return what one shape took, microseconds by step and way; None if no backend runs it."""
     batch = batch_beyond_the_cache(shape, job.device)
@@ -132,19 +121,22 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     right = checked(batch, ways, job)
     if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
-    timed = {name: functools.partial(_times, one.side, shape.backward, {}) for name, one in right.items()}
+    timed = {
+        name: functools.partial(_times, right_side.side, shape.backward, {})
+        for name, right_side in right.items()
+    }
     by_round = _by_round(interleaved(timed, job.rounds))
     taken = _medians(by_round)
     bound = {step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()}
     if BY_HOST in bound.values():
         for step, times in _by_round(interleaved(timed, MORE * job.rounds)).items():
-            for name, found in times.items():
-                by_round[step][name] += found
+            for name, added in times.items():
+                by_round[step][name] += added
         taken = _medians(by_round)
     return {
         "case": str(shape),
         "shape": shape.to_dict(),
-        "ran": {name: _ran(one.side, shape.backward) for name, one in right.items()},
+        "ran": {name: _ran(right_side.side, shape.backward) for name, right_side in right.items()},
         "microseconds": taken,
         "rounds": by_round,
         "bound": bound,
@@ -154,14 +146,14 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
 def _by_round(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
     """Return microseconds by step, way and round, of seconds by way, round and step."""
     return {
-        step: {name: [one[step] * 1e6 for one in found] for name, found in rounds.items()}
+        step: {name: [seconds[step] * 1e6 for seconds in taken] for name, taken in rounds.items()}
         for step in rounds[CHOSEN][0]
     }
 
 
 def _medians(by_round: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
     return {
-        step: {name: statistics.median(found) for name, found in times.items()}
+        step: {name: statistics.median(microseconds) for name, microseconds in times.items()}
         for step, times in by_round.items()
     }
 
@@ -180,14 +172,14 @@ def _take_turns(side: Side, backward: bool) -> None:
 
 def _ran(side: Side, backward: bool) -> dict[str, str]:
     """Return what runs in each step: without a gradient a forward may be another backend's."""
-    found = {}
+    backends = {}
     with side.within():
         for step, run, _, _ in _steps(side, backward):
             reset_stats()
             run()
             forward, *both = sides.ran().values()
-            found[step] = forward if step == FORWARD else " + ".join(dict.fromkeys((forward, *both)))
-    return found
+            backends[step] = forward if step == FORWARD else " + ".join(dict.fromkeys((forward, *both)))
+    return backends
 
 
 def _steps(side: Side, backward: bool) -> Iterator[tuple[str, Callable[[], object], int, int]]:

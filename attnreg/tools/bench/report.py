@@ -41,19 +41,19 @@ class Job:
     """What is to be measured, where progress and results go, and what has come of it so far.
 
     Attributes:
-        device: where.
-        backends: the names of those that are compared; all of them load there.
-        rounds: how often each side is measured.
-        quick: whether a few cases are enough.
-        deadline: when to begin no further case, in the seconds of `time.monotonic`.
-        out: the file in which everything so far is kept after each case.
-        table: the measured table to choose by, if not the one that ships for the device.
-        part: which of a benchmark's parts.
-        advance: called with the number of cases done, of how many, and the name of the next.
-        left_out: what wasn't measured, and why.
-        kept: the results so far as plain data; None before the first case is done.
-        tables: the same for people.
-        summary: lines that say which targets are reached.
+        device: The device that the calls run on.
+        backends: The names of the backends to compare. All of them load on the device.
+        rounds: The number of measurements of each side.
+        quick: A few cases are enough.
+        deadline: No case begins after it, in the seconds of `time.monotonic`.
+        out: The file to which the results so far are written after each case.
+        table: The measured table to choose by. None means the table that ships for the device.
+        parts: The parts of a benchmark to measure. Empty means all of them.
+        advance: Called with the number of cases done, the number of all, and the next case's name.
+        left_out: The cases that weren't measured, each with the reason.
+        kept: The results so far as plain data. None before the first case is done.
+        tables: The results so far as tables to print.
+        summary: Lines that say which targets are reached.
     """
 
     device: torch.device
@@ -63,7 +63,7 @@ class Job:
     deadline: float = inf
     out: Path | None = None
     table: Path | None = None
-    part: str = "all"
+    parts: tuple[str, ...] = ()
     advance: Callable[[int, int, str], None] = lambda *_: None
     left_out: list[str] = field(default_factory=list)
     kept: Any = None
@@ -84,6 +84,10 @@ class Job:
             else:
                 yield case
 
+    def wants(self, part: str) -> bool:
+        """Whether a part of a benchmark is to be measured."""
+        return not self.parts or part in self.parts
+
     def leave_out(self, what: str, why: str) -> None:
         """Record that something isn't measured, and why."""
         self.left_out.append(f"{what}: {why}")
@@ -96,8 +100,8 @@ class Job:
 
 def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return results with what they were measured on."""
-    found = {"machine": machine(), "results": results}
-    return found | {"left_out": list(left_out)} if left_out else found
+    data = {"machine": machine(), "results": results}
+    return data | {"left_out": list(left_out)} if left_out else data
 
 
 def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
@@ -114,9 +118,9 @@ def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
 def _json(value: Any, indent: str = "") -> str:
     """Return JSON with a line for each row: short enough to keep, and to see what changed."""
     inner = indent + " "
-    nested = isinstance(value, dict) and any(isinstance(one, dict | list) for one in value.values())
+    nested = isinstance(value, dict) and any(isinstance(inside, dict | list) for inside in value.values())
     if nested and len(indent) < 2:
-        rows = [f"{inner}{json.dumps(key)}: {_json(one, inner)}" for key, one in value.items()]
+        rows = [f"{inner}{json.dumps(key)}: {_json(inside, inner)}" for key, inside in value.items()]
         return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(inner + json.dumps(_rounded(row)) for row in value) + f"\n{indent}]"
@@ -128,8 +132,8 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _rounded(inside) for key, inside in value.items()}
+    return [_rounded(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
 def show(

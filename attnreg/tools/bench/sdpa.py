@@ -69,12 +69,12 @@ def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> Table:
     sides = list(dict.fromkeys(row["side"] for row in here))
     cells = []
     for case in dict.fromkeys(row["case"] for row in here):
-        found = [times.get((case, side)) for side in sides]
+        side_rows = [times.get((case, side)) for side in sides]
         chosen = times.get((case, CHOSEN))
         last = (
             (f"{chosen['times_yardstick']:.2f}", f"{chosen['of_matmul_rate']:.0%}") if chosen else ("-", "-")
         )
-        shown = (f"{row['milliseconds']:.3f}" if row else "-" for row in found)
+        shown = (f"{row['milliseconds']:.3f}" if row else "-" for row in side_rows)
         cells.append((case.replace("\n", ", "), *shown, *last))
     header = ("ms", *(side.replace("attnreg, ", "") for side in sides), "x torch", "of matmul")
     return Table(f"{panel}, {step}", header, cells)

@@ -1,14 +1,17 @@
 """How good attnreg's choices are, end to end, on shapes that no table was tuned on.
 
-For each case and direction: the time through attnreg with a measured table, over that of the best
-single kernel. There are two yardsticks, since a small call is bound by the host: the kernels called
-directly, joined by a minimal `autograd.Function`, and the backends through the same front, each led by
-`register_backend`. The other strategies are attnreg's default order, each backend first, and torch alone:
-its default SDPA, its `varlen_attn`.
+Each case and direction has a ratio: the time through attnreg with a measured table, over the time of the best
+single kernel. A small call is bound by the host, so there are two yardsticks:
 
-Times are of calls one right after the other; where the host is slower than the device it is the host's.
-The tensors change with every call, so that they come from memory as they do in a model, and the calls on
-them are one graph, through which autograd goes in one pass. The backward alone is repeated on one graph.
+- the kernels called directly, joined by a minimal `autograd.Function`;
+- the backends through the same front, each preferred by `register_backend`.
+
+The other strategies are attnreg's default order, each backend first, and torch alone: its default SDPA, its
+`varlen_attn`.
+
+Calls follow each other immediately. If the host is slower than the device, their time is the host's. Each
+call uses other tensors, so that they come from memory as in a model. The calls share a graph, which autograd
+traverses in a single pass. The backward alone is repeated on the same graph.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from attnreg.core import registry
 from attnreg.core.dispatch import counters, planning
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
-from attnreg.tools.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, short
+from attnreg.tools.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, rows_in_time
 from attnreg.tools.bench.report import Job, Table
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
 from attnreg.tools.bench.sides import Side
@@ -46,17 +49,8 @@ def measure(job: Job) -> None:
     table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     results: dict[str, Any] = {}
-    for number, shape in enumerate(shapes):
-        job.advance(number, len(shapes), str(shape))
-        if job.late:
-            job.leave_out(f"{len(shapes) - number} of {len(shapes)} cases", "the time was spent")
-            break
-        try:
-            row = _row(shape, job)
-        except Exception as problem:  # noqa: BLE001 - the other cases are worth their figures
-            job.leave_out(str(shape), short(problem))
-            continue
-        rows += [row] if row else []
+    for _, row in rows_in_time(shapes, list(map(str, shapes)), _row, job, "cases"):
+        rows.append(row)
         summed, gained = summary(rows), gains(rows)
         reached = aims(summed, gained)
         results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": [*rows]}
@@ -64,9 +58,9 @@ def measure(job: Job) -> None:
     if not rows:
         raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
     job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
-    for one in results["aims"]:
-        word = "reached" if one["reached"] else "MISSED"
-        job.summary.append(f"{one['what']}: {one['value']:.3f}, aim {one['aim']}: {word}")
+    for target in results["aims"]:
+        word = "reached" if target["reached"] else "MISSED"
+        job.summary.append(f"{target['what']}: {target['value']:.3f}, aim {target['aim']}: {word}")
     job.keep(results)
 
 
@@ -76,7 +70,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     right = checked(batch, strategies(batch, job), job)
     if CHOSEN not in right:
         return None
-    runners = {name: Runner(one.side, shape.backward) for name, one in right.items()}
+    runners = {name: Runner(right_side.side, shape.backward) for name, right_side in right.items()}
     for name, (side, backward) in _direct(batch, job).items():
         if wrong := batch.verdict(side.results(backward), side.sets).wrong:
             job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
@@ -101,17 +95,17 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
         "case": str(shape),
         "group": shape.group,
         "shape": shape.to_dict(),
-        "ran": {name: _ran(one) for name, one in right.items()},
+        "ran": {name: _ran(right_side) for name, right_side in right.items()},
         "directions": directions,
     }
 
 
-def _ran(one: Checked) -> dict[str, str]:
+def _ran(right_side: Checked) -> dict[str, str]:
     """Return which backend each call runs: a forward without gradients may be another's than one with."""
     counters.reset_stats()
-    one.side.results(backward=False)
+    right_side.side.results(backward=False)
     alone = sides.ran()["forward"]
-    return {FORWARD: alone, "forward, grad": one.ran["forward"], BACKWARD: one.ran["backward"]}
+    return {FORWARD: alone, "forward, grad": right_side.ran["forward"], BACKWARD: right_side.ran["backward"]}
 
 
 def strategies(batch: Batch, job: Job) -> dict[str, Side]:
@@ -121,25 +115,27 @@ def strategies(batch: Batch, job: Job) -> dict[str, Side]:
         ORDER: functools.partial(sides.settings, "order", among=job.backends),
         **{FIXED + name: functools.partial(api.register_backend, name) for name in job.backends},
     }
-    found = {name: Side(batch.with_attnreg, batch.front_sets, one) for name, one in within.items()}
-    return found | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
+    attnreg_sides = {
+        name: Side(batch.with_attnreg, batch.front_sets, context) for name, context in within.items()
+    }
+    return attnreg_sides | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
 
 
 def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
     """Return each backend's kernels called directly, and whether there is a backward."""
     spec = batch.shape.spec(planning.device_of(job.device))
-    found = {}
+    direct_sides = {}
     for name in job.backends:
         entry = registry.find(name)
         if entry.reasons(spec, "forward"):
             continue
         backward = batch.shape.backward and not entry.reasons(spec, "backward")
         kernels = entry.kernel("forward", spec), entry.kernel("backward", spec) if backward else None
-        found[name] = (
+        direct_sides[name] = (
             Side(sides.called_directly(*kernels, batch.call), batch.sets, sides.by_default),
             backward,
         )
-    return found
+    return direct_sides
 
 
 class Runner:
@@ -179,24 +175,26 @@ class Runner:
 
 def _tables(results: dict[str, Any]) -> list[Table]:
     """Return the means, the gains over torch, and a row for each case."""
-    found = []
+    result_tables = []
     rows_of = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
     for direction, yardstick in dict.fromkeys(key[:2] for key in rows_of):
         names = dict.fromkeys(key[2] for key in rows_of if key[:2] == (direction, yardstick))
         rows = []
         for name in names:
             cells = [rows_of.get((direction, yardstick, name, group)) for group in GROUPS]
-            rows.append((name, *(f"{one['mean']:.3f} / {one['worst']:.2f}" if one else "-" for one in cells)))
+            rows.append((name, *(f"{row['mean']:.3f} / {row['worst']:.2f}" if row else "-" for row in cells)))
         title = f"{direction}: time over that of the {yardstick}, geometric mean / worst"
-        found.append(Table(title, ("strategy", *GROUPS), rows))
+        result_tables.append(Table(title, ("strategy", *GROUPS), rows))
     gained = [
         (f"{r['group']}, {r['direction']}", f"{r['mean']:.2f}", f"{r['worst']:.2f}", str(r["cases"]))
         for r in results["gains"]
     ]
-    found.append(Table("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained))
+    result_tables.append(
+        Table("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained)
+    )
     directions = dict.fromkeys(name for row in results["rows"] for name in row["directions"])
-    found += [_cases(direction, results["rows"]) for direction in directions]
-    return found
+    result_tables += [_cases(direction, results["rows"]) for direction in directions]
+    return result_tables
 
 
 def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
@@ -204,10 +202,10 @@ def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for row in here for name in row["directions"][direction]["front"]))
     cells = []
     for row in here:
-        found, chosen = row["directions"][direction], row["ran"][CHOSEN]
+        figures, chosen = row["directions"][direction], row["ran"][CHOSEN]
         parts = ("forward, grad", BACKWARD) if direction == BOTH else (direction,)
-        times = [found["front"].get(name) for name in names]
-        directly = min(found["called_directly"].values(), default=None)
+        times = [figures["front"].get(name) for name in names]
+        directly = min(figures["called_directly"].values(), default=None)
         which = "+".join(dict.fromkeys(chosen[part] for part in parts))
         shown = ("-" if time is None else f"{time:.1f}" for time in (*times, directly))
         cells.append((row["case"], which, *shown))

@@ -22,13 +22,14 @@ class Shape:
     """One call.
 
     Attributes:
-        lengths_q, lengths_k: of each sequence, in tokens; all equal where they aren't packed.
+        lengths_q, lengths_k: The length of each sequence, in tokens. Sequences of a dense call have equal
+            lengths.
         heads: (query, key).
-        dim: the head dim.
-        causal: whether a query sees no later key; lengths of queries and keys are then the same.
-        varlen: whether the sequences are packed.
-        dtype: its name.
-        backward: whether a program would ask for the gradient.
+        dim: The head dim.
+        causal: No query sees a later key. Query and key lengths are then the same.
+        varlen: The sequences are packed.
+        dtype: The name of the dtype.
+        backward: A program would need the gradient.
     """
 
     lengths_q: tuple[int, ...]
@@ -72,8 +73,8 @@ class Shape:
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data; where all sequences have the same length, it once."""
         lengths = {
-            name: found[0] if len(set(found)) == 1 else list(found)
-            for name, found in (("lengths_q", self.lengths_q), ("lengths_k", self.lengths_k))
+            name: sequences[0] if len(set(sequences)) == 1 else list(sequences)
+            for name, sequences in (("lengths_q", self.lengths_q), ("lengths_k", self.lengths_k))
         }
         return {"batch": len(self.lengths_q), **asdict(self), **lengths}
 
@@ -90,22 +91,22 @@ def packed(
     lengths: Sequence[int], heads_q: int, heads_k: int, dim: int, causal: bool, dtype: str = "bfloat16"
 ) -> Shape:
     """Return self-attention of packed sequences."""
-    given = tuple(lengths)
+    lens = tuple(lengths)
     return Shape(
-        lengths_q=given, lengths_k=given, heads=(heads_q, heads_k), dim=dim, causal=causal, varlen=True,
+        lengths_q=lens, lengths_k=lens, heads=(heads_q, heads_k), dim=dim, causal=causal, varlen=True,
         dtype=dtype,
     )  # fmt: skip
 
 
 def dense(batch: int, length: int, *rest: Any) -> Shape:
-    """Return self-attention of sequences of one length; the rest is that of `packed`."""
+    """Return self-attention of sequences of equal length. `rest` are the further arguments of `packed`."""
     return replace(packed((length,) * batch, *rest), varlen=False)
 
 
 def ragged(batch: int, longest: int, *rest: Any) -> Shape:
     """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest.
 
-    The rest is that of `packed`.
+    `rest` are the further arguments of `packed`.
     """
     draw = random.Random(batch * 1_000_003 + longest)
     drawn = (round(longest * 0.3 * draw.lognormvariate(0.0, 0.8)) for _ in range(batch - 1))

@@ -38,7 +38,7 @@ WARM_UP = 4
 
 
 class Tensors(NamedTuple):
-    """Query, key and value, which take a gradient, and the incoming gradient."""
+    """Query, key and value, which require a gradient, and the incoming gradient."""
 
     q: Tensor
     k: Tensor
@@ -46,11 +46,11 @@ class Tensors(NamedTuple):
     grad: Tensor
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return those that take a gradient."""
+        """Return query, key and value."""
         return self.q, self.k, self.v
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Tensors:
-        """Return leaves of their own, each changed in the same way."""
+        """Return new leaves, each tensor changed by `change`."""
         q, k, v, grad = (change(x.detach()) for x in self)
         return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
 
@@ -60,10 +60,10 @@ class Side:
     """What is timed.
 
     Attributes:
-        front: what is called with query, key and value, and returns the output.
-        sets: its inputs, taken in turn.
-        within: the context in which it is called.
-        wanted: the backend that has to run it, if only one may.
+        front: The function of query, key and value that returns the output.
+        sets: The inputs of the calls, used in turn.
+        within: Returns the context of the calls.
+        wanted: The backend that has to run the calls. Empty if any may.
     """
 
     front: Front
@@ -112,7 +112,7 @@ def forward(front: Front, tensors: Tensors) -> Tensor:
 def forward_backward(front: Front, tensors: Tensors) -> tuple[Tensor, ...]:
     """Run a forward and its backward."""
     out = front(*tensors.inputs())
-    # What is timed as the least that autograd costs uses the query only.
+    # `allow_unused`: the side that does nothing, timed as the least cost of autograd, uses only the query.
     return torch.autograd.grad(out, tensors.inputs(), tensors.grad, allow_unused=True)
 
 
@@ -123,12 +123,12 @@ def results(front: Front, tensors: Tensors) -> list[Tensor]:
 
 
 def layers(front: Front, sets: Sequence[Tensors]) -> list[Tensor]:
-    """Run a forward of each set, as a model's layers are run one after the other."""
+    """Run a forward of each set, in order, as a model runs its layers."""
     return [front(*tensors.inputs()) for tensors in sets]
 
 
 def layers_backward(outs: Sequence[Tensor], sets: Sequence[Tensors], **options: bool) -> tuple[Tensor, ...]:
-    """Run the backwards of all of them in one pass of autograd."""
+    """Run the backwards of all layers in one pass of autograd; `outs` are the outputs, any shape."""
     inputs = [x for tensors in sets for x in tensors.inputs()]
     return torch.autograd.grad(outs, inputs, [tensors.grad for tensors in sets], **options)
 
@@ -141,14 +141,14 @@ def called_directly(
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return attention by a backend's two functions, joined by an `autograd.Function` and nothing else.
 
-    `forward` is given query, key, value and what comes `last`, and returns the output first; `backward` the
-    gradient of that, the three, what `forward` has returned, and what comes last.
+    `forward` is called with query, key, value and `last`, and returns the output first. `backward` is called
+    with the output's gradient, query, key, value, all that `forward` returned, and `last`.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            found: Tensor = _Direct.apply(forward, backward, last, query, key, value)  # type: ignore[no-untyped-call]
-            return found
+            differentiable: Tensor = _Direct.apply(forward, backward, last, query, key, value)  # type: ignore[no-untyped-call]
+            return differentiable
         out: Tensor = forward(query, key, value, *last)[0]
         return out
 
@@ -180,17 +180,17 @@ def ran() -> dict[str, str]:
     }
 
 
-def wrong_backend(wanted: str, found: Mapping[str, str]) -> str:
+def wrong_backend(wanted: str, backends: Mapping[str, str]) -> str:
     """Return what ran instead of a backend, or an empty string if that did."""
-    if set(found.values()) == {wanted}:
+    if set(backends.values()) == {wanted}:
         return ""
     reasons = [f"{row.backend}: {row.reason}" for row in stats().fallbacks[:2]]
-    return "; ".join((f"ran {in_words(found)}", *reasons))
+    return "; ".join((f"ran {in_words(backends)}", *reasons))
 
 
-def in_words(found: Mapping[str, str]) -> str:
+def in_words(backends: Mapping[str, str]) -> str:
     """Return what ran as a text."""
-    return ", ".join(f"{name} ({direction})" for direction, name in found.items())
+    return ", ".join(f"{name} ({direction})" for direction, name in backends.items())
 
 
 # Contexts

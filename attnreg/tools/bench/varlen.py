@@ -1,9 +1,9 @@
 """Packed sequences in the setting of PyTorch's PR #164502: attnreg, torch's varlen_attn, padded SDPA.
 
-8 sequences, lengths random multiples of 64 up to 2048, 16 heads, bfloat16; head dim 64 and 128, causal or
-not; on a CPU 4 sequences up to 256, 4 heads, float32. Padded SDPA gets its tensors already padded;
-without a mask its tokens see the padding, and it is compared with what attention gives then.
-TFLOP/s count what the real lengths need.
+On a GPU: 8 sequences, lengths random multiples of 64 up to 2048, 16 heads, head dim 64 and 128, causal or
+not, bfloat16. On a CPU: 4 sequences up to 256, 4 heads, float32. Padded SDPA gets tensors that are padded
+already. Without a mask its tokens see the padding, so its reference sees the padding, too. TFLOP/s count only
+the work of the real lengths.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def measure(job: Job) -> None:
     """Time every side of every case; the yardstick is torch's varlen_attn, else padded SDPA."""
     shapes = pull_request(job.device.type)[: 1 if job.quick else None]
     rate = matmul_rate(job.device, getattr(torch, shapes[0].dtype))
-    found: list[dict[str, Any]] = []
-    results = {"lengths": list(shapes[0].lengths_q), "matmul_teraflops": rate / 1e12, "rows": found}
+    measured: list[dict[str, Any]] = []
+    results = {"lengths": list(shapes[0].lengths_q), "matmul_teraflops": rate / 1e12, "rows": measured}
     for shape in job.in_time(shapes):
         batch = Batch(shape, job.device, sets=3)
         padded = [tensors.mapped(functools.partial(_pad, batch)) for tensors in batch.sets]
@@ -50,13 +50,13 @@ def measure(job: Job) -> None:
             raise BackendUnavailableError(f"{TORCH} and {MASKED} are the yardsticks, and neither runs here")
         rows = timed(shape, right, yardstick, rate, job)
         case = f"head dim {shape.dim}{', causal' if shape.causal else ''}"
-        found += [{**row, "case": case, "panel": "", "yardstick": yardstick} for row in rows]
+        measured += [{**row, "case": case, "panel": "", "yardstick": yardstick} for row in rows]
         job.keep(results)
         job.tables += [
             table(f"{case}, {step}", [row for row in rows if row["step"] == step], yardstick)
             for step in STEPS
         ]
-    job.summary = [_aim(row) for row in found if row["side"] == DEFAULT]
+    job.summary = [_aim(row) for row in measured if row["side"] == DEFAULT]
     job.keep(results)
 
 
@@ -73,7 +73,7 @@ def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> di
     if batch.shape.causal:
         longest = batch.call.max_q
         visible = visible & torch.ones(longest, longest, dtype=torch.bool, device=batch.device).tril()
-    found = {
+    compared = {
         TORCH: Side(batch.with_torch, batch.sets, torch_alone),
         UNMASKED: Side(functools.partial(sdpa, is_causal=batch.shape.causal), padded, torch_alone),
         MASKED: Side(functools.partial(sdpa, attn_mask=visible), padded, torch_alone),
@@ -84,8 +84,8 @@ def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> di
         led["cuDNN+FA4"] = _mixed("cuDNN", "FA4")
     for name, backend in led.items():
         within = functools.partial(api.register_backend, backend)
-        found[LED + name] = Side(batch.with_attnreg, batch.sets, within, wanted=name)
-    return found
+        compared[LED + name] = Side(batch.with_attnreg, batch.sets, within, wanted=name)
+    return compared
 
 
 def _mixed(forward: str, backward: str) -> Backend:
@@ -116,9 +116,9 @@ def _is_token(batch: Batch) -> Tensor:
 def _padded_sample(batch: Batch, padded: Tensors) -> Sample:
     """Return what attention that sees the padding gives."""
     case, count = batch.case, len(batch.case.lens_q)
-    seen = replace(case, lens_q=(case.max_q,) * count, lens_k=(case.max_k,) * count, varlen=False)
+    padded_case = replace(case, lens_q=(case.max_q,) * count, lens_k=(case.max_k,) * count, varlen=False)
     call = batch.call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
-    return Sample(seen, Inputs(*padded.mapped(lambda x: x.transpose(1, 2).detach()), call))
+    return Sample(padded_case, Inputs(*padded.mapped(lambda x: x.transpose(1, 2).detach()), call))
 
 
 def _verdict(batch: Batch, padded: Sample, name: str, results: list[Tensor]) -> Verdict:

@@ -108,7 +108,7 @@ def _function(name: str) -> Callable[..., Any]:
     """Return a command's function; if its file can't be imported, one that says why."""
     module = name.replace("-", "_")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(f"attnreg.tools.cli.{module}"), module)
+        command: Callable[..., Any] = getattr(importlib.import_module(f"attnreg.tools.cli.{module}"), module)
     except ImportError as error:
         cause = error
 
@@ -117,7 +117,7 @@ def _function(name: str) -> Callable[..., Any]:
 
         broken.__doc__ = f"Can't be loaded: {cause}."
         return broken
-    return found
+    return command
 
 
 for _name in COMMANDS:

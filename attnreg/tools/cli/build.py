@@ -35,21 +35,21 @@ def build(
     made: dict[str, str] = {}
     failures: list[str] = []
     libraries = {"file": building.CALL_CACHE, "cpu_kernel": building.CPU_KERNEL}
-    found = {name: building.status(library) for name, library in libraries.items()}
-    others = {status.reason for status in found.values() if status.state == "building"}
+    statuses = {name: building.status(library) for name, library in libraries.items()}
+    others = {status.reason for status in statuses.values() if status.state == "building"}
     for reason in others:
         typer.echo(f"attnreg: {reason}, waiting for it", err=True)
     for name, library in libraries.items():
         try:
-            if missing and found[name].state == "failed":
-                raise BuildError(found[name].reason)
+            if missing and statuses[name].state == "failed":
+                raise BuildError(statuses[name].reason)
             with console(stderr=True).status(f"compiling {library.title}"):
                 made[name] = str(building.build(library, missing or bool(others)))
         except BuildError as error:
             failures.append(str(error))
             # With --missing it goes into a log.
-            said = building.in_one_line(str(error)) if missing else error
-            typer.echo(f"attnreg: {said}", err=True)
+            message = building.in_one_line(str(error)) if missing else error
+            typer.echo(f"attnreg: {message}", err=True)
     seconds = round(time.perf_counter() - began, 1)
     if as_json:
         problem = {"type": "BuildError", "message": "\n".join(failures)}

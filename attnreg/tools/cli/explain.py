@@ -96,12 +96,12 @@ def explain(
         needs_backward=backward or grad_lse, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
     )  # fmt: skip
-    found = _explained(spec, backend, options.names("--prefer", prefer))
+    explanation = _explained(spec, backend, options.names("--prefer", prefer))
     if as_json:
-        print_json(found.to_dict())
+        print_json(explanation.to_dict())
     else:
-        typer.echo(str(found))
-    if not found.runs:
+        typer.echo(str(explanation))
+    if not explanation.runs:
         raise typer.Exit(FAILED)
 
 
@@ -116,11 +116,11 @@ def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> 
     from attnreg.core.selection.decision import Preference
     from attnreg.tools import explanation
 
-    found = tuple(registry.find(name).name for name in ((only,) if only else preferred))
-    if not found:
+    backends = tuple(registry.find(name).name for name in ((only,) if only else preferred))
+    if not backends:
         return explanation.explain(spec)
-    source = f"{'--backend' if only else '--prefer'} {','.join(found)}"
-    token = scope.enter(scope.make_choice(Preference(source, found, exclusive=bool(only))))
+    source = f"{'--backend' if only else '--prefer'} {','.join(backends)}"
+    token = scope.enter(scope.make_choice(Preference(source, backends, exclusive=bool(only))))
     try:
         return explanation.explain(spec)
     finally:

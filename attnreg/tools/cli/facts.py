@@ -47,9 +47,9 @@ def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
     yield torch.device("cpu"), {"device": "cpu", "name": cpu, "compute_capability": None}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        found = torch.cuda.get_device_properties(device)
-        name = f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
-        capability = f"{found.major}.{found.minor}"
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        capability = f"{properties.major}.{properties.minor}"
         yield device, {"device": str(device), "name": name, "compute_capability": capability}
 
 
@@ -109,7 +109,7 @@ def state(entry: Entry, in_force: Policy) -> tuple[str, str]:
 def order(device: Device, in_force: Policy) -> dict[str, Any]:
     """Return a device's backends in order of preference, each with its source, and what prevents calls."""
     entries = registry.entries()
-    # Selection takes a call. Where a priority is a function of it, the order is that of this short one.
+    # Selection needs a call. Priorities may depend on it: the order shown is for this short call.
     spec = in_force.applied_to(AttentionSpec(
         device=device, dtype="float32", batch=1, max_q=1, max_k=1,
         heads_q=1, heads_k=1, head_dim=8, head_dim_v=8,
@@ -126,11 +126,11 @@ def order(device: Device, in_force: Policy) -> dict[str, Any]:
         if preference.applies_to(device)
         for name in preference.names
     }
-    found = []
+    backends = []
     for name in select(spec, "forward", entries, in_force).order:
         entry = entries[name.casefold()]
         has_device = entry.backend is not None and device.type in entry.backend.devices
         if has_device and name.casefold() not in in_force.disabled and not entry.unavailable():
             source = sources.get(name.casefold(), default_source(spec))
-            found.append({"backend": name, "source": source})
-    return {"order": found, "problem": problem}
+            backends.append({"backend": name, "source": source})
+    return {"order": backends, "problem": problem}

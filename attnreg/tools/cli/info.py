@@ -33,11 +33,11 @@ def info(as_json: AsJson = False) -> None:
     """
     import_torch()
     with stdout_to_stderr():
-        found = collected()
+        facts = collected()
     if as_json:
-        print_json(found)
+        print_json(facts)
     else:
-        _print(found)
+        _print(facts)
 
 
 def collected() -> dict[str, Any]:
@@ -127,12 +127,12 @@ def _table(device: Device, in_force: Policy) -> dict[str, Any]:
     from attnreg.core.times.tables import Report, Tables
 
     tables = in_force.tables
-    found = tables.report(device) if isinstance(tables, Tables) else Report()
+    report = tables.report(device) if isinstance(tables, Tables) else Report()
     return {
-        "in_force": None if found.in_force is None else str(found.in_force),
-        "points": 0 if found.in_force is None else len(found.in_force.table.points),
-        "notes": list(found.notes),
-        "refused": list(found.refused),
+        "in_force": None if report.in_force is None else str(report.in_force),
+        "points": 0 if report.in_force is None else len(report.in_force.table.points),
+        "notes": list(report.notes),
+        "refused": list(report.refused),
     }
 
 
@@ -168,99 +168,102 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
     for key in ("policy", "masks", "record"):
         if value := getattr(sources.environment, key):
             yield key, str(value), f"ATTNREG_{key.upper()}"
-    for one in sources.loaded:
+    for loaded in sources.loaded:
         for key in ("log_level", "policy", "masks", "tuned"):
-            if (value := getattr(one.settings, key)) and key in one.settings.model_fields_set:
-                yield key, str(value), one.origin.describe((key,))
-        if one.origin.path is not None:
-            by = "ATTNREG_CONFIG" if one is sources.environment_file else "configure(...)"
-            yield "settings file", str(one.origin.path), by
+            if (value := getattr(loaded.settings, key)) and key in loaded.settings.model_fields_set:
+                yield key, str(value), loaded.origin.describe((key,))
+        if loaded.origin.path is not None:
+            by = "ATTNREG_CONFIG" if loaded is sources.environment_file else "configure(...)"
+            yield "settings file", str(loaded.origin.path), by
 
 
-def _print(found: dict[str, Any]) -> None:
-    versions = found["versions"]
+def _print(facts: dict[str, Any]) -> None:
+    versions = facts["versions"]
     names = ("attnreg", "python", "torch", "cuda", "cudnn")
     table("Versions", ((name, versions[name] or "none") for name in names))
-    table("Devices, and their backends in order of preference", _device_rows(found))
-    table("Backends", _backend_rows(found["backends"]), ("name", "version", "state", "from"))
-    table("Environment", _variable_rows(found["settings"]["variables"]))
-    table("Settings in force, highest precedence first", _setting_rows(found["settings"]))
-    table("Measured tables", _table_rows(found["tables"]))
-    table("PyTorch's own functions", _router_rows(found["routers"], found["settings"]["problem"]))
-    compiled = found["compiled"]
+    table("Devices, and their backends in order of preference", _device_rows(facts))
+    table("Backends", _backend_rows(facts["backends"]), ("name", "version", "state", "from"))
+    table("Environment", _variable_rows(facts["settings"]["variables"]))
+    table("Settings in force, highest precedence first", _setting_rows(facts["settings"]))
+    table("Measured tables", _table_rows(facts["tables"]))
+    table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]["problem"]))
+    compiled = facts["compiled"]
     libraries = (
-        (one["library"], one["file"] if one["state"] == "built" else f"{one['state']}: {one['reason']}")
-        for one in compiled
+        (
+            library["library"],
+            library["file"] if library["state"] == "built" else f"{library['state']}: {library['reason']}",
+        )
+        for library in compiled
     )
     table(f"Compiled for torch {versions['torch']} and Python {versions['python']}", libraries)
-    table("What torch does without attnreg", _torch_rows(found["torch"]))
+    table("What torch does without attnreg", _torch_rows(facts["torch"]))
 
 
-def _device_rows(found: dict[str, Any]) -> Rows:
-    for device in found["devices"]:
+def _device_rows(facts: dict[str, Any]) -> Rows:
+    for device in facts["devices"]:
         capability = device["compute_capability"]
         yield device["device"], device["name"] + (f", compute capability {capability}" if capability else "")
         for rank, choice in enumerate(device["order"], 1):
             yield "", f"{rank}. {choice['backend']}, by {choice['source']}"
         if device["problem"]:
             yield "problem", device["problem"]
-    if trouble := found["versions"]["gpu_trouble"]:
+    if trouble := facts["versions"]["gpu_trouble"]:
         yield "cuda", f"none: {trouble}"
 
 
-def _backend_rows(found: list[dict[str, Any]]) -> Rows:
-    for backend in found:
+def _backend_rows(backends: list[dict[str, Any]]) -> Rows:
+    for backend in backends:
         yield backend["name"], backend["version"], backend["state"], backend["origin"]
         if backend["reason"]:
             yield "", "", "", backend["reason"]
 
 
-def _variable_rows(found: list[dict[str, Any]]) -> Rows:
-    for one in found:
-        yield one["name"], "not set" if one["value"] is None else repr(one["value"])
-        yield "", one["purpose"]
+def _variable_rows(variables: list[dict[str, Any]]) -> Rows:
+    for variable in variables:
+        yield variable["name"], "not set" if variable["value"] is None else repr(variable["value"])
+        yield "", variable["purpose"]
 
 
-def _setting_rows(found: dict[str, Any]) -> Rows:
-    for line in found["problem"].splitlines():
+def _setting_rows(settings: dict[str, Any]) -> Rows:
+    for line in settings["problem"].splitlines():
         yield "problem", line
-    if found["problem"]:
+    if settings["problem"]:
         yield "", "attention calls are refused until this is corrected"
-    for one in found["in_force"]:
-        yield one["setting"], f"{one['value']}, by {one['source']}"
-    if not (found["problem"] or found["in_force"]):
+    for setting in settings["in_force"]:
+        yield setting["setting"], f"{setting['value']}, by {setting['source']}"
+    if not (settings["problem"] or settings["in_force"]):
         yield "none", "each device has its default order of backends"
 
 
-def _table_rows(found: list[dict[str, Any]]) -> Rows:
-    for one in found:
-        in_force = f"{one['in_force']}, {counted(one['points'], 'point')}" if one["in_force"] else ""
-        yield one["device"], in_force or "none: the default order decides"
-        for line in (*one["refused"], *one["notes"]):
+def _table_rows(reports: list[dict[str, Any]]) -> Rows:
+    for report in reports:
+        in_force = f"{report['in_force']}, {counted(report['points'], 'point')}" if report["in_force"] else ""
+        yield report["device"], in_force or "none: the default order decides"
+        for line in (*report["refused"], *report["notes"]):
             yield "", line
 
 
-def _router_rows(found: dict[str, Any], problem: str) -> Rows:
-    compiled, trouble = found["compiled"], found["untouched_programs"]
-    calls = "run by attnreg's backends" if found["serving"] else "run by torch, as no backend is selected"
-    yield "routers", "installed" if found["installed"] else "not installed"
+def _router_rows(routers: dict[str, Any], problem: str) -> Rows:
+    compiled, trouble = routers["compiled"], routers["untouched_programs"]
+    calls = "run by attnreg's backends" if routers["serving"] else "run by torch, as no backend is selected"
+    yield "routers", "installed" if routers["installed"] else "not installed"
     yield "repeated calls", f"run by {'Python' if compiled['problem'] else 'the compiled call cache'}"
     if compiled["file"] and compiled["problem"]:
         yield "", f"the compiled call cache is not used: {compiled['problem']}"
     yield "calls", "refused: see the problems above" if problem else calls
-    if found["shadowed_by"]:
-        yield "shadowed", f"torch.nn.attention has activated {found['shadowed_by']!r} above the routers"
+    if routers["shadowed_by"]:
+        yield "shadowed", f"torch.nn.attention has activated {routers['shadowed_by']!r} above the routers"
     yield (
         "programs that import only torch",
         f"can't use attnreg: {trouble}" if trouble else "use attnreg if a variable selects a backend",
     )
 
 
-def _torch_rows(found: dict[str, Any]) -> Rows:
-    for device, kernel in found["chooses"].items():
+def _torch_rows(choices: dict[str, Any]) -> Rows:
+    for device, kernel in choices["chooses"].items():
         yield f"bfloat16, causal, on {device}", kernel
     # On a CPU torch ignores both: it tries flash, then math.
-    yield "order of kernels on CUDA", ", ".join(found["priority"])
-    yield "enabled kernels", ", ".join(name for name, on in found["enabled"].items() if on)
-    yield "flash implementation", found["flash_implementation"] or "torch's own"
-    yield "other implementations", ", ".join(found["flash_implementations"])
+    yield "order of kernels on CUDA", ", ".join(choices["priority"])
+    yield "enabled kernels", ", ".join(name for name, on in choices["enabled"].items() if on)
+    yield "flash implementation", choices["flash_implementation"] or "torch's own"
+    yield "other implementations", ", ".join(choices["flash_implementations"])

@@ -51,8 +51,13 @@ def lock(trace: Trace, out: Out, device: Where = "", as_json: AsJson = False) ->
     if as_json:
         rows = [row.to_dict() for row in file.rows]
         left = [
-            {"call": str(spec), "direction": one.direction, "reasons": one.rejected, "why": one.refusal}
-            for spec, one in refused
+            {
+                "call": str(spec),
+                "direction": decision.direction,
+                "reasons": decision.rejected,
+                "why": decision.refusal,
+            }
+            for spec, decision in refused
         ]
         print_json({"out": str(file.path), "device": file.device, "rows": rows, "refused": left})
     else:
@@ -75,7 +80,9 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     recorded = traces.read(trace)
     place = _device(trace, recorded, device)
     policy = replace(state().policy, lock=None)
-    if policy.batch_invariant and any(one.spec.varlen and not one.spec.batch_invariant for one in recorded):
+    if policy.batch_invariant and any(
+        call.spec.varlen and not call.spec.batch_invariant for call in recorded
+    ):
         # Without the policy a packed call's window is simplified by the lengths of its batch.
         raise InvalidInputError(
             f'--from: got {trace}, recorded without policy = "batch_invariant", expected one recorded with '
@@ -83,10 +90,10 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
         )
     rows: dict[tuple[AttentionSpec, Direction], Row] = {}
     refused = []
-    # Any backend may run empty calls, also where those of any batch are one row: the others decide about it.
-    for one in sorted(recorded, key=lambda one: one.spec.empty):
-        spec = policy.applied_to(replace(one.spec, device=place))
-        for decision in _decisions(spec, one, policy):
+    # Any backend may run empty calls. A row may stand for all batches: then calls that aren't empty decide.
+    for call in sorted(recorded, key=lambda call: call.spec.empty):
+        spec = policy.applied_to(replace(call.spec, device=place))
+        for decision in _decisions(spec, call, policy):
             if decision.backend is None:
                 refused.append((spec, decision))
             else:
@@ -103,7 +110,7 @@ def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
     """Return the device of the lockfile: the one that is named, else the one of all calls."""
     from attnreg.core.dispatch import planning
 
-    types = sorted({one.spec.device.type for one in recorded})
+    types = sorted({call.spec.device.type for call in recorded})
     if not types:
         raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")
     if named:
@@ -116,12 +123,12 @@ def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
     return planning.device_of(present_device(types[0], "--from"))
 
 
-def _decisions(spec: AttentionSpec, one: Recorded, policy: Policy) -> Iterator[Decision]:
+def _decisions(spec: AttentionSpec, call: Recorded, policy: Policy) -> Iterator[Decision]:
     from attnreg.core.selection.decision import tied_to
 
     forward = _decided(spec, "forward", policy)
     yield forward
-    if spec.needs_backward or one.backward:
+    if spec.needs_backward or call.backward:
         if spec.dropout > 0.0 and forward.backend is not None:
             # Only the backend of the forward can draw the same dropout mask again.
             policy = policy.with_first(tied_to(forward.backend))
@@ -150,6 +157,6 @@ def _print(file: Lockfile, refused: Refused) -> None:
     rows = ((backend, direction, str(n), source) for (backend, direction, source), n in counts.items())
     table("Locked", rows, ("backend", "direction", "calls", "decided by"))
     if refused:
-        calls = ((one.direction, str(spec)) for spec, one in refused)
+        calls = ((decision.direction, str(spec)) for spec, decision in refused)
         table("No backend can run", calls, ("direction", "call"))
     table("Summary", [("lockfile", f"{file.path}, {counted(len(file.rows), 'row')}")])

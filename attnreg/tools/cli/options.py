@@ -67,28 +67,28 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
     """Read as many whole numbers as `meaning` has words between its commas."""
     try:
-        found = tuple(int(part) for part in text.split(","))
+        parts = tuple(int(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if len(found) != meaning.count(",") + 1:
+        parts = ()
+    if len(parts) != meaning.count(",") + 1:
         raise InvalidInputError(f"{option}: got {text!r}, expected whole numbers: {meaning}")
-    return found
+    return parts
 
 
 def names(option: str, values: Sequence[str]) -> tuple[str, ...]:
     """Read an option that is repeated, or has several names with commas, or both."""
-    found = [name.strip() for value in values for name in value.split(",")]
-    if "" in found:
+    named = [name.strip() for value in values for name in value.split(",")]
+    if "" in named:
         raise InvalidInputError(f"{option}: got {','.join(values)!r}, expected names separated by commas")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(named))
 
 
 def seconds(text: str) -> float:
     """Read `--budget`, a time such as `60s`, `5m` or `1.5h`; infinity if it isn't given."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    if text and (found is None or not float(found[1])):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    if text and (match is None or not float(match[1])):
         raise InvalidInputError(f"--budget: got {text!r}, expected a time: 60s, 5m or 1h")
-    return float(found[1]) * {"m": 60.0, "h": 3600.0}.get(found[2], 1.0) if found else math.inf
+    return float(match[1]) * {"m": 60.0, "h": 3600.0}.get(match[2], 1.0) if match else math.inf
 
 
 def dtype_name(text: str) -> str:
@@ -98,8 +98,8 @@ def dtype_name(text: str) -> str:
     from attnreg.core.contract.spec import canonical_dtype
 
     name = canonical_dtype(text)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InvalidInputError(
             f"--dtype: got {text!r}, expected a floating-point dtype: {', '.join(DTYPES)}, ..."
             f"{did_you_mean(name, DTYPES)}"
@@ -115,29 +115,29 @@ def torch_device(text: str, option: str = "--device") -> torch.device:
     if not text:
         return torch.device("cuda:0" if gpus else "cpu")
     try:
-        found = torch.device(text)
+        device = torch.device(text)
     except RuntimeError:
         raise InvalidInputError(
             f"{option}: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or another device that torch knows"
         ) from None
-    if found.type == "cuda" and gpus:
-        found = torch.device("cuda", found.index or 0)
-        if found.index >= gpus:
-            there = " or ".join(f"cuda:{index}" for index in range(gpus))
-            raise InvalidInputError(f"{option}: got {text!r}, expected {there}")
-    return found
+    if device.type == "cuda" and gpus:
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= gpus:
+            present = " or ".join(f"cuda:{index}" for index in range(gpus))
+            raise InvalidInputError(f"{option}: got {text!r}, expected {present}")
+    return device
 
 
 def present_device(text: str, option: str = "--device") -> torch.device:
     """Read a device of this machine, to run something on."""
     import torch
 
-    found = torch_device(text, option)
-    if found.type == "meta":
+    device = torch_device(text, option)
+    if device.type == "meta":
         raise InvalidInputError(f"{option}: got 'meta', expected a device that computes")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInputError(f"{option}: got {text!r}, but torch finds no CUDA GPU here")
-    return found
+    return device
 
 
 def recorded_on(trace: Path, device: str) -> list[Recorded]:
@@ -145,8 +145,8 @@ def recorded_on(trace: Path, device: str) -> list[Recorded]:
     from attnreg.core.times import traces
 
     recorded = traces.read(trace)
-    here = [one for one in recorded if one.spec.device.type == device]
-    elsewhere = " and ".join(sorted({one.spec.device.type for one in recorded} - {device}))
+    here = [call for call in recorded if call.spec.device.type == device]
+    elsewhere = " and ".join(sorted({call.spec.device.type for call in recorded} - {device}))
     if elsewhere and not here:
         raise InvalidInputError(
             f"--from: got calls on {elsewhere}, expected some on {device}, the device of --device"
@@ -160,7 +160,7 @@ def recorded_on(trace: Path, device: str) -> list[Recorded]:
 
 
 def check_writable(option: str, file: Path, mark: str = "") -> None:
-    """Check that an option's file can be written, as `tuning.table.check_writable` does."""
+    """Check that an option's file can be written, as `core.times.table.check_writable` does."""
     from attnreg.core.times import table
 
     try:
@@ -178,9 +178,9 @@ def candidates(named: tuple[str, ...], device: torch.device, files: bool = True)
     from attnreg.core import registry
     from attnreg.core.policy import current as policy
 
-    found = dict.fromkeys(registry.find(name) for name in named) or registry.entries().values()
+    entries = dict.fromkeys(registry.find(name) for name in named) or registry.entries().values()
     disabled = policy.current().disabled if files else policy.disabled_backends()
-    return [(entry, _reason(entry, device, disabled.get(entry.name.casefold(), ""))) for entry in found]
+    return [(entry, _reason(entry, device, disabled.get(entry.name.casefold(), ""))) for entry in entries]
 
 
 def measurable(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[Entry]:
@@ -188,11 +188,11 @@ def measurable(named: tuple[str, ...], device: torch.device, files: bool = True)
 
     The reference is left out on a GPU, unless it is named or the only one.
     """
-    found = candidates(named, device, files)
-    for entry, reason in found:
+    reason_of = candidates(named, device, files)
+    for entry, reason in reason_of:
         if named and reason:
             raise BackendUnavailableError(f"--backend: {entry.name} {reason}")
-    entries = [entry for entry, reason in found if not reason]
+    entries = [entry for entry, reason in reason_of if not reason]
     if not named and device.type == "cuda" and len(entries) > 1:
         # On a GPU it takes longer than all others together, and is preferred to none of them.
         entries = [entry for entry in entries if entry.name != REFERENCE]

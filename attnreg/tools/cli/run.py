@@ -53,7 +53,7 @@ def run(
     """
     name, *arguments = program
     _check_exists(name, as_module)
-    given = {
+    variables = {
         "ATTNREG_BACKEND": ",".join(backend),
         "ATTNREG_DISABLE": ",".join(disable),
         "ATTNREG_CONFIG": "" if config is None else str(config.absolute()),
@@ -67,7 +67,7 @@ def run(
 
     import attnreg
 
-    os.environ.update({variable: value for variable, value in given.items() if value})
+    os.environ.update({variable: value for variable, value in variables.items() if value})
     attnreg.reload()
     if stats:
         from attnreg.core.aten import bypassed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnreg.errors import InvalidInputError, did_you_mean
-from attnreg.tools.cli import options, output, table_check
+from attnreg.tools.cli import options, output
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +50,6 @@ def tune(
     deterministic: options.Deterministic = False,
     backward: options.Backward = True,
     backend: options.Backends = [],  # noqa: B006
-    check: Annotated[
-        Path | None,
-        options.valued("--check", "FILE", "Measure nothing: check a table that was measured elsewhere."),
-    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the backends here and save a table to choose by.
@@ -68,28 +64,19 @@ def tune(
         "--dtype": dtype, "--causal": causal, "--window": window != "-1,-1", "--varlen": varlen,
         "--head-dim-v": head_dim_v, "--sinks": sinks, "--deterministic": deterministic,
     }  # fmt: skip
-    if check is not None:
-        others = described | {
-            "--grid": grid, "--q": q, "--kv": kv, "--from": trace, "--budget": budget, "--out": out,
-            "--fresh": fresh, "--device": device, "--backend": backend, "--no-backward": not backward,
-        }  # fmt: skip
-        if given_too := [name for name, given in others.items() if given]:
-            raise InvalidInputError(f"--check: got {' and '.join(given_too)} as well, expected it alone")
-        table_check.check(check, as_json)
-        return
     began = time.monotonic()
     output.import_torch()
     place, longest = options.present_device(device), options.seconds(budget)
     with output.stdout_to_stderr():
-        _check_described({name: bool(given) for name, given in described.items()}, bool(q))
-        given = options.specs_of(
+        _check_described({name: bool(value) for name, value in described.items()}, bool(q))
+        from_options = options.specs_of(
             q, kv, str(place), dtype, window, causal, head_dim_v,
             varlen=varlen, sinks=sinks, deterministic=deterministic, needs_backward=backward,
         )  # fmt: skip
         if trace and out and trace.exists() and out.exists() and trace.samefile(out):
             raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
-        specs = _specs(given, trace, grid, place, backward)
-        is_more = budget and not (grid or given or trace)
+        specs = _specs(from_options, trace, grid, place, backward)
+        is_more = budget and not (grid or from_options or trace)
         in_order = _specs(specs, None, "full", place, backward) if is_more else specs
         session = _session(out, place, options.names("--backend", backend), fresh)
         end, problem = _run(session, specs, in_order, began + longest)
@@ -105,20 +92,20 @@ def tune(
         raise typer.Exit(output.FAILED)
 
 
-def _check_described(given: dict[str, bool], any_call: bool) -> None:
-    """Check that options which describe a call have one, and sinks a packed one."""
-    if not any_call and (unused := [name for name, is_given in given.items() if is_given]):
+def _check_described(is_given: dict[str, bool], any_call: bool) -> None:
+    """Check that options which describe a call come with a call, and --sinks with a packed call."""
+    if not any_call and (unused := [name for name, is_used in is_given.items() if is_used]):
         raise InvalidInputError(f"{' and '.join(unused)}: got no --q, expected the call that it describes")
-    if given["--sinks"] and not given["--varlen"]:
+    if is_given["--sinks"] and not is_given["--varlen"]:
         raise InvalidInputError("--sinks: got no --varlen, expected both: only packed calls have sinks")
-    if given["--sinks"] and given["--deterministic"]:
+    if is_given["--sinks"] and is_given["--deterministic"]:
         raise InvalidInputError("--sinks: got --deterministic, expected one: no kernel is given sinks then")
 
 
 def _specs(
-    given: list[AttentionSpec], trace: Path | None, name: str, place: torch.device, backward: bool
+    from_options: list[AttentionSpec], trace: Path | None, name: str, place: torch.device, backward: bool
 ) -> list[AttentionSpec]:
-    """Return the calls to measure, the most valuable first: given ones, recorded ones, then a grid."""
+    """Return the calls to measure, the most valuable first: of the options, of the recording, of the grid."""
     from attnreg.core.dispatch import planning
     from attnreg.tools.tuning.workload import grid
 
@@ -127,12 +114,12 @@ def _specs(
             f"--grid: got {name!r}, expected {' or '.join(GRIDS)}{did_you_mean(name, GRIDS)}"
         )
     device = planning.device_of(place)
-    found = [*given, *(_recorded(trace, device) if trace is not None else [])]
-    if name or not found:
-        found += grid(name or "quick", device)
+    specs = [*from_options, *(_recorded(trace, device) if trace is not None else [])]
+    if name or not specs:
+        specs += grid(name or "quick", device)
     if not backward:
-        found = [replace(spec, needs_backward=False) for spec in found]
-    return list(dict.fromkeys(found))
+        specs = [replace(spec, needs_backward=False) for spec in specs]
+    return list(dict.fromkeys(specs))
 
 
 def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
@@ -140,11 +127,11 @@ def _recorded(trace: Path, device: Device) -> list[AttentionSpec]:
     from attnreg.core.times.kinds import kind_of, size_of, work
 
     weights: dict[AttentionSpec, float] = {}
-    for one in options.recorded_on(trace, device.type):
-        spec = replace(one.spec, device=device, capturing=False, needs_backward=one.backward > 0)
+    for call in options.recorded_on(trace, device.type):
+        spec = replace(call.spec, device=device, capturing=False, needs_backward=call.backward > 0)
         spec = replace(spec, batch_invariant=False)  # times never decide about such calls
         # A backward has five matrix products where a forward has two.
-        cost = work(kind_of(spec, "forward"), size_of(spec)) * (one.forward + 2.5 * one.backward)
+        cost = work(kind_of(spec, "forward"), size_of(spec)) * (call.forward + 2.5 * call.backward)
         weights[spec] = weights.get(spec, 0.0) + cost
     return sorted(weights, key=weights.__getitem__, reverse=True)
 
@@ -223,16 +210,19 @@ def _data(session: Session, specs: list[AttentionSpec], end: str) -> dict[str, A
 
 
 def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
-    found = sorted(session.fresh, key=lambda point: (str(point.kind), point.size))
+    measured_points = sorted(session.fresh, key=lambda point: (str(point.kind), point.size))
     names = list(dict.fromkeys(entry.name for entry in session.entries))
-    for kind, points in groupby(found, key=lambda point: point.kind):
+    for kind, points in groupby(measured_points, key=lambda point: point.kind):
         rows = (_row(point, names) for point in points)
         output.table(str(kind), rows, ("call", *names, "fastest"), right=len(names))
     if session.fronts:
         headers = ("backend", "front", "routers", "call", "forward", "backward", "forward alone")
         output.table("Host time per call, µs", host_rows(session.fronts), headers, right=3)
     if failures := {
-        (name, one.trouble) for point in found for name, one in point.backends.items() if one.trouble
+        (name, measured.trouble)
+        for point in measured_points
+        for name, measured in point.backends.items()
+        if measured.trouble
     }:
         title = "Wrong or failed, and so never chosen for these calls"
         output.table(title, sorted(failures), ("backend", "why"))
@@ -256,26 +246,33 @@ def host_rows(fronts: Iterable[Front]) -> list[tuple[str, ...]]:
     """Return a row for each backend, front, kind of router and call, with the host time of each direction."""
     from attnreg.tools.bench.fronts import MEASURED
 
-    taken = {one.place: f"{one.host_us:.1f}" for one in fronts}
+    taken = {front.place: f"{front.host_us:.1f}" for front in fronts}
     return [
         (
             name,
             "varlen_attn" if varlen else "SDPA",
             "compiled" if compiled else "Python",
             shape,
-            *(taken.get((name, varlen, one, compiled, recorded, shape), "-") for one, recorded in MEASURED),
+            *(
+                taken.get((name, varlen, direction, compiled, recorded, shape), "-")
+                for direction, recorded in MEASURED
+            ),
         )
-        for name, varlen, compiled, shape in dict.fromkeys((*one[:2], one[3], one[5]) for one in taken)
+        for name, varlen, compiled, shape in dict.fromkeys(
+            (*place[:2], place[3], place[5]) for place in taken
+        )
     ]
 
 
 def _row(point: Point, names: list[str]) -> Iterator[str]:
     timed = {
-        name: max(one.gpu_us, one.host_us) for name, one in point.backends.items() if one.gpu_us is not None
+        name: max(measured.gpu_us, measured.host_us)
+        for name, measured in point.backends.items()
+        if measured.gpu_us is not None
     }
     yield str(point.size)
     for name in names:
-        found = point.backends.get(name)
-        untimed = "-" if found is None else "wrong" if found.wrong else "failed"
+        measured = point.backends.get(name)
+        untimed = "-" if measured is None else "wrong" if measured.wrong else "failed"
         yield f"{timed[name]:.1f} µs" if name in timed else untimed
     yield min(timed, key=timed.__getitem__, default="-")

@@ -58,9 +58,9 @@ def verify(
     """Check every backend against a float64 reference.
 
     A backend is wrong in a case if its error exceeds twice the error of plain PyTorch in the same dtype,
-    plus the rounding error of that dtype; or if it breaks the contract in another way: it writes to its
-    inputs, say. The exit code is 1 if a backend is wrong, never runs something that it declares, or is
-    named and can't run here.
+    plus the rounding error of that dtype. It is also wrong if it breaks the contract in another way, such as
+    by writing to its inputs. The exit code is 1 if a backend is wrong, never runs something that it declares,
+    or is named and can't run here.
 
     Example: attnreg verify --backend FA2,cuDNN --dtype fp16
     """
@@ -79,18 +79,18 @@ def verify(
             tested.append((entry, reason, kit, []))
         running = [(kit, _checks(kit, case), outcomes) for _, _, kit, outcomes in tested if kit]
         finished = _run(running)
-    found = [_data(*one) for one in tested]
+    backends = [_data(*arguments) for arguments in tested]
     if as_json:
         count = max((len(checks) for _, checks, _ in running), default=0)
-        data = {"device": str(place), "cases": count, "finished": finished, "backends": found}
+        data = {"device": str(place), "cases": count, "finished": finished, "backends": backends}
         output.print_json(data)
     else:
-        _print(found, place)
+        _print(backends, place)
     if not finished:
         raise typer.Exit(output.INTERRUPTED)
-    missing = bool(named) and any(one["reason"] for one in found)
-    wrong = any(one["wrong"] or one["never_ran"] for one in found)
-    if missing or wrong or not any(one["rows"] for one in found):
+    missing = bool(named) and any(row["reason"] for row in backends)
+    wrong = any(row["wrong"] or row["never_ran"] for row in backends)
+    if missing or wrong or not any(row["rows"] for row in backends):
         raise typer.Exit(output.FAILED)
 
 
@@ -111,12 +111,12 @@ def _checks(kit: Conformance, text: str) -> list[Check]:
     """Return the checks of a backend that `--case` selects."""
     if unknown := [dtype for dtype in kit.dtypes if dtype not in DTYPES]:
         raise InvalidInputError(f"--dtype: got {','.join(unknown)!r}, expected one of {', '.join(DTYPES)}")
-    found = [check for check in kit.checks if text.casefold() in str(check).casefold()]
-    if not found:
+    checks = [check for check in kit.checks if text.casefold() in str(check).casefold()]
+    if not checks:
         raise InvalidInputError(
             f"--case: got {text!r}, expected a part of a case's name, such as 'heads 4:2'"
         )
-    return found
+    return checks
 
 
 def _data(entry: Entry, reason: str, kit: Conformance | None, outcomes: list[Outcome]) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def _row_data(kit: Conformance, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _print(found: list[dict[str, Any]], device: torch.device) -> None:
-    for backend in found:
+def _print(backends: list[dict[str, Any]], device: torch.device) -> None:
+    for backend in backends:
         ran = [row for row in backend["rows"] if row["state"] != "skipped"]
         for dtype, grouped in groupby(ran, key=lambda row: row["dtype"]):
             outcomes = list(grouped)
@@ -173,18 +173,19 @@ def _print(found: list[dict[str, Any]], device: torch.device) -> None:
             output.table(f"{backend['name']} on {device}, {dtype}", rows, ("case", *tensors, ""))
     skipped = [
         (backend["name"], str(count), reason)
-        for backend in found
+        for backend in backends
         for reason, count in backend["refused"].items()
     ]
     if skipped:
         output.table("Not run", skipped, ("backend", "cases", "because"))
-    never = [(backend["name"], "WRONG", text) for backend in found for text in backend["never_ran"]]
+    never = [(backend["name"], "WRONG", text) for backend in backends for text in backend["never_ran"]]
     if never:
         output.table("Declared and never run", never, ("backend", "", "what"))
     headers = ("backend", "right", "wrong", "skipped", "worst", "where")
-    output.table("Summary", map(_summary, found), headers)
-    for again in [row["repeat"] for backend in found for row in backend["rows"] if row["repeat"]][:REPEATS]:
-        output.console().print(f"repeat one: {again}")
+    output.table("Summary", map(_summary, backends), headers)
+    repeats = [row["repeat"] for backend in backends for row in backend["rows"] if row["repeat"]]
+    for command in repeats[:REPEATS]:
+        output.console().print(f"repeat one: {command}")
     output.console().print(LEGEND)
 
 

@@ -54,10 +54,10 @@ def warmup(
 ) -> None:
     """Run kinds of calls once, so that their kernels are compiled.
 
-    Kernels that a backend keeps on disk are then ready when the next program starts; what it builds for
-    one process, such as cuDNN's execution plans, isn't: attnreg.warmup does that in the program. Without
-    --backend, recorded calls run on the backends that they would run on. Prints how long each first call
-    took.
+    Kernels that a backend caches on disk are then ready when the next program starts. What it builds for
+    a single process, such as cuDNN's execution plans, isn't: call attnreg.warmup in the program for that.
+    Without --backend, recorded calls run on the backends that the program's calls run on. Prints how long
+    each first call took.
 
     Example: attnreg warmup --backend FA4 --heads 32,8 --head-dim 64,128 --varlen --causal
     """
@@ -82,9 +82,9 @@ def warmup(
     _show(done, finished, place, as_json)
     if not finished:
         raise typer.Exit(output.INTERRUPTED)
-    failed = any(one.error is not None and not one.refused for one in done)
-    refused = any(one.refused and (named or one.backend is None) for one in done)
-    if failed or refused or not any(one.error is None for one in done):
+    failed = any(call.error is not None and not call.refused for call in done)
+    refused = any(call.refused and (named or call.backend is None) for call in done)
+    if failed or refused or not any(call.error is None for call in done):
         raise typer.Exit(output.FAILED)
 
 
@@ -95,9 +95,9 @@ def _check_given(
     if not (q or heads or head_dim or trace):
         raise InvalidInputError("got nothing to run, expected --q, --heads and --head-dim, or --from")
     if bool(heads) != bool(head_dim):
-        one, other = ("--heads", "--head-dim") if heads else ("--head-dim", "--heads")
-        raise InvalidInputError(f"{one}: got no {other}, expected both")
-    unused = [name for name, given in shared.items() if given]
+        option, other = ("--heads", "--head-dim") if heads else ("--head-dim", "--heads")
+        raise InvalidInputError(f"{option}: got no {other}, expected both")
+    unused = [name for name, is_given in shared.items() if is_given]
     if unused and not (q or heads):
         raise InvalidInputError(
             f"{' and '.join(unused)}: got --from alone, expected the call that it describes: --q or --heads"
@@ -139,18 +139,18 @@ def _recorded(trace: Path, place: torch.device) -> list[Kind]:
 
 
 def _forwards(kinds: list[Kind]) -> list[Kind]:
-    return [one._replace(directions=("forward",)) for one in kinds if "forward" in one.directions]
+    return [kind._replace(directions=("forward",)) for kind in kinds if "forward" in kind.directions]
 
 
 def _jobs(kinds: Iterable[Kind], named: tuple[str, ...], place: torch.device) -> Iterator[Job]:
     """Yield what runs each kind on each backend that is named, else on all that serve the device."""
-    found = [
+    entries = [
         (entry, against)
         for entry, against in options.candidates(named, place)
         # A backend for other devices is listed only if it is named.
         if named or entry.backend is None or place.type in entry.backend.devices
     ]
-    for kind, (entry, against) in product(kinds, found):
+    for kind, (entry, against) in product(kinds, entries):
         for direction in kind.directions:
             yield f"{entry.name} {direction}", partial(_once, kind.spec, direction, entry, against)
 
@@ -184,34 +184,34 @@ def _run(jobs: list[Job]) -> tuple[list[FirstCall], bool]:
 
 def _show(done: list[FirstCall], finished: bool, place: torch.device, as_json: bool) -> None:
     if as_json:
-        calls = [_data(one) for one in done]
+        calls = [_data(call) for call in done]
         output.print_json({"device": str(place), "finished": finished, "calls": calls})
         return
-    for spec, group in groupby(done, key=lambda one: one.kind):
+    for spec, group in groupby(done, key=lambda call: call.kind):
         title = f"{spec} on {spec.device}"
         output.table(title, map(_row, group), ("backend", "direction", "seconds", ""))
 
 
-def _data(one: FirstCall) -> dict[str, Any]:
+def _data(call: FirstCall) -> dict[str, Any]:
     from attnreg.core import registry
 
-    state = "ran" if one.error is None else "refused" if one.refused else "failed"
+    state = "ran" if call.error is None else "refused" if call.refused else "failed"
     return {
-        "backend": one.backend,
-        "version": registry.find(one.backend).version() if one.backend else "",
-        "call": str(one.kind),
-        "direction": one.direction,
+        "backend": call.backend,
+        "version": registry.find(call.backend).version() if call.backend else "",
+        "call": str(call.kind),
+        "direction": call.direction,
         "state": state,
-        "seconds": one.seconds,
-        "prepared": one.prepared,
-        "reason": one.error or "",
+        "seconds": call.seconds,
+        "prepared": call.prepared,
+        "reason": call.error or "",
     }
 
 
-def _row(one: FirstCall) -> tuple[str, ...]:
-    seconds = "-" if one.seconds is None else f"{one.seconds:.3f}"
+def _row(call: FirstCall) -> tuple[str, ...]:
+    seconds = "-" if call.seconds is None else f"{call.seconds:.3f}"
     # An error of the compiler has many lines; the reasons of all backends are a table.
-    reason = (one.error or "").partition("\n")[0] if one.backend else one.error or ""
-    note = f"not run: {reason}" if one.refused else reason
-    prepared = "compiled, built or loaded" if one.prepared else ""
-    return one.backend or "-", one.direction, seconds.rjust(7), note or prepared
+    reason = (call.error or "").partition("\n")[0] if call.backend else call.error or ""
+    note = f"not run: {reason}" if call.refused else reason
+    prepared = "compiled, built or loaded" if call.prepared else ""
+    return call.backend or "-", call.direction, seconds.rjust(7), note or prepared

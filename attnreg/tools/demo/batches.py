@@ -1,9 +1,9 @@
 """Real text for the demo, found in every Python installation, as batches in two layouts.
 
-A document is a docstring of the standard library, its licence, or a file of attnreg's. None is chosen
-for its length; what exceeds the model's context is cut. A `Layout` of a batch has all that a model trains
-on, its attention included; so the model is the same for both. Each layout is written as a user of attnreg
-or of plain torch would write it.
+A document is a docstring of the standard library, its licence, or a file of attnreg. No document is chosen
+for its length, and a document longer than the model's context is cut. A `Layout` of a batch has all that a
+model trains on, attention included, so the model is the same for both. Each layout is written as a user of
+attnreg or of plain torch would write it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ IGNORED = -100
 def corpus(context: int) -> list[bytes]:
     """Return every document found here, each once and cut to `context` bytes."""
     library, root = Path(sysconfig.get_path("stdlib")), _OWN.parent
-    found = [text for path in sorted(library.glob("*.py")) for text in _docstrings(path)]
+    docstrings = [text for path in sorted(library.glob("*.py")) for text in _docstrings(path)]
     # A checkout has documentation as well.
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")] if (root / "pyproject.toml").exists() else []
     files = (library / "LICENSE.txt", *sorted(_OWN.rglob("*.py")), *sorted(pages))
-    cut = (text.encode()[:context] for text in (*found, *map(_text, files)))
+    cut = (text.encode()[:context] for text in (*docstrings, *map(_text, files)))
     return list(dict.fromkeys(text for text in cut if len(text) > 1))  # one byte has none to predict
 
 
@@ -68,10 +68,10 @@ def _text(path: Path) -> str:
 class Layout(NamedTuple):
     """One batch of documents, as the model takes it."""
 
-    tokens: Tensor  # bytes, any shape
-    positions: Tensor  # the index of each in its document; broadcasts to `tokens`
-    targets: Tensor  # the byte that follows each
-    # Causal attention within each document; query, key and value are each (*tokens.shape, heads, head dim).
+    tokens: Tensor  # Bytes, int64, (T,) or (B, S).
+    positions: Tensor  # The index of each byte in its document, int64. Broadcasts to `tokens`.
+    targets: Tensor  # The byte that follows each, int64, in the shape of `tokens`.
+    # Causal attention within each document. Query, key and value are (*tokens.shape, heads, head_dim).
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -30,7 +30,7 @@ WIDTH = HEADS * HEAD_DIM
 # twelve documents changes them by 7e-4, a softmax scale that is off by a hundredth by 9e-5.
 TOLERANCE = 1e-5
 
-# The first step allocates memory and fills caches: its time is not that of the others.
+# The first step allocates memory and fills caches, so its time doesn't count.
 WARM_UP = 1
 
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Return the hidden states after the block."""
+        """Return the hidden states after the block, (T, WIDTH) or (B, S, WIDTH) as `hidden`, float32."""
         qkv = self.qkv(self.before_attention(hidden)).unflatten(-1, (3, HEADS, HEAD_DIM))
         hidden = hidden + self.out(attend(*qkv.unbind(-3)).flatten(-2))
         out: Tensor = hidden + self.perceptron(hidden)
@@ -119,7 +119,7 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """The speed of the packed training, divided by that of the padded one."""
+        """The speed of the packed training, divided by the speed of the padded training."""
         return self.throughput("packed") / self.throughput("padded")
 
 

@@ -84,12 +84,12 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data, for JSON."""
-        found = {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
+        data = {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
         for name in ("forward", "backward"):
             decision = getattr(self, name)
             if decision is not None and decision.predicted is not None:
-                found[name]["predicted"] = decision.predicted.to_dict()
-        return found
+                data[name]["predicted"] = decision.predicted.to_dict()
+        return data
 
     def __str__(self) -> str:
         decisions = (self.forward,) if self.backward is None else (self.forward, self.backward)
@@ -144,15 +144,15 @@ def explain(
         return _explained(described(query), leading)
     if query is None or key is None or value is None:
         three = ("query", query), ("key", key), ("value", value)
-        given = ", ".join(name for name, one in three if one is not None)
+        names = ", ".join(name for name, tensor in three if tensor is not None)
         raise InvalidInputError(
-            f"explain: got {f'{given} alone' if given else 'None'}, expected query, key and value, or an "
+            f"explain: got {f'{names} alone' if names else 'None'}, expected query, key and value, or an "
             "AttentionSpec"
         )
     further = {"attn_mask": attn_mask, "cu_seq_q": cu_seq_q}
     check_tensors(
         query=query, key=key, value=value, cu_seq_k=cu_seq_k, seqused_k=seqused_k, block_table=block_table,
-        alibi_slopes=alibi_slopes, **{name: one for name, one in further.items() if one is not None},
+        alibi_slopes=alibi_slopes, **{name: tensor for name, tensor in further.items() if tensor is not None},
     )  # fmt: skip
     if cu_seq_q is not None:
         if attn_mask is not None:
@@ -181,7 +181,7 @@ def explain(
 
 def _refuse_of_dense(packed_alone: Mapping[str, object]) -> None:
     """Refuse what only packed calls have."""
-    if named := ", ".join(name for name, given in packed_alone.items() if given is not None):
+    if named := ", ".join(name for name, value in packed_alone.items() if value is not None):
         raise InvalidInputError(
             f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none "
             f"(of a dense call of {FLASH} give an AttentionSpec)"
@@ -195,7 +195,10 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
         refusal = why_refused(spec.device, described.elsewhere, leading)
-        decided = {one: never_seen(described.elsewhere, one, now.entries, refusal) for one in directions}
+        decided = {
+            direction: never_seen(described.elsewhere, direction, now.entries, refusal)
+            for direction in directions
+        }
         notes = (*_front_notes("", leading), *described.notes)
         return Explanation(shown, decided["forward"], decided.get("backward"), notes)
     torchs = None if spec.batch_invariant else described.native
@@ -214,7 +217,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_front_notes(described.front if described.front != SDPA else VARLEN if spec.varlen else "", leading),
         *described.notes,
         *_assumptions(spec, decided["forward"], entries),
-        *(line for one in decided.values() for line in option_lines(shown, one, entries)),
+        *(line for decision in decided.values() for line in option_lines(shown, decision, entries)),
         *_untried(decided.values(), entries),
         *_failures(decided.values()),
         *_declined(decided.values()),
@@ -251,7 +254,7 @@ def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
 
 def _untried(decisions: Iterable[Decision], entries: Mapping[str, Entry]) -> Iterator[str]:
     """Yield which of the backends that would run the call are experimental."""
-    for name in dict.fromkeys(one.backend for one in decisions if one.backend):
+    for name in dict.fromkeys(decision.backend for decision in decisions if decision.backend):
         entry = entries.get(name.casefold())
         if entry is not None and entry.backend is not None and entry.backend.experimental:
             yield f"{name} is experimental: it {UNTRIED}"
@@ -259,7 +262,7 @@ def _untried(decisions: Iterable[Decision], entries: Mapping[str, Entry]) -> Ite
 
 def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
     """Yield how the backends that would run the call have failed in this process."""
-    chosen = {(one.backend, one.direction) for one in decisions}
+    chosen = {(decision.backend, decision.direction) for decision in decisions}
     for row in counters.stats().failures:
         if (row.backend, row.direction) in chosen:
             yield f"{row.backend} {row}"
@@ -267,7 +270,7 @@ def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
 
 def _declined(decisions: Iterable[Decision]) -> Iterator[str]:
     """Yield what other calls the backends that would run this one have declined, and others ran."""
-    chosen = {(one.backend, one.direction) for one in decisions}
+    chosen = {(decision.backend, decision.direction) for decision in decisions}
     for row in counters.stats().fallbacks:
         direction = counters.declined_in(row)
         if (row.backend, direction) in chosen:

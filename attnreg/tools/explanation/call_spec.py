@@ -88,7 +88,7 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
         "num_splits": spec.num_splits is not None,
         "sinks": spec.sinks,
     }
-    named = ", ".join(name for name, given in (of_flash | of_packed).items() if given)
+    named = ", ".join(name for name, is_used in (of_flash | of_packed).items() if is_used)
     if not named:
         return SDPA, []
     if spec.bias:
@@ -137,13 +137,13 @@ def dense(
     enable_gqa: bool,
 ) -> CallSpec:
     """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
-    found = None
+    selection = None
     if attn_mask is not None and query.dim() == key.dim() >= 2:
         _check_mask(*autocast(query, key, attn_mask), enable_gqa)
     if query.dim() == key.dim() == value.dim() >= 2 and _is_left_to_broadcast(query, key, value, enable_gqa):
         # Of these the selector has to see the dims; all else is as with a batch of heads.
         query, key, value = autocast(query, key, value)
-        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        selection = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         query, key, value = _batches(query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -152,14 +152,14 @@ def dense(
                 "or (tokens, heads, head_dim) with cu_seq_q"
             )
     query, key, value = autocast(query, key, value)
-    given = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
-    call = dense_call_of(given, attn_mask)
+    arguments = SdpaCpuForward(query, key, value, dropout_p, is_causal, attn_mask, scale)
+    call = dense_call_of(arguments, attn_mask)
     inputs = *to_bshd(query, key, value, call), call
     check(*inputs)
     check_scale(call.scale)
-    if found is None:
-        found = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    native, elsewhere = (None, found) if isinstance(found, Bypassed) else (found, None)
+    if selection is None:
+        selection = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    native, elsewhere = (None, selection) if isinstance(selection, Bypassed) else (selection, None)
     # The flash op of CUDA isn't given whether a gradient is needed: see `aten.flash`.
     needs_backward = torch.is_grad_enabled() if native is flash.DENSE else wants_gradient(query, key, value)
     if elsewhere is not None and attn_mask is not None:
@@ -211,19 +211,19 @@ def masked(call: SdpaCall) -> CallSpec:
 
     Of several packed calls that take its place the first is explained.
     """
-    found = recognised(call) if masks(policy.sources()) == RECOGNISE else None
-    if not isinstance(found, Structure):
+    structure = recognised(call) if masks(policy.sources()) == RECOGNISE else None
+    if not isinstance(structure, Structure):
         described = dense(*call)
-        if found is None:
+        if structure is None:
             return described
-        return described._replace(notes=(f"attn_mask is passed on {LEFT}{found}",))
-    note = f"attn_mask is recognised as {found.seen}: "
-    if found.is_causal is not None:
-        described = dense(*call._replace(attn_mask=None, is_causal=found.is_causal))
+        return described._replace(notes=(f"attn_mask is passed on {LEFT}{structure}",))
+    note = f"attn_mask is recognised as {structure.seen}: "
+    if structure.is_causal is not None:
+        described = dense(*call._replace(attn_mask=None, is_causal=structure.is_causal))
         return described._replace(notes=(f"{note}the call runs as one without a mask",))
-    of_queries, of_keys = found.shares
+    of_queries, of_keys = structure.shares
     note += f"{of_queries:.0%} of the queries and {of_keys:.0%} of the keys count"
-    specs = [spec_of_part(call, part) for part in found.parts]
+    specs = [spec_of_part(call, part) for part in structure.parts]
     notes = (note, *(f"this packed call runs as well: {other}" for other in specs[1:]))
     return CallSpec(specs[0], notes=notes)
 
@@ -233,7 +233,7 @@ def nested(call: SdpaCall, leading: Preference | None) -> CallSpec:
 
     `leading` is the choice for this call alone.
     """
-    queries, keys, values = ([one.shape for one in x.unbind()] for x in call[:3])
+    queries, keys, values = ([sequence.shape for sequence in x.unbind()] for x in call[:3])
     lengths_q, lengths_k = ([shape[-2] for shape in shapes] for shapes in (queries, keys))
     spec = AttentionSpec(
         device=device_of(call.query.device), dtype=str(call.query.dtype), batch=len(queries),

@@ -1,9 +1,13 @@
 """Whether kernels are right and how long they take: for `verify`, `tune`, `bench` and the tests.
 
-Each exists once: a description of a call and the input matrix (`cases`), its tensors (`inputs`), attention
-in float64 (`reference`), the accuracy rule (`rule`, and `sample` for calls too large to compute), the rest of
-the contract (`promises`, `invariance`), the timers (`timing`). Nothing here knows a backend; it may import
-the contract. Read `rule` first.
+Each of these exists once in attnreg:
+
+- `cases`: a description of a call, and the input matrix; `inputs`: the tensors of a case.
+- `reference`: attention in float64; `rule`: the accuracy rule.
+- `sample`: the rule for calls too large to compute in float64.
+- `promises`, `invariance`: the rest of the contract; `timing`: the timers.
+
+No module here knows a backend. May import: the contract. Read `rule` first.
 """
 
 from attnreg.tools.measure.cases import CASES, QUICK, Case

@@ -7,6 +7,7 @@ users reported.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -26,30 +27,31 @@ class Case:
         heads: (query, key).
         dims: (query and key, value).
         window: (left, right), -1 unbounded, aligned bottom-right.
-        scale: factor on the scores; None for 1 / sqrt(dim).
-        magnitude: factor on the values of query, key and value.
-        layout, grad_layout: how query, key and value, and the incoming gradient, lie in memory.
-        one_cu_seqlens: whether query and key share one tensor of offsets, as in self-attention; some
-            backends check for that.
-        bias: what kind of `attn_bias`.
-        seqused_k: how many keys of each sequence count.
-        page_size: tokens in a page of the key-value cache.
-        tail: rows past the last sequence of a packed call.
-        poison: whether all that no query may see is NaN: the tail, keys past `seqused_k`, free pages.
-        dropout: probability of dropping a weight. The value is then the identity, by which the output shows
-            which weights were dropped; so no sequence may have more keys than the value's head dim.
-        softcap: bound on the scores, 0 for none.
-        grad_lse: whether the LSE has a gradient, too.
-        sinks: whether each row has one more key, without a value, that the kernels don't know of: their
-            backward is given the output and the LSE with it counted.
-        counts_sinks: whether the kernels are given such keys and count them: a packed call. If they count
-            them themselves, every row sees another key.
-        num_splits: how many pieces the keys may be split into at most.
-        deterministic: whether the gradients have to be bitwise repeatable.
-        batch_invariant: whether a sequence has to have the same bits in every batch.
-        seen_nan: whether it is run again with a NaN that queries see. Every row of the first sequence has to
+        scale: A factor on the scores. None means 1 / sqrt(dim).
+        magnitude: A factor on the values of query, key and value.
+        layout: The memory layout of query, key and value.
+        grad_layout: The memory layout of the incoming gradient.
+        one_cu_seqlens: Query and key share one tensor of offsets, as in self-attention. Some backends check
+            for that.
+        bias: The kind of `attn_bias`.
+        seqused_k: The number of keys of each sequence that count.
+        page_size: Tokens in a page of the key-value cache.
+        tail: Rows past the last sequence of a packed call.
+        poison: All that no query may see is NaN: the tail, keys past `seqused_k`, free pages.
+        dropout: The probability of dropping a weight. The value is then the identity, so that the output
+            shows which weights were dropped. No sequence may have more keys than the value's head dim.
+        softcap: A bound on the scores. 0 means none.
+        grad_lse: The LSE has a gradient, too.
+        sinks: Each row has one more key, without a value, that the kernels don't know of. Their backward
+            gets the output and the LSE with that key counted.
+        counts_sinks: The kernels get such keys and count them, in a packed call. Kernels that count them
+            themselves need a key for every row.
+        num_splits: The most pieces that the keys may be split into.
+        deterministic: The gradients have to be bitwise repeatable.
+        batch_invariant: A sequence has to have the same bits in every batch.
+        seen_nan: The case is run again with a NaN that queries see. Every row of the first sequence has to
             see its first key.
-        heavy: whether it takes seconds or gigabytes; not part of `QUICK`.
+        heavy: The case takes seconds or gigabytes, and isn't part of `QUICK`.
     """
 
     name: str
@@ -96,6 +98,11 @@ class Case:
         return max(self.lens_k, default=0)
 
     @property
+    def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The lengths of queries and of keys."""
+        return self.lens_q, self.lens_k
+
+    @property
     def lens_seen(self) -> tuple[int, ...]:
         """How many keys of each sequence count."""
         return self.lens_k if self.seqused_k is None else self.seqused_k
@@ -114,6 +121,17 @@ class Case:
     def reordered(self) -> Case:
         """Return the call with its sequences in reverse order: equal shapes, other offsets."""
         return replace(self, lens_q=self.lens_q[::-1], lens_k=self.lens_k[::-1])
+
+    def scaled(self, queries: float, keys: float) -> Case:
+        """Return the call with longer or shorter sequences; an empty sequence stays empty.
+
+        Equal factors keep the order of lengths: a sequence with fewer keys than queries has no more after.
+        """
+
+        def scale(lens: tuple[int, ...], factor: float) -> tuple[int, ...]:
+            return tuple(math.ceil(length * factor) for length in lens)
+
+        return replace(self, lens_q=scale(self.lens_q, queries), lens_k=scale(self.lens_k, keys))
 
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return the spec of the call, as selection would see it."""

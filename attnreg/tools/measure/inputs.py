@@ -37,10 +37,10 @@ class Inputs(NamedTuple):
 def inputs(
     case: Case, device: torch.device | str = "cpu", seed: int = 0, *, drawn_on: torch.device | str = "cpu"
 ) -> Inputs:
-    """Draw the tensors of a case; the values depend on the seed and on nothing else.
+    """Draw the tensors of a case. The values depend on nothing but the seed and `drawn_on`.
 
-    The generator runs on `drawn_on`. Values drawn on the CPU are the same for every device; those of a large
-    call for a GPU are drawn there, which takes no time.
+    The generator runs on `drawn_on`. Values drawn on the CPU are the same for every device. For a large call
+    on a GPU, draw on the GPU: that takes no time.
     """
     generator = torch.Generator(drawn_on).manual_seed(seed)
 
@@ -83,9 +83,10 @@ def inputs(
 
 
 def _sinks(case: Case, generator: torch.Generator) -> Tensor:
-    """Return sinks in the dtype of the query, at most float32; of more keys they are larger, as the LSE is.
+    """Return sinks (H,) in the dtype of the query; float32 if that is float64.
 
-    Of smaller ones an output would hardly show that they are lost.
+    They grow with the number of keys, as the LSE does. An output would hardly show that smaller sinks are
+    lost.
     """
     order = torch.randperm(case.heads[0], generator=generator, device=generator.device).cpu()
     sinks = torch.linspace(-1.0, 3.0, case.heads[0])[order] + math.log(max(case.max_k / FEW_KEYS, 1.0))
@@ -104,13 +105,13 @@ def _bias(case: Case, normal: Callable[..., Tensor], q: Tensor) -> Tensor | None
 
 
 def copies(case: Case, device: torch.device, count: int) -> list[Inputs]:
-    """Return the tensors of a call so many times over, with values of their own, drawn on the device.
+    """Return `count` sets of tensors of a call, each with its own values, drawn on the device.
 
-    All have the same `Call`, as the layers of a model have: backends keep what they derive from offsets.
+    All sets share a `Call`, as the layers of a model do: backends cache what they derive from offsets.
     """
     first = inputs(case, device, drawn_on=device)
     others = (inputs(case, device, seed, drawn_on=device) for seed in range(1, count))
-    return [first, *(one._replace(call=first.call) for one in others)]
+    return [first, *(drawn._replace(call=first.call) for drawn in others)]
 
 
 def copies_beyond_the_cache(case: Case, device: torch.device, fewest: int = 1) -> int:
@@ -126,16 +127,16 @@ def copies_beyond_the_cache(case: Case, device: torch.device, fewest: int = 1) -
 class Guarded:
     """The inputs of a call inside larger buffers, to see whether a kernel stays within them.
 
-    What lies around them is NaN (of integers the smallest), so that reading it shows in the results.
+    The memory around them is NaN, or the least integer, so that reading it shows in the results.
 
     Attributes:
         inputs: the same values, with the same strides and alignment.
     """
 
-    def __init__(self, given: Inputs) -> None:
+    def __init__(self, unguarded: Inputs) -> None:
         self._buffers: dict[int, Tensor] = {}  # by the memory that was copied: views may share it
         self._views: dict[int, Tensor] = {}
-        q, k, v, grad_out, call = given
+        q, k, v, grad_out, call = unguarded
         # All but the random state, which a forward may overwrite.
         options: list[Any] = [self._view(x) if isinstance(x, Tensor) else x for x in call]
         guarded = Call(*options)._replace(rng_state=call.rng_state)
@@ -143,11 +144,11 @@ class Guarded:
         self._before = [(buffer, buffer.clone()) for buffer in self._buffers.values()]
 
     def written(self) -> bool:
-        """Whether an input, or what lies around it, isn't as it was."""
+        """Whether an input, or the memory around it, has changed."""
         return not all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in self._before)
 
     def holds(self, result: Tensor) -> bool:
-        """Whether a result lies in the memory of an input."""
+        """Whether a result, of any shape and dtype, lies in the memory of an input."""
         memory = result.untyped_storage()._cdata
         return any(memory == buffer.untyped_storage()._cdata for buffer in self._buffers.values())
 
@@ -167,13 +168,16 @@ class Guarded:
 
 
 def rows_of(lens: tuple[int, ...], counted: tuple[int, ...]) -> list[Tensor]:
-    """Return the rows of each sequence that count, in tensors viewed as (T, H, D)."""
+    """Return the rows of each sequence that count, each (rows,), int64, in tensors viewed as (T, H, D)."""
     starts = accumulate(lens, initial=0)
     return [torch.arange(start, start + n) for start, n in zip(starts, counted, strict=False)]
 
 
 def key_rows(case: Case, table: Tensor | None) -> list[Tensor]:
-    """Return the rows of each sequence's keys that count, in keys viewed as (T, H, D)."""
+    """Return the rows of each sequence's keys that count, in keys viewed as (T, H, D).
+
+    `table` are the page numbers (B, pages), of any integer dtype, if the keys lie in pages.
+    """
     if table is None or case.page_size is None:
         return rows_of(case.lens_k, case.lens_seen)
     pages = table.long().cpu()[:, :, None] * case.page_size + torch.arange(case.page_size)
@@ -186,7 +190,7 @@ def _rows_shape(case: Case, lens: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _block_table(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Return page numbers (B, pages) in no order, out of some more than are needed."""
+    """Return page numbers (B, pages), int64, in random order, among more pages than are needed."""
     if case.page_size is None:
         return None
     count, width = len(case.lens_k), -(-case.max_k // case.page_size)
@@ -195,7 +199,7 @@ def _block_table(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def _laid_out(case: Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the same values in the memory layouts of the case; those of an expanded gradient are new."""
+    """Return the tensors in the case's memory layouts, with the same values; an expanded gradient is 0.5."""
     if case.grad_layout == "expanded":
         grad = grad.new_full((1,) * grad.dim(), 0.5).expand(grad.shape)
     else:
@@ -209,7 +213,7 @@ def _laid_out(case: Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tupl
 
 
 def _grad_lse(case: Case, drawn: Tensor) -> Tensor:
-    """Return the gradient of the LSE; NaN in the rows of no sequence where what isn't seen is."""
+    """Return the gradient of the LSE, with NaN in the tail of a poisoned case."""
     drawn = drawn.double() if case.dtype == "float64" else drawn
     if case.grad_layout == "expanded":
         return drawn.new_full((1,) * drawn.dim(), 0.5).expand(drawn.shape)

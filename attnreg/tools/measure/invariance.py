@@ -1,8 +1,7 @@
 """Whether the bits of a sequence's results depend on its batch, for kernels that are told they may not.
 
-A batch is run as it is, then its sequences in other batches: each by itself, and all in reverse
-order with two more. There the longest lengths are others, sequences lie elsewhere in memory, and threads get
-another share of the work.
+A batch is run as it is. Then its sequences are run in other batches: each by itself, and all in reverse order
+with two more. There the longest lengths, the addresses and each thread's share of the work differ.
 """
 
 from __future__ import annotations
@@ -23,8 +22,12 @@ from attnreg.tools.measure.reference import Results
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_batch_invariant(kernels: Kernels, given: Inputs, results: Sequence[tuple[Tensor, ...]]) -> None:
-    """Check results of a batch, those of repeated calls as well, against those of its sequences elsewhere."""
+def check_batch_invariant(kernels: Kernels, inputs: Inputs, results: Sequence[tuple[Tensor, ...]]) -> None:
+    """Check that a batch's results, (T, H, D) or (B, S, H, D) each, repeat bit for bit.
+
+    `results` are the results of several calls of the same batch. Its sequences are also run in other batches.
+    Raises `RegistrationError` if any bit differs.
+    """
     repeated = {
         name
         for other in results[1:]
@@ -33,39 +36,39 @@ def check_batch_invariant(kernels: Kernels, given: Inputs, results: Sequence[tup
     }
     if repeated:
         raise RegistrationError(f"{_listed(repeated)}: got other bits for a repeated batch-invariant call")
-    if differing := dependent(kernels, given):
+    if differing := dependent(kernels, inputs):
         raise RegistrationError(f"{_listed(differing)}: got other bits for a sequence in another batch")
 
 
-def dependent(kernels: Kernels, given: Inputs) -> set[str]:
+def dependent(kernels: Kernels, inputs: Inputs) -> set[str]:
     """Return which results have other bits for a sequence in another batch: some of `Results`."""
-    of_queries, of_keys = _rows(given)
+    of_queries, of_keys = _rows(inputs)
     everyone = range(len(of_queries))
-    whole = _by_sequence(kernels, given)
-    found = set()
+    whole = _by_sequence(kernels, inputs)
+    differing = set()
     for order in (*([number] for number in everyone), [*everyone[::-1], *everyone[:2]]):
-        parts = _by_sequence(kernels, _batch(given, order, of_queries, of_keys))
+        parts = _by_sequence(kernels, _batch(inputs, order, of_queries, of_keys))
         for number, part in zip(order, parts, strict=True):
             pairs = zip(Results._fields, part, whole[number], strict=False)
-            found |= {name for name, x, y in pairs if not _same(x, y)}
-    return found
+            differing |= {name for name, x, y in pairs if not _same(x, y)}
+    return differing
 
 
-def _rows(given: Inputs) -> tuple[list[slice], list[slice]]:
+def _rows(inputs: Inputs) -> tuple[list[slice], list[slice]]:
     """Return where the queries and keys of each sequence are; nothing for pages, which may be shared."""
-    sides = (given.q, given.call.cu_seqlens_q), (given.k, given.call.cu_seqlens_k)
+    sides = (inputs.q, inputs.call.cu_seqlens_q), (inputs.k, inputs.call.cu_seqlens_k)
     queries, keys = (
         [slice(n, n + 1) for n in range(len(x))]
         if offsets is None
         else [slice(*two) for two in pairwise(offsets.tolist())]
         for x, offsets in sides
     )
-    return queries, [] if given.call.block_table is not None else keys
+    return queries, [] if inputs.call.block_table is not None else keys
 
 
-def _batch(given: Inputs, order: Sequence[int], of_queries: list[slice], of_keys: list[slice]) -> Inputs:
+def _batch(inputs: Inputs, order: Sequence[int], of_queries: list[slice], of_keys: list[slice]) -> Inputs:
     """Return a batch of these sequences in that order, in memory of its own."""
-    q, k, v, grad_out, call = given
+    q, k, v, grad_out, call = inputs
 
     def picked(x: Tensor, rows: list[slice]) -> Tensor:
         return torch.cat([x[rows[number]] for number in order]) if rows else x.clone()
@@ -101,10 +104,10 @@ def _offsets(side: str, rows: list[slice], order: Sequence[int], like: Tensor) -
     return {f"cu_seqlens_{side}": offsets, f"max_{side}": max(lengths)}
 
 
-def _by_sequence(kernels: Kernels, given: Inputs) -> list[tuple[Tensor, ...]]:
+def _by_sequence(kernels: Kernels, inputs: Inputs) -> list[tuple[Tensor, ...]]:
     """Run a batch; returns the results of each sequence."""
-    results, (of_queries, of_keys) = promises.results(kernels, given), _rows(given)
-    lse = results[1] if given.call.cu_seqlens_q is None else results[1].T
+    results, (of_queries, of_keys) = promises.results(kernels, inputs), _rows(inputs)
+    lse = results[1] if inputs.call.cu_seqlens_q is None else results[1].T
     by_query, by_key = [results[0], lse, *results[2:3]], results[3:] if of_keys else ()
     return [
         (*(x[rows] for x in by_query), *(x[of_keys[number]] for x in by_key))

@@ -24,7 +24,7 @@ from attnreg.tools.measure.reference import Results, kept_weights
 
 
 def checked(kernels: Kernels) -> Kernels:
-    """Return the kernels with a look at the form of what they return."""
+    """Return kernels that check the form of their results, and raise `RegistrationError` if it is wrong."""
     forward = _checked(kernels.forward, "forward")
     backward = None if kernels.backward is None else _checked(kernels.backward, "backward")
     return kernels._replace(forward=forward, backward=backward)
@@ -34,32 +34,32 @@ def _checked(run: Callable[..., Any], direction: Direction) -> Callable[..., Any
     return checked_against_contract(run, direction, "the kernel", lambda: None)
 
 
-def run_both(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
-    """Return output and LSE, and the gradients where there is a backward; what isn't written is NaN."""
+def run_both(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Return output and LSE, and the gradients if there is a backward. Unwritten elements are NaN."""
     with _uninitialized_is_nan():
-        return _results(kernels, given)
+        return _results(kernels, inputs)
 
 
-def results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
-    """Return the same as a program gets it: in torch's deterministic mode if that is asked for."""
-    if not given.call.deterministic:
-        return _results(kernels, given)
-    # Aten's flash op looks at the mode, and not where it only warns. Without the variable torch refuses
-    # matrix products on a GPU in that mode.
+def results(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Return the same as in a program: in torch's deterministic mode if the call is deterministic."""
+    if not inputs.call.deterministic:
+        return _results(kernels, inputs)
+    # Aten's flash op reads the mode, but not a mode that only warns. In that mode torch refuses matrix
+    # products on a GPU unless this variable is set.
     variable = "CUBLAS_WORKSPACE_CONFIG"
     unset = variable not in os.environ
     os.environ.setdefault(variable, ":4096:8")
     try:
         with _deterministic_mode("error", filled=False):
-            return _results(kernels, given)
+            return _results(kernels, inputs)
     finally:
         if unset:
             del os.environ[variable]
 
 
 @torch.no_grad()
-def _results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
-    q, k, v, grad_out, call = given
+def _results(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
+    q, k, v, grad_out, call = inputs
     out, lse = kernels.forward(q, k, v, call._replace(grad_lse=None))
     if kernels.backward is None:
         return out, lse
@@ -69,7 +69,7 @@ def _results(kernels: Kernels, given: Inputs) -> tuple[Tensor, ...]:
 @contextmanager
 def _uninitialized_is_nan() -> Iterator[None]:
     """Have torch.empty return NaN, so that a result that isn't written shows."""
-    # Of the modes in which torch fills memory the one that refuses no operation.
+    # Torch fills memory only in a deterministic mode. "warn" is the mode that refuses no operation.
     with _deterministic_mode(torch.get_deterministic_debug_mode() or "warn", filled=True):
         yield
 
@@ -90,7 +90,11 @@ def _deterministic_mode(wanted: int | str, filled: bool) -> Iterator[None]:
 
 
 def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
-    """Check that nothing was written to the inputs or around them, and that the results are new tensors."""
+    """Check that nothing was written to the inputs or around them, and that the results are new tensors.
+
+    `results` are the results of several calls, in the contract's shapes. Raises `RegistrationError` if a
+    kernel has written to an input or around it, or if a result lies in an input's memory.
+    """
     if guarded.written():
         raise RegistrationError("the kernel has written to its inputs or around them")
     named = [pair for several in results for pair in zip(Results._fields, several, strict=False)]
@@ -98,9 +102,12 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
         raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
 
 
-def check_new(kernels: Kernels, given: Inputs) -> None:
-    """Check that a call writes to no result of an earlier one of its kind, which may still be in use."""
-    earlier, later = run_both(kernels, given), run_both(kernels, given)
+def check_new(kernels: Kernels, inputs: Inputs) -> None:
+    """Check that a call writes to no result of an earlier call of its kind, which may still be in use.
+
+    Raises `RegistrationError` if a result lies in the memory of an earlier result.
+    """
+    earlier, later = run_both(kernels, inputs), run_both(kernels, inputs)
     kept = {x.untyped_storage().data_ptr() for x in earlier if x.numel()}
     named = zip(Results._fields, later, strict=False)
     if shared := {name for name, x in named if x.numel() and x.untyped_storage().data_ptr() in kept}:
@@ -109,17 +116,18 @@ def check_new(kernels: Kernels, given: Inputs) -> None:
         )
 
 
-def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
-    """Check that a NaN in a query, or in a key or value that it sees, stays one in its output and gradient.
+def check_seen_nan(kernels: Kernels, case: Case, inputs: Inputs) -> None:
+    """Check that a NaN in a query, or in a key or value that it sees, is a NaN in its output and gradient.
 
-    Not in the LSE, of which kernels make +inf; nor in gradients of other keys.
+    The LSE isn't checked, because kernels may return +inf. Neither are gradients of other keys. Raises
+    `RegistrationError` if a row that sees the NaN has numbers.
     """
-    for field, tensor in zip(("query", "key", "value"), given[:3], strict=True):
+    for field, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
         changed = tensor.clone()
         (changed if case.varlen else changed[0])[0] = torch.nan
         replaced: dict[str, Any] = {field[0]: changed}
-        found = run_both(kernels, given._replace(**replaced))
-        named = dict(zip(Results._fields, found, strict=False))
+        returned = run_both(kernels, inputs._replace(**replaced))
+        named = dict(zip(Results._fields, returned, strict=False))
         count = 1 if field == "query" else case.lens_q[0]
         for name in ("out", "dq")[: 1 + ("dq" in named)]:
             rows = named[name] if case.varlen else named[name][0]
@@ -127,9 +135,9 @@ def check_seen_nan(kernels: Kernels, case: Case, given: Inputs) -> None:
                 raise RegistrationError(f"{name}: got numbers for a NaN in the {field}, expected NaN")
 
 
-def check_repeatable(kernels: Kernels, given: Inputs) -> None:
-    """Check that a call with `deterministic` gives the same bits each time."""
-    first, *others = (results(kernels, given) for _ in range(3))
+def check_repeatable(kernels: Kernels, inputs: Inputs) -> None:
+    """Check that a call with `deterministic` has the same bits each time; else raises `RegistrationError`."""
+    first, *others = (results(kernels, inputs) for _ in range(3))
     pairs = [pair for other in others for pair in zip(Results._fields, first, other, strict=False)]
     if differing := {name for name, x, y in pairs if not torch.equal(x, y)}:
         raise RegistrationError(
@@ -137,14 +145,17 @@ def check_repeatable(kernels: Kernels, given: Inputs) -> None:
         )
 
 
-def check_dropout(kernels: Kernels, case: Case, given: Inputs) -> None:
-    """Check how many weights are dropped, and that another random state drops others."""
-    q, k, v, _, call = given
+def check_dropout(kernels: Kernels, case: Case, inputs: Inputs) -> None:
+    """Check how many weights are dropped, and that another random state drops others.
+
+    Raises `RegistrationError` if either is wrong.
+    """
+    q, k, v, _, call = inputs
     if call.rng_state is None:
         return
     other = call._replace(rng_state=(call.rng_state.view(torch.int64) + 1).view(torch.uint64))
     with torch.no_grad():
-        kept, others = (kept_weights(case, kernels.forward(q, k, v, one)[0]) for one in (call, other))
+        kept, others = (kept_weights(case, kernels.forward(q, k, v, drawn)[0]) for drawn in (call, other))
     count = case.heads[0] * sum(map(_seen, case.lens_q, case.lens_k, repeat(case.window)))
     dropped = 1.0 - float(kept.count_nonzero()) / count
     # Six standard deviations: of right kernels one in 500 million is beyond them.
@@ -164,37 +175,54 @@ def _seen(len_q: int, len_k: int, window: tuple[int, int]) -> int:
 def launched(
     specialize: Callable[..., Any],
     kernels: Kernels,
-    given: Inputs,
+    inputs: Inputs,
     results: tuple[Tensor, ...],
     earlier: Inputs,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the results of every launcher, or a direction's own where it has none or that declines.
+    """Yield the results of every launcher, or the kernel's own where it has none or its launcher declines.
 
-    The launchers are those for an earlier call, whose tensors have other values.
+    Launchers are specialized for `earlier`: a call of the same kind and class of lengths, with other values.
+    Yields nothing if the call cache has different entries for the two calls, or if a row of `earlier` sees no
+    key. `results` are the kernel's own results, in the contract's shapes. Raises `RegistrationError` if a
+    launcher's results have another form.
     """
-    *tensors, grad_out, call = given
+    *tensors, grad_out, call = inputs
     *before, grad_before, call_before = earlier
     out_before, lse_before, *_ = run_both(kernels, earlier)
+    has_same_layouts = [*map(_layout_class, earlier[:4])] == [*map(_layout_class, inputs[:4])]
+    if not has_same_layouts or not lse_before.isfinite().all():
+        return
 
-    def launches(direction: Direction, seen: list[Tensor], given: list[Tensor], own: Any) -> list[Any]:
+    def launches(
+        direction: Direction, first_inputs: list[Tensor], arguments: list[Tensor], own: Any
+    ) -> list[Any]:
         with torch.no_grad(), _uninitialized_is_nan():
-            launcher = specialize(direction, tuple(seen), call_before)
+            launcher = specialize(direction, tuple(first_inputs), call_before)
             # As a function, and as the compiled call cache calls it.
             ways: list[Any] = [launcher]
             if isinstance(launcher, AddressLauncher):
                 ways.append(launcher.on_addresses)
-            return [own if run is None else _launch(run, direction, given, call, own) for run in ways]
+            return [own if run is None else _launch(run, direction, arguments, call, own) for run in ways]
 
     for forward in launches("forward", before, tensors, results[:2]):
-        seen, wanted = [grad_before, *before, out_before, lse_before], [grad_out, *tensors, *forward]
-        for backward in launches("backward", seen, wanted, results[2:]) if kernels.backward else [()]:
+        first_inputs, wanted = [grad_before, *before, out_before, lse_before], [grad_out, *tensors, *forward]
+        for backward in launches("backward", first_inputs, wanted, results[2:]) if kernels.backward else [()]:
             yield *forward, *backward
 
 
-def _launch(run: Launcher, direction: Direction, given: list[Tensor], call: Call, own: Any) -> Any:
-    """Return what a launcher gives for tensors, checked like a kernel's; `own` if it declines."""
+def _layout_class(x: Tensor) -> tuple[object, ...]:
+    """Return what a launcher may rely on about a tensor's memory: see `contract.launchers`."""
+
+    def stride_class(stride: int) -> int:
+        return stride if stride < 2 else 2 if stride * x.itemsize % 16 == 0 else 3
+
+    return x.data_ptr() % 16 == 0, x.is_contiguous(), *map(stride_class, x.stride())
+
+
+def _launch(run: Launcher, direction: Direction, arguments: list[Tensor], call: Call, own: Any) -> Any:
+    """Return a launcher's results, checked like a kernel's; `own` if the launcher declines."""
     further: tuple[Any, ...] = ()
     if call.varlen:
         further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False
     further = further if call.sinks is None else (call.sinks, *further)
-    return _checked(lambda *_: run(*given, *further) or own, direction)(*given, call)
+    return _checked(lambda *_: run(*arguments, *further) or own, direction)(*arguments, call)

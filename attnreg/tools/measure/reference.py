@@ -45,10 +45,11 @@ def attend(
     """Compute attention of sequences of equal lengths, in the dtype of the tensors.
 
     Args:
-        query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v).
+        query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v), any floating-point dtype.
         scale, window, bias, alibi_slopes, softcap: as in `Call`.
-        kept: (B, H, S_q, S_k), the factors of dropout: 0 where a weight is dropped.
-        first_row, len_q: where the rows are in the query, and how long that is, if they aren't all of it.
+        kept: (B, H, S_q, S_k), the factors of dropout. A dropped weight has the factor 0.
+        first_row: where the rows start in the whole query.
+        len_q: the length of the whole query, if `query` has only some of its rows.
 
     Returns:
         The output (B, S_q, H, D_v) and the LSE (B, H, S_q), both differentiable.
@@ -85,17 +86,20 @@ def attend(
 
 
 @torch.enable_grad()  # a caller may have turned it off for the kernels
-def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
-    """Return the results of a case, computed in one dtype throughout; `kept` as by `kept_weights`."""
-    q, k, v, grad = (_rows(x).detach().to(dtype) for x in (given.q, given.k, given.v, given.grad_out))
+def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
+    """Return the results of a case, computed in one dtype throughout.
+
+    `kept` are the factors of dropout (B, H, max_q, max_k) that `kept_weights` returns.
+    """
+    q, k, v, grad = (_rows(x).detach().to(dtype) for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out))
     out, lse = q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(q.shape[:-1], -torch.inf)
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    call = given.call
+    call = inputs.call
     sinks = None if call.sinks is None else call.sinks.detach().to(dtype).requires_grad_()
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     grad_lse = None if call.grad_lse is None else _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype)
     # No row belongs to two groups, so each has gradients of its own: rows of no sequence keep zeros.
-    for batch, rows_q, rows_k in _same_lengths(case, given):
+    for batch, rows_q, rows_k in _same_lengths(case, inputs):
         bias = call.attn_bias
         if bias is not None:
             sizes = len(case.lens_q), case.heads[0], rows_q.shape[1], rows_k.shape[1]
@@ -120,28 +124,35 @@ def attention(case: Case, given: Inputs, dtype: torch.dtype, kept: Tensor | None
         if dsinks is not None:
             dsinks += of_sinks[0]
         out[rows_q], lse[rows_q] = part[0].detach(), part[1].detach().mT
-    like = given.grad_out, given.q, given.k, given.v
-    out, dq, dk, dv = (x.view(one.shape) for x, one in zip((out, dq, dk, dv), like, strict=True))
-    return Results(out, lse.view(given.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, dsinks)
+    like = inputs.grad_out, inputs.q, inputs.k, inputs.v
+    out, dq, dk, dv = (x.view(like_x.shape) for x, like_x in zip((out, dq, dk, dv), like, strict=True))
+    return Results(out, lse.view(inputs.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, dsinks)
 
 
 def sinks_of(lse: Tensor) -> Tensor:
-    """Return the sinks (H,) of a case that has some."""
+    """Return the sinks (H,) of a case that has some, in the dtype of its LSE (B, H, S_q)."""
     return torch.linspace(-1.0, 3.0, lse.shape[-2], dtype=lse.dtype, device=lse.device)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and LSE with one more key, without a value, for each row that sees a key at all."""
+    """Return output and LSE as if each row that sees a key saw one more key, without a value.
+
+    `out` is (B, S_q, H, D_v), `lse` (B, H, S_q) and `sinks` (H,), the score of that key. The results have
+    the shapes and dtypes of `out` and `lse`.
+    """
     unseen = lse == -torch.inf
-    seen = lse.masked_fill(unseen, 0.0)
-    total = torch.logaddexp(seen, sinks[:, None])
-    return (out * (seen - total).exp().mT[..., None]).to(out.dtype), total.masked_fill(unseen, -torch.inf)
+    finite_lse = lse.masked_fill(unseen, 0.0)
+    total = torch.logaddexp(finite_lse, sinks[:, None])
+    return (out * (finite_lse - total).exp().mT[..., None]).to(out.dtype), total.masked_fill(
+        unseen, -torch.inf
+    )
 
 
 def kept_weights(case: Case, out: Tensor) -> Tensor:
-    """Return the factors of dropout (B, H, max_q, max_k) that an output shows.
+    """Return the factors of dropout (B, H, max_q, max_k), float64, that an output shows.
 
-    The value being the identity, column j of the output is the weight of key j.
+    The output is (B, S_q, H, D_v) or packed (T_q, H, D_v). The case's value is the identity, so column j of
+    the output is the weight of key j.
     """
     kept = out.new_zeros(len(case.lens_q), case.heads[0], case.max_q, case.max_k, dtype=torch.float64)
     for number, rows in enumerate(rows_of(case.lens_q, case.lens_q)):
@@ -151,16 +162,16 @@ def kept_weights(case: Case, out: Tensor) -> Tensor:
     return kept
 
 
-def _same_lengths(case: Case, given: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _same_lengths(case: Case, inputs: Inputs) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield sequences of equal lengths: their numbers and their rows of queries and of keys."""
     numbers_of = defaultdict(list)
     for number, lens in enumerate(zip(case.lens_q, case.lens_seen, strict=True)):
         if all(lens):
             numbers_of[lens].append(number)
-    rows_q, rows_k = rows_of(case.lens_q, case.lens_q), key_rows(case, given.call.block_table)
+    rows_q, rows_k = rows_of(case.lens_q, case.lens_q), key_rows(case, inputs.call.block_table)
     for numbers in numbers_of.values():
         stacked = (torch.stack([rows[n] for n in numbers]) for rows in (rows_q, rows_k))
-        at, queries, keys = (x.to(given.q.device) for x in (torch.tensor(numbers), *stacked))
+        at, queries, keys = (x.to(inputs.q.device) for x in (torch.tensor(numbers), *stacked))
         yield at, queries, keys
 
 

@@ -1,13 +1,14 @@
 """The accuracy rule, and the check of kernels by it.
 
-A kernel is right if its largest error against attention in float64 is at most twice that of plain PyTorch
-operations in the inputs' own dtype, plus the rounding of the result itself; three times with a softcap.
+Errors are largest differences from attention in float64. A kernel is right if its error is at most twice the
+error of plain PyTorch operations in the inputs' dtype, plus the rounding of the result itself. With a softcap
+the factor is three.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,11 @@ FACTOR = 2.0
 # With a softcap: GPU kernels take the tanh that the hardware approximates, as flash-attention's tests allow.
 SOFTCAP_FACTOR = 3.0
 
-# Relative and absolute, those that torch.testing.assert_close uses by default.
+# Relative and absolute, as torch.testing.assert_close has them by default.
 TOLERANCES = {torch.float32: (1.3e-6, 1e-5), torch.float64: (1e-7, 1e-7)}
 
-# Where a gradient is 0 by cancellation, as with one visible key, rounding it costs nothing; but the
-# kernel has come there through float32.
+# A gradient may be 0 by cancellation, as with a single visible key. Then rounding costs nothing, but the
+# kernel computed the 0 in float32.
 LEAST = FACTOR * TOLERANCES[torch.float32][1]
 
 
@@ -37,10 +38,10 @@ class Error(NamedTuple):
     """The largest error of one tensor, against float64.
 
     Attributes:
-        kernel: that of the kernel; infinite where the result has NaN or another shape.
-        math: that of plain PyTorch operations in the inputs' dtype.
-        atol: what rounding the result costs by itself.
-        factor: how many times the error of `math` passes.
+        kernel: The kernel's error. Infinite if the result has a NaN or another shape.
+        math: The error of plain PyTorch operations in the inputs' dtype.
+        atol: The error of rounding the right result.
+        factor: The kernel's error may be this many times the error `math`.
     """
 
     kernel: float
@@ -60,14 +61,14 @@ class Error(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The error in units of plain PyTorch's; infinite where that has none."""
+        """The kernel's error over plain PyTorch's; infinite if plain PyTorch has none."""
         if self.kernel == 0.0:
             return 0.0
         return self.kernel / self.math if self.math else torch.inf
 
     @property
     def share(self) -> float:
-        """The error in units of the most that passes."""
+        """The kernel's error over the largest allowed error."""
         if self.kernel == 0.0:
             return 0.0
         return self.kernel / self.allowed if self.allowed else torch.inf
@@ -78,27 +79,34 @@ class Error(NamedTuple):
 
 
 def measure(
-    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+    kernels: Kernels,
+    case: Case,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    same_class: Iterable[Case] = (),
 ) -> dict[str, Error]:
     """Run a case and return the errors of `out` and `lse`, and of `dq`, `dk`, `dv` with a backward.
 
     Where the kernels return launchers for repeated calls, these are run as well, and the larger error counts.
+    Launchers are specialized for the case with its sequences reordered, and for each case of `same_class`:
+    cases of the same kind and class of lengths.
 
     Raises:
         RegistrationError: the kernels break the contract otherwise: see `promises`.
         UnsupportedInputError: a kernel declines the case.
     """
-    given = inputs(case, device, seed)
-    guarded, kernels = Guarded(given), promises.checked(kernels)
+    drawn = inputs(case, device, seed)
+    guarded, kernels = Guarded(drawn), promises.checked(kernels)
     if case.sinks:
         kernels = _with_sinks(kernels)
     results = [promises.run_both(kernels, guarded.inputs)]
     kept = kept_weights(case, results[0][0]) if case.dropout else None
-    truth = attention(case, given, torch.float64, kept)
-    plain = attention(case, given, given.q.dtype, kept)
-    if kernels.specialize is not None and _may_be_specialized(case, given.call, truth):
-        earlier = Guarded(inputs(case.reordered(), device, seed + 1)).inputs
-        results += promises.launched(kernels.specialize, kernels, guarded.inputs, results[0], earlier)
+    truth = attention(case, drawn, torch.float64, kept)
+    plain = attention(case, drawn, drawn.q.dtype, kept)
+    if kernels.specialize is not None and _may_be_specialized(case, drawn.call, truth):
+        for first in (case.reordered(), *same_class):
+            earlier = Guarded(inputs(first, device, seed + 1)).inputs
+            results += promises.launched(kernels.specialize, kernels, guarded.inputs, results[0], earlier)
     promises.check_memory(guarded, results)
     if case.dropout:
         promises.check_dropout(kernels, case, guarded.inputs)
@@ -108,7 +116,7 @@ def measure(
         promises.check_repeatable(kernels, guarded.inputs)
     if case.batch_invariant:
         check_batch_invariant(kernels, guarded.inputs, results)
-    errors = errors_of(results, plain, truth, given.q.dtype)
+    errors = errors_of(results, plain, truth, drawn.q.dtype)
     return {name: error._replace(factor=factor_of(case)) for name, error in errors.items()}
 
 
@@ -120,39 +128,48 @@ def factor_of(case: Case) -> float:
 def errors_of(
     results: Iterable[tuple[Tensor, ...]], plain: Results, truth: Results, dtype: torch.dtype
 ) -> dict[str, Error]:
-    """Return the largest error of each tensor in one or more results for the same inputs of some dtype."""
+    """Return the largest error of each tensor in one or more results for the same inputs.
+
+    `results`, `plain` and `truth` have the contract's shapes; `dtype` is the dtype of the inputs.
+    """
     names = zip(Results._fields, zip(*results, strict=True), strict=False)
     return {name: compare(got, getattr(plain, name), getattr(truth, name), dtype) for name, got in names}
 
 
 def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:
-    """Return the larger error of one or more results for the same inputs of some dtype.
+    """Return the largest error of one or more results for the same inputs.
 
-    `got` is what kernels returned, `plain` what plain PyTorch operations give in that dtype, `truth` the same
-    in float64.
+    `got` are the results of kernels. `plain` is the result of plain PyTorch operations in the inputs'
+    `dtype`, `truth` the result in float64. Any shape, the same for all.
     """
-    return Error(max(_distance(one, truth) for one in got), _distance(plain, truth), _rounding(truth, dtype))
+    return Error(
+        max(_distance(result, truth) for result in got), _distance(plain, truth), _rounding(truth, dtype)
+    )
 
 
 def measure_taken(
-    kernels: Kernels, case: Case, device: torch.device | str = "cpu", seed: int = 0
+    kernels: Kernels,
+    case: Case,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    same_class: Sequence[Case] = (),
 ) -> tuple[dict[str, Error], str]:
-    """Return the errors of the directions that the kernels take, and why they decline one; empty if none."""
+    """Return the errors of the directions that the kernels run, and why they decline one; empty if none."""
     try:
-        return measure(kernels, case, device, seed), ""
+        return measure(kernels, case, device, seed, same_class), ""
     except UnsupportedInputError as error:
         declined = str(error)
     if kernels.backward is None:
         return {}, declined
-    errors, forwards = measure_taken(kernels._replace(backward=None), case, device, seed)
+    errors, forwards = measure_taken(kernels._replace(backward=None), case, device, seed, same_class)
     return errors, forwards or declined
 
 
 def _with_sinks(kernels: Kernels) -> Kernels:
     """Return the kernels with sinks counted between forward and backward, as callers of theirs do."""
 
-    def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        out, lse = kernels.forward(*given)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernels.forward(*arguments)
         return with_sinks(out, lse, sinks_of(lse))
 
     return kernels._replace(forward=forward, specialize=None)

@@ -1,7 +1,7 @@
 """The accuracy rule at a call's own size, where computing all of it in float64 would take too long.
 
-A few heads of a few sequences are enough to find a wrong mask or offset, and the kernel that is wrong
-only where sequences are long, batches wide, or offsets large.
+A few heads of a few sequences are enough to find a wrong mask or offset. They also find a kernel that is
+wrong only for long sequences, wide batches or large offsets.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from attnreg.tools.measure.rule import Error, compare, factor_of
 # As many scores as are computed at once: 512 MB of them in float64.
 SCORES = 2**26
 
-# Rows are compared in blocks: under a causal mask the last ones are so small that an error as large as they
-# are would be lost next to the first ones. A block has rows enough to tell how far off plain operations are:
-# with a row or two that is luck, and one in twenty short sequences failed a backward whose only fault was to
-# read the rounded `out`, as those of all flash kernels do.
+# Rows are compared in blocks. Under a causal mask the last rows are small: next to the first rows, an error
+# as large as the last rows themselves would pass. A block needs enough rows to measure the error of plain
+# operations. With a row or two that error is luck: a right backward failed in 5 % of short sequences. Like
+# all flash backwards it reads the rounded `out`.
 BLOCKS = 8
 ROWS = 16
 
@@ -40,46 +40,46 @@ class Part(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The largest error, in units of the most that passes, and which result is wrong, where, by how much."""
+    """The largest error over the allowed error, and which result is wrong, where, by how much."""
 
     error: float
     wrong: str
 
 
 class Sample:
-    """What some parts of a call should give: the longest sequence, the shortest, and the last one.
+    """The right results of some parts of a call: of the longest, the shortest and the last sequence.
 
     `given` are the tensors of the call in the contract's layout; `backward` has gradients compared as well.
     """
 
-    def __init__(self, case: Case, given: Inputs, *, backward: bool = True) -> None:
-        self._case, self._given, self._backward = case, given, backward
+    def __init__(self, case: Case, inputs: Inputs, *, backward: bool = True) -> None:
+        self._case, self._inputs, self._backward = case, inputs, backward
         self._starts = [tuple(accumulate(lens, initial=0)) for lens in (case.lens_q, case.lens_k)]
         self._exact = {
-            part: (self._computed(part, torch.float64), self._computed(part, given.q.dtype))
+            part: (self._computed(part, torch.float64), self._computed(part, inputs.q.dtype))
             for part in self._parts()
         }
 
     def errors(self, results: Mapping[str, Tensor]) -> dict[Part, dict[str, Error]]:
-        """Return the error of each result in each part."""
-        found: dict[Part, dict[str, Error]] = {}
+        """Return the error of each result in each part; `results` have the contract's shapes."""
+        by_part: dict[Part, dict[str, Error]] = {}
         for part, (truth, plain) in self._exact.items():
-            found[part] = {}
+            by_part[part] = {}
             for name, result in results.items():
                 rows = self._rows(part, name, result)
                 count = min(max(len(rows) // ROWS, 1), BLOCKS)
                 blocks = zip(*(x.tensor_split(count) for x in (rows, plain[name], truth[name])), strict=True)
                 errors = (
-                    compare((ours,), theirs, exact, self._given.q.dtype)
+                    compare((ours,), theirs, exact, self._inputs.q.dtype)
                     for ours, theirs, exact in blocks
                     if len(exact)
                 )
                 errors = (error._replace(factor=factor_of(self._case)) for error in errors)
-                found[part][name] = max(errors, key=lambda error: error.share)
-        return found
+                by_part[part][name] = max(errors, key=lambda error: error.share)
+        return by_part
 
     def verdict(self, results: Mapping[str, Tensor]) -> Verdict:
-        """Return how wrong results are; of `out`, `lse`, `dq`, `dk`, `dv`, whichever are given."""
+        """Return how wrong results are: any of `out`, `lse`, `dq`, `dk`, `dv`, in the contract's shapes."""
         for name, result in results.items():
             if name != "lse" and not bool(result.isfinite().all()):
                 return Verdict(torch.inf, f"{name} has values that aren't finite")
@@ -115,7 +115,7 @@ class Sample:
 
     def _bias(self, part: Part, head: int, rows: slice) -> Tensor | None:
         """Return what a call without packed sequences adds to the scores of some rows of a query head."""
-        if (bias := self._given.call.attn_bias) is None:
+        if (bias := self._inputs.call.attn_bias) is None:
             return None
         sizes = len(self._case.lens_q), self._case.heads[0], self._case.max_q, self._case.max_k
         group = sizes[1] // self._case.heads[1]
@@ -124,8 +124,8 @@ class Sample:
     @torch.enable_grad()  # a caller may have turned it off for the kernels
     def _computed(self, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the results of a part, computed in one dtype a query head and some rows at a time."""
-        given, call = self._given, self._given.call
-        named = (("q", given.q), ("k", given.k), ("v", given.v), ("q", given.grad_out))
+        inputs, call = self._inputs, self._inputs.call
+        named = (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("q", inputs.grad_out))
         q, k, v, grad = (self._rows(part, name, x).detach().to(dtype) for name, x in named)
         of_lse = None if call.grad_lse is None else self._rows(part, "lse", call.grad_lse).to(dtype)
         k, v = k.requires_grad_(), v.requires_grad_()
@@ -161,5 +161,5 @@ class Sample:
                     sums["dv"] += dv
             for name, parts in rows.items():
                 heads[name].append(torch.cat(parts) if parts else q.new_zeros(0))
-        found = {name: torch.cat(parts, 1) for name, parts in heads.items() if parts[0].numel()}
-        return found | {name: total.to(dtype) for name, total in sums.items() if self._backward}
+        joined = {name: torch.cat(parts, 1) for name, parts in heads.items() if parts[0].numel()}
+        return joined | {name: total.to(dtype) for name, total in sums.items() if self._backward}

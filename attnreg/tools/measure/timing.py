@@ -1,11 +1,12 @@
-"""How long calls take: the one timer of a GPU, the one of a CPU, and how measurements take turns.
+"""How long calls take: a timer for GPUs, a timer for CPUs, and how measurements take turns.
 
-All times are seconds. A GPU has three, and which one is meant matters:
+All times are seconds. A call on a GPU has three times:
 
-- `Timer.device_and_host`: the kernels alone, the host far ahead of them; what a CUDA graph would take.
-- `Timer.back_to_back`: one call right after the other, as an eager program makes them; where the host is
-  slower than the GPU this is the host's time.
-- `Timer.host`: until the calls have returned, without waiting for the GPU.
+- `Timer.device_and_host`: The kernels alone, with the host far ahead of them. A CUDA graph would take as
+  long.
+- `Timer.back_to_back`: Consecutive calls, as an eager program makes them. If the host is slower than the
+  GPU, this is the host's time.
+- `Timer.host`: Until the calls have returned, without waiting for the GPU.
 
 On a CPU a call is done when it returns, and all three are the same.
 """
@@ -27,13 +28,13 @@ Run = Callable[[], object]
 K = TypeVar("K")
 T = TypeVar("T")
 
-# One for all measurements of a run: few rounds come in few orders, which mustn't be the same for all cases.
+# All measurements of a run share it: few rounds have few orders, which mustn't be the same in every case.
 _order = random.Random(0)
 
 ATTEMPTS = 3
 # No GPU's clock is so many times 2 GHz.
 SPARE = 1.5
-# What takes the host longer than the longest is a first call.
+# A call that takes the host longer than the longest is a first call.
 USUAL_HOST_S, SHORTEST_HOST_S, LONGEST_HOST_S = 200e-6, 20e-6, 0.1
 
 
@@ -55,15 +56,15 @@ class Timer:
         """Wait until the device has finished; here it is the host."""
 
     def device_and_host(self, run: Run, calls: int) -> Taken:
-        """Return what one of so many calls takes of the device and of the host, neither waiting."""
+        """Return the mean seconds of a call on the device and on the host, neither waiting for the other."""
         return Taken(per_call(run, calls), 0.0)
 
     def back_to_back(self, run: Run, calls: int) -> float:
-        """Return the seconds of one of so many calls, one right after the other."""
+        """Return the mean seconds of a call among `calls` consecutive calls."""
         return per_call(run, calls)
 
     def host(self, run: Run, calls: int) -> float:
-        """Return the seconds that the host takes for one of so many calls; few enough to fill no queue."""
+        """Return the mean host seconds of a call among `calls`: too few to fill a GPU's queue."""
         return per_call(run, calls)
 
 
@@ -80,11 +81,11 @@ class CudaTimer(Timer):
         torch.cuda.synchronize(self._device)
 
     def device_and_host(self, run: Run, calls: int) -> Taken:
-        """Return what one of so many calls takes, both in one pass.
+        """Return the mean seconds of a call on the device and on the host, both from one pass.
 
-        The GPU is kept busy until the host has enqueued every call: so neither waits for the other, and the
-        time between the events is that of the kernels alone. For how long depends on what the same function
-        took of the host the last time; where the host took longer than that, it is measured again.
+        The GPU is kept busy until the host has enqueued every call, so neither waits. The events then measure
+        the kernels alone. How long the GPU is kept busy follows from the host time of the last measurement of
+        `run`. If the host took longer this time, the measurement is repeated.
         """
         for _ in range(ATTEMPTS):
             busy = (SPARE + 1) * self._host.get(run, USUAL_HOST_S) * calls + 100e-6
@@ -98,12 +99,12 @@ class CudaTimer(Timer):
         return taken
 
     def back_to_back(self, run: Run, calls: int) -> float:
-        """Return the seconds of one of so many calls, between two events on the GPU."""
+        """Return the mean seconds of a call among `calls`, between two events on the GPU."""
         self.wait()
         return self._between_events(run, calls).device
 
     def host(self, run: Run, calls: int) -> float:
-        """Return the seconds that the host takes for one of so many calls."""
+        """Return the mean host seconds of a call among `calls`."""
         self.wait()
         taken = per_call(run, calls)
         self.wait()
@@ -119,7 +120,7 @@ class CudaTimer(Timer):
 
 
 def timer_for(device: torch.device) -> Timer:
-    """Return what takes times on a device."""
+    """Return the timer of a device."""
     return CudaTimer(device) if device.type == "cuda" else Timer()
 
 
@@ -143,9 +144,9 @@ def shuffled(items: Iterable[T]) -> list[T]:
     What ran before counts: on an H200 a kernel took up to 8 % longer in one place of an order and its
     reverse, in which neighbours stay neighbours, than in another.
     """
-    found = list(items)
-    _order.shuffle(found)
-    return found
+    order = list(items)
+    _order.shuffle(order)
+    return order
 
 
 def interleaved(measures: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
@@ -161,7 +162,7 @@ def interleaved(measures: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, l
 
 def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
     """Return the median of the ratios round by round."""
-    return statistics.median(one / other for one, other in zip(of, to, strict=True))
+    return statistics.median(taken / other for taken, other in zip(of, to, strict=True))
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: int = 7) -> float:

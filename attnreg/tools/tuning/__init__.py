@@ -1,5 +1,5 @@
 """How `attnreg tune` measures a table: `workload`, `checks`, `measure` and `session`, in this order.
 
-`representatives` has a small call for each kind, to be run ahead; `review` tries a table on other calls. What
-a table is, and what it predicts, is in `core/times/`. May import: `core/` and `measure`.
+`representatives` has a small call for each kind, to be run ahead. What a table is, and what it predicts, is
+in `core/times/`. May import: `core/` and `measure`.
 """

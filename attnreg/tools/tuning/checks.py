@@ -30,8 +30,7 @@ def reasons(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[st
 def kernels_for(entry: Entry, spec: AttentionSpec, case: Case) -> Kernels:
     """Return a backend's kernels for a call like a case, as `varlen_attn` runs them.
 
-    They take sinks if the case has some: those that don't count them themselves are followed by what rescales
-    their results.
+    If the case has sinks, the kernels take them. Results of kernels that don't count sinks are rescaled.
     """
     kernels = entry.kernels(spec)
     forward, backward = kernels.forward, kernels.backward
@@ -69,14 +68,16 @@ class Checks:
                 self._found[key] = self._checked(entry, spec, cases)
             except Exception as error:  # noqa: BLE001 - raised below, for every call of the kind
                 self._found[key] = error
-        found = self._found[key]
-        if isinstance(found, Exception):
-            raise found.with_traceback(None)
-        return found.get(direction, Verdict(0.0, "its backward can't be checked"))
+        verdicts = self._found[key]
+        if isinstance(verdicts, Exception):
+            raise verdicts.with_traceback(None)
+        return verdicts.get(direction, Verdict(0.0, "its backward can't be checked"))
 
     def forget_failures(self) -> None:
         """Check backends that raised anew: their kind's next call may find what they lacked."""
-        self._found = {key: one for key, one in self._found.items() if not isinstance(one, Exception)}
+        self._found = {
+            key: verdicts for key, verdicts in self._found.items() if not isinstance(verdicts, Exception)
+        }
 
     def _checked(
         self, entry: Entry, spec: AttentionSpec, cases: tuple[Case, ...]
@@ -91,15 +92,15 @@ class Checks:
             errors, _ = measure_taken(kernels, case, self._device)
             if not errors:
                 continue
-            found = {
+            verdicts = {
                 direction: _verdict({name: errors[name] for name in names}, case)
                 for direction, names in TENSORS.items()
                 if names[0] in errors
             }
-            if wrong := found["forward"].wrong:
+            if wrong := verdicts["forward"].wrong:
                 # Its backward may undo that error, and be wrong after any other backend's forward.
-                found["backward"] = Verdict(0.0, f"its forward is: {wrong}")
-            return found
+                verdicts["backward"] = Verdict(0.0, f"its forward is: {wrong}")
+            return verdicts
         return {"forward": Verdict(0.0, "it can't be checked: it refuses small calls of this kind")}
 
 

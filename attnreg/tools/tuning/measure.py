@@ -21,8 +21,7 @@ from attnreg.tools.measure.timing import Taken, Timer, calls_for, shuffled
 from attnreg.tools.tuning.checks import TENSORS, Checks, TimeIsUpError, failed, kernels_for, reasons
 from attnreg.tools.tuning.workload import case_of, copies
 
-# Past the deadline there are still the fewest, as the median of three leaves out a round in which the machine
-# was slow.
+# Past the deadline the fewest rounds still run: a median of three ignores a round when the machine was slow.
 ROUNDS, FEWEST_ROUNDS = 7, 3
 
 # Long enough for the clock and short enough for many rounds; and fewer launches than a queue has room for.
@@ -31,8 +30,8 @@ ROUND_S, MOST_CALLS = 2e-3, 50
 # A backend that takes this many times as long as the best is timed only once.
 HOPELESS = 8.0
 
-# This many calls come between the first and those that count, unless they take long: a backend may prepare a
-# launcher in its second call, which takes the host a millisecond.
+# Calls between the first call and the timed calls. They end early where a call takes `LONG_S`. A backend may
+# prepare a launcher in its second call, which costs the host a millisecond.
 SETTLING, LONG_S = 3, 0.05
 
 
@@ -40,8 +39,8 @@ SETTLING, LONG_S = 3, 0.05
 class Runner:
     """One direction of a backend, ready to be timed: `run` makes a call, on each copy of its tensors in turn.
 
-    `error` is that of its check, `first_s` seconds of the first call, `calls` how many calls make a round,
-    and `taken` the times of one of them, by round.
+    `error` is the error of its check, `first_s` the seconds of its first call, `calls` the number of calls in
+    a round, and `taken` the times of a call, by round.
     """
 
     name: str
@@ -109,13 +108,13 @@ class Measurement:
             else:
                 runners.append(runner)
         self._take_turns(runners, results)
-        for one in runners:
-            if one.taken and one.name not in results:
-                results[one.name] = Measured(
-                    gpu_us=median(taken.device for taken in one.taken) * 1e6,
-                    host_us=median(taken.host for taken in one.taken) * 1e6,
-                    first_call_s=one.first_s,
-                    error=one.error,
+        for runner in runners:
+            if runner.taken and runner.name not in results:
+                results[runner.name] = Measured(
+                    gpu_us=median(taken.device for taken in runner.taken) * 1e6,
+                    host_us=median(taken.host for taken in runner.taken) * 1e6,
+                    first_call_s=runner.first_s,
+                    error=runner.error,
                 )
         return results
 
@@ -157,13 +156,13 @@ class Measurement:
 
     def _call(self, entry: Entry, direction: Direction) -> Callable[[], Any]:
         """Return what calls a kernel, the first time with the first copy."""
-        given: list[tuple[Any, ...]]
+        arguments: list[tuple[Any, ...]]
         if direction == "forward":
-            given = [(q, k, v, call._replace(grad_lse=None)) for q, k, v, _, call in self._inputs]
+            arguments = [(q, k, v, call._replace(grad_lse=None)) for q, k, v, _, call in self._inputs]
         else:
             both = zip(self._inputs, self._forwards, strict=True)
-            given = [(grad, q, k, v, out, lse, call) for (q, k, v, grad, call), (out, lse) in both]
-        kernel, turns = getattr(kernels_for(entry, self._spec, self._case), direction), cycle(given)
+            arguments = [(grad, q, k, v, out, lse, call) for (q, k, v, grad, call), (out, lse) in both]
+        kernel, turns = getattr(kernels_for(entry, self._spec, self._case), direction), cycle(arguments)
         return lambda: kernel(*next(turns))
 
     @cached_property
@@ -178,9 +177,11 @@ class Measurement:
                     continue
                 with torch.no_grad():
                     forward = kernels_for(entry, self._spec, self._case).forward
-                    found = [forward(*one[:3], one.call._replace(grad_lse=None)) for one in self._inputs]
-                if not self._wrong("forward", found[0]):
-                    return found
+                    results = [
+                        forward(*inputs[:3], inputs.call._replace(grad_lse=None)) for inputs in self._inputs
+                    ]
+                if not self._wrong("forward", results[0]):
+                    return results
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the next backend may work
                 problem = error
         raise problem
@@ -201,9 +202,12 @@ class Measurement:
 
 
 def _worth_it(runners: list[Runner]) -> list[Runner]:
-    """Return the backends to go on with; the first round was their warm-up, and the others' only one."""
-    best = min((one.taken[0].device for one in runners), default=0.0)
-    kept = [one for one in runners if one.taken[0].device <= HOPELESS * best]
-    for one in kept:
-        one.calls = calls_for(ROUND_S, max(*one.taken.pop(), 1e-6), MOST_CALLS)
+    """Return the backends to measure further.
+
+    Their times of the first round are dropped as a warm-up. All others keep this single time.
+    """
+    best = min((runner.taken[0].device for runner in runners), default=0.0)
+    kept = [runner for runner in runners if runner.taken[0].device <= HOPELESS * best]
+    for runner in kept:
+        runner.calls = calls_for(ROUND_S, max(*runner.taken.pop(), 1e-6), MOST_CALLS)
     return kept

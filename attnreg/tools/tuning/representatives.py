@@ -1,7 +1,7 @@
 """Kinds of calls, and a small call of each: what `warmup` runs so that backends compile and build.
 
-A kind is all of a call but its lengths. Kernels may differ by lengths where these are small, so the calls
-of one kind in a recording have a representative for each class: one query, few, a tile or two of them, more.
+A kind is all of a call but its lengths. For short sequences kernels may differ by length. So recorded calls
+of a kind have a representative for each class of lengths: 1 query, up to 16, up to 256 (a tile or two), more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ USUAL_LENGTHS = (LONG, 2048, 16384)
 # A decision takes up to a millisecond, and a recording may have 100,000 calls.
 MOST_DECISIONS = 64
 
-_FIELDS = {one.name: one.default for one in fields(AttentionSpec) if one.name != "device"}
+_FIELDS = {field.name: field.default for field in fields(AttentionSpec) if field.name != "device"}
 
 
 class Kind(NamedTuple):
@@ -55,22 +55,22 @@ def one_call(spec: AttentionSpec) -> Kind:
     return Kind(spec, _directions(spec), (spec,))
 
 
-def without_lengths(given: Mapping[str, Any], device: Device) -> Kind:
+def without_lengths(given_fields: Mapping[str, Any], device: Device) -> Kind:
     """Return the kind that fields of a spec describe; lengths that aren't among them are chosen.
 
     Raises:
         InvalidInputError: a field is unknown, missing or wrong.
     """
     known = [*_FIELDS, "device"]
-    for name in given:
+    for name in given_fields:
         if name not in known:
             hint = did_you_mean(str(name), known)
             raise InvalidInputError(f"kind: got {name!r}, expected a field of AttentionSpec{hint}")
-    heads, dim = given.get("heads_q"), given.get("head_dim")
+    heads, dim = given_fields.get("heads_q"), given_fields.get("head_dim")
     filled: dict[str, Any] = {"heads_k": heads, "head_dim_v": dim, "batch": 2}
-    lengths = [length for name in ("max_q", "max_k") if isinstance(length := given.get(name), int)]
+    lengths = [length for name in ("max_q", "max_k") if isinstance(length := given_fields.get(name), int)]
     filled |= {"max_q": min([LONG, *lengths]), "max_k": max([LONG, *lengths])}
-    filled |= {name: value for name, value in given.items() if name != "device"}
+    filled |= {name: value for name, value in given_fields.items() if name != "device"}
     required = (name for name, default in _FIELDS.items() if default is MISSING)
     if missing := [name for name in required if filled.get(name) is None]:
         raise InvalidInputError(f"kind: got no {missing[0]}, expected it among the fields of a kind")
@@ -80,9 +80,9 @@ def without_lengths(given: Mapping[str, Any], device: Device) -> Kind:
         raise InvalidInputError(f"kind: {error}") from None
     if spec.max_q == 1 and spec.causal and not spec.batch_invariant:
         spec = replace(spec, window=(spec.window[0], -1))  # as of calls: one query sees all keys either way
-    if "max_k" in given:
+    if "max_k" in given_fields:
         return one_call(spec)
-    has_queries = "max_q" in given
+    has_queries = "max_q" in given_fields
     calls = (
         replace(spec, max_q=spec.max_q if has_queries else n, max_k=n, tokens_q=-1, tokens_k=-1)
         for n in USUAL_LENGTHS
@@ -97,18 +97,18 @@ def recorded_kinds(recorded: Iterable[Recorded], device: Device) -> list[Kind]:
     Each is run in the directions that were recorded.
     """
     groups: dict[object, list[Recorded]] = {}
-    for one in recorded:
-        spec = replace(one.spec, device=device, capturing=False)
+    for call in recorded:
+        spec = replace(call.spec, device=device, capturing=False)
         if not spec.empty and spec.heads_q and spec.head_dim and spec.head_dim_v:
-            groups.setdefault(_alike(spec), []).append(one._replace(spec=spec))
-    found = []
+            groups.setdefault(_alike(spec), []).append(call._replace(spec=spec))
+    kinds = []
     for group in groups.values():
-        directions: list[Direction] = ["forward"] if any(one.forward for one in group) else []
-        directions += ["backward"] if any(one.backward for one in group) else []
-        calls = [one.spec for one in group]
+        directions: list[Direction] = ["forward"] if any(call.forward for call in group) else []
+        directions += ["backward"] if any(call.backward for call in group) else []
+        calls = [call.spec for call in group]
         some = calls[:: -(-len(calls) // MOST_DECISIONS)]
-        found.append(Kind(small(max(calls, key=_size)), tuple(directions), tuple(some)))
-    return found
+        kinds.append(Kind(small(max(calls, key=_size)), tuple(directions), tuple(some)))
+    return kinds
 
 
 def small(spec: AttentionSpec) -> AttentionSpec:

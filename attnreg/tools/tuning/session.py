@@ -71,7 +71,7 @@ class Session:
             else:
                 against = {entry.name: reasons(entry, spec, "forward") for entry in self.entries}
                 if all(against.values()):
-                    listed = "; ".join(f"{name}: {one_line(found)}" for name, found in against.items())
+                    listed = "; ".join(f"{name}: {one_line(why)}" for name, why in against.items())
                     self.skipped.append((spec, listed))
             yield spec
 
@@ -114,10 +114,10 @@ class Session:
         """Take points and host times of the file that this session doesn't have, or has from the file."""
         if self.replaced is not None and self.out.exists() and load(self.out) == self.replaced:
             return
-        there = kept(self.out, self.environment)
-        self._add(there.points)
+        saved = kept(self.out, self.environment)
+        self._add(saved.points)
         self._add(self.fresh)
-        self.fronts = tuple({one.place: one for one in (*there.fronts, *self.fronts)}.values())
+        self.fronts = tuple({front.place: front for front in (*saved.fronts, *self.fronts)}.values())
 
     def _add(self, points: Iterable[Point]) -> None:
         for point in points:
@@ -129,51 +129,51 @@ class Session:
         # The versions of backends that weren't measured don't matter.
         measured = {name for point in points for name in point.backends}
         measured |= {front.backend for front in self.fronts}
-        versions = {name: found for name, found in self.environment.backends.items() if name in measured}
+        versions = {name: version for name, version in self.environment.backends.items() if name in measured}
         Table(replace(self.environment, backends=versions), points, self.out.name, self.fronts).save(self.out)
 
-    def add_fronts(self, found: Iterable[Front]) -> None:
+    def add_fronts(self, fronts: Iterable[Front]) -> None:
         """Add host times of whole calls, and save the table as `save` does."""
-        self.fronts = tuple({one.place: one for one in (*self.fronts, *found)}.values())
+        self.fronts = tuple({front.place: front for front in (*self.fronts, *fronts)}.values())
         self.save()
 
     def refusals(self, specs: Iterable[AttentionSpec]) -> dict[str, str]:
         """Return which backends refuse some of the calls that others run, each with its reasons."""
-        found: dict[str, dict[str, None]] = {}
+        refused: dict[str, dict[str, None]] = {}
         without = {spec for spec, _ in self.skipped}
         for spec in specs:
             for direction in get_args(Direction) if spec.needs_backward else ("forward",):
                 for entry in () if spec in without else self.entries:
-                    found.setdefault(entry.name, {}).update(dict.fromkeys(reasons(entry, spec, direction)))
-        return {name: one_line(listed) for name, listed in found.items() if listed}
+                    refused.setdefault(entry.name, {}).update(dict.fromkeys(reasons(entry, spec, direction)))
+        return {name: one_line(listed) for name, listed in refused.items() if listed}
 
     def _misses(self, spec: AttentionSpec, direction: Direction) -> bool:
         place = kind_of(spec, direction), size_of(spec)
         known = self.points[place].backends if place in self.points else {}
-        if not any(one.place == place for one in self.fresh):
+        if not any(point.place == place for point in self.fresh):
             # What failed in an earlier session is tried again: memory may be free now, or a bug fixed.
-            known = {name: one for name, one in known.items() if not one.failed}
+            known = {name: measured for name, measured in known.items() if not measured.failed}
         return any(entry.name not in known and not reasons(entry, spec, direction) for entry in self.entries)
 
     def _measure(self, spec: AttentionSpec, todo: tuple[Direction, ...], deadline: float) -> None:
         if reason := unmeasurable(spec):
             self.skipped.append((spec, reason))
             return
-        found: list[Point] = []
+        points: list[Point] = []
         try:
             with self._on_device():
                 call = Measurement(spec, todo, self.entries, self.checks, self.timer, self.device, deadline)
                 for point in call.points():
-                    found.append(point)
+                    points.append(point)
         except (RuntimeError, MemoryError) as error:
             if not no_memory(error):
                 raise
             reason = f"its inputs need more memory than there is: {error}".partition("\n")[0]
             self.skipped.append((spec, reason))
         finally:
-            if found:
-                self._add(found)
-                self.fresh += found
+            if points:
+                self._add(points)
+                self.fresh += points
                 self.save()
 
 

@@ -25,16 +25,19 @@ DECODES = ((1, FULL), (16, CAUSAL), (4, FULL))
 BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 
 # What `--grid quick` measures on a GPU, in its order, each size with three head dims: query heads for each
-# key head, whether packed, the mask, (batch, max_q, max_k). Few ratios, as FA4 compiles for seconds for each,
-# and lengths that are no multiples of a kernel's tile, as those of most calls. In a simulation with those of
-# an H200's 904 points that are nearest to these and 247 random shapes, the first 13 sizes did nearly as well
-# as all points. On an H100 they lacked 2 x 900 (with few blocks FA4 takes a third less than larger calls let
-# expect), four queries over 300 keys (which take each backend 1.4 times as long as they do), and one query of
-# as many key heads (of which FA2 took three times what points of shared ones let expect; with it 287 random
-# forwards take 1.012 of the best backend's time instead of 1.017). On an H200 they lacked more such blocks
-# than the GPU runs at once (FA4 took 1.7 times cuDNN's time; with them 155 random forwards take 1.011 instead
-# of 1.019). With four queries over 6,000 shared keys, and over 300 of as many key heads, 48 random calls of
-# four queries on an H100 take 1.015 instead of 1.054, at worst 1.34 instead of 1.68.
+# key head, whether packed, the mask, (batch, max_q, max_k). FA4 compiles for seconds for each ratio of heads,
+# so there are few. Like the lengths of most calls, the lengths here are no multiples of a kernel's tile.
+# The first 13 sizes were simulated by the nearest of an H200's 904 points. On 247 random shapes they chose
+# nearly as well as all points. Each further size mends a wrong prediction. Losses are times over the best
+# backend's time.
+# - 2 x 900: with few blocks FA4 takes a third less than larger calls predict (H100).
+# - 4 queries over 300 keys: each backend takes 1.4 times the predicted time (H100).
+# - 1 query with as many key heads as query heads: FA2 took three times what points with shared key heads
+#   predict (H100). With this size the mean loss of 287 random forwards is 1.012 instead of 1.017.
+# - More such blocks than the GPU runs at once: FA4 took 1.7 times cuDNN's time (H200). With these sizes the
+#   mean loss of 155 random forwards is 1.011 instead of 1.019.
+# - 4 queries over 6,000 shared keys, and over 300 keys with as many key heads: with both the mean loss of 48
+#   random calls of 4 queries is 1.015 instead of 1.054, the worst 1.34 instead of 1.68 (H100).
 QUICK = (
     (4, False, CAUSAL, ((8, 1000, 1000),)),
     (4, False, FULL, ((8, 1000, 1000), (8, 1, 1024), (1, 1, 16384))),
@@ -95,9 +98,9 @@ class Kind:
 def grid(name: str, device: Device) -> list[AttentionSpec]:
     """Return the calls of the grid `"quick"` or `"full"` for a device, the most valuable first.
 
-    They are the kinds of calls that models make, at several sizes. The order is from coarse to fine: a run
-    that stops early has the most important kinds, each at a medium size, its smallest and its largest, and
-    lacks only sizes in between.
+    The grid has the kinds of calls that models make, at several sizes, from coarse to fine. A run that stops
+    early has measured the most important kinds, each at a medium, the smallest and the largest size. It lacks
+    only sizes in between.
     """
     full = name == "full"
     if device.type == "cuda" and not full:
@@ -110,14 +113,14 @@ def grid(name: str, device: Device) -> list[AttentionSpec]:
     # Three sizes of each usual kind, then two calls of those for one of the others.
     head = 3 * sum(kind.usual for kind in kinds)
     rest = zip_longest(usual[head::2], usual[head + 1 :: 2], rare)
-    found = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
-    return list(dict.fromkeys(found))
+    specs = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
+    return list(dict.fromkeys(specs))
 
 
 def coarse_to_fine(groups: Iterable[Sequence[T]]) -> Iterator[T]:
     """Yield the middle of each group, its ends, then the middles of the gaps, and so on; groups alternate."""
     for turn in zip_longest(*([group[i] for i in _halving(len(group))] for group in groups)):
-        yield from (one for one in turn if one is not None)
+        yield from (member for member in turn if member is not None)
 
 
 def _halving(count: int) -> list[int]:
@@ -232,7 +235,7 @@ def case_of(spec: AttentionSpec) -> Case:
 
 
 def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
-    """Return lengths of sequences: one is the longest, the others rise evenly and sum to the rest.
+    """Return lengths of sequences: the longest, then evenly rising lengths that sum to the other tokens.
 
     A program's `max_q` may be above its longest sequence; no sequence is longer than all tokens.
     """
@@ -245,8 +248,8 @@ def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
     reach = min(mean, longest - mean)
     ramp = [mean + reach * (2 * (i + 0.5) / others - 1) for i in range(others)]
     ends = [round(end) for end in accumulate(ramp)]
-    found = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    return (longest, *(min(max(length, 0), longest) for length in found))
+    shorter = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    return (longest, *(min(max(length, 0), longest) for length in shorter))
 
 
 def small_cases(spec: AttentionSpec) -> tuple[Case, ...]:

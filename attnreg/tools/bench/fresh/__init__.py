@@ -25,7 +25,7 @@ __all__ = ["measure"]
 
 
 def measure(job: Job) -> None:
-    """Measure the rows of `job.part` that there is time for, on a CPU with one thread."""
+    """Measure the rows of `job.parts` that there is time for, on a CPU with one thread."""
     table = table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     results = {"table": table, "rows": rows}

@@ -72,7 +72,7 @@ def packed_shapes(longest: int, *rest: Any) -> Iterator[Shape]:
 
 
 def growing(first: int, heads: tuple[int, int], dim: int, dtype: str, varlen: bool) -> Iterator[Shape]:
-    """Yield one query over a cache that has one key more at each call."""
+    """Yield single queries over a cache that grows by a key at each call."""
     for number in itertools.count():
         keys = first + number % (HELD - first)
         yield replace(decode(SEQUENCES, 1, keys, *heads, dim, dtype), varlen=varlen)
@@ -117,11 +117,11 @@ def settings_of(device: str) -> list[Setting]:
 
 
 def rows(job: Job) -> list[Row]:
-    """Return the rows of the job's part; of each part the first ones where that is enough."""
-    wanted = [one for one in settings_of(job.device.type) if job.part in ("all", one.part)]
+    """Return the rows of the job's parts; of each part the first rows where that is enough."""
+    wanted = [setting for setting in settings_of(job.device.type) if job.wants(setting.part)]
     if job.quick:
-        wanted = list({one.part: one for one in reversed(wanted)}.values())[::-1]
-    return [_row(one, step, job) for one in wanted for step in one.steps]
+        wanted = list({setting.part: setting for setting in reversed(wanted)}.values())[::-1]
+    return [_row(setting, step, job) for setting in wanted for step in setting.steps]
 
 
 def _row(setting: Setting, step: str, job: Job) -> Row:

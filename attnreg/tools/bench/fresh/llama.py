@@ -75,8 +75,8 @@ class Model:
     def _plain(self) -> dict[torch.dtype, Any]:
         """The model by plain PyTorch: in float64, and in its own dtype."""
         copies = {dtype: copy.deepcopy(self.model).to(dtype) for dtype in (torch.float64, self.dtype)}
-        for one in copies.values():
-            one.set_attn_implementation("eager")
+        for plain in copies.values():
+            plain.set_attn_implementation("eager")
         return copies
 
     def draw(self, chance: random.Random, total: int) -> Documents:
@@ -99,9 +99,12 @@ class Model:
         return lambda: _results(self.model, batch.inputs, batch.last.shape[1])
 
     def verdict(self, batch: Documents, results: list[Tensor]) -> Verdict:
-        """Return how wrong the last document's logits are, and a gradient that goes through all layers."""
+        """Return how wrong the last document's logits are, and a gradient that goes through all layers.
+
+        The logits are (length of the document, vocabulary), the gradient has the shape of its weight.
+        """
         alone = {"input_ids": batch.last, "labels": batch.last}
-        exact, plain = (_results(one, alone, batch.last.shape[1]) for one in self._plain.values())
+        exact, plain = (_results(model, alone, batch.last.shape[1]) for model in self._plain.values())
         errors = {
             name: compare((ours,), theirs, truth, self.dtype)
             for name, ours, theirs, truth in zip(("logits", "gradient"), results, plain, exact, strict=True)
@@ -119,8 +122,8 @@ def _results(model: Any, inputs: dict[str, Tensor], last: int) -> list[Tensor]:
 
 
 def rows(job: Job) -> list[Row]:
-    """Return a row for each number of tokens, if the job's part has them and transformers is there."""
-    if job.part not in ("all", "transformers"):
+    """Return a row for each number of tokens, if the job wants them and transformers is installed."""
+    if not job.wants("transformers"):
         return []
     if find_spec("transformers") is None:
         job.leave_out("transformers", "the package isn't installed")

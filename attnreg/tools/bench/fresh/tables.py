@@ -56,14 +56,14 @@ def markdown(results: Mapping[str, Any]) -> str:
 def _markdown(case: str, step: str, rows: Rows) -> Iterator[str]:
     streams = list(dict.fromkeys(row["stream"] for row in rows))
     same, *others = streams
-    yield "| " + " | ".join([f"{case}, {step}, ms", same, *others, *(f"{one} / {same}" for one in others),
-                              *(f"{one} / torch's" for one in others), "first call"]) + " |"  # fmt: skip
+    ratios = [f"{stream} / {of}" for of in (same, "torch's") for stream in others]
+    yield "| " + " | ".join([f"{case}, {step}, ms", same, *others, *ratios, "first call"]) + " |"
     yield "|---" * (3 + 3 * len(others)) + "|"
     for side in dict.fromkeys(row["side"] for row in rows):
         by = {row["stream"]: row for row in rows if row["side"] == side}
         cells = [f"{_ms(row['milliseconds'])} ({_ms(row['p95'])})" for row in by.values()]
-        cells += [f"{by[one]['over_same']:.2f}" for one in others]
-        cells += [_ratio(by[one]["over_yardstick"]) for one in others]
+        cells += [f"{by[stream]['over_same']:.2f}" for stream in others]
+        cells += [_ratio(by[stream]["over_yardstick"]) for stream in others]
         yield "| " + " | ".join([side, *cells, _ms(by[same]["first"][0])]) + " |"
 
 

@@ -1,7 +1,7 @@
 """A row of the benchmark: its sides take turns, and no two calls of a row have the same lengths.
 
-So neither a side's own earlier calls nor another side's have prepared anything for the lengths of a call. A
-time is that of one call with the device waited for at both ends; on a CPU it is CPU time of the thread.
+So no earlier call, of this side or another, has prepared anything for the lengths of a call. A time is the
+time of a single call, with a wait for the device before and after. On a CPU it is the thread's CPU time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from attnreg.tools.measure.timing import interleaved, timer_for
 Run = Callable[[], list[Tensor]]
 
 SAME, NEW = "same", "new"
-# The first calls of a side, counted apart; so many of them are compared with float64, as is one call more
-# of a batch that has come so often.
+# The number of a side's first calls, which are timed apart. The last `CHECKED` of them are compared with
+# float64. So is one more call, of a batch that has run so often.
 FIRST, CHECKED = 8, 3
-# Calls in a turn before those that count, as another side may have changed the settings; a side's first turn
-# doesn't count at all.
+# A turn has `WARM_UP` calls that don't count, because another side may have changed the settings, and `EACH`
+# calls that count. A side's first turn doesn't count at all.
 WARM_UP, EACH = 5, 20
 # A turn of slow calls ends after so many seconds, once some calls count.
 TURN_SECONDS, FEWEST = 4.0, 5
@@ -65,13 +65,13 @@ class Row:
     """One kind of call, made by several sides.
 
     Attributes:
-        part: that of the command.
-        case: what is called.
+        part: The part of the command.
+        case: A description of the calls.
         step: forward, or forward + backward.
-        sides: by name.
-        streams: by name; the first repeats a batch.
-        verdict: returns how wrong the results of a batch are.
-        yardstick: the side that others are compared with, if it is there.
+        sides: The sides by name.
+        streams: The streams by name. The first stream repeats a batch.
+        verdict: Returns how wrong the results of a batch are.
+        yardstick: The name of the side to compare with. No side may have it.
     """
 
     part: str
@@ -244,5 +244,5 @@ def _ran() -> dict[str, set[str]]:
 
 def _in_words(ran: Mapping[str, set[str]], step: str) -> str:
     """Return what ran, the backward apart where that was another; where nothing is counted, torch's own."""
-    forward, backward = ("+".join(sorted(ran[one])) or "torch" for one in ("forward", "backward"))
+    forward, backward = ("+".join(sorted(ran[direction])) or "torch" for direction in ("forward", "backward"))
     return forward if step == FORWARD or forward == backward else f"{forward}, {backward}"
