@@ -90,9 +90,8 @@ def flash_attn_with_kvcache(
     """
     spread.check_is_off("a call without a cache: flash_attn_varlen_func with the offsets of the whole batch")
     optional = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    check_tensors(
-        q=q, k_cache=k_cache, v_cache=v_cache, **{x: y for x, y in optional.items() if y is not None}
-    )
+    present = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **present)
     check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     (batch, length_q), new = q.shape[:2], 0 if k is None else k.shape[1]
@@ -127,9 +126,11 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:  # after the checks, so that a refused call writes nothing
         _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
     out, lse = attend_packed(q, *keys_and_values(), lengths, options, key_counts, table, splits, planned)
-    if return_softmax_lse:
-        return unpacked(out, lse, batch, length_q)
-    return out.view(batch, length_q, *out.shape[1:])
+    return (
+        unpacked(out, lse, batch, length_q)
+        if return_softmax_lse
+        else out.view(batch, length_q, *out.shape[1:])
+    )
 
 
 def _pages(

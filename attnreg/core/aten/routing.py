@@ -117,7 +117,10 @@ class RoutedCall(NamedTuple):
         needs_backward: bool = True,
         bhsd: bool = False,
     ) -> Plan:
-        """Return the plan of the call: `calls.plan_for`, without the backends that have declined it."""
+        """Return the plan of the call: `calls.plan_for`, without the backends that have declined it.
+
+        `tensors` are query, key and value: (B, S, H, D) or (T, H, D), or (B, H, S, D) with `bhsd`.
+        """
         query, key, value = tensors
         return calls.plan_for(
             direction, query, key, value, call, choice, native, needs_backward, bhsd, self.declined
