@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -113,24 +114,31 @@ def flash_attn_with_kvcache(
         longest, table = longest * pages.shape[1], _one_token_pages(k_cache, pages, cache_leftpad)
         key_counts = key_counts - cache_leftpad.to(torch.int32)
 
-    def keys_and_values() -> tuple[Tensor, Tensor]:
-        if table is None:
-            return k_cache[:batch].flatten(0, 1), v_cache[:batch].flatten(0, 1)
-        if cache_leftpad is None:
-            return k_cache, v_cache
-        return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
-
+    keys_and_values = functools.partial(_keys_and_values, k_cache, v_cache, table, cache_leftpad, batch)
     lengths = regular_offsets(batch, length_q, q), cu_seqlens_k, length_q, longest
     q, splits = q.flatten(0, 1), num_splits or None
     planned = checked_call(q, *keys_and_values(), lengths, options, key_counts, table, splits)
     if k is not None and v is not None:  # after the checks, so that a refused call writes nothing
         _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
     out, lse = attend_packed(q, *keys_and_values(), lengths, options, key_counts, table, splits, planned)
-    return (
-        unpacked(out, lse, batch, length_q)
-        if return_softmax_lse
-        else out.view(batch, length_q, *out.shape[1:])
-    )
+    if return_softmax_lse:
+        return unpacked(out, lse, batch, length_q)
+    return out.view(batch, length_q, *out.shape[1:])
+
+
+def _keys_and_values(
+    k_cache: Tensor, v_cache: Tensor, table: Tensor | None, leftpad: Tensor | None, batch: int
+) -> tuple[Tensor, Tensor]:
+    """Return the caches as `varlen_attn` has keys and values: (T, H, D), or pages with a table.
+
+    Of a cache that isn't contiguous this may be a copy, so that it is called again after new keys were
+    written.
+    """
+    if table is None:
+        return k_cache[:batch].flatten(0, 1), v_cache[:batch].flatten(0, 1)
+    if leftpad is None:
+        return k_cache, v_cache
+    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
 
 
 def _pages(
