@@ -1,8 +1,8 @@
 """Calls of PyTorch's functions that pass every router by: seen, counted and explained.
 
-Torch decides inside `F.scaled_dot_product_attention` which op a call runs, and some of those have no router,
-so that nothing below sees the call; nor has the fast path of encoder layers on a CPU. While somebody asks for
-it (`attnreg run --stats`, a recording, `strict`) these functions are ones that look first.
+Torch decides inside `F.scaled_dot_product_attention` which op a call runs. Some of these ops have no router,
+nor has the fast path of encoder layers on a CPU, so attnreg doesn't see such calls. On request (`attnreg run
+--stats`, a recording, `strict`) the functions are replaced by wrappers that inspect each call first.
 
 Masks have to be recognised there, too: an op below gets none of the program's own tensors.
 """

@@ -24,7 +24,7 @@ from attnreg.core.dispatch.planning import Native
 from attnreg.core.launching.offsets import facts
 from attnreg.core.torchlib.layout import stream_of
 
-# Dense calls are those of torch's selector, which has judged them; packed ones come from anywhere.
+# Dense calls come from torch's selector, which has checked them; packed calls come from anywhere.
 FA2, DENSE = Native("FA2", judged=True), Native("FA2", positive_scale=True)
 OP = "_flash_attention"
 

@@ -2,9 +2,9 @@
 
 `Kernels.specialize` is called after a call has run, with the tensors that it ran on. It returns a launcher
 for every further call of that kind and class of lengths, whatever its lengths, values and addresses. All of
-`Call` but lengths and tensors is the same then. Of tensors these are the same: dtype, device, heads and head
-dims, whether sixteen bytes can be read at a time from where they begin, and of each stride whether it is 0, 1
-or whole steps of sixteen bytes. The call cache sees to it that of every call
+`Call` but lengths and tensors is the same then. Tensors have the same dtype, device, heads and head dims. It
+is the same whether their addresses are multiples of sixteen bytes, and whether each stride is 0, 1 or a
+multiple of sixteen bytes. The call cache ensures that in every call
 
 - there are queries and keys, and lengths fit each other,
 - each row of a dense call sees a key,
@@ -14,10 +14,10 @@ Thread and stream may be others, and a CUDA graph may be captured. Whatever else
 looks at itself, and returns None where that has changed: Python then looks up the call's plan. What it raises
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
-A launcher is called with the tensors that the backend's function takes. Those of a packed call are followed
-by the sinks of a call that has some, by both offsets (the same tensor twice if the first call's were), by
-`max_q` and `max_k`, and by whether every row is known to belong to a sequence and to see a key. Unless it is,
-the launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
+A launcher's arguments are the tensors of the backend's function. In a packed call further arguments follow:
+the sinks, if the call has any; both offsets (the same tensor twice if the first call's were); `max_q` and
+`max_k`; whether every row is known to belong to a sequence and to see a key. If that isn't known, the
+launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
 function does, save that a forward's LSE may have any strides, and it calls no op of aten's that attnreg
 routes. Any function will do; the classes below spare the call cache every Python object of a tensor.
 """

@@ -1,4 +1,4 @@
-"""Checks that the tensors of a call are in memory: kernels would read at address 0 of one that isn't."""
+"""Checks that the tensors of a call are in memory: of a freed tensor kernels would read address 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_in_memory(**given: object) -> None:
 
 
 def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call, sinks: Tensor | None) -> None:
-    """Do the same for what a kernel is given, in either direction."""
+    """Check all tensors of a forward or backward call with `check_in_memory`, sinks and options included."""
     names = _OF_FORWARD if len(tensors) == len(_OF_FORWARD) else _OF_BACKWARD
     check_in_memory(
         **dict(zip(names, tensors, strict=True)), cu_seq_q=call.cu_seqlens_q, cu_seq_k=call.cu_seqlens_k,

@@ -87,7 +87,7 @@ class _Kept:
 
 
 _lock = open_after_fork(threading.Lock())
-# Keys: stream (another one doesn't wait for a value derived on this one), purpose, the tensors as they were.
+# Keys: the stream (other streams don't wait for a value derived on it), the purpose, the tensors' states.
 _cache: dict[tuple[object, ...], _Kept] = {}
 
 # Called before the error is raised, to forget what else is known of offsets.
@@ -116,11 +116,11 @@ def derived_from(
         source = stream, purpose, *_seen(tensors)
     except RuntimeError:
         return make(*tensors)  # an inference tensor has no version counter
-    found = _cache.get(source)
-    if found is not None and all(map(operator.is_, found.given(), tensors)):
-        if found.comparison is not None or time.monotonic() - found.compared > TRUSTED:
-            _compare(found)
-        return found.value  # type: ignore[no-any-return]
+    cached = _cache.get(source)
+    if cached is not None and all(map(operator.is_, cached.given(), tensors)):
+        if cached.comparison is not None or time.monotonic() - cached.compared > TRUSTED:
+            _compare(cached)
+        return cached.value  # type: ignore[no-any-return]
     storages, now = [x.untyped_storage() for x in there], time.monotonic()
     made = make(*tensors)
     with _lock:
@@ -263,7 +263,7 @@ def _find(
     if used is None:
         return Unused(queries, _past(rows_k[0], cu_seqlens_k))
     rows = _arange(rows_k[0], cu_seqlens_k)
-    # One end more than there are sequences: that of the rows past the last, of which none counts.
+    # A further end, 0, after the sequences' ends: no row past the last offset counts.
     ends = torch.cat((cu_seqlens_k[:-1] + used, cu_seqlens_k.new_zeros(1)))
     return Unused(queries, rows >= ends[torch.searchsorted(cu_seqlens_k[1:].contiguous(), rows, right=True)])
 

@@ -34,8 +34,8 @@ def regular_offsets(batch: int, length: int, like: Tensor, dtype: torch.dtype = 
 
 def regular_length(offsets: Tensor) -> int | None:
     """Return how long each sequence is by offsets that `regular_offsets` made; None of others."""
-    found: int | None = _lengths.get(offsets)  # type: ignore[no-untyped-call]
-    return found
+    length: int | None = _lengths.get(offsets)  # type: ignore[no-untyped-call]
+    return length
 
 
 def fills(offsets: Tensor | None, rows: int) -> bool:

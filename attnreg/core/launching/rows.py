@@ -175,7 +175,7 @@ def _unseeing(tokens: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, left: int
 
 
 def _alone(tokens: int, offsets: Tensor, others: Tensor) -> Tensor:
-    """Return a mask of rows of no sequence, and of those whose sequence has none of the other kind of row."""
+    """Return a mask of rows of no sequence, and of rows whose sequence is empty in `others`."""
     _, inside, sequence = _sequences(tokens, offsets)
     if offsets.shape[0] == 1:
         return ~inside

@@ -42,7 +42,7 @@ _LEAST_SOFTCAP = 2.0**-64
 
 
 def load() -> Kernels:
-    """Capture torch's kernels, and load the compiled one where there is one."""
+    """Capture torch's kernels, and load the compiled kernel if it exists."""
     flash = Flash.captured()
     kernels = Kernels(
         functools.partial(torch_path.forward, flash),

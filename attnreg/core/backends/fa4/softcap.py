@@ -25,7 +25,7 @@ def options(family: Family, call: Call, *, own: bool) -> dict[str, Any]:
     `own` says whether the functions of this module may be given. Only to Hopper's kernels: of the others, one
     for Blackwell refuses a softcap, and might not see it as a function.
     """
-    # To turn it off, one function takes None and the other 0.0.
+    # A softcap is turned off by None in the forward's function, and by 0.0 in the backward's.
     off: dict[str, Any] = {"softcap": None if family.direction == "forward" else 0.0}
     if not call.softcap:
         return off
