@@ -110,7 +110,7 @@ class Index:
         return inside, outside
 
     def misfit(self, name: str, queries: range, growth: int) -> float:
-        """Return how much a backend's times for the same work differ, over points with such numbers of queries."""
+        """Return how much a backend's times for the same work differ, over points with `queries` queries."""
         floor = self.floors.get(name, 0.0)
         costs = [
             log(max(result.gpu_us - floor, 1.0) / place.works[growth])

@@ -66,7 +66,7 @@ def read(path: Path) -> list[Recorded]:
 
 
 def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], seconds: float = 10.0) -> None:
-    """Add counts to a file, for which other processes may hold a lock; waits `seconds` for the lock.
+    """Add counts to a file; waits up to `seconds` for each other process that writes the file.
 
     Raises:
         ConfigError: the file can't be written, for instance on a full disk, or isn't a recorded workload. The
