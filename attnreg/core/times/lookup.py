@@ -81,9 +81,7 @@ def predict(
     inside, outside = index.clamped(at)
     near = index.nearest(inside, (kind, size))
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
-    shapes = host_shapes_of(
-        kind._replace(extras=index.family.extras), size
-    )  # by the options of the measured calls
+    shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
     hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward, shapes)
     amounts, candidates = works(kind, size, kinds.processors), []
     for name in names:
@@ -157,9 +155,7 @@ def _with(own: Prediction | None, other: Prediction | None) -> Prediction | None
 
 def _ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Sort candidates, the fastest first, and last the candidates that must not be chosen."""
-    return tuple(
-        sorted(candidates, key=lambda candidate: (candidate.rank_us is None, candidate.rank_us or 0.0))
-    )
+    return tuple(sorted(candidates, key=lambda x: (x.rank_us is None, x.rank_us or 0.0)))
 
 
 def _hosts(
