@@ -89,9 +89,8 @@ def flash_attn_with_kvcache(
         (B, H, S_q).
     """
     spread.check_is_off("a call without a cache: flash_attn_varlen_func with the offsets of the whole batch")
-    optional = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    passed = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **passed)
+    extra = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **{x: y for x, y in extra.items() if y is not None})
     check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     (batch, length_q), new = q.shape[:2], 0 if k is None else k.shape[1]
