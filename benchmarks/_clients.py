@@ -19,22 +19,22 @@ Run = Callable[[], list[Tensor]]
 
 PYTORCH = "PyTorch"
 CLIENTS = FLASH_ATTN, MODULES, DIFFUSERS = "flash-attn", "modules", "diffusers"
-# Of the longest sequence: a third is padding.
+# Lengths as shares of the longest sequence: a third is padding.
 LENGTHS = (1.0, 0.95, 0.85, 0.75, 0.6, 0.5, 0.4, 0.28)
 
 
 class Program(NamedTuple):
-    """A program with one way of PyTorch's or more, and what attnreg is compared with them by.
+    """A program, as functions by PyTorch alone and a function by attnreg.
 
     Attributes:
-        client: whose functions or modules it calls.
-        name: what it does.
-        dtype: of all its tensors.
-        pytorch: the ways of PyTorch alone, by name.
-        attnreg: what attnreg runs: another function, or the same one, by PyTorch's own entry points.
+        client: the library whose functions or modules it calls.
+        name: a description.
+        dtype: the dtype of all its tensors.
+        pytorch: functions by PyTorch alone, by name.
+        attnreg: the function by attnreg: another function, or the same through PyTorch's own entry points.
         has_mask: whether there is a boolean mask that attnreg could recognise.
-        others: further ways that need neither, by name.
-        in_graph: whether its calls are recorded in a CUDA graph, which is what is timed.
+        others: further functions, by neither, by name.
+        in_graph: whether its calls are recorded in a CUDA graph, whose replay is timed.
     """
 
     client: str
@@ -48,12 +48,12 @@ class Program(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a device is given.
+    """The sizes of the programs on a device.
 
     Attributes:
-        dtypes: of which each program is measured.
-        batch, length, heads, dim: of flash-attn's functions; the length is that of the longest sequence.
-        cache, key_heads: tokens and heads of a cache, with as many query heads as above.
+        dtypes: each program is measured in each of these.
+        batch, length, heads, dim: for flash-attn's functions; `length` is the longest sequence.
+        cache, key_heads: tokens and heads of a cache; the query has `heads` heads.
         module: batch, length, width, heads, width of the MLP and layers of PyTorch's modules.
         dit, flux: batch, heads, head dim, tokens, tokens of text and layers of each kind.
         unet: batch, pixels of a side, widths.
@@ -85,7 +85,7 @@ SIZES = {
 
 
 def programs(sizes: Sizes, device: torch.device, wanted: list[str]) -> Iterator[Program]:
-    """Yield each program when it is to be measured: the memory of one is free before the next."""
+    """Yield each program when it is measured, so that its memory is free before the next program."""
     of_client: dict[str, list[Callable[..., Program]]] = {
         FLASH_ATTN: [
             functools.partial(packed, causal=True), functools.partial(packed, causal=False), dense, decoding,
@@ -95,7 +95,9 @@ def programs(sizes: Sizes, device: torch.device, wanted: list[str]) -> Iterator[
             ),
         ],
         MODULES: [multihead, encoder, masked, nested],
-        DIFFUSERS: [functools.partial(one, trains=way) for one in (dit, flux, unet) for way in (False, True)],
+        DIFFUSERS: [
+            functools.partial(make, trains=way) for make in (dit, flux, unet) for way in (False, True)
+        ],
     }  # fmt: skip
     for client, makers in of_client.items():
         for dtype, make in itertools.product(sizes.dtypes, makers if client in wanted else ()):
@@ -108,9 +110,9 @@ def lengths_of(batch: int, longest: int) -> list[int]:
 
 
 def gradients(out: Tensor, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return an output and the gradients of what it depends on."""
-    found = torch.autograd.grad(out, leaves, grad, allow_unused=True)
-    return [out.detach(), *(x for x in found if x is not None)]
+    """Return an output and the gradients of the leaves that it depends on."""
+    grads = torch.autograd.grad(out, leaves, grad, allow_unused=True)
+    return [out.detach(), *(x for x in grads if x is not None)]
 
 
 def real(name: str) -> Any:
@@ -127,14 +129,14 @@ def packed(sizes: Sizes, dtype: str, made: dict[str, Any], causal: bool) -> Prog
     grad = torch.randn(shape, **made)
     counts = torch.tensor(lengths, device=device)
     offsets = F.pad(counts.cumsum(0), (1, 0)).int()
-    seen = torch.arange(longest, device=device) < counts[:, None]
-    rows = seen.flatten().nonzero().flatten()
-    # Where it is padded on the right, a causal mask alone hides the padding from what counts.
-    mask = {"is_causal": True} if causal else {"attn_mask": seen[:, None, None]}
+    is_token = torch.arange(longest, device=device) < counts[:, None]
+    rows = is_token.flatten().nonzero().flatten()
+    # With padding on the right a causal mask alone hides the padding from tokens.
+    mask = {"is_causal": True} if causal else {"attn_mask": is_token[:, None, None]}
 
     def padded() -> list[Tensor]:
         each = (
-            x.new_zeros(seen.numel(), *x.shape[1:]).index_copy(0, rows, x).unflatten(0, seen.shape)
+            x.new_zeros(is_token.numel(), *x.shape[1:]).index_copy(0, rows, x).unflatten(0, is_token.shape)
             for x in leaves
         )
         out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in each), **mask).transpose(1, 2)
@@ -143,12 +145,12 @@ def packed(sizes: Sizes, dtype: str, made: dict[str, Any], causal: bool) -> Prog
     def torchs() -> list[Tensor]:
         from torch.nn.attention.varlen import varlen_attn
 
-        given = {"window_size": (-1, 0)} if causal else {}
-        return gradients(varlen_attn(*leaves, offsets, offsets, longest, longest, **given), leaves, grad)
+        options = {"window_size": (-1, 0)} if causal else {}
+        return gradients(varlen_attn(*leaves, offsets, offsets, longest, longest, **options), leaves, grad)
 
     def by(function: Any) -> Run:
-        given = offsets, offsets, longest, longest
-        return lambda: gradients(function(*leaves, *given, causal=causal), leaves, grad)
+        arguments = offsets, offsets, longest, longest
+        return lambda: gradients(function(*leaves, *arguments, causal=causal), leaves, grad)
 
     name = f"flash_attn_varlen_func, {'causal' if causal else 'not causal'}, forward + backward"
     theirs = real("flash_attn_varlen_func")
@@ -183,7 +185,7 @@ def dense(sizes: Sizes, dtype: str, made: dict[str, Any]) -> Program:
 def decoding(
     sizes: Sizes, dtype: str, made: dict[str, Any], tokens: int = 1, in_graph: bool = False
 ) -> Program:
-    """Return a step of decoding: new tokens of each sequence are written behind its cache, and see it."""
+    """Return a step of decoding: new tokens of each sequence are appended to its cache, and see the cache."""
     batch, room, heads, dim = sizes.batch, sizes.cache, sizes.key_heads, sizes.dim
     caches = [torch.randn(batch, room, heads, dim, **made) for _ in range(2)]
     query, *new = (torch.randn(batch, tokens, count, dim, **made) for count in (sizes.heads, heads, heads))
@@ -194,9 +196,9 @@ def decoding(
     @torch.no_grad()
     def by_torch() -> list[Tensor]:
         at = used[:, None] + further
-        for cache, one in zip(caches, new, strict=True):
-            cache[each, at.long()] = one
-        # The query heads of one key head are its rows: PyTorch has no fused kernel for both a mask and GQA.
+        for cache, rows in zip(caches, new, strict=True):
+            cache[each, at.long()] = rows
+        # The query heads of a key head become rows, because PyTorch has no fused kernel for a mask with GQA.
         grouped = query.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
         mask = (places <= at[..., None]).repeat(1, grouped.shape[2], 1)[:, None]
         keys, values = (cache.transpose(1, 2) for cache in caches)
@@ -252,7 +254,7 @@ def encoder(sizes: Sizes, dtype: str, made: dict[str, Any]) -> Program:
 
 
 def masked(sizes: Sizes, dtype: str, made: dict[str, Any]) -> Program:
-    """Return a layer that gives SDPA a boolean mask; PyTorch's own modules make it one of numbers."""
+    """Return a layer that passes SDPA a boolean mask; PyTorch's own modules convert masks to numbers."""
     batch, length, width, heads, _, _ = sizes.module
     into, outof = nn.Linear(width, 3 * width, **made), nn.Linear(width, width, **made)
     x = torch.randn(batch, length, width, **made, requires_grad=True)
@@ -277,8 +279,8 @@ def nested(sizes: Sizes, dtype: str, made: dict[str, Any]) -> Program:
     grad = torch.randn(leaves[0].shape, **made)
 
     def run() -> list[Tensor]:
-        given = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)}
-        each = (torch.nested.nested_tensor_from_jagged(x, offsets, **given).transpose(1, 2) for x in leaves)
+        bounds = {"min_seqlen": min(lengths), "max_seqlen": max(lengths)}
+        each = (torch.nested.nested_tensor_from_jagged(x, offsets, **bounds).transpose(1, 2) for x in leaves)
         out = F.scaled_dot_product_attention(*each).transpose(1, 2)
         return gradients(out.values(), leaves, grad)
 
@@ -320,7 +322,7 @@ class Plain(nn.Module):
 def of_diffusion(
     name: str, dtype: str, model: nn.Module, call: Callable[[], Tensor], trains: bool, is_plain: bool
 ) -> Program:
-    """Return a model's forward, or that and the gradients of its weights."""
+    """Return a model's forward, with `trains` also the gradients of its weights."""
     grad = torch.randn_like(call()) if trains else None
     weights = [*model.parameters()]
 
@@ -336,7 +338,7 @@ def of_diffusion(
 
 
 def has_diffusers() -> bool:
-    """Whether diffusers is installed; if so, its models say nothing while they are made."""
+    """Whether diffusers is installed; if so, switch off its log messages."""
     if find_spec("diffusers") is None:
         return False
     import diffusers
@@ -348,7 +350,7 @@ def has_diffusers() -> bool:
 def plain(
     name: str, dtype: str, sizes: tuple[int, int, int, int, int, int], made: dict[str, Any], trains: bool
 ) -> Program:
-    """Return what stands for a transformer of diffusers where that isn't installed."""
+    """Return plain blocks that replace a transformer of diffusers if that isn't installed."""
     batch, heads, dim, tokens, text, layers = sizes
     model = Plain(heads * dim, heads, layers, text, made)
     x = torch.randn(batch, tokens + text, heads * dim, **made)
@@ -370,8 +372,8 @@ def dit(sizes: Sizes, dtype: str, made: dict[str, Any], trains: bool) -> Program
     ).to(made["device"], made["dtype"])  # fmt: skip
     x = torch.randn(batch, 4, side, side, **made)
     times, labels = (torch.arange(batch, device=x.device) for _ in range(2))
-    given = {"timestep": times, "class_labels": labels}
-    return of_diffusion(name, dtype, model.eval(), lambda: model(x, **given).sample, trains, False)
+    inputs = {"timestep": times, "class_labels": labels}
+    return of_diffusion(name, dtype, model.eval(), lambda: model(x, **inputs).sample, trains, False)
 
 
 def flux(sizes: Sizes, dtype: str, made: dict[str, Any], trains: bool) -> Program:
@@ -389,7 +391,7 @@ def flux(sizes: Sizes, dtype: str, made: dict[str, Any], trains: bool) -> Progra
     ).to(made["device"], made["dtype"])  # fmt: skip
     device = made["device"]
     places = torch.arange(tokens, device=device)
-    given = {
+    inputs = {
         "hidden_states": torch.randn(batch, tokens, 64, **made),
         "encoder_hidden_states": torch.randn(batch, text, 512, **made),
         "pooled_projections": torch.randn(batch, 256, **made),
@@ -397,11 +399,11 @@ def flux(sizes: Sizes, dtype: str, made: dict[str, Any], trains: bool) -> Progra
         "img_ids": torch.stack((places * 0, places // 64, places % 64), -1).float(),
         "txt_ids": torch.zeros(text, 3, device=device),
     }
-    return of_diffusion(name, dtype, model.eval(), lambda: model(**given).sample, trains, False)
+    return of_diffusion(name, dtype, model.eval(), lambda: model(**inputs).sample, trains, False)
 
 
 def unet(sizes: Sizes, dtype: str, made: dict[str, Any], trains: bool) -> Program:
-    """Return a U-Net with self- and cross-attention of 8 heads, as that of Stable Diffusion 1.5."""
+    """Return a U-Net with self- and cross-attention of 8 heads, as in Stable Diffusion 1.5."""
     batch, side, widths = sizes.unet
     name = f"U-Net, width {', '.join(map(str, widths))}, {side * side} tokens"
     if not has_diffusers():

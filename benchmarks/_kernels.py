@@ -48,7 +48,7 @@ def _fa2(call: Call) -> Direct:
     left, right = call.window
     options = {"scale": call.scale, "window_size_left": left, "window_size_right": right}
     state = torch.empty(2, dtype=torch.uint64, device="cuda")
-    of_dropout = state, state[0]  # there is none, but the backward wants its random state
+    of_dropout = state, state[0]  # without dropout, but the backward needs its random state
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return tuple(run_forward(q, k, v, *lengths, False, **options)[:2])
@@ -88,7 +88,7 @@ def _fa4(call: Call) -> Direct:
 
 
 class _Spy:
-    """Stands in for a cuDNN graph for one call, to see what it is run on."""
+    """Replaces a cuDNN graph for a call, to record the arguments of its run."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
@@ -102,10 +102,10 @@ class _Spy:
 
 
 class _Prepared:
-    """A cuDNN graph, and those of its buffers that stay: lengths and offsets of the sequences."""
+    """A cuDNN graph, with its constant buffers: lengths and offsets of the sequences."""
 
     def __init__(self, plans: Any, kernel: Callable[..., Any], *arguments: Any) -> None:
-        kernel(*arguments)  # plans, if nothing has yet
+        kernel(*arguments)  # makes the plans, unless they exist
         planned = plans._plans
         plans._plans = {
             problem: dataclasses.replace(plan, graph=_Spy(plan.graph), run_on_addresses=None)
@@ -154,8 +154,8 @@ def _cudnn(call: Call, tensors: Tensors) -> Direct:
         out, stats = results
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         slots = (Slot.Q, Slot.K, Slot.V, Slot.OUT, Slot.STATS, Slot.GRAD_OUT)
-        given = dict(zip(slots, (q, k, v, out, stats, grad), strict=True))
-        of_backward.run(given | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
+        tensors = dict(zip(slots, (q, k, v, out, stats, grad), strict=True))
+        of_backward.run(tensors | dict(zip((Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), grads, strict=True)))
         return grads
 
     return forward, backward

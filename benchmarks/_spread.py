@@ -1,6 +1,6 @@
-"""What `context_parallel.py` compares: one GPU, each way of attnreg's, torch's ways, and one by hand.
+"""The sides of `context_parallel.py`: one GPU, attnreg's methods, torch's methods, and all-to-all by hand.
 
-Each side gives a function that runs a forward and a backward of a rank's part.
+Each side has a function that runs a forward and a backward of a rank's part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 METHODS = ("all_to_all", "all_gather", "ring", "auto")
 ONE = "one GPU"
-BALANCED = "balanced"  # the layout that `spread_documents` chooses unless told
+BALANCED = "balanced"  # the layout that `spread_documents` chooses by default
 
 
 class Case(NamedTuple):
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def cases(scale: int) -> list[Case]:
-    """Return what is measured; a CPU gets lengths that are `scale` times shorter."""
+    """Return the batches to measure, with lengths that are `scale` times shorter, for a CPU."""
     draw = random.Random(0)
     documents: list[int] = []
     while sum(documents) < 65536:
@@ -56,7 +56,7 @@ def cases(scale: int) -> list[Case]:
 
 
 class Place(NamedTuple):
-    """Where a rank computes, on which backend, and what."""
+    """A rank, its device and backend, and the heads, head dim and dtype of its calls."""
 
     rank: int
     device: torch.device
@@ -106,7 +106,7 @@ def alone(here: Place, case: Case, whole: list[Tensor]) -> Callable[[], object]:
 
 
 class ByHand(torch.autograd.Function):
-    """From this rank's tokens of all heads to all tokens of some heads, or back."""
+    """Exchange this rank's tokens of all heads for all tokens of some heads, or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_heads: bool) -> Tensor:
@@ -147,7 +147,7 @@ def ulysses(here: Place, case: Case, whole: list[Tensor]) -> Callable[[], object
 def torchs(
     here: Place, whole: list[Tensor], rotation: str, backend: str | None
 ) -> Iterator[Callable[[], object]]:
-    """Give a step of torch's `context_parallel` with its flash kernel, or `backend` in its place."""
+    """Yield a step of torch's `context_parallel` with its flash kernel, or with `backend` instead."""
     from torch.distributed.tensor.experimental import _attention, context_parallel
 
     mesh = init_device_mesh(here.device.type, (dist.get_world_size(),))
@@ -178,7 +178,7 @@ def whole_batch(here: Place, case: Case) -> list[Tensor]:
 
 
 class Unsent(exchange.Pending):
-    """Own rows in the place of those that would come: a call takes what it takes without a link."""
+    """Own rows instead of received rows: a call takes its time without a link."""
 
     def __init__(self, rows: Tensor, sends: list[int], receives: list[int], *_: Any) -> None:
         count = sum(receives)
@@ -186,13 +186,13 @@ class Unsent(exchange.Pending):
         self._done = None
 
     def wait(self) -> Tensor:
-        """Return rows that nobody has sent."""
+        """Return own rows at once."""
         return self._received
 
 
 @contextlib.contextmanager
 def changed(module: Any, name: str, value: object, step: Callable[[], Any]) -> Iterator[Callable[[], object]]:
-    """Give a step for which a module has another value."""
+    """Yield a step for which a module has another value."""
     usual = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -202,7 +202,7 @@ def changed(module: Any, name: str, value: object, step: Callable[[], Any]) -> I
 
 
 def sides_of_parts(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what all_gather and the ring take without what each is made of."""
+    """Yield variants of all_gather and the ring: heads always in groups, and nothing sent."""
     whole = whole_batch(here, case)
     gather, ring = (partial(ours, here, case, whole, method, case.how) for method in ("all_gather", "ring"))
     yield "all_gather, in groups", lambda: changed(estimates, "WORTH", 0.0, gather)
@@ -211,7 +211,7 @@ def sides_of_parts(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], 
 
 
 def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what is compared: a name, and a function that returns a context manager of a step."""
+    """Yield each side: a name, and a function that returns a context manager of a step."""
     whole = whole_batch(here, case)
     yield ONE, lambda: contextlib.nullcontext(alone(here, case, whole))
     for method in METHODS:
@@ -229,7 +229,7 @@ def sides(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def sides_of_torch(here: Place, case: Case) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield torch's ways, which take one document on GPUs."""
+    """Yield torch's methods, which only support a single document on GPUs."""
     if len(case.lengths) > 1 or here.device.type == "cpu":
         return
     whole = whole_batch(here, case)

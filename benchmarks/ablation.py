@@ -1,13 +1,13 @@
-"""What each mechanism of the fast path saves the host: one is switched off at a time.
+"""The host time that each mechanism of the fast path saves: a mechanism is switched off at a time.
 
     python benchmarks/ablation.py [--tokens N] [--rounds N] [--json FILE]
 
-A call of `F.scaled_dot_product_attention` and one of `varlen_attn`: 2 sequences of 128 tokens, 8 heads of 64,
-in bfloat16 led by FA2, FA4 and cuDNN on a GPU, else in float32 on one thread, by `cpu` and by kernels that do
-nothing: `--tokens 8` leaves little but the host's work. Forward without and with gradient, and forward +
-backward, without waiting for the device: wall time of a few calls, on a CPU the thread's CPU time. All rows
-are of one process and take turns; the first two are the same, and what they differ by is noise.
-`docs/fast-path.md` says what each mechanism is.
+The calls are `F.scaled_dot_product_attention` and `varlen_attn`, with 2 sequences of 128 tokens, 8 heads of
+64. On a GPU they are in bfloat16, on FA2, FA4 and cuDNN. On a CPU they are in float32 on one thread, on `cpu`
+and on kernels that do nothing. `--tokens 8` leaves little but the host's work. Steps are forward without and
+with gradient, and forward + backward, without waiting for the device. Times are wall time of a few calls, on
+a CPU the thread's CPU time. All rows run in the same process and take turns. The first two rows are equal:
+their difference is noise. `docs/fast-path.md` describes each mechanism.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def replaced(where: object, name: str, value: object) -> Context:
 
 
 def described_as_function(*kinds: type) -> Context:
-    """Have launchers of these kinds called as functions of Python."""
+    """Make C++ call launchers of these kinds as functions of Python."""
     original = call_cache.described
 
     def described(kept: Any) -> Any:
@@ -68,7 +68,7 @@ def described_as_function(*kinds: type) -> Context:
 
 @contextlib.contextmanager
 def compared_at_every_call() -> Iterator[None]:
-    """Have offsets compared with what was derived of them at every call: what that takes every 50 ms."""
+    """Compare offsets with the derived values at every call, not only every 50 ms."""
     module, before = call_cache.load(), offsets.TRUSTED
     with mock.patch.object(offsets, "TRUSTED", 0.0):
         if module is not None:
@@ -80,7 +80,7 @@ def compared_at_every_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def views_in_python() -> Iterator[None]:
-    """Have launchers given the tensors of SDPA's ops: Python makes views of these, and of results."""
+    """Pass launchers the tensors of SDPA's ops; Python makes views of these, and of results."""
 
     def with_views(launcher: Any) -> Any:
         def run(*tensors: Tensor) -> Any:
@@ -109,12 +109,12 @@ def views_in_python() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_in_python() -> Iterator[None]:
-    """Have Python connect packed calls to autograd; what is connected so isn't kept."""
+    """Make Python connect packed calls to autograd; such calls aren't in the call cache."""
     module = call_cache.load()
 
-    def varlen(*given: Any) -> Any:
-        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given[:3])
-        return None if needs_gradient else module.varlen(*given)
+    def varlen(*arguments: Any) -> Any:
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3])
+        return None if needs_gradient else module.varlen(*arguments)
 
     with mock.patch.object(call_cache, "active", SimpleNamespace(varlen=varlen)):
         yield
@@ -128,8 +128,8 @@ def nothing() -> Backend:
         shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
         return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
 
-    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        return tuple(map(torch.empty_like, given[:3]))
+    def backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, inputs[:3]))
 
     limits = Capabilities(devices=("cpu",), dtypes=("float32",), varlen=True)
     kernels = Kernels(forward, backward)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def nothing() -> Backend:
 
 def mechanisms(gpu: bool) -> dict[str, Context]:
     """Return the rows: a name and the context in which a mechanism is off."""
-    found: dict[str, Context] = {
+    rows: dict[str, Context] = {
         ALL_ON: contextlib.nullcontext,
         f"{ALL_ON}, once more": contextlib.nullcontext,
         "call cache": call_cache.paused,
@@ -147,16 +147,16 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
         "autograd node in C++": gradients_in_python,
     }
     if not gpu:
-        found["views in C++"] = views_in_python
+        rows["views in C++"] = views_in_python
     else:
-        found["torch's op in C++"] = described_as_function(OpLauncher)
-        found["kernels on addresses in C++"] = described_as_function(AddressLauncher)
-        found["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
-        found["offsets compared at every call"] = compared_at_every_call
+        rows["torch's op in C++"] = described_as_function(OpLauncher)
+        rows["kernels on addresses in C++"] = described_as_function(AddressLauncher)
+        rows["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
+        rows["offsets compared at every call"] = compared_at_every_call
         with contextlib.suppress(ImportError):
             trials = importlib.import_module("attnreg.core.backends.fa4.trials")
-            found["FA4's launches by arguments"] = replaced(trials.Trials, "launcher", lambda *_: None)
-    return found
+            rows["FA4's launches by arguments"] = replaced(trials.Trials, "launcher", lambda *_: None)
+    return rows
 
 
 def calls_of(tokens: int, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -186,7 +186,7 @@ def calls_of(tokens: int, device: torch.device) -> dict[str, Callable[[], object
 
 @contextlib.contextmanager
 def off(switch: Context) -> Iterator[None]:
-    """Have a mechanism off, and what calls are kept as dropped before and after."""
+    """Switch a mechanism off, and clear the call cache before and after."""
     with switch():
         registry.changed()
         yield
@@ -194,7 +194,7 @@ def off(switch: Context) -> Iterator[None]:
 
 
 def measured(call: Callable[[], object], context: Context, device: torch.device) -> float:
-    """Return the microseconds of the host that one call takes in a context."""
+    """Return a call's host time in a context, in microseconds."""
     with off(context):
         for number in range(WARM_UP):
             call()

@@ -3,21 +3,21 @@
     python benchmarks/clients.py [--device cpu|cuda] [--backends measured,FA4] [--rounds N] [--out FILE]
         [--clients flash-attn,modules,diffusers] [--threads N]
 
-For flash-attn's functions PyTorch's side is what one would write without them, the fastest of several where
-there are several; attnreg's is `attnreg.flash_attn`. The other programs are the same on both sides: without
-attnreg (`uninstall`), and with each of `--backends` registered; `measured` registers none and lets tables and
-the default order decide, for PyTorch's own functions as well. Where a program has a boolean mask the first of
-them also runs with masks recognised. Where diffusers isn't installed, plain blocks of the same sizes run, and
-the rows say so.
+For flash-attn's functions PyTorch's side is usual code without flash-attn, the fastest of several if there
+are several; attnreg's side is `attnreg.flash_attn`. The other programs are the same on both sides: without
+attnreg (`uninstall`), and with each of `--backends` registered. `measured` registers no backend: tables and
+the default order decide, also for PyTorch's own functions. If a program has a boolean mask, the first backend
+also runs with masks recognised. Without diffusers plain blocks of the same sizes run, and the rows are
+marked.
 
 On a GPU a step of decoding is also recorded in a CUDA graph and replayed, as servers do: else the host is the
 limit.
 
 With one thread on a CPU the times are that thread's CPU time, to which other programs don't add.
 
-The sides take turns, and each makes a call before it is timed: the call caches are empty then. The figure is
-the time of PyTorch's fastest side over attnreg's, round by round, median. No result may differ from PyTorch's
-by more than what the dtype explains, by their norms: such a side isn't timed.
+The sides take turns. Each makes a call before it is timed, because the call caches are empty at its turn. The
+figure is the time of PyTorch's fastest side over attnreg's, by round, median. A side isn't timed if its
+results differ from PyTorch's, by their norms, more than the dtype explains.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
 MEASURED, MASKS = "measured", "masks recognised"
 WARM_UP = 3
-# How far from PyTorch's results those of a side may be; both are about as far from float64.
+# The largest distance of a side's results from PyTorch's; both are about equally far from float64.
 LIMIT = {"float32": 1e-4, "bfloat16": 4e-2}
 
 
 @contextlib.contextmanager
 def served(by: str, masks: bool = False) -> Iterator[None]:
-    """Have attnreg serve what runs in a block, by a backend or by its own choice; not at all by ""."""
+    """Make attnreg serve a block, with a backend or by its own choice; with an empty name not at all."""
     if not by:
         attnreg.uninstall()
         yield
@@ -89,16 +89,16 @@ def measure(program: Program, backends: list[str], device: torch.device, rounds:
         with served(by, masks):
             run()
             attnreg.reset_stats()
-            found = (recorded(run) if program.in_graph else run)()
+            results = (recorded(run) if program.in_graph else run)()
             ran[name] = sorted(attnreg.stats().calls)
-        expected = expected or found
-        difference[name] = distance(found, expected)
+        expected = expected or results
+        difference[name] = distance(results, expected)
         if not difference[name] <= LIMIT[program.dtype]:
             print(f"{program.name}, {program.dtype}, {name}: {difference[name]:.2e} from {first}, not timed")
             unlike.add(name)
     sides = {name: side for name, side in sides.items() if name not in unlike}
     with served(""):
-        calls = calls_for(0.05, per_call(program.pytorch[first], 1))  # in a graph they take less
+        calls = calls_for(0.05, per_call(program.pytorch[first], 1))  # in a graph calls take less
 
     def turn(by: str, masks: bool, run: Callable[[], list[Tensor]]) -> float:
         with served(by, masks):
@@ -121,30 +121,30 @@ def measure(program: Program, backends: list[str], device: torch.device, rounds:
 
 
 def recorded(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """Return the replay of a CUDA graph of what has run before; its results are the same tensors always."""
+    """Record `run` in a CUDA graph; return its replay, which always returns the same tensors."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
-        found = run()
+        results = run()
 
     def replay() -> list[Tensor]:
         graph.replay()
-        return found
+        return results
 
     return replay
 
 
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the norm of the differences over that of what is expected, of the output or of all gradients.
+def distance(results: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the norm of the differences over the expected norm: the larger of output and all gradients.
 
-    Not of each gradient: that of a key's bias is 0 but for rounding.
+    Gradients are compared together, because a key bias's own gradient is only rounding errors.
     """
     pairs = [
-        (float((one.double() - other.double()).norm()), float(other.double().norm()))
-        for one, other in zip(found, expected, strict=True)
+        (float((result.double() - reference.double()).norm()), float(reference.double().norm()))
+        for result, reference in zip(results, expected, strict=True)
     ]
     return max(
         math.hypot(*(off for off, _ in part)) / max(math.hypot(*(of for _, of in part)), 1e-30)
@@ -194,7 +194,7 @@ def main() -> None:
         results.append(measure(program, names, device, options.rounds))
         for row in rows_of(results[-1]):
             print(" · ".join(row), file=sys.stderr, flush=True)
-        save(options.out, results)  # what there is if the run is ended
+        save(options.out, results)  # after each program, in case the run is interrupted
     header = ("program", "PyTorch, ms", "side", "ms", "times as fast", "ran")
     show("PyTorch alone and attnreg", header, [row for result in results for row in rows_of(result)])
 

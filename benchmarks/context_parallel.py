@@ -1,14 +1,14 @@
-"""Attention over tokens that are spread over GPUs: each method, against one GPU and against torch's own.
+"""Attention over tokens that are spread over GPUs: each method, against a single GPU and torch's own methods.
 
     python -m benchmarks.context_parallel --out FILE [--backend FA4] [--seconds 200] [--ours]
     python -m benchmarks.context_parallel --out FILE --device cpu --small
 
-Starts a process for each GPU, two unless `--ranks` says more. Forward and backward of bfloat16, 16 heads of
-128. `share` is one GPU's time for the whole batch over `ranks` times the time that the ranks take for it
-together: 1 where half the work takes half the time. Times are the slowest rank's, medians of some rounds; one
-GPU's is by the mean of the rates that the ranks have, each alone and at the same time, as GPUs differ.
-Beside it in the same run: torch's `context_parallel` with either rotation, and all-to-all over heads written
-by hand (`_spread.py`). Link and latency are measured as ranks do before their first call.
+Starts a process for each GPU, by default two (`--ranks`). Calls are forward and backward in bfloat16, 16
+heads of 128. `share` is a single GPU's time for the whole batch, divided by the number of ranks and by the
+ranks' common time: 1 if half the work takes half the time. Times are the slowest rank's, medians of some
+rounds. A single GPU's time is by the mean rate of all ranks, each alone at the same time, because GPUs
+differ. The same run has torch's `context_parallel` with either rotation, and all-to-all over heads written by
+hand (`_spread.py`). Link and latency are measured as before a group's first call.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Here:
             torch.cuda.synchronize()
 
     def slowest(self, number: float) -> float:
-        """Return the highest of a number that all ranks have."""
+        """Return the maximum of a number over all ranks."""
         tensor = torch.tensor([number], dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return float(tensor)
 
     def seconds_of_each(self, run: Callable[[], object], calls: int) -> list[float]:
-        """Return what one of so many calls takes each rank."""
+        """Return the seconds a call on each rank, over so many calls."""
         dist.barrier()
         self.wait()
         started = time.perf_counter()
@@ -73,7 +73,7 @@ class Here:
         return of_all.tolist()
 
     def seconds(self, run: Callable[[], object], calls: int) -> float:
-        """Return what one of so many calls takes the slowest rank."""
+        """Return the seconds a call on the slowest rank, over so many calls."""
         return max(self.seconds_of_each(run, calls))
 
     def is_late(self) -> bool:
@@ -81,7 +81,7 @@ class Here:
         return self.slowest(float(self.rank == 0 and time.monotonic() > self.until)) > 0
 
     def memory(self, run: Callable[[], object]) -> int:
-        """Return by how many bytes a call exceeds what was there before, on the rank where it is most."""
+        """Return the peak memory that a call adds, in bytes, on the rank with the most."""
         if self.device.type == "cpu":
             return 0
         self.wait()
@@ -93,9 +93,9 @@ class Here:
 
 
 def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict[str, Any]]) -> None:
-    """Measure a round of each side of a case: sides take turns, as a GPU is slower when it is hot.
+    """Measure a round of each side of a case. Sides take turns, because a GPU is slower when it is hot.
 
-    Each side is opened anew in each round: torch's and attnreg's can't both be in force.
+    Each side is opened anew in each round, because torch's and attnreg's can't both be in force.
     """
     for name, open_side in of_case:
         row = rows.setdefault(name, {"side": name, "rounds": []})
@@ -111,7 +111,7 @@ def measure(here: Here, of_case: Sequence[tuple[str, Any]], rows: dict[str, dict
                 row["rounds"].append(statistics.harmonic_mean(of_each) if name == ONE else max(of_each))
                 if hasattr(step, "taken"):
                     row["taken"] = dict(step.taken)
-                row["memory"] = here.memory(step)  # of a late call: first ones check what will be repeated
+                row["memory"] = here.memory(step)  # of a late call, because first calls run checks
         except Exception as error:  # noqa: BLE001 - a side that fails is a result, on all ranks alike
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if here.device.type == "cuda":
@@ -125,10 +125,10 @@ def summed_up(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             row["seconds"] = statistics.median(row["rounds"])
         elif "error" not in row:
             row["error"] = "left out: the time was up"
-    one = rows[ONE].get("seconds", 0.0)
+    alone = rows[ONE].get("seconds", 0.0)
     for row in rows.values():
         if "seconds" in row and row["side"] != ONE:
-            row["share"] = one / (dist.get_world_size() * row["seconds"])
+            row["share"] = alone / (dist.get_world_size() * row["seconds"])
     return [*rows.values()]
 
 
@@ -146,33 +146,35 @@ def work(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None
     """Measure, as one rank; rank 0 prints and saves."""
     here = Here(rank, options)
     torch.set_num_threads(1)
-    given: dict[str, Any] = {"timeout": datetime.timedelta(seconds=120)}
+    group_options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=120)}
     if here.device.type == "cuda":
         torch.cuda.set_device(here.device)
-        given["device_id"] = here.device
+        group_options["device_id"] = here.device
     backend = "nccl" if here.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, **given)
-    found: dict[str, Any] = {"machine": machine(), "ranks": ranks, "backend": options.backend}
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=ranks, **group_options
+    )
+    results: dict[str, Any] = {"machine": machine(), "ranks": ranks, "backend": options.backend}
     measured = exchanges(dist.group.WORLD, here.device)
-    found["link"], found["cases"] = measured._asdict(), []
+    results["link"], results["cases"] = measured._asdict(), []
     if rank == 0:
         show_machine()
-        print(f"link: {found['link']['bytes_per_second'] / 1e9:.1f} GB/s received, ", end="")
-        print(f"{found['link']['latency'] * 1e6:.0f} us an exchange")
+        print(f"link: {results['link']['bytes_per_second'] / 1e9:.1f} GB/s received, ", end="")
+        print(f"{results['link']['latency'] * 1e6:.0f} us an exchange")
     all_cases = cases(64 if options.small else 1)
     for case in all_cases:
-        found["cases"].append({"name": case.name, "rows": [], "explained": chosen(here, case)})
+        results["cases"].append({"name": case.name, "rows": [], "explained": chosen(here, case)})
     more = (lambda *_: ()) if options.ours else sides_of_torch
     all_sides = [[*sides(here.place, case), *more(here.place, case)] for case in all_cases]
     all_rows: list[dict[str, dict[str, Any]]] = [{} for _ in all_cases]
     for _, (of_case, rows) in itertools.product(range(options.rounds), zip(all_sides, all_rows, strict=True)):
         measure(here, of_case, rows)
-    for case, saved, rows in zip(all_cases, found["cases"], all_rows, strict=True):
+    for case, saved, rows in zip(all_cases, results["cases"], all_rows, strict=True):
         saved["rows"] = summed_up(rows)
         if rank == 0:
             show(case, saved["rows"], here)
     if rank == 0:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

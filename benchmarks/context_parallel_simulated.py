@@ -1,9 +1,9 @@
-"""What 8 and 64 ranks would take by each method, by attnreg's model of time: nothing is measured.
+"""The time of 8 and 64 ranks by each method, by attnreg's model of time: nothing is measured.
 
     python -m benchmarks.context_parallel_simulated --out FILE.json --plot FILE.png
 
-The model (`attnreg/parallel/estimates.py`) has a kernel's rate and a link's that were measured on two H100s.
-For 64 ranks it assumes a link of 45 GB/s, as each GPU has between nodes with a network card of 400 Gbit/s.
+The model (`attnreg/parallel/estimates.py`) has the rates of a kernel and a link, measured on two H100s.
+For 64 ranks it assumes a link of 45 GB/s, as between nodes whose GPUs each have a network card of 400 Gbit/s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCHES = {
 
 
 def ends_of(batch: str, tokens: int) -> list[int]:
-    """Return where the documents of a batch begin and end."""
+    """Return the offsets of a batch's documents."""
     if batch == "one document":
         return [0, tokens]
     draw, lengths = random.Random(0), list[int]()
@@ -49,12 +49,13 @@ def simulate() -> list[dict[str, Any]]:
             layout, heads=HEADS, heads_k=HEADS_K, head_dim=DIM, window_size=window, rates=rates
         )
         alone = sum(choice.pairs) * 4 * HEADS * DIM * 3.5 / rates.flops
-        shares = {one.name: alone / (ranks * one.seconds) for one in choice.methods if not one.refusal}
+        possible = [estimate for estimate in choice.methods if not estimate.refusal]
+        shares = {estimate.name: alone / (ranks * estimate.seconds) for estimate in possible}
         rows.append(
             {
                 "ranks": ranks, "where": where, "batch": batch, "tokens": tokens, "chosen": choice.method,
                 "imbalance": choice.imbalance, "shares": shares,
-                "memory": {one.name: one.memory for one in choice.methods if not one.refusal},
+                "memory": {estimate.name: estimate.memory for estimate in possible},
             }
         )  # fmt: skip
     return rows

@@ -3,17 +3,18 @@
     python benchmarks/cpu_sdpa.py [--shapes N] [--seed N] [--threads N] [--rounds N]
                                   [--masked | --decode] [--json FILE]
 
-Both get the tensors of an SDPA call, (B, H, S, D) in memory, and return what its op returns: torch's kernel
-as attnreg captures it, the compiled one (`attnreg build`) through its launcher. They take turns, forward and
-backward separately. A ratio is torch's time over the compiled kernel's, the median over the rounds.
+Both kernels get the tensors of an SDPA call, (B, H, S, D) in memory, and return the results of its op.
+Torch's kernel is called as attnreg captures it, the compiled kernel (`attnreg build`) through its launcher.
+They take turns, forward and backward separately. A ratio is torch's time over the compiled kernel's, the
+median over the rounds.
 
 With `--masked` each call has a boolean mask of padded keys, which torch's kernel gets as numbers to add. The
-compiled kernel takes no mask: it is given how many keys of each sequence count. With `--decode` calls are
-forwards of one to four queries.
+compiled kernel has no masks: it gets the number of keys of each sequence that count. With `--decode` calls
+are forwards of one to four queries.
 
-`backends/cpu/choice.py` decides by what was measured here. The table shows how good its decisions are:
-geometric mean and worst ratio of the calls that it moves to the compiled kernel, geometric mean and best of
-those that it leaves to torch.
+`backends/cpu/choice.py` decides by results of this script. The table shows how good its decisions are:
+geometric mean and worst ratio of calls moved to the compiled kernel, geometric mean and best ratio of calls
+left to torch.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
 
     Sides = dict[str, Callable[[], Any]]
 
-# Operations of a forward at most: larger calls take long, and are like these.
+# The most operations of a forward: larger calls take long, and behave like these.
 MOST_WORK = 3e9
-# Numbers that the keys of a decode have at most: 200 MB of float32.
+# The most numbers of the keys of a decode: 200 MB of float32.
 MOST_NUMBERS = 5e7
-# Seconds of one side in one round.
+# Seconds of a side in a round.
 ROUND = 0.01
 
 
@@ -69,7 +70,7 @@ def drawn(draw: random.Random, dtype: str, masked: bool) -> AttentionSpec:
 
 
 def drawn_decode(draw: random.Random, dtype: str) -> AttentionSpec:
-    """Draw a call of few queries, as a step of decoding makes it."""
+    """Draw a call of few queries, as in a step of decoding."""
     while True:
         length, batch = round(2 ** draw.uniform(6, 13)), draw.randint(1, 16)
         heads, dim = draw.choice((4, 8, 12, 16, 24, 32)), draw.choice((32, 64, 64, 80, 96, 128, 128, 256))
@@ -95,8 +96,8 @@ def sides(spec: AttentionSpec) -> Iterator[tuple[Direction, Sides]]:
     flash, kernel, case = Flash.captured(), compiled.load(), case_of(spec)
     if kernel is None:
         sys.exit("there is no compiled kernel: run `attnreg build`")
-    given = inputs(case)
-    *tensors, grad, call = given
+    drawn_inputs = inputs(case)
+    *tensors, grad, call = drawn_inputs
     options: dict[str, Any] = {"scale": call.scale}
     ours = call
     if (mask := call.attn_bias) is not None:
@@ -109,7 +110,7 @@ def sides(spec: AttentionSpec) -> Iterator[tuple[Direction, Sides]]:
     backward: Any = kernel.specialize("backward", back, ours)
     if forward is None or backward is None:  # calls with `seqused_k` have no launchers
         forward, backward = (functools.partial(run, call=ours) for run in (kernel.forward, kernel.backward))
-    check(case, given, Results(*forward(*tensors), *backward(*back)))
+    check(case, drawn_inputs, Results(*forward(*tensors), *backward(*back)))
     yield (
         "forward",
         {
@@ -126,15 +127,15 @@ def sides(spec: AttentionSpec) -> Iterator[tuple[Direction, Sides]]:
     )
 
 
-def check(case: Case, given: Inputs, results: Results) -> None:
-    """Refuse to time the compiled kernel where it breaks the accuracy rule."""
-    found = {name: result for name, result in results._asdict().items() if result is not None}
-    if wrong := Sample(case, given).verdict(found).wrong:
+def check(case: Case, drawn_inputs: Inputs, results: Results) -> None:
+    """Exit if the compiled kernel breaks the accuracy rule."""
+    named = {name: result for name, result in results._asdict().items() if result is not None}
+    if wrong := Sample(case, drawn_inputs).verdict(named).wrong:
         sys.exit(f"{case} {case.lens_q} {case.lens_k} {case.heads} {case.dims}: {wrong}")
 
 
 def once(run: Callable[[], Any], calls: int) -> float:
-    """Return the seconds of one call; with one thread those of the CPU, which other programs don't add to."""
+    """Return the seconds of a call; with one thread its CPU time, to which other programs don't add."""
     return per_call(run, calls, time.thread_time if torch.get_num_threads() == 1 else None)
 
 
@@ -166,7 +167,7 @@ def summary(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Draw calls, time them, and print what the rule makes of them."""
+    """Draw calls, time them, and print how good the decisions about them are."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""Whether memory stays as it is over calls that all have new lengths, forward and backward.
+"""A check that memory doesn't grow over calls of ever new lengths, forward and backward.
 
     python benchmarks/fresh_memory.py [--device cpu|cuda] [--backend NAME] [--calls N]
                                       [--kinds packed,dense] [--out FILE]
 
-Whatever is kept for lengths that never come again adds up. Ten times in a run this prints how much memory the
-process has, and how much of the GPU's is in use; the exit code is 1 if either has grown by more than 5 % and
-20 MB since a fifth of the calls. No two packed calls have the same number of tokens and the same longest
-lengths, no two dense ones the same lengths of query and key.
+Memory kept for lengths that never recur would add up. Ten times in a run this prints the memory of the
+process, and the GPU's memory in use. The exit code is 1 if either has grown by more than 5 % and 20 MB since
+a fifth of the calls. No two packed calls have the same number of tokens and the same longest lengths. No two
+dense calls have the same lengths of query and key.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-TIMES, UNTIL_STEADY = 10, 2  # readings, and at which of them memory is to be steady
+TIMES, UNTIL_STEADY = 10, 2  # readings, and the reading from which on memory has to be steady
 SHARE, MEGABYTES = 0.05, 20.0
-# Packed calls have up to so many tokens, in two sequences; a longest length may be said to be longer.
+# Packed calls have up to so many tokens, in two sequences; `max_q` and `max_k` may be larger than needed.
 TOKENS, LONGEST = 120, 64
 QUERIES = 300
 
@@ -54,7 +54,7 @@ class Calls:
         self._rows = torch.ones(2000, heads, dim, device=device, dtype=dtype)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Make a call, with its backward, at each step; returns the gradient of the query."""
+        """Make a call, with its backward, at each step; yield the gradient of the query."""
         made = {"packed": self._packed, "dense": self._dense}
         number = 0
         while True:
@@ -82,7 +82,7 @@ class Calls:
 
 
 def read(calls: int, device: str) -> Reading:
-    """Read how much memory the process has at this moment, and how much of the GPU's is in use."""
+    """Read the memory of the process, and the GPU's memory in use."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     gpu = 0.0
     if device == "cuda":
@@ -92,7 +92,7 @@ def read(calls: int, device: str) -> Reading:
 
 
 def grown(readings: list[Reading]) -> list[str]:
-    """Return what has grown since memory was to be steady, and by how much."""
+    """Return sentences on memory that has grown since the steady reading."""
     steady, last = readings[UNTIL_STEADY - 1], readings[-1]
     named = {"the process": (steady.process, last.process), "the GPU": (steady.gpu, last.gpu)}
     return [
@@ -103,7 +103,7 @@ def grown(readings: list[Reading]) -> list[str]:
 
 
 def measure(device: str, backend: str, calls: int, kinds: list[str]) -> list[Reading]:
-    """Make the calls on one backend, and return what is read ten times; exits if another one ran any."""
+    """Make the calls on a backend, and return ten readings; exit if another backend ran a call."""
     readings, steps = [], iter(Calls(device, kinds))
     with attnreg.register_backend(backend) as handle:
         attnreg.reset_stats()
@@ -136,8 +136,8 @@ def main() -> None:
     show_machine()
     readings = measure(options.device, backend, options.calls, options.kinds.split(","))
     save(options.out, {"backend": backend, "readings": [reading._asdict() for reading in readings]})
-    if found := grown(readings):
-        sys.exit("; ".join(found))
+    if problems := grown(readings):
+        sys.exit("; ".join(problems))
 
 
 if __name__ == "__main__":

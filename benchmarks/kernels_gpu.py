@@ -1,13 +1,13 @@
-"""What attnreg adds to a kernel on a GPU: time and device memory, against the same kernel called directly.
+"""The time and memory that attnreg adds to a kernel on a GPU, against the same kernel called directly.
 
     python benchmarks/kernels_gpu.py [--quick] [--rounds N] [--json FILE]
 
-Each backend, registered, through `attnreg.varlen_attn` and through `F.scaled_dot_product_attention`, and the
-same kernels called directly (`_kernels.py`) on the same tensors, their forward and backward joined by a bare
-`torch.autograd.Function`. cuDNN called directly runs the prepared graph, whatever operator torch's SDPA had
-chosen. Where torch's SDPA calls the very kernel, it is a third side, without attnreg and with that kernel
-chosen. All are held to the accuracy rule first. Times are those of calls one right after the other, between
-two events on the device: at small sizes they are the host's.
+Each backend, registered, runs through `attnreg.varlen_attn` and through `F.scaled_dot_product_attention`. The
+second side has the same kernels called directly (`_kernels.py`) on the same tensors; a bare
+`torch.autograd.Function` joins their forward and backward. cuDNN called directly runs the prepared graph,
+whatever operator torch's SDPA had chosen. If torch's SDPA can call the same kernel, it is a third side,
+without attnreg and with that kernel chosen. All sides pass the accuracy rule first. Times are of calls in
+succession, between two events on the device: at small sizes they are the host's.
 
 The aim: within 2 % at 0.5 ms and above, within 4 µs below; no more memory, beyond the LSE. It is reported
 against the kernel called directly, and against torch's SDPA, which costs the host what no kernel below it can
@@ -72,16 +72,16 @@ SIZES = (
 
 
 def available() -> list[str]:
-    """Return the backends that load here; prints why the others don't."""
-    found = []
+    """Return the backends that load here; print why other backends don't."""
+    names = []
     for name in ("FA2", "FA4", "cuDNN"):
         try:
             registry.find(name).kernels()
         except BackendUnavailableError as error:
             print(f"left out: {error}")
         else:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def torch_by(kernel: SDPBackend) -> Callable[[], AbstractContextManager[None]]:
@@ -117,7 +117,7 @@ def sides_of(name: str, batch: Batch) -> dict[str, Side]:
 
 
 def compared(name: str, batch: Batch, job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what each step takes of the sides, if all of them are right."""
+    """Yield the figures of each step, if the results of all sides are right."""
     sides = sides_of(name, batch)
     if checked(batch, sides, job).keys() == sides.keys():
         for step in STEPS:
@@ -144,25 +144,25 @@ def memory(side: Side, step: str) -> int:
 
 
 def measure(sides: dict[str, Side], step: str, rounds: int) -> dict[str, Any]:
-    """Time the sides and take their memory."""
+    """Measure time and memory of the sides."""
     run = STEPS[step]
-    # As many calls as fill 20 ms, and enough that starting and stopping doesn't show.
+    # As many calls as fill 20 ms, but at least ten, so that starting and stopping has no effect.
     once = sides[DIRECT].timed(run, 10)()
     calls = max(10, calls_for(0.02, once))
     taken = interleaved({name: side.timed(run, calls) for name, side in sides.items()}, rounds)
     used = {name: memory(side, step) for name, side in sides.items()}
-    found = {
+    figures = {
         "microseconds": {name: statistics.median(times) * 1e6 for name, times in taken.items()},
         **against(taken[OURS], taken[DIRECT]),
         "peak_bytes": used,
         "lse_bytes": lse_bytes(sides[DIRECT].sets[0]),
         "memory_reached": used[OURS] - used[DIRECT] <= lse_bytes(sides[DIRECT].sets[0]),
     }
-    return found | ({"torchs_sdpa": against(taken[OURS], taken[TORCH])} if TORCH in taken else {})
+    return figures | ({"torchs_sdpa": against(taken[OURS], taken[TORCH])} if TORCH in taken else {})
 
 
 def against(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Return what one side adds to another, by the rounds' seconds, and whether that is within the aim."""
+    """Return the time that a side adds to another, by rounds, and whether the aim is reached."""
     ratio = median_ratio(ours, theirs)
     added = statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
     reached = ratio <= RATIO if statistics.median(theirs) >= LARGE else added <= ADDED
@@ -215,7 +215,7 @@ def main() -> None:
                 try:
                     for step, figures in compared(name, drawn(size, varlen, device), job):
                         done.append({**what, "step": step, **figures})
-                except Exception as problem:  # noqa: BLE001 - one that breaks must not hide the others
+                except Exception as problem:  # noqa: BLE001 - a failure must not hide the other results
                     job.leave_out(", ".join(what.values()), f"{type(problem).__name__}: {problem}")
             table(f"{name} through {front}", done)
             results += done

@@ -3,11 +3,12 @@
     python benchmarks/llama_packed.py [--device cpu|cuda] [--backends FA2,FA4,cuDNN] [--steps N]
         [--documents N] [--out FILE]
 
-On a GPU the model has 1.1 billion parameters in bfloat16, and a step 8 documents of 100 to 4,000 tokens; if
-padded these are too many for 80 GB (`--documents 4`). Lengths are new in each step, as in a training. One
-model is trained, and the ways take turns with the same lengths: by what attnreg chooses, on one backend, and
-padded by transformers' own implementation. The figure is tokens per second, padding not counted, the median
-of the steps but the first two; besides, which share of a step the host took until it had enqueued all of it.
+On a GPU the model has 1.1 billion parameters in bfloat16. A step has 8 documents of 100 to 4,000 tokens,
+which with padding are too many for 80 GB (`--documents 4`). Lengths are new in each step, as in a training.
+The same model is trained in several ways, which take turns with the same lengths: by attnreg's choice, on
+each backend, and padded by transformers' own implementation. The figure is tokens per second without padding,
+the median of the steps after the first two. A second figure is the share of a step that the host took to
+enqueue it.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ LENGTHS = {"cuda": (100, 4000), "cpu": (10, 200)}
 
 
 def packed(lengths: Sequence[int], words: int, device: str) -> dict[str, Tensor]:
-    """Return a batch of documents one after the other, told apart by their positions."""
+    """Return a batch of packed documents, which their positions separate."""
     tokens = torch.randint(words, (1, sum(lengths)), device=device)
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     return {"input_ids": tokens, "position_ids": positions, "labels": tokens}
 
 
 def padded(lengths: Sequence[int], words: int, device: str) -> dict[str, Tensor]:
-    """Return a batch of documents below each other, padded on the right."""
+    """Return a batch of documents, a row each, padded on the right."""
     tokens = torch.randint(words, (len(lengths), max(lengths)), device=device)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long().to(device)
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
@@ -71,7 +72,7 @@ def measure(
     model = LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ways, timer, draw = (CHOSEN, *backends, PADDED), timer_for(torch.device(device)), random.Random(seed)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    rows_of: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(WARM_UP + steps):
         lengths = [draw.randint(*LENGTHS[device]) for _ in range(documents)]
         for way in draw.sample(ways, len(ways)):
@@ -91,8 +92,8 @@ def measure(
             host = timer.now() - started
             timer.wait()
             taken = timer.now() - started
-            found[way].append({"tokens_per_second": sum(lengths) / taken, "host": host / taken})
-    return {way: rows[WARM_UP:] for way, rows in found.items()}
+            rows_of[way].append({"tokens_per_second": sum(lengths) / taken, "host": host / taken})
+    return {way: rows[WARM_UP:] for way, rows in rows_of.items()}
 
 
 def main() -> None:
@@ -109,14 +110,14 @@ def main() -> None:
     options = parser.parse_args()
     names = (options.backends or ("FA2,FA4,cuDNN" if options.device == "cuda" else "cpu")).split(",")
     show_machine()
-    found = measure(options.device, names, options.steps, options.seed, options.documents)
-    save(options.out, {"seed": options.seed, "documents": options.documents, "steps": found})
+    rows_of = measure(options.device, names, options.steps, options.seed, options.documents)
+    save(options.out, {"seed": options.seed, "documents": options.documents, "steps": rows_of})
     cells = [
         (
             way, f"{statistics.median(row['tokens_per_second'] for row in rows):,.0f}",
             f"{statistics.median(row['host'] for row in rows):.2f}",
         )
-        for way, rows in found.items()
+        for way, rows in rows_of.items()
     ]  # fmt: skip
     show("Training steps of a Llama", ("way", "tokens/s", "the host's share of a step"), cells)
 

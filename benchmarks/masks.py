@@ -2,12 +2,12 @@
 
     python benchmarks/masks.py [--device cpu|cuda] [--rounds N] [--out FILE]
 
-Each batch is padded on the right to its longest sequence, by 0, 33 and 67 %, under a mask of the keys
-(an encoder's) and a causal one of keys (a decoder's). Both sides get the same tensors (B, H, S, D), which lie
-in memory as a model's projections do, (B, S, H, D), and take turns: `F.scaled_dot_product_attention` of
-torch, and what attnreg puts in its place with `masks = "recognise"`. The mask is looked at before the clock
-starts, as it is once for all layers of a step; what that takes is a column of its own, with the read-back.
-The figure is torch's time over attnreg's, round by round, median.
+Each batch is padded on the right to its longest sequence, by 0, 33 and 67 %. Its mask hides the padded keys
+(an encoder's), or these and later keys (a decoder's). Both sides get the same tensors (B, H, S, D), in memory
+(B, S, H, D), as a model's projections are. The sides take turns: torch's own
+`F.scaled_dot_product_attention`, and attnreg's with `masks = "recognise"`. The mask is recognised before the
+clock starts, because that happens once for all layers of a step. The time of the first use, with the
+read-back, is a column of its own. The figure is torch's time over attnreg's, by round, median.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-TORCHS = F.scaled_dot_product_attention  # before attnreg puts another in its place
+TORCHS = F.scaled_dot_product_attention  # before attnreg replaces it
 
-# How long the sequences are, in units of the longest, by the share that is padding.
+# The lengths of sequences as shares of the longest, by the share of padding.
 PADDINGS = {
     "0 %": (1.0,) * 8,
     "33 %": (1.0, 0.95, 0.85, 0.75, 0.6, 0.5, 0.4, 0.28),
@@ -71,15 +71,15 @@ def mask_of(sizes: Sizes, padding: str, causal: bool, device: torch.device) -> T
 def measure(
     sizes: Sizes, padding: str, causal: bool, backward: bool, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """Time one batch on both sides; returns milliseconds, and what ran."""
+    """Time a batch on both sides; return milliseconds, and which kernels ran."""
     lengths, timer = (sizes.length,) * sizes.batch, timer_for(device)
     case = Case(
         name=padding, lens_q=lengths, lens_k=lengths, heads=(sizes.heads, sizes.heads),
         dims=(sizes.dim, sizes.dim), dtype=sizes.dtype,
     )  # fmt: skip
-    given = inputs(case, device, drawn_on=device)
-    tensors = [x.requires_grad_(backward).transpose(1, 2) for x in given[:3]]
-    mask, grad_out = mask_of(sizes, padding, causal, device), given.grad_out.transpose(1, 2)
+    drawn_inputs = inputs(case, device, drawn_on=device)
+    tensors = [x.requires_grad_(backward).transpose(1, 2) for x in drawn_inputs[:3]]
+    mask, grad_out = mask_of(sizes, padding, causal, device), drawn_inputs.grad_out.transpose(1, 2)
 
     def side(function: Callable[..., Tensor]) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
@@ -90,7 +90,7 @@ def measure(
 
     runs = {"torch": side(TORCHS), "attnreg": side(F.scaled_dot_product_attention)}
     attnreg.reset_stats()
-    check(runs, case, given._replace(call=given.call._replace(attn_bias=mask)))
+    check(runs, case, drawn_inputs._replace(call=drawn_inputs.call._replace(attn_bias=mask)))
     stats = attnreg.stats()
     calls = calls_for(0.05, per_call(runs["attnreg"], 1))
     taken = interleaved(
@@ -113,9 +113,9 @@ def measure(
     }
 
 
-def check(runs: dict[str, Callable[[], list[Tensor]]], case: Case, given: Inputs) -> None:
-    """Refuse to time what breaks the accuracy rule."""
-    sample = Sample(case, given)
+def check(runs: dict[str, Callable[[], list[Tensor]]], case: Case, drawn_inputs: Inputs) -> None:
+    """Exit if a side breaks the accuracy rule."""
+    sample = Sample(case, drawn_inputs)
     for name, run in runs.items():
         results = zip(("out", "dq", "dk", "dv"), run(), strict=False)
         if wrong := sample.verdict({which: x.detach().transpose(1, 2) for which, x in results}).wrong:
@@ -123,10 +123,10 @@ def check(runs: dict[str, Callable[[], list[Tensor]]], case: Case, given: Inputs
 
 
 def look(mask: Tensor, sizes: Sizes, rounds: int) -> float:
-    """Return the seconds that a mask takes the first time, with the read-back."""
+    """Return the seconds of a mask's first use, with the read-back."""
     masks = [mask.clone() for _ in range(rounds + 1)]
     of_call = sizes.batch, sizes.length, sizes.length
-    _warm_up, *seconds = (per_call(lambda one=one: find(one, of_call), 1) for one in masks)
+    _warm_up, *seconds = (per_call(lambda x=x: find(x, of_call), 1) for x in masks)
     return statistics.median(seconds)
 
 
@@ -155,12 +155,12 @@ def main() -> None:
         print(" · ".join(row(results[-1])), file=sys.stderr, flush=True)
     header = ("length, dtype, mask, directions", "padding", "torch", "attnreg", "times as fast", "first look")
     show("ms; last, what a mask takes once for all layers", header, [row(result) for result in results])
-    kernels, backends, seen = (
+    kernels, backends, kinds = (
         sorted({name for result in results for name in result[key]})
         for key in ("torchs_kernels", "backends", "seen")
     )
     print(
-        f"torch's kernels {', '.join(kernels)}; backends {', '.join(backends)}; masks were {'; '.join(seen)}"
+        f"torch's kernels {', '.join(kernels)}; backends {', '.join(backends)}; masks were {'; '.join(kinds)}"
     )
     save(options.out, results)
 

@@ -1,13 +1,13 @@
-"""What the options of `varlen_attn` cost: a call with an option and without, on each backend that takes it.
+"""The cost of `varlen_attn`'s options: a call with an option and without, on each backend that supports it.
 
     python benchmarks/options.py [--device cpu|cuda] [--backends FA2,FA4,cuDNN] [--rounds N] [--threads N]
                                  [--out FILE]
 
-Packed, causal, bfloat16, on a CPU float32, too. Options: softcap, sinks with their gradient, ALiBi,
-dropout, keys in pages of 16 and of one token, and the LSE with a gradient of its own. Calls take turns, and
-the figure is the ratio of the times on the device, round by round, median; on a CPU with one thread of the
-times of its thread, to which other programs don't add. The aim, on a GPU: at most 1.10 where the kernel
-itself has the option. A refusal is a row with its reason.
+Calls are packed and causal, in bfloat16, on a CPU also in float32. Options: softcap, sinks with their
+gradient, ALiBi, dropout, keys in pages of 16 tokens and of a single token, and the LSE with a gradient of its
+own. Calls take turns. The figure is the ratio of times on the device, by round, median. On a CPU with one
+thread the time is the thread's CPU time, to which other programs don't add. The aim, on a GPU: at most 1.10
+if the kernel itself has the option. A refusal is a row with its reason.
 """
 
 from __future__ import annotations
@@ -58,22 +58,24 @@ SIZES = {
 
 
 def options_of(sizes: Sizes, device: torch.device, backward: bool) -> dict[str, dict[str, Any]]:
-    """Return what each option adds to the arguments of a call."""
+    """Return the arguments that each option adds to a call."""
     heads = sizes.heads[0]
     sinks = torch.randn(heads, device=device).to(getattr(torch, sizes.dtype)).requires_grad_(backward)
     slopes = torch.rand(heads, device=device)
-    found: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         PLAIN: {},
         "softcap": {"softcap": 20.0},
         "sinks": {"sinks": sinks},
         "ALiBi": {"alibi_slopes": slopes},
         "dropout": {"dropout_p": 0.1},
     }
-    return found | ({"gradient of the LSE": {"return_aux": attnreg.AuxRequest(lse=True)}} if backward else {})
+    return options | (
+        {"gradient of the LSE": {"return_aux": attnreg.AuxRequest(lse=True)}} if backward else {}
+    )
 
 
 def in_pages(lengths: tuple[int, ...], size: int, *tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return keys and values in pages, each page somewhere, and the arguments that say where."""
+    """Return keys and values in pages, in random order, and the arguments that describe the pages."""
     counts = [-(-length // size) for length in lengths]
     order = torch.randperm(sum(counts)).to(tensors[0].device)
     pools = [x.new_zeros(sum(counts), size, *x.shape[1:]) for x in tensors]
@@ -103,12 +105,12 @@ def calls(
     query, *rest = (x.requires_grad_(backward) for x in tensors)
     offsets, longest = call.cu_seqlens_q, call.max_q
 
-    def of(given: dict[str, Any], keys: list[Tensor] = rest) -> Callable[[], object]:
-        of_keys = None if "block_table" in given else offsets
+    def of(arguments: dict[str, Any], keys: list[Tensor] = rest) -> Callable[[], object]:
+        of_keys = None if "block_table" in arguments else offsets
         leaves = [
             query,
             *keys,
-            *(x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad),
+            *(x for x in arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad),
         ]
 
         def run() -> object:
@@ -122,7 +124,7 @@ def calls(
                 True,
                 enable_gqa=True,
                 backend=backend,
-                **given,
+                **arguments,
             )
             if not backward:
                 return out
@@ -131,17 +133,17 @@ def calls(
 
         return run
 
-    found = {name: of(given) for name, given in options_of(sizes, device, backward).items()}
+    runs = {name: of(arguments) for name, arguments in options_of(sizes, device, backward).items()}
     for size in (16, 1):
-        keys, given = in_pages(sizes.lengths, size, *rest)
-        found[f"pages of {size}"] = of(given, keys)
-    return found
+        keys, arguments = in_pages(sizes.lengths, size, *rest)
+        runs[f"pages of {size}"] = of(arguments, keys)
+    return runs
 
 
 def measure(
     sizes: Sizes, backend: str, device: torch.device, backward: bool, rounds: int
 ) -> list[dict[str, Any]]:
-    """Time each option on one backend; a refusal has its reason instead of a time."""
+    """Time each option on a backend; a refusal has its reason instead of a time."""
     timer, rows, able = timer_for(device), [], {}
     step = BOTH if backward else FORWARD
     about: dict[str, Any] = {"backend": backend, "longest": max(sizes.lengths), "head dim": sizes.dim}

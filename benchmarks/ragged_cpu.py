@@ -1,16 +1,17 @@
-"""Packed sequences of different lengths on a CPU: attnreg against what one would write without it.
+"""Packed sequences of different lengths on a CPU: attnreg against usual code without it.
 
     python benchmarks/ragged_cpu.py [--rounds N] [--json FILE]
 
 Forward and backward of 8 heads of 64, from packed tensors to packed gradients. Three sides take turns:
 
-- `attnreg.varlen_attn`, on the backend that attnreg chooses,
-- `F.scaled_dot_product_attention` on tensors padded to the longest sequence, with a mask, padding and
-  unpadding included,
-- a loop of `F.scaled_dot_product_attention` over the sequences, split once and joined once.
+- `attnreg.varlen_attn`, on the backend that attnreg chooses.
+- `F.scaled_dot_product_attention` on tensors padded to the longest sequence, with a mask. Padding and
+unpadding
+  are included.
+- A loop of `F.scaled_dot_product_attention` over the sequences, split once and joined once.
 
-The figure is the time of the faster of the other two over that of attnreg, round by round, median. A
-side that is three times as slow as the faster one at first sight doesn't take part in the rounds.
+The figure is the time of the faster side without attnreg over attnreg's time, by round, median. A side that
+is three times slower than the faster in a first call is left out of the rounds.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
 HEADS, DIM = 8, 64
 DTYPES = ("float32", "bfloat16")
 OTHERS = ("padded", "loop")
-# A side is left out that is so many times as slow as the other: no noise makes up for that.
+# A side is left out if it takes so many times as long as the faster: noise can't explain that.
 TOO_SLOW = 3.0
 
 
 class Setting(NamedTuple):
-    """A batch: how many sequences, and how long they are at most."""
+    """A batch: the number of sequences, and their greatest length."""
 
     name: str
     batch: int
@@ -79,11 +80,11 @@ def case_of(setting: Setting, dtype: str, causal: bool) -> Case:
     )  # fmt: skip
 
 
-def sides(case: Case, given: Inputs) -> dict[str, Callable[[], list[Tensor]]]:
+def sides(case: Case, drawn_inputs: Inputs) -> dict[str, Callable[[], list[Tensor]]]:
     """Return each side as a function that runs it forward and backward, and returns the gradients."""
     lengths, longest, causal = case.lens_q, case.max_q, case.window == (-1, 0)
-    packed, grad_out = [x.requires_grad_() for x in given[:3]], given.grad_out
-    offsets: Any = given.call.cu_seqlens_q
+    packed, grad_out = [x.requires_grad_() for x in drawn_inputs[:3]], drawn_inputs.grad_out
+    offsets: Any = drawn_inputs.call.cu_seqlens_q
     positions = torch.arange(longest)
     is_token = positions < torch.tensor(lengths)[:, None]
     visible = is_token[:, None, None, :]
@@ -114,23 +115,23 @@ def sides(case: Case, given: Inputs) -> dict[str, Callable[[], list[Tensor]]]:
     }
 
 
-def check(runs: dict[str, Callable[[], list[Tensor]]], case: Case, given: Inputs) -> dict[str, float]:
-    """Refuse to time what breaks the accuracy rule; returns the seconds that each side took."""
-    found: dict[str, list[Tensor]] = {}
-    seconds, sample = {}, Sample(case, given)
+def check(runs: dict[str, Callable[[], list[Tensor]]], case: Case, drawn_inputs: Inputs) -> dict[str, float]:
+    """Exit if a side breaks the accuracy rule; return the seconds of each side."""
+    results: dict[str, list[Tensor]] = {}
+    seconds, sample = {}, Sample(case, drawn_inputs)
     for name, run in runs.items():
-        seconds[name] = per_call(lambda name=name, run=run: found.update({name: run()}), 1)
-        if wrong := sample.verdict(dict(zip(("dq", "dk", "dv"), found[name], strict=True))).wrong:
+        seconds[name] = per_call(lambda name=name, run=run: results.update({name: run()}), 1)
+        if wrong := sample.verdict(dict(zip(("dq", "dk", "dv"), results[name], strict=True))).wrong:
             sys.exit(f"{case}, {name}: {wrong}")
     return seconds
 
 
 def measure(setting: Setting, dtype: str, causal: bool, rounds: int) -> dict[str, Any]:
-    """Time one setting; returns milliseconds of each side and how many times as fast attnreg is."""
+    """Time a setting; return milliseconds of each side and the ratio of attnreg's speed."""
     case = case_of(setting, dtype, causal)
-    given = inputs(case)
-    runs = sides(case, given)
-    seconds = check(runs, case, given)
+    drawn_inputs = inputs(case)
+    runs = sides(case, drawn_inputs)
+    seconds = check(runs, case, drawn_inputs)
     others = [name for name in OTHERS if seconds[name] <= TOO_SLOW * min(seconds[each] for each in OTHERS)]
     calls = max(1, round(0.05 / per_call(runs["attnreg"], 1)))
     taken = interleaved(

@@ -1,10 +1,10 @@
-"""Draws what `attnreg bench NAME --out RUN` has written, on whatever machine that was.
+"""Draws a file of `attnreg bench NAME --out RUN`, of any machine.
 
     python benchmarks/redraw.py NAME RUN PICTURE
     python benchmarks/redraw.py selection RUN RUN ... PICTURE --out FILE
     python benchmarks/redraw.py fresh RUN --markdown        prints the tables of docs/benchmarks.md
 
-Several runs of random shapes, on machines of one kind, become one: FILE has all of their shapes.
+Several runs of random shapes, on machines of the same kind, are joined: FILE has all of their shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnreg.tools.bench.shapes import BOTH, FORWARD
 
 
 def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return runs of random shapes as one; each row says by which seed it was drawn."""
+    """Join runs of random shapes; each row has the seed by which it was drawn."""
     rows = [{"seed": run["results"]["seed"]} | row for run in runs for row in run["results"]["rows"]]
     results = {
         "seed": ", ".join(str(run["results"]["seed"]) for run in runs),
@@ -34,7 +34,7 @@ def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Draw one run, or several as one."""
+    """Draw a run, or several joined runs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +54,7 @@ def main() -> None:
         parser.error("expected a run and a picture")
     if len(runs) > 1 and (options.out is None or options.name != "selection"):
         parser.error("several runs: only of selection, and with --out")
-    # Earlier runs say "by hand" for what is called directly.
+    # Earlier runs have "by hand" instead of "called directly".
     texts = (
         run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
         for run in runs

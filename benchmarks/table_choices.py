@@ -1,11 +1,11 @@
-"""How good a measured table's choices are, by times that were measured before. Needs no GPU.
+"""The quality of a measured table's choices, by times measured earlier. Needs no GPU.
 
     python benchmarks/table_choices.py [TABLE] --run RUN [--python] [--json FILE]
 
-The table (by default the one that ships for the H200) chooses for the shapes of RUN, which `attnreg bench
-selection --out RUN` wrote, with `--random` or without, by the times of that run: what another table would
-have reached on the same shapes, without what it would change in the times themselves. `--python` says that
-RUN was without the compiled part.
+RUN is a file of `attnreg bench selection --out RUN`, with `--random` or without. A table, by default the
+shipped table of the H200, chooses for the shapes of RUN, and the times of RUN judge the choices. That is what
+the table would have reached on the same shapes, except for its effect on the times themselves. `--python`
+means that RUN was without the compiled part.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ def fixed_shapes(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[
     cases = {row["case"]: row for row in results["rows"]}
     for shape in held_out("cuda"):
         for step in (FORWARD, BACKWARD):
-            found = cases.get(str(shape), {"directions": {}})["directions"].get(step)
-            if found is not None:
-                best = min(took for name, took in found["front"].items() if name.startswith(FIXED))
-                yield shape, step, {name: took / best for name, took in found["front"].items()}
+            times = cases.get(str(shape), {"directions": {}})["directions"].get(step)
+            if times is not None:
+                best = min(took for name, took in times["front"].items() if name.startswith(FIXED))
+                yield shape, step, {name: took / best for name, took in times["front"].items()}
 
 
 def random_shapes(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
     """Yield each shape that was drawn, step, and what each backend loses."""
     for row in results["rows"]:
         for step in row["rounds"]:
-            seed = row.get("seed", results["seed"])  # of several runs that were joined
+            seed = row.get("seed", results["seed"])  # joined runs have a seed in each row
             yield draw(seed, row["number"], "cuda"), step, losses_of(row, step)
 
 
 def chosen(kinds: Kinds, shape: Shape, step: str, compiled: bool) -> Prediction | None:
-    """Return what a table says of a step."""
+    """Return a table's prediction for a step."""
     spec = shape.spec(DEVICE)
     if step == BOTH:
         return predict_both(kinds, spec, "table", compiled)["forward"]
@@ -89,15 +89,15 @@ def choice(
 
 
 def by_run(kinds: Kinds, results: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
-    """Print and return what the table would have chosen in a run, and the shapes that lose over a tenth."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Print and return the table's choices in a run, and the shapes that lose over a tenth."""
+    rows_of_steps: dict[str, list[dict[str, Any]]] = {}
     for shape, step, losses in (random_shapes if "seed" in results else fixed_shapes)(results):
         able = {name.removeprefix(FIXED): loss for name, loss in losses.items() if name.startswith(FIXED)}
         prediction = chosen(kinds, shape, step, compiled)
         name = choice(prediction, shape.spec(DEVICE), able, registry.entries())
-        found.setdefault(step, []).append({"case": str(shape), "chosen": name, "loss": able[name]})
+        rows_of_steps.setdefault(step, []).append({"case": str(shape), "chosen": name, "loss": able[name]})
     summed = {}
-    for step, rows in found.items():
+    for step, rows in rows_of_steps.items():
         losses = [row["loss"] for row in rows]
         mean, worst, above = (
             statistics.fmean(losses),

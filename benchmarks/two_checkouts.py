@@ -1,12 +1,12 @@
-"""What calls take of the host in two checkouts of attnreg, in processes that take turns.
+"""The host time of calls in two checkouts of attnreg, in processes that take turns.
 
     python benchmarks/two_checkouts.py OLD NEW [--device cpu|cuda] [--backend NAME] [--rounds N] [--out FILE]
 
-OLD and NEW are folders of checkouts, each with its `attnreg build` done. A host's speed changes by more
-within seconds than two versions differ, so that one run after the other settles nothing: here each round has
-both, in a random order, and the figure is the median of NEW over OLD, round by round. The calls are small, so
-that the host bounds them: SDPA and `varlen_attn`, forward without and with a gradient, and forward +
-backward, with the backend registered.
+OLD and NEW are folders of checkouts, each with its `attnreg build` done. A host's speed changes more within
+seconds than two versions differ, so runs in succession prove nothing. Here each round has both, in a random
+order, and the figure is NEW over OLD, by round, median. The calls are small, so that the host bounds them:
+SDPA and `varlen_attn`, forward without and with a gradient, and forward + backward, with the backend
+registered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALLS, BURSTS = 200, 3
 
 
 def calls_of(device: str) -> dict[str, Callable[[], object]]:
-    """Return each call by its name. Here is nothing of `attnreg` but what any version of it has."""
+    """Return each call by its name; uses only names that any version of `attnreg` has."""
     from attnreg import varlen_attn  # of the checkout that PYTHONPATH names
 
     length, heads, dim, dtype = (
@@ -41,12 +41,12 @@ def calls_of(device: str) -> dict[str, Callable[[], object]]:
     bhsd = [torch.randn(2, heads, length, dim, device=device).to(dtype) for _ in "qkv"]
     rows = [x.transpose(1, 2).flatten(0, 1).contiguous() for x in bhsd]
     ends = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=device)
-    found: dict[str, Callable[[], object]] = {}
-    for front, given, further in (
+    calls: dict[str, Callable[[], object]] = {}
+    for front, tensors, further in (
         (F.scaled_dot_product_attention, bhsd, ()),
         (varlen_attn, rows, (ends, ends, length, length)),
     ):
-        leaves, ones = [x.clone().requires_grad_() for x in given], torch.ones_like(given[0])
+        leaves, ones = [x.clone().requires_grad_() for x in tensors], torch.ones_like(tensors[0])
 
         def attend(tensors: Any, front: Any = front, further: Any = further) -> Any:
             return front(*tensors, *further)
@@ -54,14 +54,14 @@ def calls_of(device: str) -> dict[str, Callable[[], object]]:
         def both(attend: Any = attend, leaves: Any = leaves, ones: Any = ones) -> Any:
             return torch.autograd.grad(attend(leaves), leaves, ones)
 
-        found[f"{front.__name__}, forward, no grad"] = lambda attend=attend, given=given: attend(given)
-        found[f"{front.__name__}, forward, grad"] = lambda attend=attend, leaves=leaves: attend(leaves)
-        found[f"{front.__name__}, forward + backward"] = both
-    return found
+        calls[f"{front.__name__}, forward, no grad"] = lambda attend=attend, tensors=tensors: attend(tensors)
+        calls[f"{front.__name__}, forward, grad"] = lambda attend=attend, leaves=leaves: attend(leaves)
+        calls[f"{front.__name__}, forward + backward"] = both
+    return calls
 
 
 def serve(device: str, backend: str) -> None:
-    """Measure all calls each time that a line comes; print microseconds."""
+    """Measure all calls for each line of stdin; print microseconds."""
     import attnreg
 
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def main() -> None:
     show_machine()
     rows = []
     for name in rounds[0][0]:
-        old, new = ([one[name] for one in taken] for taken in rounds)
+        old, new = ([taken_in_round[name] for taken_in_round in taken] for taken in rounds)
         rows.append((name, statistics.median(old), statistics.median(new), median_ratio(new, old)))
     save(options.out, {"backend": options.backend, "rows": rows, "rounds": rounds})
     cells = [(name, f"{old:.1f}", f"{new:.1f}", f"{ratio:.3f}") for name, old, new, ratio in rows]

@@ -1,8 +1,8 @@
 """The policy "adaptive": backends take turns at the first calls of a kind, until the fastest is known.
 
-As `cudnn.benchmark` does for convolutions, but on the calls that the program makes anyway. What was seen is a
-measured table of the user's own, in the cache folder, one for each environment: a later process starts with
-it. Calls belong together if they are of one kind and of nearly one size (`cell_of`).
+It works like `cudnn.benchmark` for convolutions, but on the program's own calls. Measured times go into a
+table in the cache folder, one table for each environment, with which a later process starts. Calls of the
+same kind and nearly the same size share turns (`cell_of`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ log = logging.getLogger("attnreg")
 
 NAME = 'what policy = "adaptive" has seen'
 
-# A backend that a measured table puts above so many times the best gets no turn.
+# A backend gets no turn if a measured table predicts more than so many times the best time.
 HOPELESS = 2.0
-# How long ranks wait for the one that measures, and how often they look.
+# How long ranks wait for the measuring rank, and how often they check.
 PATIENCE_S, LOOK_S = 60.0, 0.5
 
 
 class Learned:
-    """What this process has seen in one environment, and what earlier ones have left in the cache folder.
+    """The times of an environment: this process's, and those of earlier processes in the cache folder.
 
-    `digest` says which environment it is, alike on all ranks of a job.
+    `digest` identifies the environment, equally on all ranks of a job.
     """
 
     def __init__(self, here: Environment, digest: str, file: Path | None) -> None:
@@ -56,24 +56,24 @@ class Learned:
         self.known = {cell_of(*point.place): point for point in self._read()}
 
     def turns_of(self, spec: AttentionSpec, direction: Direction) -> Turns:
-        """Return the turns that a call belongs to; new ones begin with what is known."""
+        """Return the turns that a call belongs to; new turns start with the known times."""
         kind, size = kind_of(spec, direction), size_of(spec)
         cell = cell_of(kind, size)
-        found = self.turns.get(cell)
-        if found is None:
+        turns = self.turns.get(cell)
+        if turns is None:
             name = f"{self._digest}/{hashlib.sha256(repr(cell).encode()).hexdigest()[:16]}"
-            found = self.turns[cell] = Turns(kind, size, name, since=time.monotonic())
+            turns = self.turns[cell] = Turns(kind, size, name, since=time.monotonic())
             if job_store.group_of_several() is not None:
                 try:
-                    found.role = "measures" if job_results.claim(name) else "follows"
-                except RuntimeError:  # what the other ranks choose can't be known
-                    found.closed = True
-            if cell in self.known and found.role != "follows" and not found.closed:
-                self._close(found, self.known[cell])
-        return found
+                    turns.role = "measures" if job_results.claim(name) else "follows"
+                except RuntimeError:  # the other ranks' choice can't be known
+                    turns.closed = True
+            if cell in self.known and turns.role != "follows" and not turns.closed:
+                self._close(turns, self.known[cell])
+        return turns
 
     def point_of(self, spec: AttentionSpec, direction: Direction) -> Point | None:
-        """Return what was seen of such calls; None before all turns are over."""
+        """Return the measured times of such calls; None before all turns are over."""
         cell = cell_of(kind_of(spec, direction), size_of(spec))
         turns = self.turns.get(cell)
         return turns.point if turns is not None else self.known.get(cell)
@@ -85,45 +85,45 @@ class Learned:
 
     def collect(self) -> None:
         """Close the turns that are over."""
-        for one in self.turns.values():
-            if one.closed:
+        for turns in self.turns.values():
+            if turns.closed:
                 continue
-            if one.role == "follows":
-                self._look(one)
+            if turns.role == "follows":
+                self._look(turns)
                 continue
-            one.collect()
-            if (point := one.result()) is not None:
-                self._close(one, point)
-                if point.backends and not one.failed:  # memory may be free, or a bug mended, the next time
+            turns.collect()
+            if (point := turns.result()) is not None:
+                self._close(turns, point)
+                if point.backends and not turns.failed:  # next time memory may be free, or a bug fixed
                     self.known[cell_of(*point.place)] = point
                     self._save()
 
-    def _look(self, one: Turns) -> None:
-        """Take over what another rank has measured; without it in time, have all ranks go on without."""
+    def _look(self, turns: Turns) -> None:
+        """Adopt another rank's result; if it is overdue, settle for all ranks that there is none."""
         now = time.monotonic()
-        if now < one.looked + LOOK_S:
+        if now < turns.looked + LOOK_S:
             return
-        one.looked = now
+        turns.looked = now
         try:
-            found = job_results.published(one.name)
-            if not found and now > one.since + PATIENCE_S:
-                found = job_results.settled(one.name, NOTHING)
-            if found:
-                one.closed, one.point = True, job_results.read(found)
+            result = job_results.published(turns.name)
+            if not result and now > turns.since + PATIENCE_S:
+                result = job_results.settled(turns.name, NOTHING)
+            if result:
+                turns.closed, turns.point = True, job_results.read(result)
         except RuntimeError:
-            one.closed = True
+            turns.closed = True
 
-    def _close(self, one: Turns, point: Point) -> None:
-        """End turns with a result; in a job with the one that all ranks take."""
-        one.closed, one.point = True, point if point.backends else None
-        if one.role:
+    def _close(self, turns: Turns, point: Point) -> None:
+        """End turns with a result; in a job with the result that all ranks adopt."""
+        turns.closed, turns.point = True, point if point.backends else None
+        if turns.role:
             text = json.dumps(point.to_dict()) if point.backends else NOTHING
             try:
-                one.point = job_results.read(job_results.settled(one.name, text))
+                turns.point = job_results.read(job_results.settled(turns.name, text))
             except RuntimeError:
-                one.point = None
+                turns.point = None
         times = ", ".join(
-            f"{name} {seen.gpu_us:.0f} us" for name, seen in point.backends.items() if seen.gpu_us
+            f"{name} {measured.gpu_us:.0f} us" for name, measured in point.backends.items() if measured.gpu_us
         )
         log.info("%s: %s: %s", NAME, point.kind, times)
 
@@ -136,7 +136,7 @@ class Learned:
         return ()
 
     def _save(self) -> None:
-        """Write all that is known, with what other processes have added meanwhile."""
+        """Write all known times, merged with those that other processes have added meanwhile."""
         if self._file is None:
             return
         try:
@@ -156,7 +156,7 @@ _keeps = True
 
 @contextlib.contextmanager
 def from_nothing() -> Iterator[None]:
-    """Know nothing, and leave nothing behind: for tests and benchmarks."""
+    """Start without known times, and save none: for tests and benchmarks."""
     global _learned, _keeps
     before = _learned, _keeps
     _learned, _keeps = {}, False
@@ -169,8 +169,8 @@ def from_nothing() -> Iterator[None]:
 class Adaptive:
     """The policy, for one state of the registry and the settings.
 
-    `disabled` are names of backends that take no turns. What was seen is kept separately for each set
-    of them: a backend that is enabled later has to have its turns.
+    `disabled` are names of backends that get no turns. Times are kept separately for each set of disabled
+    backends, so that a backend gets its turns when it is enabled later.
     """
 
     def __init__(
@@ -182,14 +182,14 @@ class Adaptive:
     def predict(
         self, spec: AttentionSpec, direction: Direction, builders: frozenset[str] = frozenset()
     ) -> Prediction | None:
-        """Return the times that were seen of such calls; before all turns are over, what a table predicts."""
+        """Return the measured times of such calls; before all turns are over, a table's prediction."""
         by_table = self._tables.predict(spec.of(direction), direction, builders)
         spec = spec.without_sinks.of(direction)  # see `turn`
         if not _may_have_turns(spec):
             return by_table
         here = self._here(spec.device)
         with lock:
-            points = {one: here.point_of(spec, one) for one in DIRECTIONS}
+            points = {way: here.point_of(spec, way) for way in DIRECTIONS}
         if points[direction] is None:
             return by_table
         kinds = Kinds(point for point in points.values() if point is not None)
@@ -197,30 +197,33 @@ class Adaptive:
         if table is not None:
             kinds.fronts = table.kinds.fronts
         if spec.needs_backward and None not in points.values():
-            seen = predict_both(kinds, spec, NAME, self._tables.compiled, builders)[direction]
+            prediction = predict_both(kinds, spec, NAME, self._tables.compiled, builders)[direction]
         else:
-            seen = predict(kinds, spec, direction, NAME, self._tables.compiled, builders)
-        return seen and replace(seen, notes=(), leads=True, rest=by_table)
+            prediction = predict(kinds, spec, direction, NAME, self._tables.compiled, builders)
+        return prediction and replace(prediction, notes=(), leads=True, rest=by_table)
 
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:
-        """Take the times that have come in, before a call is decided about."""
+        """Collect finished times before the decision about a call."""
         if not spec.capturing and _may_have_turns(spec):
-            found = self._here(spec.device)
+            learned = self._here(spec.device)
             with lock:
-                found.turns_of(spec.without_sinks.of(direction), direction)
-                found.collect()
+                learned.turns_of(spec.without_sinks.of(direction), direction)
+                learned.collect()
 
     def turn(
         self, spec: AttentionSpec, direction: Direction, able: Sequence[str], predicted: Prediction | None
     ) -> Turn | None:
         """Return the turn that a call is; None if it is none.
 
-        Backends that are `able` to run it, the first choice first, take turns, but for the reference, which
-        may need more memory than there is, and those that a table puts far behind. A turn without a backend
-        is nobody's: what was decided holds for this call. So is a forward's whose own turns are over while
-        those of its backward aren't, for so many calls: which backend takes least for both isn't known yet.
-        Calls with sinks take the turns of those without: no kernel is given sinks in its turn, and its time
-        is taken before results are rescaled.
+        Backends that are `able` to run the call, the first choice first, take turns. Excluded are the
+        reference, which may need too much memory, and backends that a table puts far behind.
+
+        A turn without a backend is nobody's: the call runs as decided. A forward gets such turns, up to
+        `MOST_CALLS`, if its own turns are over and its backward's aren't, because the fastest backend for
+        both directions isn't known yet.
+
+        Calls with sinks share the turns of calls without: in its turn no kernel gets sinks, and its time ends
+        before results are rescaled.
         """
         spec = spec.without_sinks
         names = _worth_a_turn(able, predicted)
@@ -238,7 +241,7 @@ class Adaptive:
             return Turn(turns, "" if turns.role == "follows" else turns.next(names), spec)
 
     def notes(self, spec: AttentionSpec, direction: Direction) -> Iterator[str]:
-        """Yield how far the turns of such calls are."""
+        """Yield a sentence on how many turns of such calls have been taken."""
         if spec.device.simulated:
             return
         spec = spec.without_sinks.of(direction)
@@ -247,14 +250,14 @@ class Adaptive:
             turns = here.turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
             if turns is None or turns.closed or not turns.backends:
                 return
-            taken = ", ".join(f"{name} {given} of {turns.each}" for name, given in turns.given.items())
+            taken = ", ".join(f"{name} {count} of {turns.each}" for name, count in turns.given.items())
             yield f'policy = "adaptive": turns taken by a {direction} like this one: {taken}'
 
     def _here(self, device: Device) -> Learned:
-        """Return what was seen in this environment; not behind the lock: backends say whether they load."""
+        """Return the times of this environment. Outside the lock it checks whether backends load."""
         if device not in self._environments:
             here = environment(device, self._entries())
-            # Tables apply with any driver, too.
+            # Without the driver, because tables apply with any driver.
             known = repr((asdict(replace(here, driver="")), self._disabled))
             self._environments[device] = hashlib.sha256(known.encode()).hexdigest()[:12], here
         digest, here = self._environments[device]
@@ -270,9 +273,9 @@ class Adaptive:
 
 
 def _may_have_turns(spec: AttentionSpec) -> bool:
-    """Whether one backend may run a call today and another tomorrow, and whether it is one of many alike.
+    """Whether backends may alternate at a call, and whether similar calls are likely to follow.
 
-    Fewer backends take pages or a scale of 0 and less, and not those that take the same call without.
+    Calls with pages, or a scale of 0 or less, have no turns: other, fewer backends can run them.
     """
     sizes = spec.batch, spec.max_q, spec.max_k, spec.heads_q, spec.tokens_q, spec.tokens_k
     special = (
@@ -282,7 +285,7 @@ def _may_have_turns(spec: AttentionSpec) -> bool:
 
 
 def _worth_a_turn(able: Sequence[str], predicted: Prediction | None) -> list[str]:
-    found = {name: predicted.of(name) if predicted else None for name in able if name != REFERENCE}
-    costs = {name: one.cost_us for name, one in found.items() if one is not None}
+    candidates = {name: predicted.of(name) if predicted else None for name in able if name != REFERENCE}
+    costs = {name: candidate.cost_us for name, candidate in candidates.items() if candidate is not None}
     most = HOPELESS * min((cost for cost in costs.values() if cost is not None), default=0.0)
-    return [name for name in found if name not in costs or 0 <= (costs[name] or most + 1) <= most]
+    return [name for name in candidates if name not in costs or 0 <= (costs[name] or most + 1) <= most]

@@ -1,7 +1,7 @@
-"""Environments of a measurement: this one, and how that of a table or a lockfile differs from it.
+"""Environments of measurements: the present environment, and its comparison with a table's or a lockfile's.
 
-Times of other versions, or of another card of the same architecture, aren't those of this machine, but they
-are better than none: such a table is a prior. `RULES` says from which difference on it is worth nothing.
+Times of other versions, or of another card of the same architecture, aren't this machine's times, but they
+are better than none: such a table is a prior. `RULES` has the differences that make a table worthless.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from attnreg.core.times.table import Environment
 
 
 def environment(device: Device, entries: Mapping[str, Entry]) -> Environment:
-    """Return the environment of a measurement on that device, now."""
-    import torch  # most programs that look into a lockfile or a table have it already
+    """Return the present environment of measurements on a device."""
+    import torch  # here, because most programs that read a lockfile or a table have imported it already
 
     return _environment(device, tuple(entries.values()), torch.get_num_threads())
 
 
-# States come and go with every registration, and reading the versions of packages reads files.
+# Cached, because every registration makes a new state, and the versions of packages are read from files.
 @functools.lru_cache(maxsize=16)
 def _environment(device: Device, entries: tuple[Entry, ...], threads: int) -> Environment:
     import torch
@@ -54,21 +54,21 @@ def _environment(device: Device, entries: tuple[Entry, ...], threads: int) -> En
 
 def _first_match(file: str, pattern: str) -> str:
     try:
-        found = re.search(pattern, Path(file).read_text(encoding="utf-8"))
+        match = re.search(pattern, Path(file).read_text(encoding="utf-8"))
     except OSError:
         return ""
-    return found.group() if found else ""
+    return match.group() if match else ""
 
 
 class Rule(NamedTuple):
     """How one field of two environments is compared.
 
     Attributes:
-        title: its name in a sentence.
-        same: how many leading numbers of a version have to be equal for a table to apply here; None: the
-            text.
-        near: how many have to be for it to be a prior; None if any difference makes it worthless.
-        why: why it is worthless beyond that.
+        title: the field's name in sentences.
+        same: how many leading numbers of a version have to be equal for a table to apply here. None: the
+            whole text has to be.
+        near: how many have to be equal for the table to be a prior. None: any difference makes it worthless.
+        why: why a larger difference makes it worthless.
     """
 
     title: str
@@ -96,8 +96,8 @@ class Match(NamedTuple):
 
     Attributes:
         refused: differences that make a table worthless here, with the reason.
-        near: those that make it a prior.
-        notes: those that don't matter.
+        near: differences that make a table a prior.
+        notes: differences without effect.
     """
 
     refused: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Match(NamedTuple):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """All that matter."""
+        """All differences with an effect."""
         return (*self.refused, *self.near)
 
 
@@ -114,29 +114,29 @@ def matched(measured: Environment, here: Environment, done: str = "measured", wh
     """Compare the environment of a table or a lockfile with this one.
 
     Args:
-        measured: the environment of the file.
-        here: the environment that it is to be used in.
+        measured: the file's environment.
+        here: the present environment.
         done: how the file was made: "measured" or "locked".
-        whole: whether versions have to be equal to the last number, which a lockfile asks for.
+        whole: whether versions have to be equal to the last number, as for a lockfile.
     """
     refused: list[str] = []
     near: list[str] = []
     notes: list[str] = []
 
-    def compare(rule: Rule, there: str, now: str, title: str, none: str = "none") -> None:
-        if there == now:
+    def compare(rule: Rule, was: str, now: str, title: str, none: str = "none") -> None:
+        if was == now:
             return
         if not measured.compute_capability:
             # Instructions and caches decide there, and whether a kernel is compiled.
             rule = rule._replace(near=None, why="a table of a CPU is no prior")
-        sentence = f"{done} with {title} {there or none}, here it is {now or 'none'}"
+        sentence = f"{done} with {title} {was or none}, here it is {now or 'none'}"
 
         def is_alike(count: int) -> bool:
-            return _leading(there, count) == _leading(now, count)
+            return _leading(was, count) == _leading(now, count)
 
         if not whole and rule.same is not None and is_alike(rule.same):
             notes.append(sentence)
-        elif rule.near is not None and not (there and now):
+        elif rule.near is not None and not (was and now):
             refused.append(sentence if whole else f"{sentence}: one of them isn't known")
         elif rule.near is not None and is_alike(rule.near):
             near.append(sentence)
@@ -147,32 +147,32 @@ def matched(measured: Environment, here: Environment, done: str = "measured", wh
         compare(rule, getattr(measured, field), getattr(here, field), rule.title)
     if measured.driver != here.driver:
         notes.append(f"{done} with driver {measured.driver or 'none'}, here it is {here.driver or 'none'}")
-    for name, there in measured.backends.items():
+    for name, was in measured.backends.items():
         now = here.backends.get(name)
         if now is None:
             notes.append(f"{name} was {done} and doesn't load here")
-        elif _own_version(there, measured.torch) != _own_version(now, here.torch):
-            compare(BACKEND, there, now, name, "of no version")
+        elif _own_version(was, measured.torch) != _own_version(now, here.torch):
+            compare(BACKEND, was, now, name, "of no version")
     unknown = (name for name in here.backends if name not in measured.backends and name != "math")
     notes += [f"{name} wasn't measured: it keeps its place" for name in unknown]
     return Match(tuple(refused), tuple(near), tuple(notes))
 
 
 def matched_simulated(measured: Environment, device: Device, done: str = "measured") -> Match:
-    """Compare with a simulated device, of which only the compute capability is known."""
+    """Compare with a simulated device, which has only a compute capability."""
     here = ".".join(map(str, device.capability or ()))
     if measured.compute_capability != here:
-        there = measured.compute_capability or "none"
-        return Match((f"{done} with compute capability {there}, here it is {here or 'none'}",))
+        was = measured.compute_capability or "none"
+        return Match((f"{done} with compute capability {was}, here it is {here or 'none'}",))
     return Match(notes=(f"assumes that the device is {measured.device}, with the same versions",))
 
 
 def _leading(version: str, count: int) -> list[str]:
-    if re.fullmatch(r"\d{5,}", version):  # cuDNN's 91900, which is 9.19.0
+    if re.fullmatch(r"\d{5,}", version):  # cuDNN's 91900 is version 9.19.0
         version = version[:-4]
     return re.findall(r"\d+", version)[:count]
 
 
 def _own_version(version: str, torch: str) -> str:
-    """Return a backend's version without torch's, which has a rule of its own."""
+    """Return a backend's version without torch's version, which has a rule of its own."""
     return version.removeprefix(torch) if torch else version

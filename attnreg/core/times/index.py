@@ -1,4 +1,4 @@
-"""The points of a table, grouped by family of kinds; finds the nearest to a call in microseconds."""
+"""The points of a table, by family of kinds: a look-up of the points nearest to a call takes microseconds."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from attnreg.core.times.kinds import (
 )
 from attnreg.core.times.points import Front, Measured, Point
 
-# How many points a prediction uses. With each point of the H200's table predicted from the others, eight,
-# weighted by the inverse square of their distance, chose best.
+# How many points a prediction uses, weighted by the inverse square of their distance. With each point of the
+# H200's table predicted from the other points, eight chose best.
 NEAREST = 8
 
-# The names of the coordinates in notes about calls outside the measured range, and what a power of two is in
-# each. Those without a name get no note: another coordinate's note covers them, or they have no consequence.
+# For notes on calls outside the measured range: the coordinates' names, and the step of a power of two in
+# each. A coordinate without a name gets no note: another coordinate's note covers it, or it has no
+# consequence.
 AXES = ("batch x heads", "max_q", "max_k", "", "heads for each key head", "", "", "")
 STEPS = (1.0, 1.0, 1.0, 1.0, RATIO, 1.0, 1.0, 1.0)
 
-# How much farther than the nearest point the nearest complete one may be, in powers of two.
+# How much farther away than the nearest point the nearest complete point may be, in powers of two.
 AS_NEAR = 2.0
 
 # A point that is nearer than this has the call's own coordinates.
 EXACT = 1e-9
 
-# The most that is taken for the fixed cost of a kernel; the rest of its time grows with the work. Of 8, 10
-# and 15 this chose best.
+# The upper bound of a kernel's fixed cost; the rest of its time grows with the work. Of 8, 10 and 15 this
+# chose best.
 MOST_FLOOR_US = 10.0
 
 
@@ -57,11 +58,11 @@ class Index:
     Attributes:
         family: their common kind.
         places: the points with their coordinates.
-        has_short: whether some points have a few queries only.
+        has_short: whether some points have at most `SHORT` queries.
         low, high: the measured range of each coordinate.
-        floors: for each backend the fixed cost of a call, in microseconds.
-        hosts: for each backend the median host time of its function, in microseconds.
-        first_calls: for each backend the median time of the first call of a shape, in seconds.
+        floors: by backend, the fixed cost of a call, in microseconds.
+        hosts: by backend, the median host time of its function, in microseconds.
+        first_calls: by backend, the median time of the first call of a shape, in seconds.
     """
 
     def __init__(self, family: Kind, places: list[Place]) -> None:
@@ -71,31 +72,33 @@ class Index:
         self.low, self.high = (
             tuple(map(end, zip(*(place.at for place in places), strict=True))) for end in (min, max)
         )
-        # What was wrong with a backend at a ratio of heads, at any size; and the ratios with a time.
+        # By backend and ratio of heads: what was wrong, at any size; and whether there is a time.
         self._wrong: dict[tuple[str, int], str] = {}
         self._right: set[tuple[str, int]] = set()
         timed: dict[str, list[Measured]] = {}
         for _, point, _ in places:
-            for name, one in point.backends.items():
-                if one.wrong:
-                    self._wrong.setdefault((name, point.kind.ratio), f"{one.trouble} at {point.size}")
-                if one.gpu_us is not None:
+            for name, result in point.backends.items():
+                if result.wrong:
+                    self._wrong.setdefault((name, point.kind.ratio), f"{result.trouble} at {point.size}")
+                if result.gpu_us is not None:
                     self._right.add((name, point.kind.ratio))
-                    timed.setdefault(name, []).append(one)
+                    timed.setdefault(name, []).append(result)
         self.floors = {
-            name: min(0.9 * min(one.gpu_us or 0.0 for one in found), MOST_FLOOR_US)
-            for name, found in timed.items()
+            name: min(0.9 * min(result.gpu_us or 0.0 for result in results), MOST_FLOOR_US)
+            for name, results in timed.items()
         }
-        self.hosts = {name: median(one.host_us for one in found) for name, found in timed.items()}
-        self.first_calls = {name: median(one.first_call_s for one in found) for name, found in timed.items()}
-        # The places that have every backend of the family, if most do. Where one lacks a backend, the others
-        # would be compared at sizes other than its.
+        self.hosts = {name: median(result.host_us for result in results) for name, results in timed.items()}
+        self.first_calls = {
+            name: median(result.first_call_s for result in results) for name, results in timed.items()
+        }
+        # The places that have every backend of the family, if most places do. With an incomplete place
+        # backends would be compared at different sizes.
         everyone = {name for place in places for name in place.point.backends}
         complete = {n for n, place in enumerate(places) if everyone <= place.point.backends.keys()}
         self._complete = complete if 2 * len(complete) > len(places) else set()
 
     def clamped(self, at: tuple[float, ...]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """Return the nearest coordinates in the measured range, and in which a call is outside of it."""
+        """Return the nearest coordinates in the measured range, and the names of those outside it."""
         inside = tuple(map(min, map(max, at, self.low), self.high))
         if inside == at:
             return at, ()
@@ -107,75 +110,76 @@ class Index:
         return inside, outside
 
     def misfit(self, name: str, queries: range, growth: int) -> float:
-        """Return how much a backend's times differ for the same work, of points with so many queries."""
+        """Return how much a backend's times for the same work differ, over points with `queries` queries."""
         floor = self.floors.get(name, 0.0)
         costs = [
-            log(max(found.gpu_us - floor, 1.0) / place.works[growth])
+            log(max(result.gpu_us - floor, 1.0) / place.works[growth])
             for place in self.places
             if place.point.size.max_q in queries
-            and (found := place.point.backends.get(name)) is not None
-            and found.gpu_us is not None
+            and (result := place.point.backends.get(name)) is not None
+            and result.gpu_us is not None
         ]
         return pvariance(costs) * len(costs) if costs else 0.0
 
     def nearest(
         self, at: tuple[float, ...], itself: tuple[Kind, Size] | None = None
     ) -> list[tuple[float, Place]]:
-        """Return the nearest few points and their distances; if one has these very coordinates, it alone.
+        """Return the few nearest points and their distances, or only the point with these coordinates.
 
-        A distance of 1 is a factor of two in one of the sizes. Several points may have the same coordinates,
-        as windows and packed totals are none: `itself` then comes first.
+        A distance of 1 is a factor of two in one of the sizes. Several points may share coordinates, because
+        windows
+        and packed totals are no coordinates: `itself` is then preferred.
         """
         # A family has some dozens of points: a full scan takes a few microseconds.
         by_distance = sorted(zip(map(dist, self._ats, repeat(at)), count(), strict=False))
         if by_distance[0][0] >= EXACT:
-            complete = [one for one in by_distance if one[1] in self._complete]
+            complete = [pair for pair in by_distance if pair[1] in self._complete]
             if complete and complete[0][0] <= by_distance[0][0] + AS_NEAR:
                 by_distance = complete
             return [(distance, self.places[number]) for distance, number in by_distance[:NEAREST]]
         exact = [self.places[number] for distance, number in by_distance if distance < EXACT]
-        return [(0.0, next((one for one in exact if one.point.place == itself), exact[0]))]
+        return [(0.0, next((place for place in exact if place.point.place == itself), exact[0]))]
 
     def wrong_with(self, name: str, ratio: int) -> str:
-        """Return what is wrong with a backend at a ratio of heads; if that wasn't measured, at any."""
+        """Return what is wrong with a backend at a ratio of heads; if that wasn't measured, at any ratio."""
         if (name, ratio) in self._wrong or (name, ratio) in self._right:
             return self._wrong.get((name, ratio), "")
-        return next((found for (other, _), found in self._wrong.items() if other == name), "")
+        return next((problem for (other, _), problem in self._wrong.items() if other == name), "")
 
 
 class Kinds:
-    """The families of a table, and which of them predicts a call.
+    """The families of a table, and the choice of a family for a call.
 
     Attributes:
         fronts: host times by the `place` of a `Front`.
-        processors: how many multiprocessors the device has; 1 where that doesn't matter (`kinds.works`).
+        processors: the number of multiprocessors; 1 if it has no effect (see `kinds.works`).
     """
 
     def __init__(self, points: Iterable[Point], fronts: Iterable[Front] = (), processors: int = 1) -> None:
-        self.fronts, self.processors = {one.place: one.host_us for one in fronts}, processors
+        self.fronts, self.processors = {front.place: front.host_us for front in fronts}, processors
         places: dict[Kind, list[Place]] = {}
         for point in points:
             kind, size = point.kind, point.size
-            one = Place(coordinates(kind, size), point, works(kind, size, processors))
-            places.setdefault(family_of(kind), []).append(one)
-        self._exact = {family: Index(family, found) for family, found in places.items()}
+            place = Place(coordinates(kind, size), point, works(kind, size, processors))
+            places.setdefault(family_of(kind), []).append(place)
+        self._exact = {family: Index(family, places_of_family) for family, places_of_family in places.items()}
         self._known: dict[tuple[Kind, bool], Index | None] = {}
         self._growths: dict[tuple[str, int], int] = {}
 
     def growth_of(self, name: str, family: Kind, max_q: int) -> int:
-        """Return the place in `GROWTHS` of the one that fits a backend's times best.
+        """Return the place in `GROWTHS` of the growth that fits a backend's times best.
 
-        Times for the same work should differ least within families. For one query, and for a few, those of
-        all families count; for more, those of forwards with this head dim. If no family has two, it is the
-        first.
+        Within a family times for the same work should differ least. For a single query, and for a few, times
+        of all families count; for more, times of forwards with this head dim. Without two times in any
+        family, it is the first growth.
         """
         few = max_q <= SHORT
         key = name, min(max_q, 2) if few else -family.head_dim
         if not few and family.direction == "backward":
-            return 0  # `works` has one for all
-        if (found := self._growths.get(key)) is None:
-            found = self._growths[key] = self._fitting(name, family.head_dim, max_q)
-        return found
+            return 0  # for backwards all growths are equal, see `works`
+        if (growth := self._growths.get(key)) is None:
+            growth = self._growths[key] = self._fitting(name, family.head_dim, max_q)
+        return growth
 
     def _fitting(self, name: str, head_dim: int, max_q: int) -> int:
         if max_q > SHORT:
@@ -189,12 +193,13 @@ class Kinds:
         else:
             queries = range(1, 2) if max_q == 1 else range(2, SHORT + 1)
             growths, near = range(len(SPREADS)), [*self._exact.values()]
-        return min(growths, key=lambda growth: sum(one.misfit(name, queries, growth) for one in near))
+        return min(growths, key=lambda growth: sum(index.misfit(name, queries, growth) for index in near))
 
     def index_for(self, kind: Kind, max_q: int) -> Index | None:
-        """Return the points of that kind's family, else of the nearest family that may replace it.
+        """Return the points of that kind's family, or of the nearest family that may replace it.
 
-        For a few queries, of those that have points with as few, if any has: kernels take other ways then.
+        For a few queries families that have points with few queries are preferred, because kernels then have
+        other code paths.
         """
         family, short = family_of(kind), max_q <= SHORT
         if (family, short) not in self._known:

@@ -1,7 +1,7 @@
-"""What makes the times of two calls comparable: their kind, and their coordinates within it.
+"""Kinds and coordinates of calls, by which their times are comparable.
 
-Within a kind, kernels take the same code paths, so times can be interpolated between sizes, and between kinds
-that differ only in the ratio of heads. Between other kinds they can't, except as `distance_between` allows.
+Within a kind, kernels have the same code paths, so times can be interpolated between sizes, and between kinds
+that differ only in the ratio of heads. Other kinds' times are only used as `distance_between` allows.
 """
 
 from __future__ import annotations
@@ -16,44 +16,46 @@ from attnreg.core.contract.spec import AttentionSpec, Direction
 
 MASKS = ("none", "causal", "window")
 
-# Both run on the same units at the same rate, so one can replace the other.
+# Both run on the same units at the same rate, so times of either dtype can replace the other's.
 HALVES = ("bfloat16", "float16")
 
-# Reading a number takes about as long as this many multiplications; short queries are bound by reading.
+# Reading a number takes about as long as so many multiplications; calls with few queries are bound by
+# reading.
 READING = 100
 
-# The distance of a factor of two in the ratio of heads, where one in a size is 1: with each point of the
-# H200's table predicted from the others, 0.5 is best (0.25 and 1 are worse). A call with few queries mostly
-# reads the keys, and a kernel may read those of several heads once or several times: there the distance is
-# larger.
+# The distance of a factor of two in the ratio of heads; in a size the distance of a factor of two is 1. With
+# each point of the H200's table predicted from the other points, 0.5 is best (0.25 and 1 are worse). A call
+# with at most `SHORT` queries mostly reads keys, and kernels read a key head once or once for each of its
+# query heads: `FARTHER` is then added to the distance.
 RATIO, SHORT, FARTHER = 0.5, 16, 1.0
 
-# Kernels process keys in tiles of this size. Without a mask they check bounds only for a partial last tile,
-# which takes cuDNN a quarter longer on an H200.
+# Kernels process keys in tiles of this size. Without a mask they check bounds only for a partial last tile.
+# With a partial tile cuDNN takes a quarter longer on an H200.
 TILE, PARTIAL = 128, 1.0
 
 # Kernels have other code paths for one query than for two.
 SINGLE = 5.0
 
-# What the host takes for a call depends on how many kernels it launches, hardly on its size. Where there are
-# fewer blocks of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among
-# blocks, and one more kernel adds up the parts. With one query cuDNN does so, too, from some keys on, if its
-# blocks are for less than half of the multiprocessors. Where query heads share key heads, kernels add up the
-# gradients of the keys, and FA4's are two more.
+# A call's host time depends on the number of kernels that it launches, hardly on its size. With fewer blocks
+# of queries than an H100 runs at once, and more than a tile of keys, FA2 splits the keys among blocks. A
+# further kernel then adds up the parts. With a single query cuDNN splits them, too, from some number of keys
+# on, if its blocks occupy less than half of the multiprocessors. If query heads share key heads, further
+# kernels add up the gradients of the keys; FA4 has two of these.
 MANY, FEW, ONE, LONG = "many queries", "few queries", "one query", "one query, many keys"
 SHARED = ", shared key heads"
 HOST_SHAPES = (MANY, MANY + SHARED, FEW, FEW + SHARED, ONE, LONG)
 ROWS, AT_ONCE, TILE_NUMBERS, MANY_KEYS, HALF = 64, 200, 2**14, 512, 66
 
-# How a kernel's time may grow with a call's sizes; a backend's points tell which of these fits it best. With
-# few queries a block reads keys for the query heads of one key head, or for one query head. It reads all keys
-# of a sequence, one block on a multiprocessor at a time or several, or a part of them, and all work.
+# The ways in which a kernel's time may grow with a call's sizes; a backend's points select the best fit. With
+# few queries a block reads keys either for all query heads of a key head, or for a single query head. It
+# reads all keys of a sequence, alone on a multiprocessor or beside others, or it reads a part of the keys, so
+# that all multiprocessors work.
 SPREADS = tuple(product(("key head", "query head"), ("one block at a time", "several", "parts of the keys")))
 
-# With more queries a block has a tile of them, and takes as long before its first key as for so many keys.
-# Together with `SPREADS`, `FARTHER` and `SINGLE` chosen by two tables of two minutes, of an H100 and an H200:
-# 511 and 155 forwards of random shapes take 1.006 of the best backend's time in place of 1.015 and 1.011, and
-# at worst 1.25 in place of 2.90.
+# With more queries a block has a tile of queries. Before its first key it takes as long as for so many keys.
+# `STARTS`, `SPREADS`, `FARTHER` and `SINGLE` were chosen by two tables of two minutes, of an H100 and an
+# H200. With them 511 and 155 forwards of random shapes take 1.006 of the best backend's time, without them
+# 1.015 and 1.011. The worst is 1.25, without them 2.90.
 STARTS = (30, 100, 200, 300)
 GROWTHS = (*SPREADS, *STARTS)
 
@@ -93,7 +95,7 @@ class Kind(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes of a call: what calls of one kind differ in."""
+    """The sizes of a call, in which calls of the same kind differ."""
 
     batch: int
     max_q: int
@@ -111,7 +113,7 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
     """Return the kind of one direction of a call."""
     of_direction = (row for row in OPTIONS if direction in row.directions)
     extras = {row.field: row.is_on_in(spec) for row in of_direction}
-    extras |= {"deterministic": spec.deterministic and direction == "backward"}  # forwards are anyway
+    extras |= {"deterministic": spec.deterministic and direction == "backward"}  # forwards always are
     extras |= {"sinks": spec.gives_sinks}
     return Kind(
         direction,
@@ -131,15 +133,15 @@ def size_of(spec: AttentionSpec) -> Size:
 
 
 def heads_k(kind: Kind, size: Size) -> int:
-    """Return how many key heads a call has."""
+    """Return the number of key heads of a call."""
     return max(size.heads_q // max(kind.ratio, 1), 1)
 
 
 def host_shapes_of(kind: Kind, size: Size) -> tuple[str, ...]:
-    """Return which of `HOST_SHAPES` a call is, and those that come near where a table doesn't have it.
+    """Return a call's entry of `HOST_SHAPES`, then the nearest entries, for tables without the first.
 
-    As the backends' kernels were seen to split keys. None of calls with sinks: those of `HOST_SHAPES` have
-    none, and results that are rescaled for them take several kernels more.
+    The bounds are those at which backends' kernels were observed to split keys. A call with sinks has no
+    entry: `HOST_SHAPES` are without sinks, and rescaling results for sinks launches several kernels more.
     """
     if "sinks" in kind.extras:
         return ()
@@ -152,15 +154,20 @@ def host_shapes_of(kind: Kind, size: Size) -> tuple[str, ...]:
 
 
 def family_of(kind: Kind) -> Kind:
-    """Return the kind with a ratio of 0: kinds that differ only in the ratio of heads are one family."""
+    """Return the kind with a ratio of 0: a family has all kinds that differ only in the ratio of heads."""
     return kind._replace(ratio=0)
 
 
 def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
     """Return the coordinates of a call in its family, as logarithms to base 2.
 
-    They are batch x heads, both lengths, the longest length over the mean, and the ratio of heads (twice);
-    then whether the last tile of keys is partial, and whether there is one query.
+    In order:
+    - batch x heads;
+    - the length of queries, and of keys;
+    - the longest length over the mean;
+    - the ratio of heads, twice: for all calls, and for few queries;
+    - whether the last tile of keys is partial;
+    - whether there is a single query.
     """
     ratio = log2(max(kind.ratio, 1))
     mean = size.tokens_q / size.batch if size.batch else 0.0
@@ -180,8 +187,9 @@ def coordinates(kind: Kind, size: Size) -> tuple[float, ...]:
 def works(kind: Kind, size: Size, processors: int = 1) -> tuple[float, ...]:
     """Return the work that a call's time grows with, for each of `GROWTHS`.
 
-    It is `work` for those of calls with another number of queries, of backwards, and of a device whose number
-    of multiprocessors doesn't matter: a CPU, or calls of nearly the same size.
+    `SPREADS` apply to few queries, `STARTS` to forwards with more queries if `processors` is above 1. The
+    work of a growth that doesn't apply is `work`. `processors` is 1 if the number of multiprocessors has no
+    effect: on a CPU, or for calls of nearly the same size.
     """
     usual = (work(kind, size),)
     if size.max_q <= SHORT:
@@ -193,7 +201,7 @@ def works(kind: Kind, size: Size, processors: int = 1) -> tuple[float, ...]:
 
 
 def _spread(kind: Kind, size: Size, processors: int) -> Iterator[float]:
-    """Yield the work of few queries. Blocks that are fewer than multiprocessors take as long as so many."""
+    """Yield the work for few queries. Fewer blocks than multiprocessors take as long as a block for each."""
     one_each = kind._replace(ratio=1)
     for amount, heads in (
         (work(kind, size), heads_k(kind, size)),
@@ -204,13 +212,13 @@ def _spread(kind: Kind, size: Size, processors: int) -> Iterator[float]:
 
 
 def _in_tiles(kind: Kind, size: Size, processors: int) -> tuple[float, float]:
-    """Return the work of blocks that compute whole tiles, and what is added for each key of a start.
+    """Return the work of blocks that compute whole tiles, and the work to add for each key of a start.
 
-    What is read before is a block's queries and, once for each key head, the keys. Without a mask blocks of
-    equal sequences take as long as each other, and run in waves.
+    The second is proportional to the numbers read: queries, and keys once for each key head. Without a mask
+    the blocks of equal sequences take equally long, and run in waves.
     """
     batch = max(size.batch, 1)
-    # Lengths of packed sequences aren't known one by one: their last tiles are half full.
+    # Single lengths of packed sequences aren't known: their last tiles count as half full.
     ragged = kind.varlen and size.tokens_q < batch * size.max_q
     queries, keys = (
         mean + TILE / 2 if ragged else ceil(mean / TILE) * TILE
@@ -226,18 +234,18 @@ def _in_tiles(kind: Kind, size: Size, processors: int) -> tuple[float, float]:
 
 
 def _pairs_in_tiles(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
-    """Return `_pairs` of whole tiles."""
+    """Return `_pairs`, rounded up to whole tiles."""
     if mask == "none":
         return queries * keys
     if mask == "causal":
-        seen = min(queries, keys)
-        return seen * (max(keys - queries, 0.0) + (seen + TILE) / 2)
+        rows = min(queries, keys)
+        return rows * (max(keys - queries, 0.0) + (rows + TILE) / 2)
     left, right = (keys if bound < 0 else float(bound) for bound in window)
     return queries * min(keys, left + right + 1 + TILE)
 
 
 def work(kind: Kind, size: Size) -> float:
-    """Return roughly how many multiplications a call takes in all; above 0."""
+    """Return the approximate number of multiplications of a call; above 0."""
     batch = max(size.batch, 1)
     queries, keys = max(size.tokens_q / batch, 1.0), max(size.tokens_k / batch, 1.0)
     read = size.heads_q * queries + heads_k(kind, size) * keys
@@ -246,22 +254,22 @@ def work(kind: Kind, size: Size) -> float:
 
 
 def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
-    """Return how many pairs of a query and a key of one sequence the mask leaves."""
+    """Return the number of pairs of a query and a key that the mask of a sequence allows."""
     if mask == "none":
         return queries * keys
     if mask == "causal":
-        seen = min(queries, keys)
-        return queries * keys - queries * queries / 2 if keys >= queries else seen * seen / 2
+        rows = min(queries, keys)
+        return queries * keys - queries * queries / 2 if keys >= queries else rows * rows / 2
     left, right = (keys if bound < 0 else float(bound) for bound in window)
     return queries * min(keys, left + right + 1)
 
 
 def distance_between(wanted: Kind, other: Kind) -> float | None:
-    """Return how far a family is from the wanted one; None if its times can't replace that one's.
+    """Return the distance of a family from the wanted family; None if its times can't replace those.
 
-    Those of the other half precision can, those of a larger head dim, as kernels pad to it, and first those
-    without sinks in place of those with, and the other way round. Those of another mask or layout, a smaller
-    head dim or other options can't.
+    Times of the other 16-bit dtype can replace them. So can times of a larger head dim, because kernels pad
+    to it. Times with and without sinks can replace each other, and are preferred. Times of another mask or
+    layout, a smaller head dim, or other options can't.
     """
     if (wanted.direction, *wanted[5:7]) != (other.direction, *other[5:7]):
         return None

@@ -1,14 +1,14 @@
-"""What a table predicts for a call, from the nearest points of its family. Pure.
+"""The prediction of a table for a call, from the nearest points of its family. Pure.
 
-Where a gradient is wanted, backends are ranked by what forward and backward take together, for both
-directions: so one backend runs both. On an H100 two backends, each the fastest in its direction by the table,
-weren't faster together than one.
+If a gradient is wanted, both directions rank backends by the time of forward and backward together, so the
+same backend runs both. On an H100 two backends, each the table's fastest in its direction, weren't faster
+together than a single backend for both.
 
 All backends are predicted from the same points, weighted by the inverse square of their distance, in powers
-of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work, in the way that
-fits the backend's points best (`kinds.GROWTHS`); if the very call was measured, its own
-time counts. A host time depends on how many kernels a call launches: it is that of a call of the same
-`HOST_SHAPES` through its front (SDPA or `varlen_attn`), where that was measured.
+of two of the sizes. A GPU time is scaled from a point to the call by the ratio of their work, by the growth
+that fits the backend's points best (`kinds.GROWTHS`). If this very call was measured, its own time counts. A
+host time depends on how many kernels a call launches. It is the time of a call with the same entry of
+`HOST_SHAPES` through the same front (SDPA or `varlen_attn`), if that was measured.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from attnreg.core.times.index import EXACT, Index, Kinds
 from attnreg.core.times.kinds import Kind, coordinates, family_of, host_shapes_of, kind_of, size_of, works
 from attnreg.core.times.points import Measured, Point
 
-# The time of the first call of a shape is spread over this many calls: a training run's.
+# The first call of a shape is spread over this many calls, as in a training run.
 CALLS_PER_SHAPE = 100_000
 
-# Tables have the least host time. Hosts run at half their speed for seconds at a time, and in four runs of
-# `attnreg bench selection`, factors of 1.15 to 1.5 chose best.
+# A usual host time as a multiple of a table's, which is the least. Hosts run at half their speed for seconds
+# at a time. In four runs of `attnreg bench selection` factors of 1.15 to 1.5 chose best.
 USUAL_HOST = 1.3
 
 
 class Source(NamedTuple):
-    """A point that a prediction comes from, at a distance in powers of two.
+    """A point that a prediction is made from.
 
-    `same_ratio` says whether it has the call's ratio of heads, `itself` whether this very call was measured.
+    Attributes:
+        point: the point.
+        same_ratio: whether it has the call's ratio of heads.
+        distance: its distance from the call, in powers of two.
+        itself: whether it is this very call.
     """
 
     point: Point
@@ -45,7 +49,7 @@ class Source(NamedTuple):
 
     @property
     def size(self) -> str:
-        """Its size as text, built only for explanations."""
+        """Its size as text, for explanations."""
         ratio = "" if self.same_ratio else f", {self.point.kind.ratio}:1 heads"
         return f"{self.point.size}{ratio}"
 
@@ -60,9 +64,14 @@ def predict(
 ) -> Prediction | None:
     """Return the prediction for one direction of a call; None if no family of the table covers its kind.
 
-    `compiled` says whether the compiled call cache is in use: the host takes less time with it. `builders`
-    are names in lower case of backends that build something for each new shape, in a program that brings ever
-    new shapes: the time of a shape's first call counts in full then.
+    Args:
+        kinds: the families of the table.
+        spec: the call.
+        direction: the direction to predict.
+        table: the table's name, for messages.
+        compiled: whether the compiled call cache is in use, with which the host takes less time.
+        builders: names, in lower case, of backends that build something for each new shape, if the program
+            always has new shapes. The first call of a shape then counts in full.
     """
     kind, size = kind_of(spec, direction), size_of(spec)
     index = kinds.index_for(kind, size.max_q)
@@ -74,7 +83,7 @@ def predict(
     names = dict.fromkeys(name for _, place in near for name in place.point.backends)
     shapes = host_shapes_of(kind._replace(extras=index.family.extras), size)  # of calls as measured
     hosts = _hosts(kinds, kind, names, compiled, direction == "backward" or spec.needs_backward, shapes)
-    amounts, found = works(kind, size, kinds.processors), []
+    amounts, candidates = works(kind, size, kinds.processors), []
     for name in names:
         growth = kinds.growth_of(name, index.family, size.max_q)
         near_it = [
@@ -82,7 +91,7 @@ def predict(
             for distance, place in near
             if name in place.point.backends
         ]
-        found.append(
+        candidates.append(
             _candidate(
                 name,
                 index,
@@ -103,7 +112,7 @@ def predict(
         for distance, (place, point, _) in near
         for itself in (distance < EXACT and point.place == (kind, size),)
     )
-    return Prediction(table, _ranked(found), points, tuple(notes))
+    return Prediction(table, _ranked(candidates), points, tuple(notes))
 
 
 def predict_both(
@@ -113,7 +122,7 @@ def predict_both(
     compiled: bool = False,
     builders: frozenset[str] = frozenset(),
 ) -> dict[Direction, Prediction | None]:
-    """Return the predictions for a call whose gradient is wanted: each ranks by what both directions take."""
+    """Return the predictions for a call with a gradient; each ranks by the time of both directions."""
     forward, backward = (
         predict(kinds, spec.of(direction), direction, table, compiled, builders)
         for direction in ("forward", "backward")
@@ -121,50 +130,51 @@ def predict_both(
     return {"forward": _with(forward, backward), "backward": _with(backward, forward)}
 
 
-def _with(one: Prediction | None, other: Prediction | None) -> Prediction | None:
-    """Return the prediction of one direction, ranked by what it takes with the other direction."""
-    others = [found for found in other.candidates if found.cost_us is not None] if other else []
-    if one is None or not others:
-        return one
-    costs = {found.backend: found.cost_us for found in one.candidates}
+def _with(own: Prediction | None, other: Prediction | None) -> Prediction | None:
+    """Return the prediction `own`, ranked by the time together with the other direction."""
+    others = [rest for rest in other.candidates if rest.cost_us is not None] if other else []
+    if own is None or not others:
+        return own
+    costs = {candidate.backend: candidate.cost_us for candidate in own.candidates}
 
     def together(rest: Candidate) -> tuple[bool, float]:
-        own = costs.get(rest.backend)
-        return own is None, (own or 0.0) + (rest.cost_us or 0.0)
+        cost = costs.get(rest.backend)
+        return cost is None, (cost or 0.0) + (rest.cost_us or 0.0)
 
-    first, found = min(others, key=together), []
-    for candidate in one.candidates:
+    first, candidates = min(others, key=together), []
+    for candidate in own.candidates:
         if candidate.cost_us is not None:
             rest = next((other for other in others if other.backend == candidate.backend), first)
             host, gpu = candidate.host_us + rest.host_us, candidate.gpu_us + rest.gpu_us
             both = candidate.cost_us + (rest.cost_us or 0.0)
             times = candidate.cost_us, candidate.gpu_us, candidate.host_us, candidate.first_call_s
             candidate = Candidate(candidate.backend, *times, both_us=both, by_host=gpu < host <= both)
-        found.append(candidate)
-    return Prediction(one.table, _ranked(found), one.points, one.notes)
+        candidates.append(candidate)
+    return Prediction(own.table, _ranked(candidates), own.points, own.notes)
 
 
-def _ranked(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Return the fastest first, and last those that must not be chosen."""
-    return tuple(sorted(found, key=lambda one: (one.rank_us is None, one.rank_us or 0.0)))
+def _ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Sort candidates, the fastest first, and last the candidates that must not be chosen."""
+    return tuple(sorted(candidates, key=lambda x: (x.rank_us is None, x.rank_us or 0.0)))
 
 
 def _hosts(
     kinds: Kinds, kind: Kind, names: Iterable[str], compiled: bool, recorded: bool, shapes: Sequence[str]
 ) -> dict[str, float | None]:
-    """Return the host time of a call through its front for each backend, or None for all if one has none.
+    """Return the host time of a call through its front for each backend, or None for all if any has none.
 
-    All or none, because calling a kernel's function directly takes less, and the compiled call
-    cache less than Python. A backend that can't run a shape's example, as efficient can't where heads
-    share keys, has the time of the next shape and doesn't keep the others from theirs.
+    All or none, because times of different ways can't be compared: calling a kernel's function directly takes
+    less than a front, and the compiled call cache less than Python. A backend that can't run a shape's
+    example has the time of the next shape; the other backends keep theirs. (An example is efficient, where
+    heads share keys.)
     """
-    # Older tables have neither times of calls that autograd doesn't record nor of other shapes.
+    # Older tables lack times of calls that autograd doesn't record, and of other shapes.
     for routers, way in product((True, False) if compiled else (False,), (recorded, True)):
         place = kind.varlen, kind.direction, routers, way
         times = {name: [kinds.fronts.get((name, *place, like)) for like in shapes] for name in names}
-        found = {name: next(filter(None, of_shapes), None) for name, of_shapes in times.items()}
-        if None not in found.values():
-            return {name: host * USUAL_HOST for name, host in found.items() if host is not None}
+        host_times = {name: next(filter(None, of_shapes), None) for name, of_shapes in times.items()}
+        if None not in host_times.values():
+            return {name: host * USUAL_HOST for name, host in host_times.items() if host is not None}
     return dict.fromkeys(names)
 
 
@@ -178,17 +188,16 @@ def _candidate(
     capturing: bool,
     calls_per_shape: int,
 ) -> Candidate:
-    # Whether it fails depends on the size, as it may run out of memory: the nearest point that has it
-    # decides.
+    # Failures depend on the size, for instance by lack of memory, so the backend's nearest point decides.
     closest = known[0][2]
     if trouble := index.wrong_with(name, ratio) or closest.trouble:
         return Candidate(name, trouble=trouble)
     floor = index.floors[name]
     gpu = _mean(
         [
-            (floor + (found.gpu_us - floor) * amount / measured, 1.0 / max(distance, EXACT) ** 2)
-            for distance, measured, found in known
-            if found.gpu_us is not None
+            (floor + (result.gpu_us - floor) * amount / measured, 1.0 / max(distance, EXACT) ** 2)
+            for distance, measured, result in known
+            if result.gpu_us is not None
         ]
     )
     if host is None:
@@ -199,7 +208,7 @@ def _candidate(
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the weighted geometric mean, as times differ by factors; exact for a single number."""
+    """Return the weighted geometric mean, because times differ by factors; exact for a single number."""
     if len(weighted) == 1:
         return weighted[0][0]
     total = sum(weight for _, weight in weighted)

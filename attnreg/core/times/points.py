@@ -16,15 +16,15 @@ class Malformed(ValueError):  # noqa: N818 - its message becomes that of a Confi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The result of one backend at one point.
+    """The result of a backend at a point.
 
     Attributes:
-        gpu_us: microseconds on the GPU, or in all on a CPU.
-        host_us: microseconds until the call returns, the GPU still at work; 0 on a CPU.
-        first_call_s: seconds of the first call of this shape, in which kernels are compiled or built.
-        error: the largest error divided by the largest allowed one.
-        wrong: what is wrong with its results; empty if nothing is.
-        failed: the exception that it raised; empty if none.
+        gpu_us: microseconds on the GPU, or in total on a CPU.
+        host_us: microseconds until the call returns, while the GPU still works; 0 on a CPU.
+        first_call_s: seconds of the first call of this shape, which compiles or builds kernels.
+        error: the largest error divided by the largest allowed error.
+        wrong: what is wrong with its results; empty if they are right.
+        failed: the exception that it raised; empty if it raised none.
     """
 
     gpu_us: float | None = None
@@ -53,7 +53,7 @@ TIMES = ("gpu_us", "host_us", "first_call_s", "error")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One kind of call at one size, and the result of each backend."""
+    """A kind of call at a size, with the result of each backend."""
 
     kind: Kind
     size: Size
@@ -66,35 +66,37 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
-        found = self.kind._asdict() | self.size._asdict()
-        found |= {"extras": list(self.kind.extras), "window": list(self.size.window)}
-        return found | {"backends": {name: one.to_dict() for name, one in self.backends.items()}}
+        row = self.kind._asdict() | self.size._asdict()
+        row |= {"extras": list(self.kind.extras), "window": list(self.size.window)}
+        return row | {"backends": {name: result.to_dict() for name, result in self.backends.items()}}
 
     @classmethod
     def from_dict(cls, data: object, place: str) -> Point:
-        """Return the point of the row at that place in a file; raises `Malformed`."""
+        """Return the point of a row; `place` is the row's key in the file. Raises `Malformed`."""
         row = with_keys(data, (*Kind._fields, *Size._fields, "backends"), place, "a point")
         kind = Kind(**_fields(row, Kind._fields, place))
         size = Size(**_fields(row, Size._fields, place))
         inside = f"{place}.backends"
         backends = checked(row["backends"], inside, ("the result of each backend", is_dict))
-        return cls(kind, size, {name: _measured(one, f"{inside}.{name}") for name, one in backends.items()})
+        return cls(
+            kind, size, {name: _measured(result, f"{inside}.{name}") for name, result in backends.items()}
+        )
 
 
 class Front(NamedTuple):
     """The host time of one direction of a whole call through SDPA or `varlen_attn`.
 
-    A whole call goes through torch's dispatcher, a router, and autograd's thread, which takes several times
-    as long as calling the kernel's function, by a factor that differs between backends.
+    A whole call goes through torch's dispatcher, a router, and autograd's thread. It takes several times as
+    long as calling the kernel's function, by a factor that differs between backends.
 
     Attributes:
         backend: its name.
-        varlen: whether the call is one of `varlen_attn`, else of SDPA.
+        varlen: whether it is a call of `varlen_attn`, else of SDPA.
         direction: `"forward"` or `"backward"`.
-        host_us: microseconds until the call returns, among other calls of one autograd graph.
+        host_us: microseconds until the call returns, among other calls of the same autograd graph.
         compiled: whether the compiled call cache was in use.
-        recorded: whether autograd recorded the call; a forward alone may take another way through torch.
-        shape: which of `HOST_SHAPES` the call was.
+        recorded: whether autograd recorded the call; a forward alone may have another path through torch.
+        shape: the call's entry of `HOST_SHAPES`.
     """
 
     backend: str
@@ -116,7 +118,7 @@ class Front(NamedTuple):
 
     @classmethod
     def from_dict(cls, data: object, place: str = "") -> Front:
-        """Return the host time of the row at that place in a file; raises `Malformed`."""
+        """Return the host time of a row; `place` is the row's key in the file. Raises `Malformed`."""
         row = checked(data, place, ("a host time", is_dict))
         row = {"compiled": False, "recorded": True, "shape": MANY, **row}  # absent in older tables
         return cls(**_fields(with_keys(row, cls._fields, place), cls._fields, place))
@@ -127,18 +129,18 @@ def _measured(data: object, place: str) -> Measured:
     for trouble in ("wrong", "failed"):
         if trouble in row:
             return Measured(**_fields(with_keys(row, (trouble,), place), (trouble,), place))
-    found = _fields(with_keys(row, TIMES, place), TIMES, place)
-    if not found["gpu_us"]:
+    values = _fields(with_keys(row, TIMES, place), TIMES, place)
+    if not values["gpu_us"]:
         raise Malformed(f"{place}.gpu_us: got 0, expected more")
-    return Measured(**found)
+    return Measured(**values)
 
 
-# What a value has to be, in words and as a condition.
+# An expectation of a value, in words and as a condition.
 Rule = tuple[str, Callable[[Any], object]]
 
 
 def checked(value: Any, place: str, *rules: Rule) -> Any:
-    """Return the value at a place of a file; raises `Malformed` if it breaks one of the rules."""
+    """Return a value; raises `Malformed`, with its place in the file, if it breaks a rule."""
     for expected, is_met in rules:
         if not is_met(value):
             raise Malformed(f"{place}: got {value!r}, expected {expected}")
@@ -146,7 +148,7 @@ def checked(value: Any, place: str, *rules: Rule) -> Any:
 
 
 def with_keys(data: Any, names: Iterable[str], place: str, expected: str = "an object") -> dict[str, Any]:
-    """Return data that is a dict of exactly these keys; raises `Malformed` if it isn't."""
+    """Return data as a dict; raises `Malformed` unless it has exactly these keys."""
     if wrong := sorted(set(names).symmetric_difference(checked(data, place, (expected, is_dict)))):
         problem = "unknown key" if wrong[0] in data else "missing"
         raise Malformed(f"{place}.{wrong[0]}: {problem}".removeprefix("."))
@@ -154,7 +156,7 @@ def with_keys(data: Any, names: Iterable[str], place: str, expected: str = "an o
 
 
 def one_of(*names: str) -> Rule:
-    """Return the rule for a value that has to be one of these."""
+    """Return the rule that a value is among these names."""
     return " or ".join(names), lambda value: value in names
 
 
@@ -165,14 +167,14 @@ def is_dict(value: object) -> bool:
 
 def _fields(row: Mapping[str, Any], names: Iterable[str], place: str) -> dict[str, Any]:
     """Return the values of a row, each checked by its rules."""
-    found = {}
+    values = {}
     for name in names:
         key, (convert, *rules) = f"{place}.{name}", _RULES[name]
         value = checked(row[name], key, *rules)
         for item in value if isinstance(value, list) else ():
             checked(item, key, *_ITEMS[name])
-        found[name] = convert(value)
-    return found
+        values[name] = convert(value)
+    return values
 
 
 def _rounded(number: float) -> float:
@@ -189,7 +191,7 @@ _NUMBER: Rule = (
     lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
 )
 
-# How the value of each key is converted once it keeps the rules that follow.
+# By key: the conversion of a value, then the rules that it has to fulfil before.
 _RULES: dict[str, tuple[Any, ...]] = {
     "direction": (str, one_of("forward", "backward")),
     "dtype": (str, one_of("float64", "float32", "bfloat16", "float16")),

@@ -1,4 +1,4 @@
-"""The file of a measured table: points and the environment that they were measured in, as JSON."""
+"""The file of a measured table: points, and the environment of their measurement, as JSON."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """What a measurement depends on.
+    """The machine and the versions that a measurement depends on.
 
     Attributes:
-        device: the GPU's name, or the processor's.
+        device: the name of the GPU, or of the processor.
         compute_capability: `"9.0"`; empty on a CPU.
-        torch, cuda, cudnn, driver, attnreg: versions; empty where there is none.
-        threads: how many torch uses; empty on a GPU.
-        backends: the version of each backend that loads there.
+        torch, cuda, cudnn, driver, attnreg: versions; empty if missing.
+        threads: the number of torch's threads; empty on a GPU.
+        backends: the version of each backend that loads.
     """
 
     device: str
@@ -45,7 +45,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Points and host times of one environment; `name` is the table's name in messages."""
+    """Points and host times of an environment; `name` is the table's name in messages."""
 
     environment: Environment
     points: tuple[Point, ...]
@@ -68,22 +68,28 @@ class Table:
 
 
 def load(path: str | os.PathLike[str]) -> Table:
-    """Read a table; a `ConfigError` names the file, and the key at which it is wrong."""
+    """Read a table; raises a `ConfigError` that names the file and the wrong key."""
     file = Path(path)
 
     def read(data: object) -> Table:
-        found = of_format(data, FORMAT, VERSION, "`attnreg tune` writes it", "measure it again")
-        fronts, points = each(found, "fronts", Front.from_dict), each(found, "points", Point.from_dict)
+        contents = of_format(data, FORMAT, VERSION, "`attnreg tune` writes it", "measure it again")
+        fronts, points = each(contents, "fronts", Front.from_dict), each(contents, "points", Point.from_dict)
         check_once([point.place for point in points], "points", "kind and size")
-        return Table(environment_from(found.get("environment")), points, file.name, fronts)
+        return Table(environment_from(contents.get("environment")), points, file.name, fronts)
 
     return read_whole(file, "a table of `attnreg tune`", read)
 
 
 def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
-    """Return what `read` makes of a file's JSON; `expected` names what the file should be.
+    """Return the result of `read` for a file's JSON.
 
-    Raises a `ConfigError` that names the file if it can't be read, is no JSON, or `read` finds it malformed.
+    Args:
+        file: the file.
+        expected: what the file should be, for messages.
+        read: converts the JSON; raises `Malformed`.
+
+    Raises:
+        ConfigError: the file can't be read, is no JSON, or is malformed. The message names the file.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -98,7 +104,7 @@ def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
 
 
 def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> dict[str, Any]:
-    """Return the data of a file of that format and version; raises `Malformed` if it isn't."""
+    """Return the data of a file; raises `Malformed` if it has another format or version."""
     if not isinstance(data, dict) or data.get("format") != name:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise Malformed(f"format: got {got!r}, expected {name!r}, as {written}")
@@ -108,33 +114,33 @@ def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> 
 
 
 def each(data: Mapping[str, Any], key: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
-    """Return what `read` makes of each row and its place in the file; raises `Malformed`."""
+    """Return the results of `read` for each row and its place in the file; raises `Malformed`."""
     rows = checked(data.get(key), key, (f"a list of {key}", lambda rows: isinstance(rows, list)))
     return tuple(read(row, f"{key}[{number}]") for number, row in enumerate(rows))
 
 
 def check_once(keys: Sequence[Hashable], place: str, expected: str) -> None:
-    """Check that no key is there twice; raises `Malformed`."""
-    seen: set[Hashable] = set()
+    """Check that no key occurs twice; raises `Malformed`."""
+    known: set[Hashable] = set()
     for number, key in enumerate(keys):
-        if key in seen:
+        if key in known:
             raise Malformed(f"{place}[{number}]: is there twice, expected each {expected} once")
-        seen.add(key)
+        known.add(key)
 
 
 def environment_from(data: object) -> Environment:
     """Return the environment of a file's data; raises `Malformed`."""
-    names = [one.name for one in fields(Environment)]
-    found = with_keys(data, names, "environment", "a device and its versions")
-    for key, value in found.items():
+    names = [entry.name for entry in fields(Environment)]
+    values = with_keys(data, names, "environment", "a device and its versions")
+    for key, value in values.items():
         place = f"environment.{key}"
         if key != "backends":
             checked(value, place, ANY_TEXT)
             continue
         for name, version in checked(value, place, ("the versions of backends", is_dict)).items():
             checked(version, f"{place}.{name}", ANY_TEXT)
-    checked(found["device"], "environment.device", ("the name of a device", bool))
-    return Environment(**found)
+    checked(values["device"], "environment.device", ("the name of a device", bool))
+    return Environment(**values)
 
 
 def write_rows(path: Path, data: dict[str, Any], key: str) -> None:
@@ -144,7 +150,7 @@ def write_rows(path: Path, data: dict[str, Any], key: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that readers see the old contents or the new, also after an interruption."""
+    """Write a file atomically: readers see the old contents or the new, also after an interruption."""
     target = path.resolve()
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
@@ -153,7 +159,7 @@ def write_whole(path: Path, text: str) -> None:
         if target.exists():
             mode = target.stat().st_mode & 0o777
         else:
-            os.umask(umask := os.umask(0o022))  # the only way to read it is to set it
+            os.umask(umask := os.umask(0o022))  # setting the umask is the only way to read it
             mode = 0o666 & ~umask
         Path(temporary).chmod(mode)
         Path(temporary).replace(target)
@@ -164,13 +170,18 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path, mark: str = "") -> None:
-    """Check that `write_whole` can write a file, without touching what it has.
+    """Check that `write_whole` can write a file, without changing it.
 
-    With a `mark`, an existing file has to contain it in its first kilobyte: files of other programs aren't
-    replaced. Raises `ConfigError`.
+    An existing file has to contain `mark` in its first kilobyte, so that files of other programs aren't
+    replaced.
+
+    Raises:
+        ConfigError: the file can't be written, or hasn't the mark.
     """
     try:
-        if path.exists() and not path.is_file():  # to replace a device such as /dev/null would harm everybody
+        if (
+            path.exists() and not path.is_file()
+        ):  # replacing a device such as /dev/null would break other programs
             raise OSError(0, "is a folder" if path.is_dir() else "isn't a regular file")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(0, "Permission denied")

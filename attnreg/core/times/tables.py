@@ -1,8 +1,8 @@
-"""The tables of a process: those that settings name, those that ship with attnreg, and which is in force.
+"""The tables of a process, named by settings or shipped with attnreg, and the table in force on a device.
 
-A table that was measured in this environment is in force: on this card, with these versions. If there is
-none, one of a related card or of near versions is, as a prior; see `environments`. Never two at once: half a
-table would compare times that were taken on two machines.
+A table of this environment is in force: of this card, with these versions. If there is none, a table of a
+related card or of near versions is in force as a prior; see `environments`. Two tables are never in force at
+once, because times of two machines can't be compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attnreg.errors import ConfigError
 
 log = logging.getLogger("attnreg")
 
-# Tables are compared again after every registration; each warning is logged once.
+# Warnings already logged: tables are compared again after every registration.
 _logged: set[str] = set()
 
 
@@ -38,9 +38,12 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 @dataclass(frozen=True)
 class Named:
-    """A table, and the setting that names it: `"attnreg.toml:3"`; empty for one that ships with attnreg.
+    """A table, and the setting that names it.
 
-    `is_prior` says whether it was measured in another environment than this one.
+    Attributes:
+        table: the table.
+        source: the setting, such as `"attnreg.toml:3"`; empty for a table that ships with attnreg.
+        is_prior: whether it was measured in another environment.
     """
 
     table: Table
@@ -75,7 +78,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The table in force on a device, sentences about it, and one with the reasons for each refused table."""
+    """The table in force on a device, notes on it, and a sentence with the reasons for each refused table."""
 
     in_force: Named | None = None
     notes: tuple[str, ...] = ()
@@ -83,10 +86,12 @@ class Report:
 
 
 class Tables:
-    """The tables that settings name, compared with a device when it is first asked about.
+    """The tables that settings name; the first request for a device compares them with it.
 
-    `named` are the strongest first; the versions of `entries` have to be the measured ones; `compiled` says
-    whether the compiled call cache is in use.
+    Args:
+        named: the tables, the strongest first.
+        entries: the backends, whose versions have to equal the measured versions.
+        compiled: whether the compiled call cache is in use.
     """
 
     def __init__(
@@ -96,18 +101,18 @@ class Tables:
         self._named = named
         self._entries = entries
         self._reports: dict[Device, Report] = {}
-        # A plan needs the predictions of both directions of a call, one right after the other.
+        # The last predictions: a plan requests both directions of a call in succession.
         self._last: tuple[object, dict[Direction, Prediction | None]] | None = None
 
     def predict(
         self, spec: AttentionSpec, direction: Direction, builders: frozenset[str] = frozenset()
     ) -> Prediction | None:
-        """Return what the table in force predicts for one direction of a call; None if nothing.
+        """Return the prediction of the table in force for one direction of a call; None if it has none.
 
-        Of `builders`, names in lower case, the time of a new shape's first call counts in full.
+        For `builders`, names in lower case, the first call of a new shape counts in full.
 
-        Where no backwards with a gradient of the LSE were measured, those of larger head dims decide: a
-        kernel that takes that gradient itself needs less.
+        If no backwards with a gradient of the LSE were measured, backwards of a larger head dim replace them.
+        A kernel that supports this gradient itself takes less time.
         """
         table = self.report(spec.device).in_force
         if table is None:
@@ -123,18 +128,18 @@ class Tables:
         return last[1][direction]
 
     def report(self, device: Device) -> Report:
-        """Return which table is in force on a device, and why others aren't."""
+        """Return the table in force on a device, and why other tables aren't."""
         if device not in self._reports:
             self._reports[device] = self._compared(device)
         return self._reports[device]
 
     def notes(self, device: Device) -> tuple[str, ...]:
-        """Return why tables aren't in force on a device, and notes about the one that is."""
+        """Return why tables aren't in force on a device, and notes on the table in force."""
         report = self.report(device)
         return (*report.refused, *report.notes)
 
     def identity(self, device: Device) -> tuple[str, str]:
-        """Return a digest of the table in force on a device, and its name or why there is none."""
+        """Return a digest of the table in force on a device, and its name, or why there is no table."""
         report = self.report(device)
         if report.in_force is None:
             return "no table", "; ".join(report.refused) or "the default order"
@@ -142,14 +147,14 @@ class Tables:
         return f"contents {report.in_force.digest}{cached}", report.in_force.table.name
 
     def gap(self, spec: AttentionSpec, direction: Direction) -> str:
-        """Return the sentence that the table in force has no call of such a kind; empty if it has."""
+        """Return the sentence that the table in force has no such kind of call; empty if it has."""
         table, spec = self.report(spec.device).in_force, spec.of(direction)
         if table is None or self.predict(spec, direction) is not None:
             return ""
         return f"{table} has nothing of this kind: {kind_of(spec, direction)}"
 
     def _compared(self, device: Device) -> Report:
-        found, refused, warned = Report(), [], []
+        report, refused, warned = Report(), [], []
         for named in self._meant_for(device):
             measured = named.table.environment
             if device.simulated:
@@ -157,21 +162,21 @@ class Tables:
             else:
                 match = matched(measured, environment(device, self._entries()))
             if not match.differences:
-                found = Report(named, tuple(f"{named}: {note}" for note in match.notes))
+                report = Report(named, tuple(f"{named}: {note}" for note in match.notes))
                 break
             if match.refused:
                 problem = f"{named} is refused: {'; '.join(match.refused)}"
                 refused.append(problem)
             else:
                 problem = f"{named} is only a prior: {'; '.join(match.near)}"
-                if found.in_force is None:
+                if report.in_force is None:
                     notes = (problem, *(f"{named}: {note}" for note in match.notes))
-                    found = Report(named.as_prior, notes)
+                    report = Report(named.as_prior, notes)
             if named.source:
                 warned.append((problem, named))
-        if found.in_force is None:
-            # Naming a table for another type of device is no error.
-            found = Report(
+        if report.in_force is None:
+            # A table for another type of device is no error, but a note.
+            report = Report(
                 notes=tuple(
                     f"{named} was measured on a {'GPU' if named.of_gpu else 'CPU'}: it doesn't apply to "
                     f"{device.type}"
@@ -182,13 +187,13 @@ class Tables:
         for problem, named in warned:
             if problem not in _logged:
                 _logged.add(problem)
-                is_this = found.in_force is not None and found.in_force.table is named.table
-                decides = "it" if is_this else found.in_force or "the default order"
+                is_this = report.in_force is not None and report.in_force.table is named.table
+                decides = "it" if is_this else report.in_force or "the default order"
                 log.warning("%s; %s decides until `attnreg tune` has run here", problem, decides)
-        return replace(found, refused=tuple(refused))
+        return replace(report, refused=tuple(refused))
 
     def _meant_for(self, device: Device) -> Iterator[Named]:
-        """Yield the tables for a device; those that ship are read only where none that is named fits."""
+        """Yield the tables for a device; shipped tables are last, and only read if no named table fits."""
         if device.type in ("cpu", "cuda"):
             yield from (named for named in self._named if named.of_gpu == (device.type == "cuda"))
         if device.type == "cuda":
@@ -196,19 +201,19 @@ class Tables:
 
 
 def _shipped(device: Device) -> Iterator[Named]:
-    """Yield the tables that ship with attnreg for a GPU of that capability, that of its name first."""
+    """Yield the shipped tables for a GPU's compute capability, first the table of its own name."""
     own = SHIPPED / file_name(device.name)
     for file in sorted(SHIPPED.glob("*.json"), key=lambda file: (file != own, file.name)):
-        one = _read(file)
-        if one and not matched_simulated(one.table.environment, device).refused:
-            yield one
+        named = _read(file)
+        if named and not matched_simulated(named.table.environment, device).refused:
+            yield named
 
 
 @functools.cache
 def _read(file: Path) -> Named | None:
     try:
         return Named(load(file)) if file.is_file() else None
-    except (ConfigError, OSError) as error:  # no setting names it, so it can't be an error of a call
+    except (ConfigError, OSError) as error:  # no setting names the file, so no call may fail by it
         log.warning("%s", error)
         return None
 

@@ -1,4 +1,4 @@
-"""Calls as JSON, and the file of a recorded workload: a line for each distinct call, with its counts."""
+"""Calls as JSON, and the file of a recorded workload: a line with counts for each distinct call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from attnreg.errors import ConfigError, InvalidInputError
 
 log = logging.getLogger("attnreg")
 
-_FIELDS = {one.name: one.default for one in fields(AttentionSpec)}
+_FIELDS = {field.name: field.default for field in fields(AttentionSpec)}
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 class Recorded(NamedTuple):
-    """One call of a workload, and how often each of its directions ran."""
+    """A call of a workload, and how often each direction ran."""
 
     spec: AttentionSpec
     forward: int
@@ -32,16 +32,16 @@ class Recorded(NamedTuple):
 
 def spec_to(spec: AttentionSpec) -> dict[str, Any]:
     """Return a call as plain data, without its device and without fields at their defaults."""
-    found = {}
+    data = {}
     for name, default in _FIELDS.items():
         value = getattr(spec, name)
         if name != "device" and (default is MISSING or value != default):
-            found[name] = list(value) if isinstance(value, tuple) else value
-    return found
+            data[name] = list(value) if isinstance(value, tuple) else value
+    return data
 
 
 def spec_from(data: object, device: Device) -> AttentionSpec:
-    """Return the call that `spec_to` has made plain data of; raises `InvalidInputError` if it is no call."""
+    """Return the call of the plain data of `spec_to`; raises `InvalidInputError` if it is no call."""
     if not isinstance(data, dict):
         raise InvalidInputError(f"spec: got {data!r}, expected an object")
     if unknown := sorted(data.keys() - (_FIELDS.keys() - {"device"})):
@@ -55,7 +55,8 @@ def spec_from(data: object, device: Device) -> AttentionSpec:
 def read(path: Path) -> list[Recorded]:
     """Return the calls of a recorded workload in the order of the file, each once.
 
-    Raises `ConfigError` if it can't be read, or a line isn't one of `attnreg.record`.
+    Raises:
+        ConfigError: the file can't be read, or a line isn't of `attnreg.record`.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -65,15 +66,16 @@ def read(path: Path) -> list[Recorded]:
 
 
 def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], seconds: float = 10.0) -> None:
-    """Add counts to a file; other processes may do so at the same time, each of them for so many seconds.
+    """Add counts to a file; waits up to `seconds` for each other process that writes the file.
 
-    Raises `ConfigError` if it can't be written, as on a full disk, or isn't a recorded workload. Then it is
-    as it was.
+    Raises:
+        ConfigError: the file can't be written, for instance on a full disk, or isn't a recorded workload. The
+            file is unchanged.
     """
     try:
         with locks.rewriting(path, seconds):
             before = read(path) if path.exists() else []
-            known = {one.spec: [one.forward, one.backward] for one in before}
+            known = {call.spec: [call.forward, call.backward] for call in before}
             for (spec, direction), count in counts.items():
                 known.setdefault(spec, [0, 0])[DIRECTIONS.index(direction)] += count
             table.write_whole(path, "".join(_line(spec, *both) for spec, both in known.items()))
@@ -82,7 +84,7 @@ def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], sec
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
-    """Return where a file is, checked before the first call to be one for recording; raises `ConfigError`."""
+    """Return the path of a file for recording, before the first call; raises `ConfigError` if it is unfit."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"record: got {path!r}, expected the path of a file")
     file = Path(path).absolute()
@@ -93,12 +95,12 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
 
 
 def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
-    found: dict[AttentionSpec, Recorded] = {}
+    calls: dict[AttentionSpec, Recorded] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            one = _parsed(line)
+            call = _parsed(line)
         except (InvalidInputError, ValueError) as error:
             if not line.endswith("\n") and number > 1:
                 # The process was killed while it wrote this line.
@@ -107,9 +109,9 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
             raise ConfigError(
                 f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
             ) from error
-        before = found.get(one.spec, Recorded(one.spec, 0, 0))
-        found[one.spec] = Recorded(one.spec, before.forward + one.forward, before.backward + one.backward)
-    return list(found.values())
+        before = calls.get(call.spec, Recorded(call.spec, 0, 0))
+        calls[call.spec] = Recorded(call.spec, before.forward + call.forward, before.backward + call.backward)
+    return list(calls.values())
 
 
 def _parsed(line: str) -> Recorded:

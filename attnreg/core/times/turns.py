@@ -1,8 +1,8 @@
-"""The turns that backends take at calls of one kind: whose is next, what each took, when they are over.
+"""The turns that backends take at calls of a kind: whose turn is next, the times, when turns are over.
 
-Nothing waits for the device, as `attnreg.tools.measure` does: a turn records two events around the kernel,
-and a later call reads them. The device is kept busy for as long as the host takes to launch, so that
-the time between them is the kernel's.
+Unlike `attnreg.tools.measure`, nothing here waits for the device: a turn records two events around the
+kernel, and a later call reads them. The device is kept busy while the host launches, so that the time between
+the events is the kernel's.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from attnreg.core.torchlib.locks import open_after_fork
 
 T = TypeVar("T")
 
-# Turns of one kind of call, for all backends; and of one backend, of which the first may compile and isn't
-# timed.
+# The most turns of a kind of call, for all backends and for each backend. A backend's first turn may compile,
+# so it isn't timed.
 MOST_TURNS, MOST_EACH = 20, 6
-# Calls of a kind after which its turns are over, whoever lacks some.
+# The calls of a kind after which turns are over, even if some backends lack turns.
 MOST_CALLS = 3 * MOST_TURNS
-# A backend whose best time is above so many times the worst of another's gets no more turns.
+# A backend gets no more turns if its best time is above so many times another backend's worst time.
 BEHIND = 1.5
-# The device is busy for `SPARE` times what the backend's last call took of the host, where less than the
-# shortest counts as that, and more than the longest as that.
+# The device is kept busy for `SPARE` times the host time of the backend's last turn, which is clamped to
+# `SHORTEST_S` and `LONGEST_S`.
 SPARE, SHORTEST_S, LONGEST_S = 2.5, 50e-6, 1e-3
 
-# Backward calls come on autograd's threads.
+# A lock, because backwards run on autograd's threads.
 lock = open_after_fork(threading.RLock())
 
 Cell = tuple[Kind, tuple[int, ...]]
 
 
 def cell_of(kind: Kind, size: Size) -> Cell:
-    """Return what calls have in common that take turns together: the kind, and sizes to a power of two."""
+    """Return the key of calls that share turns: the kind, and sizes rounded to powers of two."""
     window = (max(bound, 0).bit_length() for bound in size.window)
     return kind, (*map(round, coordinates(kind, size)), *window)
 
 
 class Seen(NamedTuple):
-    """What one turn took, in microseconds, scaled to the size of the first call; `host_us` is 0 on a CPU."""
+    """The times of a turn, in microseconds, scaled to the size of the first call; `host_us` is 0 on a CPU."""
 
     gpu_us: float
     host_us: float
@@ -54,18 +54,23 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class Turns:
-    """The turns of one kind of call.
+    """The turns of a kind of call.
 
     Attributes:
-        kind, size: those of its first call.
-        name: what the ranks of a job call it.
-        role: "measures" or "follows" in a job of several ranks, else empty. One that follows has waited
-            `since` then, in seconds of the monotonic clock, and `looked` for the result.
-        backends: those that take turns, with what was seen of each.
-        given: how many turns each has had. out: why a backend gets no more. failed: which of these were
-            errors or refusals. calls: how many could have been a turn.
-        pending: turns whose events haven't been reached yet: backend, both events, host time, factor.
-        point: the result; None before the end. closed: whether nothing more is measured.
+        kind, size: of the first call.
+        name: the name that the ranks of a job share.
+        role: "measures" or "follows" in a job of several ranks, else empty.
+        since: when these turns began, in seconds of the monotonic clock; a rank that follows waits from then
+            on.
+        looked: when a rank that follows last checked for the result.
+        backends: the backends that take turns, with the times of each.
+        given: the number of turns of each backend.
+        out: for backends that get no more turns, the reason.
+        failed: the backends among `out` that failed or refused.
+        calls: the number of calls that could have been a turn.
+        pending: turns that the device hasn't finished: backend, both events, host time, factor.
+        point: the result; None before the end.
+        closed: whether nothing more is measured.
     """
 
     kind: Kind
@@ -85,11 +90,11 @@ class Turns:
 
     @property
     def each(self) -> int:
-        """How many turns each backend gets."""
+        """The number of turns of each backend."""
         return min(MOST_EACH, MOST_TURNS // max(len(self.backends), 1))
 
     def next(self, able: Collection[str]) -> str:
-        """Return whose turn a call is, of the backends that can run it; empty if nobody's."""
+        """Return whose turn a call is, among the backends that can run it; empty if nobody's."""
         self.calls += 1
         for name in able:
             self.backends.setdefault(name, [])
@@ -104,10 +109,10 @@ class Turns:
     def _waiting(self) -> list[str]:
         if sum(self.given.values()) >= MOST_TURNS:
             return []
-        return [name for name, given in self.given.items() if name not in self.out and given < self.each]
+        return [name for name, count in self.given.items() if name not in self.out and count < self.each]
 
     def collect(self) -> None:
-        """Take the times of turns that the device has finished."""
+        """Read the times of turns that the device has finished."""
         pending, self.pending = self.pending, []
         for name, before, after, host, factor in pending:
             try:
@@ -115,58 +120,64 @@ class Turns:
                     self.pending.append((name, before, after, host, factor))
                     continue
                 taken = before.elapsed_time(after) * 1e3
-            except RuntimeError as error:  # no error of attention: the call that finds it may be any
+            except RuntimeError as error:  # not raised: the call that reads the events may be any other call
                 self.leave(name, str(error))
                 continue
             self.add(name, Seen(_scaled(taken, factor), host * 1e6))
 
-    def add(self, name: str, seen: Seen) -> None:
-        """Add what a turn took; backends that are far behind leave."""
+    def add(self, name: str, times: Seen) -> None:
+        """Add the times of a turn; exclude backends that are far behind."""
         if name in self.out:
             return
-        self.backends[name].append(seen)
-        found = {other: taken for other, taken in self.backends.items() if taken and other not in self.out}
-        worst = min(max(one.gpu_us for one in taken) for taken in found.values())
-        for other, taken in found.items():
-            if len(taken) > 1 and min(one.gpu_us for one in taken) > BEHIND * worst:
+        self.backends[name].append(times)
+        remaining = {
+            other: taken for other, taken in self.backends.items() if taken and other not in self.out
+        }
+        worst = min(max(turn.gpu_us for turn in taken) for taken in remaining.values())
+        for other, taken in remaining.items():
+            if len(taken) > 1 and min(turn.gpu_us for turn in taken) > BEHIND * worst:
                 self.out[other] = "far behind"
 
     def leave(self, name: str, reason: str) -> None:
-        """Give a backend that refuses or fails no more turns, and forget what was seen of it."""
+        """Exclude a backend that refuses or fails, and forget its times."""
         self.out[name] = reason or "it has failed"
         self.failed.add(name)
         self.backends.get(name, []).clear()
 
     def result(self) -> Point | None:
-        """Return the medians of what was seen; None before all turns are over.
+        """Return the median times; None before all turns are over.
 
-        They are over after `MOST_CALLS`, too: a backend may be able to run a few calls of the kind only.
+        Turns are over after `MOST_CALLS`, too, because a backend may be able to run only a few calls of the
+        kind.
         """
         if not self.backends or self.pending or (self._waiting() and self.calls < MOST_CALLS):
             return None
-        found = {name: Measured(failed=self.out[name]) for name in self.failed}
-        for name, seen in self.backends.items():
-            if seen:
-                gpu, host = (median(times) for times in zip(*seen, strict=True))
-                found[name] = Measured(gpu_us=max(gpu, 1e-3), host_us=host)
-        return Point(self.kind, self.size, found)
+        results = {name: Measured(failed=self.out[name]) for name in self.failed}
+        for name, turns in self.backends.items():
+            if turns:
+                gpu, host = (median(times) for times in zip(*turns, strict=True))
+                results[name] = Measured(gpu_us=max(gpu, 1e-3), host_us=host)
+        return Point(self.kind, self.size, results)
 
 
 class Turn:
-    """One call that a backend runs in its turn; or, without a backend, one that is nobody's."""
+    """A call that a backend runs in its turn; without a backend the turn is nobody's."""
 
     def __init__(self, turns: Turns, backend: str, spec: AttentionSpec) -> None:
         self._turns, self.backend, number = turns, backend, turns.given.get(backend, 0)
         self._factor = work(turns.kind, turns.size) / work(turns.kind, size_of(spec))
         self._is_timed = number > 1
-        seen = turns.backends.get(backend)
-        self._busy_s = SPARE * min(max(seen[-1].host_us * 1e-6 if seen else LONGEST_S, SHORTEST_S), LONGEST_S)
+        earlier = turns.backends.get(backend)
+        self._busy_s = SPARE * min(
+            max(earlier[-1].host_us * 1e-6 if earlier else LONGEST_S, SHORTEST_S), LONGEST_S
+        )
         self.source = f'policy = "adaptive", turn {number} of {turns.each} for {backend}'
 
     def timed(self, run: Callable[[], T], tensor: Any) -> T:
-        """Return what `run` returns, which launches the kernel for this tensor and others; takes its time.
+        """Call `run`, which launches the kernel, and time it; return its result.
 
-        A backend that refuses the call, or fails in it, gets no more turns.
+        A backend that refuses the call, or fails in it, gets no more turns. `tensor` is any of the call's
+        tensors, whose device counts.
         """
         if not self.backend:
             return run()
@@ -177,7 +188,7 @@ class Turn:
             raise
 
     def give_up(self, reason: str) -> None:
-        """Have the backend get no more turns; this one is nobody's then."""
+        """Exclude the backend from turns; this turn becomes nobody's."""
         with lock:
             self._turns.leave(self.backend, reason.partition("\n")[0])
         self.backend = ""
@@ -206,7 +217,8 @@ class Turn:
             events[1].record()
         if self._is_timed:
             with lock:
-                # It compiled, or the host was slow: then the events are further apart than the kernel takes.
+                # If the kernel was compiled, or the host was slow, the events are further apart than the
+                # kernel takes.
                 if taken > self._busy_s:
                     self._turns.given[self.backend] -= 1
                 else:
@@ -215,6 +227,6 @@ class Turn:
 
 
 def _scaled(taken_us: float, factor: float) -> float:
-    """Return what a call of so many times the work would take; a part of its time doesn't depend on it."""
+    """Return the time of a call with `factor` times the work; a fixed part of the time doesn't grow."""
     floor = min(0.9 * taken_us, MOST_FLOOR_US)
     return floor + (taken_us - floor) * factor
