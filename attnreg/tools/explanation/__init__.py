@@ -45,7 +45,7 @@ UNASKED = f"{SDPA} runs torch's own kernel, as nothing asks for a backend. If so
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What would happen to a call.
+    """The decisions about a call that isn't run.
 
     Attributes:
         spec: the call that is explained.
@@ -126,7 +126,7 @@ def explain(
 
     Takes an `AttentionSpec`; or the arguments of `varlen_attn`, query (T, H, D) with offsets; or
     those of `F.scaled_dot_product_attention`, query (B, H, S, D). Runs no kernel. Where a gradient and
-    `return_aux=AuxRequest(lse=True)` are asked for, the backward is that of output and LSE.
+    `return_aux=AuxRequest(lse=True)` are needed, the backward takes gradients of output and LSE.
 
     Raises:
         InvalidInputError: the arguments contradict each other.
@@ -232,7 +232,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
-    """Yield of which directions the table in force says nothing."""
+    """Yield the directions for which the table in force has no times."""
     if policy.tables is not None and policy.lock is None:
         yield from filter(None, (policy.tables.gap(spec, direction) for direction in directions))
 
@@ -269,7 +269,7 @@ def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
 
 
 def _declined(decisions: Iterable[Decision]) -> Iterator[str]:
-    """Yield what other calls the backends that would run this one have declined, and others ran."""
+    """Yield how often the backends that would run the call have declined other calls."""
     chosen = {(decision.backend, decision.direction) for decision in decisions}
     for row in counters.stats().fallbacks:
         direction = counters.declined_in(row)
