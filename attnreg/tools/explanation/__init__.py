@@ -124,9 +124,25 @@ def explain(
 ) -> Explanation:
     """Say which backend would run a call, who decided, and every reason against every other.
 
-    Takes an `AttentionSpec`; or the arguments of `varlen_attn`, query (T, H, D) with offsets; or
-    those of `F.scaled_dot_product_attention`, query (B, H, S, D). Runs no kernel. Where a gradient and
-    `return_aux=AuxRequest(lse=True)` are needed, the backward takes gradients of output and LSE.
+    The call is an `AttentionSpec`, or the arguments of `varlen_attn` or `F.scaled_dot_product_attention`.
+    Runs no kernel. If a gradient is needed, `return_aux=AuxRequest(lse=True)` means a gradient of the LSE,
+    too.
+
+    Args:
+        query: A spec; or a tensor, packed (T_q, H, D) with `cu_seq_q`, else dense (B, H, S_q, D), of a
+            floating-point dtype.
+        key: Packed (T_k, H_k, D), in pages (pages, page size, H_k, D), or dense (B, H_k, S_k, D). The dtype
+            of the query, like `value`.
+        value: As key, with any head dim D_v.
+        cu_seq_q, cu_seq_k: int32 (B + 1,), as for `varlen_attn`. Without `cu_seq_q` the call is dense.
+        attn_mask: For dense calls only. Broadcasts to (B, H, S_q, S_k); bool, float32 or the query's dtype.
+        seqused_k: For packed calls only, int32 (B,).
+        block_table: For packed calls only, int32 (B, pages per sequence).
+        sinks: For packed calls only, (H,).
+        alibi_slopes: For packed calls only, float32 (H,) or (B, H).
+        backend: Explain a call with this `backend=`. The backend needn't load.
+
+    All other arguments are arguments of the two functions.
 
     Raises:
         InvalidInputError: the arguments contradict each other.
