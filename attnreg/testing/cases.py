@@ -65,7 +65,7 @@ def checks_for(backend: Backend, dtypes: Iterable[str], seed: int, full: bool) -
     wanted = list(dtypes) or [dtype for dtype in DTYPES_BY_USE if dtype in limits.dtypes]
     main = wanted if dtypes or full else wanted[:1]
     matrix = [fitted(case, limits) for case in (CASES if full else QUICK) if case.dtype in main]
-    backward = set(declared(backend.backward))  # which alone declares what concerns the gradient of the LSE
+    backward = set(declared(backend.backward))  # only a backward declares either
     of_both = replace(limits, grad_lse=not backward.isdisjoint(("grad_lse", "delta_from_out")))
     drawn = [_drawn(of_both, wanted, seed, number) for number in range(DRAWN)] if wanted else []
     usual: dict[str, Any] = {"window": (-1, 0)} if limits.causal else {}

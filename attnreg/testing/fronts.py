@@ -76,7 +76,7 @@ def against(front: str, case: Case, device: torch.device) -> tuple[str, ...]:
 
 @contextmanager
 def _known(backend: Backend) -> Iterator[None]:
-    """Have the registry know a backend; leaves it and torch's ops as they were."""
+    """Add a backend to the registry; restore the registry and torch's ops afterwards."""
     installed, before = aten.installed(), registry.entries().get(backend.name.casefold())
     entry = registry.add(backend, "attnreg.testing")
     try:
@@ -95,7 +95,7 @@ def _chosen(front: str, backend: Backend) -> AbstractContextManager[object]:
 
 
 def _called(front: str, name: str, arguments: Inputs) -> dict[str, Tensor]:
-    """Return what a call gives, in the contract's shapes."""
+    """Return the results of a call, in the contract's shapes."""
     *tensors, grad_out, call = arguments
     recording = torch.is_grad_enabled()
     leaves = [x.detach().requires_grad_(recording) for x in tensors]

@@ -35,7 +35,7 @@ CLEAR = re.compile(r"\bgot\b|\bneeds?\b|; see http")
 
 
 class Outcome(NamedTuple):
-    """What came of one check.
+    """The outcome of a check.
 
     Attributes:
         check: the call, and the front that it came through.
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What came of all checks of a backend.
+    """The outcomes of a backend's checks.
 
     Attributes:
         outcomes: The outcomes of the checks.

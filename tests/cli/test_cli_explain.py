@@ -103,7 +103,8 @@ def test_every_field_of_a_spec_has_an_option(call):
         " --softcap 30 --grad-lse --sinks --deterministic --capture --backward --scale 0 --json"
     )
     found = json.loads(call("explain", *everything.split()).stdout)["spec"]
-    assert {field for field in plain if plain[field] == found[field]} == {"batch_invariant"}  # a setting
+    # A setting, and the options that have no field.
+    assert {field for field in plain if plain[field] == found[field]} == {"batch_invariant", "further"}
 
 
 def test_explain_without_a_device_is_about_this_machine(call):

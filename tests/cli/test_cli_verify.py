@@ -81,9 +81,9 @@ def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, 
 
 
 def test_verify_fails_a_backend_that_refuses_what_it_declares(call, fake, plugins, monkeypatch):
+    plugins(shy=fake("shy", refuses=lambda spec: (f"batch must be 0, got {spec.batch}",)).backend)
     few = [check for check in kit.Conformance("math", "cpu").checks if "heads " in str(check)]
     monkeypatch.setattr(kit, "checks_for", lambda *given: few)
-    plugins(shy=fake("shy", refuses=lambda spec: (f"batch must be 0, got {spec.batch}",)).backend)
     result = call("verify", "--device", "cpu", "--backend", "shy", "--json")
     assert result.exit_code == 1
     found = rows(result)["shy"]

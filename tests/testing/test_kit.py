@@ -65,8 +65,6 @@ MODULE = """
 from attnreg import Backend, Capabilities, Kernels
 from attnreg.core.backends.math import BACKEND as MATH
 
-pytestmark = pytest.mark.usefixtures("few_lengths")
-
 def load():
     kernels = MATH.load()
     return Kernels(lambda *given: tuple(2 * x for x in kernels.forward(*given)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "ATTNREG_"
 
-# The backend that runs whatever no other can.
+# The backend that runs the calls that no other backend can run.
 REFERENCE = "math"
 
 AS_GIVEN, RECOGNISE = "as_given", "recognise"

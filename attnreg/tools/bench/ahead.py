@@ -1,4 +1,4 @@
-"""Having several processes compile what will be measured, before it is measured.
+"""Compiles kernels in several processes before they are measured.
 
 FA4 compiles each kind of call for seconds, on one core, and keeps the kernels on disk. In one process that is
 most of the time of `attnreg tune`, so that two minutes were enough for 18 of 60 calls on an H100.
@@ -76,13 +76,13 @@ def compile_ahead(
 
 
 def _work(names: Sequence[str], groups: Sequence[Group]) -> None:
-    """Make the calls; whatever goes wrong goes wrong again, and is reported, where it is measured."""
+    """Make the calls. Errors are ignored: the measurement has the same error again, and reports it."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - a device
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
     known = registry.entries()
     checks: dict[torch.device, Checks] = {}
-    # One that the program has registered itself isn't there.
+    # A backend that the program has registered itself is unknown in this process.
     entries = [known[name.casefold()] for name in names if name.casefold() in known]
     for spec in (spec for group in groups for spec in group):
         device = torch.device(spec.device.type, spec.device.index or 0)

@@ -65,7 +65,10 @@ class Batch:
         return self.sample.verdict(named(x if as_they_are else x.transpose(1, 2) for x in results))
 
     def with_attnreg(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Call attnreg's `varlen_attn` for packed tensors (T, H, D), torch's SDPA for dense (B, H, S, D)."""
+        """Call attnreg's `varlen_attn` for packed tensors (T, H, D), torch's SDPA for dense (B, H, S, D).
+
+        The tensors have the dtype of the shape.
+        """
         if not self.shape.varlen:
             return self._sdpa(q, k, v)
         return front.varlen_attn(  # type: ignore[return-value]

@@ -47,7 +47,7 @@ MEASURED: tuple[tuple[Direction, bool], ...] = (("forward", True), ("backward", 
 
 
 def measure(session: Session, hurried: bool = False) -> None:
-    """Measure the host time per call on a GPU, for each backend of which the table doesn't have it.
+    """Measure the host time per call on a GPU, for each backend that lacks it in the table.
 
     `hurried`: only with the kind of routers in use, as without the call cache it takes three times as long.
     """
@@ -77,7 +77,7 @@ def _missing(session: Session, hurried: bool) -> list[str]:
 def host_costs(
     device: torch.device, names: Sequence[str], rounds: int = ROUNDS, *, as_used: bool = False
 ) -> list[Front]:
-    """Return what each backend's calls take the host through both fronts; of those that run them.
+    """Return the host time of each backend's calls through both fronts, if the backend runs them.
 
     Without the compiled call cache, and with it where it is built; `as_used`: then with it alone.
     """

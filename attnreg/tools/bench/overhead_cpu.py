@@ -36,7 +36,7 @@ CALLS, QUICK_CALLS = 1000, 20
 
 
 def answer(title: str, job: Job, answers: dict[str, Any]) -> None:
-    """Add to what was found median microseconds, also as a difference from the yardstick."""
+    """Add the answer to a question: median microseconds, and the difference from the yardstick."""
     key, base, measures = QUESTIONS[title]
     taken = interleaved(measures(QUICK_CALLS if job.quick else CALLS), job.rounds)
     results, rows = [], []
@@ -51,7 +51,7 @@ def answer(title: str, job: Job, answers: dict[str, Any]) -> None:
 
 
 def _measured(within: Context, calls: int, run: Callable[[], object]) -> Callable[[], float]:
-    """Return what takes the seconds of a call inside a context."""
+    """Return a function that measures the seconds of a call inside a context."""
 
     def measure() -> float:
         with within():
@@ -163,7 +163,7 @@ def _nothing_backward(
 
 @contextlib.contextmanager
 def _aten_nothing() -> Iterator[None]:
-    """Have such kernels straight under aten's flash ops on a CPU, for torch's own varlen_attn alone."""
+    """Register kernels that do nothing for aten's flash ops on a CPU, to time torch's own varlen_attn."""
     api.uninstall()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:

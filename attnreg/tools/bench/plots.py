@@ -65,7 +65,7 @@ def draw(name: str, results: Any, path: Path, known: Mapping[str, str] | None = 
 def _panels(rows: Sequence[Mapping[str, Any]]) -> Panels:
     """Return for each direction its cases, the best choice first, and each strategy's ratios to the best.
 
-    The best is that of the fixed orders, which go through the same front.
+    The best is the best fixed order of backends, through the same front.
     """
     panels = {}
     for direction in (FORWARD, BACKWARD):

@@ -103,7 +103,7 @@ def measure(job: Job, count: int, seed: int) -> None:
 
 
 def _compile_ahead(job: Job, count: int, seed: int) -> None:
-    """Have the kernels compiled that the shapes need: one shape of each kind needs all of its kind's."""
+    """Compile the kernels that the shapes need. A shape needs all kernels of its kind."""
     job.advance(0, count, "compiling")
     device = planning.device_of(job.device)
     specs = [draw(seed, number, device.type).spec(device) for number in range(count)]
@@ -112,7 +112,7 @@ def _compile_ahead(job: Job, count: int, seed: int) -> None:
 
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
-    """Return what one shape took, microseconds by step and way; None if no backend runs it."""
+    """Return the microseconds of a shape by step and way; None if no backend runs it."""
     batch = batch_beyond_the_cache(shape, job.device)
     ways = {name: side for name, side in strategies(batch, job).items() if name != TORCH}
     by_turns = functools.partial(sides.settings, "adaptive", job.table, job.backends)
@@ -159,7 +159,7 @@ def _medians(by_round: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dic
 
 
 def _take_turns(side: Side, backward: bool) -> None:
-    """Make the calls at which backends take turns, and one more, which finds them over."""
+    """Make the calls in which backends take turns, and one more call after them."""
     timer = timer_for(side.sets[0].q.device)
     with side.within():
         for _, run, calls, _ in _steps(side, backward):
@@ -171,7 +171,7 @@ def _take_turns(side: Side, backward: bool) -> None:
 
 
 def _ran(side: Side, backward: bool) -> dict[str, str]:
-    """Return what runs in each step: without a gradient a forward may be another backend's."""
+    """Return the backends of each step. A forward without a gradient may run on another backend."""
     backends = {}
     with side.within():
         for step, run, _, _ in _steps(side, backward):

@@ -1,4 +1,4 @@
-"""What a measurement returns: plain data for JSON, tables, lines about aims, and the machine it ran on."""
+"""The results of a measurement: plain data for JSON, tables, lines about aims, and the machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Table(NamedTuple):
 
 @dataclass
 class Job:
-    """What is to be measured, where progress and results go, and what has come of it so far.
+    """A measurement: what to measure, where progress and results go, and the results so far.
 
     Attributes:
         device: The device that the calls run on.
@@ -128,7 +128,7 @@ def _json(value: Any, indent: str = "") -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Return the same with five digits of each number: no clock has more."""
+    """Return the value with each number rounded to five digits: no clock is more exact."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -157,7 +157,7 @@ def show_machine(place: Console | None = None, known: dict[str, str] | None = No
 
 
 def machine() -> dict[str, str]:
-    """Return what a figure has to be read with, each fact as text."""
+    """Return the facts that a figure depends on, each as text."""
     processors = re.findall(r"^model name\s*:\s*(.*?)\s*$", _text_of("/proc/cpuinfo"), re.MULTILINE)
     kind = platform.processor() or platform.machine()
     facts = {
@@ -180,7 +180,7 @@ def machine() -> dict[str, str]:
 
 
 def _text_of(path: str) -> str:
-    """Return what the kernel says in a file, or nothing where there is no such file."""
+    """Return the text of a file of the operating system, or "" if there is no such file."""
     try:
         return Path(path).read_text()
     except OSError:

@@ -65,7 +65,7 @@ def measure(job: Job) -> None:
 
 
 def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
-    """Return what one case took, microseconds by direction and strategy; None if attnreg didn't run it."""
+    """Return the microseconds of a case by direction and strategy; None if attnreg didn't run it."""
     batch = batch_beyond_the_cache(shape, job.device)
     right = checked(batch, strategies(batch, job), job)
     if CHOSEN not in right:
@@ -101,7 +101,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
 
 
 def _ran(right_side: Checked) -> dict[str, str]:
-    """Return which backend each call runs: a forward without gradients may be another's than one with."""
+    """Return the backend of each call. A forward without gradients may run on another backend."""
     counters.reset_stats()
     right_side.side.results(backward=False)
     alone = sides.ran()["forward"]
@@ -139,10 +139,10 @@ def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
 
 
 class Runner:
-    """What times a side in each direction, all of them in one round.
+    """Times a side in each direction, all directions in a round.
 
-    One graph has a call for each set of tensors, as a model has layers: autograd's thread, once awake, goes
-    through them all.
+    A graph of autograd has a call for each set of tensors, as a model has layers. Autograd's thread wakes up
+    once and runs all of them.
     """
 
     def __init__(self, side: Side, backward: bool) -> None:

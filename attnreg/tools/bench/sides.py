@@ -57,7 +57,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Side:
-    """What is timed.
+    """A side of a comparison: calls to time.
 
     Attributes:
         front: The function of query, key and value that returns the output.
@@ -80,7 +80,7 @@ class Side:
             return results(self.front, tensors)
 
     def timed(self, step: Step, calls: int, clock: Clock = "eager") -> Callable[[], float]:
-        """Return what measures the seconds of a call of `step`: one of those of `measure.timing`."""
+        """Return a function that measures the seconds of a call of `step`, by a clock of `measure.timing`."""
         timer, sets = timer_for(self.sets[0].q.device), cycle(self.sets)
 
         def run() -> object:
@@ -97,7 +97,7 @@ class Side:
         return measure
 
     def calls(self, step: Step, total: float) -> int:
-        """Return how many calls of `step` take so many seconds, about."""
+        """Return how many calls of `step` take about `total` seconds."""
         self.timed(step, 1)()
         # Fewer launches than a GPU's queue has room for: else the host can't get ahead.
         return calls_for(total, self.timed(step, 3)(), most=50)
@@ -169,9 +169,9 @@ class _Direct(torch.autograd.Function):
 
 
 def ran() -> dict[str, str]:
-    """Return which backends ran in each direction since the counters were last set to zero.
+    """Return which backends ran in each direction since the counters were last reset.
 
-    A direction in which none did was torch's own.
+    If no backend is counted, torch's own kernel ran.
     """
     calls = stats().calls
     return {
@@ -181,7 +181,7 @@ def ran() -> dict[str, str]:
 
 
 def wrong_backend(wanted: str, backends: Mapping[str, str]) -> str:
-    """Return what ran instead of a backend, or an empty string if that did."""
+    """Return what ran instead of the wanted backend, or "" if the wanted backend ran."""
     if set(backends.values()) == {wanted}:
         return ""
     reasons = [f"{row.backend}: {row.reason}" for row in stats().fallbacks[:2]]
@@ -198,7 +198,7 @@ def in_words(backends: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
-    """Set aside what environment variables and files ask for; afterwards all is as it was."""
+    """Disable the settings of environment variables and files, and restore all of them afterwards."""
     routers, active = aten.installed(), policy.activate(False)
     put_back = policy.set_aside()
     try:
@@ -211,30 +211,30 @@ def untouched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_alone() -> Iterator[None]:
-    """Have torch's ops as they are without attnreg."""
+    """Uninstall attnreg's routers."""
     api.uninstall()
     yield
 
 
 @contextlib.contextmanager
 def in_the_callers_thread(within: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Have a backward run in the thread that calls it, inside another of these blocks."""
+    """Run backwards in the thread that calls them, inside another context."""
     with within(), torch.autograd.set_multithreading_enabled(False):
         yield
 
 
 @contextlib.contextmanager
 def by_default() -> Iterator[None]:
-    """Have nothing registered: what attnreg does by itself."""
+    """Install attnreg's routers, with no backend registered."""
     aten.ensure()
     yield
 
 
 @contextlib.contextmanager
 def settings(chosen_by: str, table: Path | None = None, among: Iterable[str] = ()) -> Iterator[None]:
-    """Have `policy` in force: "measured", "order" or "adaptive".
+    """Configure the policy `chosen_by`: "measured", "order" or "adaptive".
 
-    With `among`, no other backends are chosen, but for `math`, to which all else falls back.
+    With `among`, no other backends are chosen, except `math`, to which all calls fall back.
     """
     wanted = {"math", *map(str.casefold, among)}
     others = [entry.name for name, entry in registry.entries().items() if name not in wanted]

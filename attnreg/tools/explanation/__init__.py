@@ -45,7 +45,7 @@ UNASKED = f"{SDPA} runs torch's own kernel, as nothing asks for a backend. If so
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What would happen to a call.
+    """The decisions about a call that isn't run.
 
     Attributes:
         spec: the call that is explained.
@@ -124,9 +124,25 @@ def explain(
 ) -> Explanation:
     """Say which backend would run a call, who decided, and every reason against every other.
 
-    Takes an `AttentionSpec`; or the arguments of `varlen_attn`, query (T, H, D) with offsets; or
-    those of `F.scaled_dot_product_attention`, query (B, H, S, D). Runs no kernel. Where a gradient and
-    `return_aux=AuxRequest(lse=True)` are asked for, the backward is that of output and LSE.
+    The call is an `AttentionSpec`, or the arguments of `varlen_attn` or `F.scaled_dot_product_attention`.
+    Runs no kernel. If a gradient is needed, `return_aux=AuxRequest(lse=True)` means a gradient of the LSE,
+    too.
+
+    Args:
+        query: A spec; or a tensor, packed (T_q, H, D) with `cu_seq_q`, else dense (B, H, S_q, D), of a
+            floating-point dtype.
+        key: Packed (T_k, H_k, D), in pages (pages, page size, H_k, D), or dense (B, H_k, S_k, D). The dtype
+            of the query, like `value`.
+        value: As key, with any head dim D_v.
+        cu_seq_q, cu_seq_k: int32 (B + 1,), as for `varlen_attn`. Without `cu_seq_q` the call is dense.
+        attn_mask: For dense calls only. Broadcasts to (B, H, S_q, S_k); bool, float32 or the query's dtype.
+        seqused_k: For packed calls only, int32 (B,).
+        block_table: For packed calls only, int32 (B, pages per sequence).
+        sinks: For packed calls only, (H,).
+        alibi_slopes: For packed calls only, float32 (H,) or (B, H).
+        backend: Explain a call with this `backend=`. The backend needn't load.
+
+    All other arguments are arguments of the two functions.
 
     Raises:
         InvalidInputError: the arguments contradict each other.
@@ -232,7 +248,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
-    """Yield of which directions the table in force says nothing."""
+    """Yield the directions for which the table in force has no times."""
     if policy.tables is not None and policy.lock is None:
         yield from filter(None, (policy.tables.gap(spec, direction) for direction in directions))
 
@@ -269,7 +285,7 @@ def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
 
 
 def _declined(decisions: Iterable[Decision]) -> Iterator[str]:
-    """Yield what other calls the backends that would run this one have declined, and others ran."""
+    """Yield how often the backends that would run the call have declined other calls."""
     chosen = {(decision.backend, decision.direction) for decision in decisions}
     for row in counters.stats().fallbacks:
         direction = counters.declined_in(row)

@@ -136,7 +136,11 @@ def dense(
     scale: float | None,
     enable_gqa: bool,
 ) -> CallSpec:
-    """Return the spec of `F.scaled_dot_product_attention` with these arguments, (B, H, S, D)."""
+    """Return the spec of `F.scaled_dot_product_attention` with these arguments.
+
+    Query, key and value are (B, H, S, D) or broadcast to it, of a floating-point dtype. The mask broadcasts
+    to (B, H, S_q, S_k). Raises `InvalidInputError` if the arguments contradict each other.
+    """
     selection = None
     if attn_mask is not None and query.dim() == key.dim() >= 2:
         _check_mask(*autocast(query, key, attn_mask), enable_gqa)
@@ -269,7 +273,11 @@ def packed(
     dropout_p: float,
     enable_gqa: bool,
 ) -> CallSpec:
-    """Return the spec of `varlen_attn` with these arguments, (T, H, D) with offsets."""
+    """Return the spec of `varlen_attn` with these arguments.
+
+    Query, key and value are packed (T, H, D), of a floating-point dtype. `lengths` are the offsets (B + 1,),
+    int32, and the longest lengths. Raises `InvalidInputError` if the arguments contradict each other.
+    """
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)

@@ -25,7 +25,7 @@ GUARD = 64
 
 
 class Inputs(NamedTuple):
-    """What the kernels of a case are called with."""
+    """The arguments of a case's kernels: query, key and value, the output's gradient, and the call."""
 
     q: Tensor
     k: Tensor

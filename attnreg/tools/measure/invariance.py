@@ -23,7 +23,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_batch_invariant(kernels: Kernels, inputs: Inputs, results: Sequence[tuple[Tensor, ...]]) -> None:
-    """Check that a batch's results, (T, H, D) or (B, S, H, D) each, repeat bit for bit.
+    """Check that a batch's results, in the contract's shapes, repeat bit for bit.
 
     `results` are the results of several calls of the same batch. Its sequences are also run in other batches.
     Raises `RegistrationError` if any bit differs.

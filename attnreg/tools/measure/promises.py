@@ -1,4 +1,4 @@
-"""What the contract asks of kernels besides accuracy: form, memory, repeatability, dropout, launchers."""
+"""Checks of the contract besides accuracy: form, memory, repeatability, dropout, launchers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _results(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _uninitialized_is_nan() -> Iterator[None]:
-    """Have torch.empty return NaN, so that a result that isn't written shows."""
+    """Make torch.empty return NaN, so that an element that a kernel doesn't write shows."""
     # Torch fills memory only in a deterministic mode. "warn" is the mode that refuses no operation.
     with _deterministic_mode(torch.get_deterministic_debug_mode() or "warn", filled=True):
         yield

@@ -18,7 +18,7 @@ from attnreg.tools.measure.inputs import Inputs, key_rows, rows_of
 
 
 class Results(NamedTuple):
-    """What forward and backward return, in the contract's shapes."""
+    """The results of forward and backward, in the contract's shapes and dtypes."""
 
     out: Tensor
     lse: Tensor

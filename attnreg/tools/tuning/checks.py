@@ -1,4 +1,4 @@
-"""What rules a backend out of a measurement: wrong results or an exception."""
+"""Rules backends out of a measurement: those with wrong results or an exception."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TENSORS: dict[Direction, tuple[str, ...]] = {"forward": ("out", "lse"), "backwar
 
 
 def reasons(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-    """Return every reason against a backend for a call. Sinks are none: results can be rescaled for them."""
+    """Return every reason against a backend for a call. Sinks are no reason: results can be rescaled."""
     return entry.reasons(replace(spec, sinks=False), direction)
 
 
@@ -44,7 +44,7 @@ def kernels_for(entry: Entry, spec: AttentionSpec, case: Case) -> Kernels:
 
 
 class Checks:
-    """Checks each backend once for each kind of call, at small sizes, and keeps what was found.
+    """Checks each backend once for each kind of call, at small sizes, and caches the verdicts.
 
     Attributes:
         first_calls: seconds of the first call of a backend, by its name, the call and the direction.
@@ -56,9 +56,9 @@ class Checks:
         self._found: dict[tuple[object, ...], dict[Direction, Verdict] | Exception] = {}
 
     def of(self, entry: Entry, spec: AttentionSpec, direction: Direction) -> Verdict:
-        """Return the verdict for one direction of that kind of call; the first time, checks both.
+        """Return the verdict for a direction of the call's kind. The first time, checks both directions.
 
-        Raises what the backend has raised, every time.
+        If the backend raised an exception, raises it every time.
         """
         cases = small_cases(spec)
         kinds = kind_of(spec, "forward"), kind_of(spec, "backward")
@@ -74,7 +74,7 @@ class Checks:
         return verdicts.get(direction, Verdict(0.0, "its backward can't be checked"))
 
     def forget_failures(self) -> None:
-        """Check backends that raised anew: their kind's next call may find what they lacked."""
+        """Forget the exceptions of backends, so that these are checked again: memory may be free now."""
         self._found = {
             key: verdicts for key, verdicts in self._found.items() if not isinstance(verdicts, Exception)
         }

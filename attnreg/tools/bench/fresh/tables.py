@@ -1,4 +1,4 @@
-"""What becomes of the figures: tables for people, lines that say what is lost, Markdown for the docs."""
+"""Shows the figures: tables to print, lines that say what is lost, Markdown for the docs."""
 
 from __future__ import annotations
 
