@@ -25,8 +25,8 @@ from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
 
 import attnreg
-from attnreg.core.aten import flash
 from attnreg.core.contract.backend import Call
+from attnreg.core.dispatch import calls
 from attnreg.core.launching.offsets import derived_from
 from attnreg.core.varlen import custom_op
 from attnreg.errors import InvalidInputError, UnsupportedInputError
@@ -386,7 +386,7 @@ def test_importing_attnreg_does_not_load_the_op_and_asking_torch_for_it_does():
 
 @pytest.mark.parametrize(
     ("module", "name", "attend"),
-    [(custom_op, "run", attnreg.varlen_attn), (flash, "plan_for", torch_varlen.varlen_attn)],
+    [(custom_op, "run", attnreg.varlen_attn), (calls, "plan_for", torch_varlen.varlen_attn)],
     ids=["attnreg", "torch"],
 )
 def test_nothing_derived_is_taken_for_other_offsets_that_inductor_has_put_in_the_same_tensor(
