@@ -187,7 +187,7 @@ BAD = [
     ("head_dim_v", Range(8, 256, 0), RANGE),
     ("batch", None, RANGE),
     ("heads", (0, 1), RANGE),
-    *(("options", value, OPTION_NAMES) for value in (["softcap"], "softcap", ("temperature",))),
+    *(("options", value, OPTION_NAMES) for value in (["softcap"], "softcap", ("no_such_option",))),
     *(("page_size", value, RANGE) for value in (16, Range(16, None))),
 ] + [
     (field.name, value, "True or False")

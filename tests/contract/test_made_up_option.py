@@ -11,8 +11,8 @@ import dataclasses, json
 from attnreg.core.contract import options
 
 row = options.Option(
-    name="temperature", values="number", off=1.0, low=0.0, expected="0 or more",
-    reason="temperature must be 1.0, got {}", label="temperature {}",
+    name="sharpness", values="number", off=1.0, low=0.0, expected="0 or more",
+    reason="sharpness must be 1.0, got {}", label="sharpness {}",
 )
 options.OPTIONS += (row,)
 
@@ -22,18 +22,18 @@ from attnreg.core import registry
 from attnreg.core.times.traces import spec_from, spec_to
 from attnreg.tools.measure import reference
 
-def cooled(kernel):
+def sharpened(kernel):
     def run(*arguments):
         *tensors, call = arguments
-        return kernel(*tensors, call._replace(scale=call.scale * call.temperature, further=()))
+        return kernel(*tensors, call._replace(scale=call.scale * call.sharpness, further=()))
     return run
 
 math = registry.find("math")
 kernels = math.kernels()
-limits = dataclasses.replace(math.backend.forward, options=("temperature",))
+limits = dataclasses.replace(math.backend.forward, options=("sharpness",))
 backend = attnreg.Backend(
     name="warm", forward=limits, backward=limits,
-    load=lambda: attnreg.Kernels(cooled(kernels.forward), cooled(kernels.backward)),
+    load=lambda: attnreg.Kernels(sharpened(kernels.forward), sharpened(kernels.backward)),
 )
 attnreg.register_backend(backend)
 
@@ -64,25 +64,28 @@ def error(function):
 
 seen = {}
 for number, factor in enumerate((2.0, 0.5, 2.0, 1.0)):  # again with 2.0: its plan, and not the one of 0.5
-    results, ran = attend(temperature=factor)
+    results, ran = attend(sharpness=factor)
     right = expected(8**-0.5 * factor)
     seen[f"{number} right"] = all(torch.allclose(x, y) for x, y in zip(results, right, strict=True))
     seen[f"{number} ran"] = ran
 results, ran = attend()
 seen["plain right"] = all(torch.allclose(x, y) for x, y in zip(results, expected(8**-0.5), strict=True))
 seen["plain ran"] = ran
-seen["refused"] = error(lambda: attend(temperature=2.0, backend="math"))[1]
-seen["typo"] = error(lambda: attend(temprature=2.0))
-seen["range"] = error(lambda: attend(temperature=-1.0))
+seen["refused"] = error(lambda: attend(sharpness=2.0, backend="math"))[1]
+seen["typo"] = error(lambda: attend(sharpnes=2.0))
 spec = attnreg.AttentionSpec(
     device=attnreg.Device("cpu"), dtype="fp64", batch=2, max_q=5, max_k=5, heads_q=2, heads_k=2, head_dim=8,
-    head_dim_v=8, varlen=True, further={"temperature": 2.0},
+    head_dim_v=8, varlen=True, further={"sharpness": 2.0},
 )
-seen["spec"] = [str(spec), spec.temperature, spec.but(further=()).temperature]
+seen["range"] = [error(lambda: attend(sharpness=factor)) for factor in (-1.0, float("inf"))]
+seen["explained"] = str(attnreg.explain(*arguments, is_causal=True, sharpness=2.0))
+seen["no explanation"] = error(lambda: attnreg.explain(*arguments, sharpnes=2.0))
+seen["no spec"] = error(lambda: spec.but(further={"sharpnes": 2.0}))
+seen["spec"] = [str(spec), spec.sharpness, spec.but(further=()).sharpness]
 again = spec_from(json.loads(json.dumps(spec_to(spec))), spec.device)
 seen["trace"] = again == spec and hash(again) == hash(spec)
 seen["reasons"] = math.reasons(spec, "forward")
-whole = lambda: attnreg.varlen_attn(*arguments, is_causal=True, temperature=2.0)
+whole = lambda: attnreg.varlen_attn(*arguments, is_causal=True, sharpness=2.0)
 compiled = torch.compile(whole, backend="eager")
 seen["compiled"] = torch.allclose(compiled(), expected(8**-0.5 * 2.0)[0])
 print(json.dumps(seen))
@@ -98,15 +101,21 @@ def test_a_row_and_a_kernel_add_an_option(routers):
     assert [seen[f"{number} right"] for number in range(4)] == [True] * 4
     assert [seen[f"{number} ran"] for number in range(4)] == [RAN] * 4
     assert (seen["plain right"], seen["plain ran"]) == (True, RAN)
-    assert "temperature must be 1.0, got 2.0" in seen["refused"]
+    assert "sharpness must be 1.0, got 2.0" in seen["refused"]
     assert seen["typo"] == [
         "TypeError",
-        "varlen_attn() got an unexpected keyword argument 'temprature'; did you mean 'temperature'?",
+        "varlen_attn() got an unexpected keyword argument 'sharpnes'; did you mean 'sharpness'?",
     ]
-    assert seen["range"] == ["InvalidInputError", "temperature: got -1.0, expected 0 or more"]
+    assert seen["range"] == [
+        ["InvalidInputError", f"sharpness: got {factor}, expected 0 or more"] for factor in ("-1.0", "inf")
+    ]
+    assert "sharpness 2.0" in seen["explained"] and "sharpness must be 1.0, got 2.0" in seen["explained"]
+    assert seen["no explanation"] == ["TypeError", seen["typo"][1].replace("varlen_attn", "explain")]
+    hint = "further: there is no option 'sharpnes'; did you mean 'sharpness'?"
+    assert seen["no spec"] == ["InvalidInputError", hint]
     shown, value, off = seen["spec"]
-    assert shown.endswith("packed, 2 sequences up to 5 x 5 · temperature 2.0")
+    assert shown.endswith("packed, 2 sequences up to 5 x 5 · sharpness 2.0")
     assert (value, off) == (2.0, 1.0)
     assert seen["trace"]
-    assert seen["reasons"] == ["temperature must be 1.0, got 2.0"]
+    assert seen["reasons"] == ["sharpness must be 1.0, got 2.0"]
     assert seen["compiled"]

@@ -109,7 +109,8 @@ class Option:
             number = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             number = math.nan
-        if number != self.off and not self.low <= number <= self.high:
+        is_allowed = math.isfinite(number) and self.low <= number <= self.high
+        if number != self.off and not is_allowed:
             raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
         return int(number) if self.values == "integer" else number
 
@@ -155,23 +156,35 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 
 
-def options_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call of `varlen_attn` by their names, without those that are off.
+def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> dict[str, Any]:
+    """Return the options of a call of a function by their names, without options that are off.
 
     Raises:
-        TypeError: `varlen_attn` has no such argument.
+        TypeError: the function has no such argument.
         InvalidInputError: a number is out of range.
     """
     rows = {row.argument: row for row in OPTIONS if row.argument is not None}
     for argument in arguments:
         if argument not in rows:
             hint = did_you_mean(argument, filter(None, rows))
-            raise TypeError(f"varlen_attn() got an unexpected keyword argument {argument!r}{hint}")
+            raise TypeError(f"{function}() got an unexpected keyword argument {argument!r}{hint}")
     return {
         rows[argument].name: rows[argument].checked(value)
         for argument, value in arguments.items()
         if rows[argument].is_on(value)
     }
+
+
+def check_further(further: Mapping[str, Any]) -> None:
+    """Check the names of a spec's further options, and that no field has them.
+
+    Raises:
+        InvalidInputError: there is no such option.
+    """
+    names = [row.field for row in OPTIONS]
+    for name in further:
+        if name not in names:
+            raise InvalidInputError(f"further: there is no option {name!r}{did_you_mean(name, names)}")
 
 
 def further_value(name: str, further: tuple[tuple[str, Any], ...], of_spec: bool = False) -> Any:

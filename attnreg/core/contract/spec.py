@@ -11,7 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, Direction, Option, further_value
+from attnreg.core.contract.options import (
+    LEAST_SCALE,
+    OPTIONS,
+    Direction,
+    Option,
+    check_further,
+    further_value,
+)
 from attnreg.errors import InvalidInputError
 
 __all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dtype"]
@@ -103,8 +110,8 @@ class AttentionSpec:
     without a field of their own (`contract.options`), as pairs or a mapping; each is read as an attribute.
 
     Raises:
-        InvalidInputError: a number is out of range, `heads_q` isn't a multiple of `heads_k`, or the
-            device is no `Device`.
+        InvalidInputError: a number is out of range, `heads_q` isn't a multiple of `heads_k`, the device is no
+            `Device`, or `further` has an option that doesn't exist.
     """
 
     device: Device
@@ -161,6 +168,7 @@ class AttentionSpec:
             )
         further = self.further.items() if isinstance(self.further, Mapping) else map(tuple, self.further)
         object.__setattr__(self, "further", tuple(sorted(further)))
+        check_further(dict(self.further))
         for option in OPTIONS:
             if option.values == "number":
                 option.checked(getattr(self, option.field))

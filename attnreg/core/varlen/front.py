@@ -125,7 +125,7 @@ def varlen_attn(
             its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it
             every call is spread.
         mesh: refused: a `DeviceMesh` is for `attnreg.context_parallel`.
-        options: options that have no argument of their own, each a row of `contract.options`.
+        **options: options without an argument of their own, by their names: rows of `contract.options`.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.

@@ -121,6 +121,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     enable_gqa: bool = False,
     backend: str | None = None,
+    **options: Any,
 ) -> Explanation:
     """Say which backend would run a call, who decided, and every reason against every other.
 
@@ -141,6 +142,7 @@ def explain(
         sinks: For packed calls only, (H,).
         alibi_slopes: For packed calls only, float32 (H,) or (B, H).
         backend: Explain a call with this `backend=`. The backend needn't load.
+        **options: For packed calls only, options without an argument of their own: see `contract.options`.
 
     All other arguments are arguments of the two functions.
 
@@ -177,7 +179,7 @@ def explain(
             )
         call_spec = packed(
             query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
-            seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa,
+            seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa, options,
         )  # fmt: skip
         if sinks is not None:
             check_sinks(query, sinks)
@@ -188,7 +190,7 @@ def explain(
     alone = {
         "return_aux": asks_for_lse(return_aux) or None, "window_size": window_size if is_bounded else None,
         "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
-        "softcap": softcap or None, "sinks": sinks, "alibi_slopes": alibi_slopes,
+        "softcap": softcap or None, "sinks": sinks, "alibi_slopes": alibi_slopes, **options,
     }  # fmt: skip
     _refuse_of_dense(alone)
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, selected, selec
 from attnreg.core.aten.nested import is_dense_inside
 from attnreg.core.aten.routing import call_of as dense_call_of
 from attnreg.core.aten.schemas import SdpaCpuForward
+from attnreg.core.contract.options import options_of
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
 from attnreg.core.dispatch.planning import Native, device_of, spec_of
@@ -272,6 +273,7 @@ def packed(
     alibi_slopes: Tensor | None,
     dropout_p: float,
     enable_gqa: bool,
+    further: Mapping[str, Any],
 ) -> CallSpec:
     """Return the spec of `varlen_attn` with these arguments.
 
@@ -286,7 +288,7 @@ def packed(
         "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
         "alibi_slopes": alibi_slopes, "dropout": dropout_p,
     }  # fmt: skip
-    call = call_of(query, lengths, scale, bound, **options)
+    call = call_of(query, lengths, scale, bound, **options, **options_of(further, "explain"))
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:

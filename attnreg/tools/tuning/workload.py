@@ -200,6 +200,7 @@ def unmeasurable(spec: AttentionSpec) -> str:
     """Return why a call can't be measured, or an empty string."""
     options = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
     options += ["dropout"] if spec.dropout > 0.0 else []
+    options += [name for name, _ in spec.further]
     if options:
         return f"{' and '.join(options)} can't be measured: the default order decides"
     tokens = spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k
