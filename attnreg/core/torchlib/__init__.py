@@ -1,8 +1,13 @@
-"""What attnreg needs of torch's inside, and of the operating system below it.
+"""What attnreg uses of torch's internals, and of the operating system below it.
 
-Torch's own kernels, captured before a router covers them; asynchronous read-backs; memory layouts; the store
-of a job's process group (`job_store`); a log line for slow steps (`slow`); small CUDA kernels, which NVRTC
-compiles (`device_code`); and the libraries in C++, which `libraries` compiles, `background` has compiled by
-itself, and `building` loads.
-May import: errors, settings. Read `captured.py` first; of the C++ libraries, `building.py`.
+- `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
+  op.
+- `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
+- `device_code`: small CUDA kernels, compiled by NVRTC.
+- `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
+- `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without
+  frames.
+- `job_store`: the store of a job's process group. `slow`: a log line for a slow step.
+
+May import: errors, settings. Read `captured.py` first; for the C++ libraries, `building.py`.
 """

@@ -1,8 +1,10 @@
-"""The store of the default process group, through which the ranks of a job tell each other something.
+"""The store of the default process group, by which the ranks of a job exchange small values.
 
-No collective: a rank that never asks keeps no other waiting. A store may be stalled or gone, so that every
-question has a time limit; and nobody keeps a reference to it: a `TCPStore` that is still referenced after
-`destroy_process_group` is reused by the next group, which then finds the addresses of the last one.
+The store needs no collective: a rank that never uses it blocks no other rank. Two rules for its users:
+
+- A store may be stalled or gone, so every access has a time limit (`within`).
+- Nobody keeps a reference to it. A `TCPStore` that is still referenced after `destroy_process_group` is
+  reused by the next group, which then reads the addresses of the previous group.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _inherited: weakref.ref[Any] | None = None
 
 def group_of_several() -> Any:
     """Return `torch.distributed` if the default process group has several ranks, else None."""
-    # A program that has initialised it has imported it.
+    # Not imported means not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -28,9 +30,9 @@ def group_of_several() -> Any:
 
 
 def default() -> Any:
-    """Return the store; None without a group of several, and in a forked child.
+    """Return the store; None without a group of several ranks, and in a forked child.
 
-    A child would talk over its parent's connection.
+    A child would use its parent's connection.
     """
     distributed = group_of_several()
     if distributed is None:
@@ -40,9 +42,10 @@ def default() -> Any:
 
 
 def within(seconds: float, run: Callable[[], object]) -> None:
-    """Run in a thread, and leave it behind if it takes longer.
+    """Run a function in a thread, and stop waiting for it after some seconds.
 
-    That, or that it raised, is a RuntimeError; without the error itself, whose frames keep the store alive.
+    Raises RuntimeError after that time, and if the function raised. The function's own error isn't chained,
+    because its frames keep the store alive.
     """
     errors: list[str] = []
 

@@ -1,7 +1,7 @@
-"""What attnreg has in C++, the file of each library, and running the compiler that makes it.
+"""The C++ libraries: their sources and flags, the file of each, and how the compiler is run.
 
-There are two: the call cache, which serves repeated calls without Python, and the kernel of the CPU backend.
-The `module.cpp` of each says more. A library has a file for each version of torch and Python.
+There are two: the call cache, which runs repeated calls without Python, and the kernel of the CPU backend.
+Each is described in its `module.cpp`. A library has a file for each version of torch and Python.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from attnreg.errors import BuildError
 ROOT = Path(__file__).parents[2]
 
 COMPILERS = ("c++", "g++", "clang++")
-# What the folders of builds under way begin with; nothing else in the cache does.
+# The prefix of folders of unfinished builds; nothing else in the cache has it.
 SCRATCH = ".building-"
-# How much of what a compiler prints goes into a message, and after how many seconds it is stopped.
+# How many characters of a compiler's output a message has, and after how many seconds the compiler is killed.
 MOST_CHARACTERS, TIMEOUT = 2000, 1800
 
-# What a process of its own does with a new file, given a name and the file: it may be broken in any way.
+# Scripts that load a new file in another process, because a broken file may crash it.
 TRY_MODULE = """
 import importlib.util, torch
 from importlib.machinery import ExtensionFileLoader
@@ -48,15 +48,15 @@ library.attnreg_forward, library.attnreg_backward
 
 
 class Library(NamedTuple):
-    """Something to compile.
+    """A C++ library, as its compiler command needs it.
 
     Attributes:
-        name: what its files begin with; of a Python module, its name.
-        folder: where they lie, as `caches.folder` has it.
-        title: what to call it in messages.
-        main: the source; it includes only headers of its own folder, and torch's.
-        flags: for the compiler.
-        libraries: torch's that it is linked to.
+        name: the prefix of its files, and the name of a Python module.
+        folder: the purpose that `caches.folder` takes.
+        title: its name in messages.
+        main: the source file. It includes only headers of its own folder, and torch's.
+        flags: flags of the compiler.
+        libraries: names of the torch libraries to link.
         trial: a script that loads it, with variables `name` and `file`.
         is_native: whether it is compiled for the instructions that torch uses on this machine.
     """
@@ -71,7 +71,7 @@ class Library(NamedTuple):
     is_native: bool = False
 
     def all_flags(self) -> tuple[str, ...]:
-        """Return the flags with those for the instructions that torch uses here, in their portable steps."""
+        """Return all flags; native code targets the x86-64 level of the instructions that torch uses here."""
         known = torch.backends.cpu.get_cpu_capability() if self.is_native else ""
         native = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}.get(known[:6], ())
         return "-std=c++20", "-fPIC", "-shared", "-w", *self.flags, *native
@@ -99,17 +99,18 @@ CPU_KERNEL = Library(
 LIBRARIES = (CALL_CACHE, CPU_KERNEL)
 
 
-# A library ends with the digest of all before it, which loaders ignore: one file can't be half replaced.
+# A library file ends with the digest of its other bytes, which loaders ignore. A file beside it could get out
+# of step.
 DIGEST = hashlib.sha256
 DIGEST_BYTES = DIGEST().digest_size
 
 
 @functools.cache
 def target(library: Library = CALL_CACHE) -> Path:
-    """Return the file of a library: another for each torch, Python and state of the source.
+    """Return the path of a library's file, which depends on torch, Python, the flags and the source.
 
-    One that is compiled for the machine's instructions has a file for each set of them: a home folder may be
-    shared by machines. Raises BuildError if the source isn't there, or the user has no home folder.
+    A native library has a file for each level of instructions, because machines may share a home folder.
+    Raises BuildError if the source is missing, or the user has no home folder.
     """
     try:
         files = library.main, *sorted(library.main.parent.glob("*.h"))
@@ -121,24 +122,24 @@ def target(library: Library = CALL_CACHE) -> Path:
         raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
 
-def existing(library: Library) -> Path | None:
-    """Return the file of a library, as `checked` does; None where that raises."""
+def find_file(library: Library) -> Path | None:
+    """Return the file of a library, as `check_file` does; None where `check_file` raises."""
     try:
-        return checked(library)
+        return check_file(library)
     except BuildError:
         return None
 
 
-def checked(library: Library) -> Path:
-    """Return the file of a library by the path to load it by, without links.
+def check_file(library: Library) -> Path:
+    """Check the file of a library, and return the path to load it by, without links.
 
-    Raises BuildError if it isn't there, can't be read, is damaged, or another user can replace it.
+    Raises BuildError if the file is missing, can't be read, is damaged, or another user can replace it.
     """
     file = target(library)
     try:
         file = file.resolve(strict=True)
-        problem, found = caches.unsafe(file), file.stat()
-        if not problem and not _digest_matches(file, found.st_ino, found.st_size, found.st_mtime_ns):
+        problem, status = caches.unsafe(file), file.stat()
+        if not problem and not _digest_matches(file, status.st_ino, status.st_size, status.st_mtime_ns):
             problem = f"{file} is damaged, and `attnreg build` compiles it again"
     except FileNotFoundError:
         what = f"{library.title} isn't compiled for this torch, Python and machine"
@@ -151,15 +152,15 @@ def checked(library: Library) -> Path:
 
 
 def why_not_used(library: Library) -> str:
-    """Return why a library that is compiled isn't used; empty if it is, or isn't compiled.
+    """Return why a compiled library isn't used; empty if it is used, or isn't compiled.
 
-    Raises BuildError as `target` does, and OSError if it can't be told whether it is compiled.
+    Raises BuildError as `target` does, and OSError if the file's existence can't be determined.
     """
     with caches.readable_errors("read"):
         is_there = target(library).is_file()
     try:
         if is_there:
-            checked(library)
+            check_file(library)
     except BuildError as error:
         return str(error)
     return ""
@@ -167,35 +168,35 @@ def why_not_used(library: Library) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _digest_matches(file: Path, *_: int) -> bool:
-    """Return whether a file ends with the digest of its contents: one that is cut off crashes its process."""
+    """Return whether a file ends with the digest of its contents: a truncated library crashes the process."""
     contents = memoryview(file.read_bytes())
     return DIGEST(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
 
 
 def _versions() -> tuple[str | None, ...]:
-    """Return what the result depends on beyond its source."""
+    """Return the versions that a library depends on beyond its source."""
     return torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
 
 
 def compile_library(library: Library) -> Path:
-    """Compile a library and load it in another process; replaces the file that was there.
+    """Compile a library, load it in another process for a test, and replace the previous file.
 
-    Raises BuildError, with the output, if there is no compiler, it fails, or what it made can't be loaded.
+    Raises BuildError, with the output, if there is no compiler, it fails, or its result can't be loaded.
     """
     file, problem = target(library), f"{library.title} can't be compiled"
     try:
         caches.make(file.parent)
         place = file.parent.resolve()
         caches.check_writable(place)
-        # Other processes may load the file or compile it as well: it is there completely or not at all.
+        # Other processes may load the file, or compile it as well: it must appear complete or not at all.
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
             made = Path(folder) / file.name
-            _run([*find(), *_arguments(library, made)], folder)
+            _run_command([*find(), *_make_arguments(library, made)], folder)
             with made.open("ab") as contents:
                 contents.write(DIGEST(made.read_bytes()).digest())
-            _run(python(f"name, file = arguments\n{library.trial}", library.name, str(made)), folder)
+            _run_command(python(f"name, file = arguments\n{library.trial}", library.name, str(made)), folder)
             made.chmod(0o700)
-            # Have the contents on the disk before the name is: after a crash the file isn't an empty one.
+            # The contents reach the disk before the name does, so that a crash leaves no empty file.
             with made.open("rb") as contents:
                 os.fsync(contents.fileno())
             made.replace(place / file.name)
@@ -207,9 +208,9 @@ def compile_library(library: Library) -> Path:
 
 
 def find() -> list[str]:
-    """Return the compiler, as CXX names it or by its usual names, with the arguments that CXX has.
+    """Return the command of the compiler: CXX with its arguments, else the first of `COMPILERS`.
 
-    Raises BuildError if there is none, or CXX can't be read.
+    Raises BuildError if no compiler exists, CXX can't be parsed, or the system isn't Linux.
     """
     if sys.platform != "linux":
         raise BuildError(f"attnreg compiles on Linux only, got {sys.platform}")
@@ -219,24 +220,25 @@ def find() -> list[str]:
     except ValueError as error:
         raise BuildError(f"CXX={wanted}: {error}") from error
     for name, *arguments in choices:
-        if found := shutil.which(name):
-            return [str(Path(found).absolute()), *arguments]
+        if path := shutil.which(name):
+            return [str(Path(path).absolute()), *arguments]
     looked_for = f"CXX={wanted}" if wanted else " or ".join(COMPILERS)
     raise BuildError(f"there is no C++ compiler, looked for {looked_for}")
 
 
-def identity(command: list[str]) -> str:
-    """Return a text that is another for each compiler and version, or raise OSError; runs nothing."""
+def identify_compiler(command: list[str]) -> str:
+    """Return a text that differs between compilers and versions, or raise OSError; runs no compiler."""
     file = Path(command[0]).resolve()
-    found = file.stat()
-    return f"{shlex.join([str(file), *command[1:]])} {found.st_size} {found.st_mtime_ns}"
+    status = file.stat()
+    return f"{shlex.join([str(file), *command[1:]])} {status.st_size} {status.st_mtime_ns}"
 
 
 def python(script: str, *arguments: str) -> list[str]:
-    """Return the command of a Python that imports torch, and nothing by accident; not attnreg either.
+    """Return the command of a Python that runs a script and can import torch, but no module by accident.
 
-    The current folder, that of the program's script, PYTHONPATH and the folder that attnreg lies in may have
-    modules of any name: only the standard library comes first, then torch's folder, then what is installed.
+    Its path has the standard library, torch's folder, and folders of installed packages. It lacks four
+    folders that may contain modules of any name: the current folder, the program's own, PYTHONPATH and
+    attnreg's.
     """
     installed = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     places = [str(Path(torch.__file__).parents[1].absolute()), *installed]
@@ -245,16 +247,16 @@ def python(script: str, *arguments: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the variables of a process that compiles: `import torch` installs no routers there."""
+    """Return the environment of a process that compiles, where `import torch` installs no routers."""
     return os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "ATTNREG_BUILD": "off"}
 
 
 def in_one_line(message: str) -> str:
-    """Return how compiling failed as a line for a log: what failed, and the compiler's first line."""
+    """Shorten a failed build's message to one line for a log: what failed, and the compiler's first line."""
     return " ".join(line.strip() for line in message.splitlines()[:2])
 
 
-def _arguments(library: Library, output: Path) -> list[str]:
+def _make_arguments(library: Library, output: Path) -> list[str]:
     inside = Path(torch.__file__).parent
     headers = inside / "include"
     includes = headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")
@@ -269,8 +271,8 @@ def _arguments(library: Library, output: Path) -> list[str]:
     ]
 
 
-def _run(command: list[str], folder: str) -> None:
-    """Run a command, its temporary files in a folder; raises BuildError with its output if it fails."""
+def _run_command(command: list[str], folder: str) -> None:
+    """Run a command with its temporary files in a folder; raises BuildError with its output if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace",

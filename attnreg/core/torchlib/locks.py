@@ -1,7 +1,7 @@
-"""Locks that a fork doesn't leave closed: between threads, and between processes on a file.
+"""Locks that are open in a forked child: locks between threads, and file locks between processes.
 
-Two threads that take two locks in different orders wait for each other for ever. `ORDER` has all of attnreg's
-locks between threads: who has one of them takes only such as come later.
+Two threads that acquire two locks in different orders can deadlock. `ORDER` lists all of attnreg's locks
+between threads: a thread that holds one acquires only locks that come later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 ORDER = (
     "flash_attn.activation._lock",  # an installed flash-attn is imported behind it
     "contract.discovery._loading",  # a backend's `load` may call attention
-    "registry.lock",  # of the settings and routers as well; no code but torch's and attnreg's runs behind it
+    "registry.lock",  # also guards settings and routers; only code of torch and attnreg runs behind it
     "torchlib.background._waiting",
     "dispatch.trace._writing",
     "dispatch.trace._lock",
@@ -38,25 +38,31 @@ ORDER = (
 
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
 
-# Descriptors of locked files. A worker that is forked meanwhile must not keep them for as long as it lives.
+# Descriptors of locked files. A worker forked meanwhile must close them, or it would hold the locks for life.
 _held: set[int] = set()
 
 
 def open_after_fork(lock: AnyLock) -> AnyLock:
-    """Return the lock; in a forked child it is open, as the thread that owned it isn't there to do so."""
+    """Return the lock, which is reset in a forked child: the thread that held it doesn't exist there."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
 
 
 def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int | None:
-    """Lock a file for this process and those that inherit it; None where another process has it.
+    """Lock a file for this process and processes that inherit the lock; None where another process holds it.
 
-    The system opens the lock when the last process with the returned descriptor has ended, in whatever way:
-    there are no stale locks, and the file, which is made if it isn't there, stays where it is. A process
-    inherits the lock if it is started with `pass_fds`, a fork doesn't. With `wait` it waits for the holder.
-    The file is this user's alone, or with `like` of those who may write to that one, if it is there.
-    Raises OSError if the file can't be made or opened, or its file system has no locks.
+    The system releases the lock when the last process with the returned descriptor has ended, also by a
+    crash: there are no stale locks. The file is created if it is missing, and releasing the lock leaves it. A
+    process inherits the lock if it is started with `pass_fds`; a forked process doesn't.
+
+    Args:
+        path: the file to lock.
+        wait: whether to wait for the holder.
+        like: a file whose writers may use the lock, too, if the file exists; else only this user may.
+
+    Raises:
+        OSError: the file can't be created or opened, or its file system has no locks.
     """
     import fcntl
 
@@ -64,7 +70,7 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         if like:
-            with suppress(FileNotFoundError, PermissionError):  # another user has made the lock, and did this
+            with suppress(FileNotFoundError, PermissionError):  # another user created the lock, and its mode
                 os.fchmod(descriptor, like.stat().st_mode & mode | 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -81,13 +87,14 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
 
 @contextmanager
 def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
-    """Let one thread of one process at a time read a file and write it anew, inside this block.
+    """Give one thread of one process at a time the right to read and rewrite a file, inside this block.
 
-    Raises TimeoutError if one other process is for so many seconds, however many come before this one;
-    OSError as `lock_file` does. Systems without fcntl have no such locks: there it keeps nobody out.
+    Raises TimeoutError if a single other process holds the lock for `seconds`; the time restarts whenever the
+    holder changes. Raises OSError as `lock_file` does. Systems without fcntl have no such locks: there the
+    block excludes nobody.
     """
-    target = path.resolve()  # one lock for all links to a file
-    # Not the file itself: it is replaced, and those who wait for its lock would have that of the old one.
+    target = path.resolve()  # all links to a file share the lock
+    # Not the file itself: it is replaced, and a waiting process would then lock the old file.
     lock = target.with_name(f".{target.name}.lock")
     last, end = None, 0.0
     while os.name == "posix" and (descriptor := _lock_in_place(lock, target)) is None:
@@ -106,7 +113,7 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
 
 
 def _lock_in_place(path: Path, like: Path) -> int | None:
-    """Lock a file as `lock_file` does; None as well where its last holder has just removed it."""
+    """Lock a file as `lock_file` does; None also where its last holder has just removed the file."""
     if (descriptor := lock_file(path, like=like)) is None:
         return None
     with suppress(FileNotFoundError):
@@ -117,13 +124,13 @@ def _lock_in_place(path: Path, like: Path) -> int | None:
 
 
 def release(descriptor: int) -> None:
-    """Open the lock of a file, or leave it to the processes that have inherited it."""
+    """Release the lock of a file; processes that have inherited it still hold it."""
     _held.discard(descriptor)
     os.close(descriptor)
 
 
 def holder(path: Path) -> str:
-    """Return what the holder of a file's lock has written there, its process id; empty if it is open."""
+    """Return the process id that the holder of a file's lock has written to it; empty if it isn't locked."""
     try:
         import fcntl
 
@@ -133,7 +140,7 @@ def holder(path: Path) -> str:
             except BlockingIOError:
                 return file.read(100).decode("ascii", "replace") or "unknown"
     except (OSError, ImportError):
-        pass  # there is none, or it can't be read, or this system has no such locks
+        pass  # no such file, it can't be read, or this system has no such locks
     return ""
 
 

@@ -11,10 +11,10 @@ log = logging.getLogger("attnreg")
 
 
 @contextlib.contextmanager
-def says_if_slow(what: str, seconds: float = 1.0) -> Iterator[None]:
-    """Log, at level info, what a block did and how long it took, if that was longer than so many seconds.
+def log_if_slow(what: str, seconds: float = 1.0) -> Iterator[None]:
+    """Log, at level info, what a block did and for how long, if it took more than `seconds`.
 
-    A block that raises says nothing: whoever handles the exception does.
+    A block that raises logs nothing: the handler of the exception reports it.
     """
     started = time.perf_counter()
     yield
