@@ -12,7 +12,7 @@ from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, 
 from support.native_calls import launched, results_of, status_of
 
 from attnreg.core.backends.cpu import choice, sequences
-from attnreg.core.backends.cpu.problem import Kind
+from attnreg.core.backends.cpu.problem import NativeKind
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.contract.launchers import NativeLauncher
 from attnreg.tools.measure.inputs import inputs
@@ -265,7 +265,7 @@ def test_nothing_is_kept_of_lengths(kernels):
     forward, backward = launchers(kernels, *inputs(ragged((8, 30), dtype="float32")))
     sequences._sequences.cache_clear()
     gc.collect()
-    before = sum(isinstance(x, Kind) for x in gc.get_objects())
+    before = sum(isinstance(x, NativeKind) for x in gc.get_objects())
     for length in range(1, 60):
         q, k, v, grad_out, call = inputs(ragged((length, 5), dtype="float32"))
         out, lse = forward.run(q, k, v, *further(call))
@@ -273,4 +273,4 @@ def test_nothing_is_kept_of_lengths(kernels):
         solved(kernels, q, k, v, grad_out, call)
     assert sequences._sequences.cache_info().currsize == 0
     gc.collect()
-    assert sum(isinstance(x, Kind) for x in gc.get_objects()) == before
+    assert sum(isinstance(x, NativeKind) for x in gc.get_objects()) == before
