@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)
 @pytest.fixture
 def kernels(cpu_kernel, monkeypatch):
     """Return the compiled kernel as the backend uses it; a call that would go to torch's kernel fails."""
-    monkeypatch.setattr(choice, "machine", lambda: choice.Machine(avx=True, amx=False, slow_mkl=False))
+    monkeypatch.setattr(choice, "machine", lambda: choice.CpuMachine(avx=True, amx=False, slow_mkl=False))
     return cpu_kernel.before(Kernels(refuse, refuse))
 
 
@@ -213,7 +213,7 @@ def test_options_have_no_launcher(kernels):
 @pytest.mark.parametrize("tiles", [False, True])
 def test_forwards_that_may_be_torchs_are_left_to_python_by_their_lengths(cpu_kernel, monkeypatch, tiles):
     """Which of them are torch's depends on how sequences of equal length lie next to each other."""
-    machine = choice.Machine(avx=True, amx=True, slow_mkl=False, tiles=tiles)
+    machine = choice.CpuMachine(avx=True, amx=True, slow_mkl=False, tiles=tiles)
     monkeypatch.setattr(choice, "machine", lambda: machine)
     kernels = cpu_kernel.before(Kernels(lambda *given: "torch's", refuse))
     kind = {"heads": (1, 1), "dims": (40, 40), "dtype": "bfloat16"}  # no multiple of 32

@@ -20,7 +20,7 @@ import torch
 
 from attnreg.core import registry
 from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested
-from attnreg.core.aten.routing import TORCH_VERSION, Layout, Route, RouterResult, router
+from attnreg.core.aten.routing import TORCH_VERSION, OpLayout, Route, RouterResult, router
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.captured import torch_registry
@@ -160,7 +160,9 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     return remove_all
 
 
-def _register(library: Any, op: str, key: str, function: Callable[..., RouterResult], layout: Layout) -> None:
+def _register(
+    library: Any, op: str, key: str, function: Callable[..., RouterResult], layout: OpLayout
+) -> None:
     """Register a router with a `torch.library.Library` or with the compiled call cache."""
 
     def results_alone(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from attnreg.core.aten import routing
-from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
+from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import to_bshd
@@ -56,8 +56,8 @@ def _backward(arguments: SdpaCpuBackward, routed: RoutedCall) -> RouterResult:
     return tuple(grad.contiguous().transpose(1, 2) for grad in grads), kept
 
 
-_FORWARD = Layout(query=0, token_result=1, bhsd=True, lse_bsh=True)
-_BACKWARD = Layout(query=1, token_argument=5, bhsd=True, gradients_bshd=True)
+_FORWARD = OpLayout(query=0, token_result=1, bhsd=True, lse_bsh=True)
+_BACKWARD = OpLayout(query=1, token_argument=5, bhsd=True, gradients_bshd=True)
 
 ROUTES = (
     Route(OP, ("CPU",), SdpaCpuForward, _forward, CPU, _FORWARD),

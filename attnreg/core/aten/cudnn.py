@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.aten import routing
-from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
+from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.launchers import MAX_K, MAX_Q
@@ -194,12 +194,14 @@ def _no_gradient(arguments: CudnnForward) -> str:
     )
 
 
-_FORWARD = Layout(query=0, token_result=TOKEN, bhsd=True, lse_ends_in_one=True)
-_BACKWARD = Layout(query=1, token_argument=7, bhsd=True, lse_ends_in_one=True)
+_FORWARD = OpLayout(query=0, token_result=TOKEN, bhsd=True, lse_ends_in_one=True)
+_BACKWARD = OpLayout(query=1, token_argument=7, bhsd=True, lse_ends_in_one=True)
 _INPLACE = OP + "_forward_no_dropout_inplace"
 
 ROUTES = (
     Route(OP + "_forward", ("CUDA",), CudnnForward, _forward, CUDNN, _FORWARD),
     Route(OP + "_backward", ("CUDA",), CudnnBackward, _backward, CUDNN, _BACKWARD, token="philox_offset"),
-    Route(_INPLACE, ("CUDA",), CudnnForwardInplace, _forward_inplace, CUDNN, Layout(query=1), since=(2, 15)),
+    Route(
+        _INPLACE, ("CUDA",), CudnnForwardInplace, _forward_inplace, CUDNN, OpLayout(query=1), since=(2, 15)
+    ),
 )

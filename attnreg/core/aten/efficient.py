@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.core.aten import routing
-from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
+from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import EfficientBackward, EfficientForward, SdpaCpuForward
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.capabilities import GRID
@@ -233,7 +233,7 @@ def _laid_out(grad: Tensor, model: Tensor) -> Tensor:
     return grad.contiguous().view(model.shape)
 
 
-_FORWARD, _BACKWARD = Layout(query=0, token_result=TOKEN), Layout(query=1, token_argument=13)
+_FORWARD, _BACKWARD = OpLayout(query=0, token_result=TOKEN), OpLayout(query=1, token_argument=13)
 
 ROUTES = (
     Route(OP + "_forward", ("CUDA",), EfficientForward, _forward, EFFICIENT, _FORWARD),

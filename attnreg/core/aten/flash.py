@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.aten import routing
-from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
+from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
@@ -183,11 +183,11 @@ def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
 
 
 _KEYS = ("CPU", "CUDA")
-_FORWARD, _BACKWARD = Layout(query=0, token_result=3), Layout(query=1, token_argument=13)
+_FORWARD, _BACKWARD = OpLayout(query=0, token_result=3), OpLayout(query=1, token_argument=13)
 _INPLACE = OP + "_forward_no_dropout_inplace"
 
 ROUTES = (
     Route(OP + "_forward", _KEYS, FlashForward, _forward, FA2, _FORWARD),
     Route(OP + "_backward", _KEYS, FlashBackward, _backward, FA2, _BACKWARD, token="unused"),
-    Route(_INPLACE, _KEYS, FlashForwardInplace, _forward_inplace, FA2, Layout(query=1), since=(2, 12)),
+    Route(_INPLACE, _KEYS, FlashForwardInplace, _forward_inplace, FA2, OpLayout(query=1), since=(2, 12)),
 )

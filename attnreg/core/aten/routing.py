@@ -41,7 +41,7 @@ TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 RouterResult = tuple[Any, Kept | bool | None]
 
 
-class Layout(NamedTuple):
+class OpLayout(NamedTuple):
     """The layouts and places of an aten op's tensors that the compiled router uses.
 
     Attributes:
@@ -82,7 +82,7 @@ class Route(NamedTuple):
     arguments: Callable[..., Any]
     serve: Callable[[Any, RoutedCall], RouterResult]
     native: Native
-    layout: Layout
+    layout: OpLayout
     token: str = ""
     since: tuple[int, int] = (2, 11)
 

@@ -38,7 +38,7 @@ PASSED = {
 }
 
 
-class _Backward(Capabilities):
+class _FA3Backward(Capabilities):
     """The fields and what they can't say of a backward."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
 FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
-BACKWARD = _Backward(**LIMITS, delta_from_out=True)
+BACKWARD = _FA3Backward(**LIMITS, delta_from_out=True)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def _load() -> Kernels:
         queries, keys = find_unused(query, key, call)
         key, value = _zeroed(keys, key, value)
         # One split: several would be added up in an order that changes from run to run.
-        given = _arguments(query, key, value, call)
-        out, lse = run_forward(page_table=call.block_table, num_splits=1, **given)[:2]
+        arguments = _arguments(query, key, value, call)
+        out, lse = run_forward(page_table=call.block_table, num_splits=1, **arguments)[:2]
         (out,) = _zeroed(queries, out)
         without_keys = lse == torch.inf if queries is None else (lse == torch.inf) | queries
         return out, lse.masked_fill(without_keys, -torch.inf)
@@ -157,17 +157,23 @@ def _checked(name: str) -> Callable[..., Any]:
     if op is None:
         raise RegistrationError(f"{package} registers no operator {PACKAGE}::{name}")
     arguments = op.default._schema.arguments
-    if lacking := [passed for passed in PASSED[name] if passed not in {one.name for one in arguments}]:
+    if lacking := [
+        passed for passed in PASSED[name] if passed not in {argument.name for argument in arguments}
+    ]:
         raise RegistrationError(
             f"{PACKAGE}::{name} of {package} has no argument {', '.join(lacking)}: {op.default._schema}"
         )
     # Older versions declare no defaults: what isn't used is passed as None.
-    further = [one for one in arguments if one.name not in PASSED[name] and not one.has_default_value()]
-    if needed := [one.name for one in further if one.type.kind() != "OptionalType"]:
+    further = [
+        argument
+        for argument in arguments
+        if argument.name not in PASSED[name] and not argument.has_default_value()
+    ]
+    if needed := [argument.name for argument in further if argument.type.kind() != "OptionalType"]:
         raise RegistrationError(
             f"{PACKAGE}::{name} of {package} needs {', '.join(needed)}, which attnreg doesn't know"
         )
-    return functools.partial(op.default, **dict.fromkeys((one.name for one in further), None))
+    return functools.partial(op.default, **dict.fromkeys((argument.name for argument in further), None))
 
 
 # A copy of each tensor, as only the GPU knows where a packed batch ends.

@@ -44,7 +44,7 @@ _AMX_FORWARD = 8192
 _TILE_DIMS, _LARGEST_TILE_DIM, _TILE_ROWS = 32, 256, 32
 
 
-class Machine(NamedTuple):
+class CpuMachine(NamedTuple):
     """Properties of a machine that decide which kernel is faster.
 
     Attributes:
@@ -64,12 +64,12 @@ class Machine(NamedTuple):
 
 
 @functools.cache
-def machine() -> Machine:
+def machine() -> CpuMachine:
     """Return the properties of this machine."""
     flags, vectors = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
     has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     is_amd = str(flags.get("cpu_name", "")).startswith("AMD")
-    return Machine(
+    return CpuMachine(
         avx=vectors.startswith("AVX"),
         amx=bool(flags.get("amx_bf16")),
         slow_mkl=is_amd and has_mkl and vectors.startswith("AVX512"),
@@ -158,16 +158,16 @@ def cuts(spec: AttentionSpec) -> Iterator[Cut]:
         yield Cut.of("max_k", at=keys)
 
 
-def _is_known(spec: AttentionSpec, machine: Machine) -> bool:
+def _is_known(spec: AttentionSpec, machine: CpuMachine) -> bool:
     """Return whether the two kernels were compared on calls of this spec."""
     return machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
 
 
-def _least_rows(machine: Machine) -> int:
+def _least_rows(machine: CpuMachine) -> int:
     return _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
 
 
-def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
+def _is_faster(direction: Direction, spec: AttentionSpec, machine: CpuMachine) -> bool:
     """Return whether the compiled kernel is faster; not for 16-bit backwards, which it always runs."""
     group = spec.heads_q // spec.heads_k
     if not _is_known(spec, machine):
@@ -189,7 +189,7 @@ def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> b
     return _has_tile_dims(max(spec.head_dim, spec.head_dim_v))  # rows and keys suffice for tiles
 
 
-def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine) -> bool:
+def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: CpuMachine) -> bool:
     """Return whether a forward has so few rows that the compiled kernel packs nothing."""
     if not rows <= machine.lanes <= min(spec.head_dim, spec.head_dim_v):
         return False

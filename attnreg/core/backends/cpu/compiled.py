@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnreg.core.backends.cpu import choice, torch_path
 from attnreg.core.backends.cpu.paged import check_pages, gathered_backward
-from attnreg.core.backends.cpu.problem import DTYPES, Arguments, count_of, kind_of
+from attnreg.core.backends.cpu.problem import DTYPES, NativeArguments, count_of, kind_of
 from attnreg.core.backends.cpu.sequences import sequences_of
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.launchers import NativeLauncher
@@ -32,14 +32,14 @@ log = logging.getLogger("attnreg")
 _NO_MEMORY, _NO_THREADS, _NO_PAGE, _WRONG_LENGTHS, _DECLINED = range(1, 6)
 
 
-class Compiled(NamedTuple):
+class CompiledKernel(NamedTuple):
     """The two functions of the library."""
 
     forward_entry: Any
     backward_entry: Any
 
     @classmethod
-    def of(cls, library: ctypes.CDLL) -> Compiled:
+    def of(cls, library: ctypes.CDLL) -> CompiledKernel:
         """Return the functions of a library."""
         entries = library.attnreg_forward, library.attnreg_backward
         for entry in entries:
@@ -110,10 +110,10 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def load() -> Compiled | None:
+def load() -> CompiledKernel | None:
     """Return the library, or None where it isn't built or can't be loaded."""
     try:
-        return Compiled.of(building.loaded_cpu_kernel())
+        return CompiledKernel.of(building.loaded_cpu_kernel())
     except BuildError as error:
         # `ensure_built` logs a library that isn't built or used.
         level = logging.WARNING if building.may_be_loaded(building.CPU_KERNEL) else logging.DEBUG
@@ -180,7 +180,7 @@ def _run(entry: Any, tensors: Sequence[Tensor], q: Tensor, k: Tensor, call: Call
     if any(other != count for other in (*counted, count if ends is None else len(ends) - 1)):
         _raise_for(_WRONG_LENGTHS, q, k, call)
     kind = kind_of(q, call)
-    arguments = Arguments(tensors, call.cu_seqlens_q, ends, call.max_q, call.max_k)
+    arguments = NativeArguments(tensors, call.cu_seqlens_q, ends, call.max_q, call.max_k)
     if status := entry(ctypes.addressof(kind), arguments.address):
         _raise_for(status, q, k, call)
 
@@ -196,7 +196,7 @@ def _launcher(entry: Any, tensors: tuple[Tensor, ...], call: Call) -> NativeLaun
         tensors, lengths = (arguments[:-5], arguments[-5:-1]) if is_packed else (arguments, ())
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
         results = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
-        native_call = Arguments((*tensors, *results), *lengths)
+        native_call = NativeArguments((*tensors, *results), *lengths)
         return None if entry(context, native_call.address) else results
 
     address = ctypes.cast(entry, ctypes.c_void_p).value or 0  # it isn't null

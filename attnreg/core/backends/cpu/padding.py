@@ -22,7 +22,7 @@ _NO_BOUND = 2**40
 _WIDEST = torch.complex128
 
 
-class Places(NamedTuple):
+class RowPlaces(NamedTuple):
     """The indices of rows, or keys, of some sequences and heads: (sequences * key heads, rows).
 
     `source` and `target`, int64, are indices into the packed tensor viewed as (tokens * heads, D). They
@@ -33,10 +33,10 @@ class Places(NamedTuple):
     target: Tensor
     is_padding: Tensor | None
 
-    def of(self, heads: slice) -> Places:
+    def of(self, heads: slice) -> RowPlaces:
         """Return the places of some of the heads."""
         is_padding = None if self.is_padding is None else self.is_padding[heads]
-        return Places(self.source[heads], self.target[heads], is_padding)
+        return RowPlaces(self.source[heads], self.target[heads], is_padding)
 
     def gather_numbers(self, x: Tensor | None, padding: float) -> Tensor:
         """Return `x` at each index, or 0 without `x`, and `padding` for padding.
@@ -74,8 +74,8 @@ class PaddedBatch(NamedTuple):
     With a band, row i sees key j if low <= j - i <= high.
     """
 
-    rows: Places
-    keys: Places
+    rows: RowPlaces
+    keys: RowPlaces
     groups: int
     band: Band | None
 
@@ -133,7 +133,7 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def _places(start: Tensor, length: Tensor, size: int, side: Sequence[int], groups: int) -> Places:
+def _places(start: Tensor, length: Tensor, size: int, side: Sequence[int], groups: int) -> RowPlaces:
     tokens, heads = side
     head = torch.arange(heads, device="cpu").view(heads // groups, 1, groups)
     step = torch.arange(size, device="cpu")
@@ -141,6 +141,6 @@ def _places(start: Tensor, length: Tensor, size: int, side: Sequence[int], group
     token = start + step.where(is_real, 0)
     source = (token[:, None, :, None] * heads + head).view(-1, size * groups)
     if bool(is_real.all()):
-        return Places(source, source, None)
+        return RowPlaces(source, source, None)
     real = is_real[:, None, :, None].expand(-1, heads // groups, -1, groups).reshape(source.shape)
-    return Places(source, source.where(real, tokens * heads), ~real)
+    return RowPlaces(source, source.where(real, tokens * heads), ~real)

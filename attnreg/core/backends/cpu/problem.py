@@ -87,7 +87,7 @@ def count_of(q: Tensor, call: Call) -> int:
     return q.size(0) if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
 
 
-class Arguments:
+class NativeArguments:
     """The arguments of a call, `NativeCall` in `kernel/call.h`, at `address`.
 
     Args:

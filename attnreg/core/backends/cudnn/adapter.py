@@ -13,7 +13,7 @@ from attnreg.core.backends.cudnn.execution_plans import ExecutionPlans
 from attnreg.core.backends.cudnn.lengths import lengths_of
 from attnreg.core.backends.cudnn.problem import (
     GIVEN,
-    Kind,
+    PlanKind,
     Problem,
     Slot,
     Strides,
@@ -60,7 +60,7 @@ def backward(
 
 
 def _run_forward(
-    plans: ExecutionPlans, kind: Kind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
+    plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE as cuDNN writes it, maybe with the token first.
 
@@ -81,25 +81,25 @@ def _run_forward(
 
 
 def _run_backward(
-    plans: ExecutionPlans, kind: Kind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
+    plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients; see `_run_forward`."""
     grad_out, query, key, value, out, lse = tensors
     inputs = query, key, value
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
     query = _laid_out(query, kind.contiguous(Slot.Q)) if kind.packed else query
-    problem, given = _select(plans, kind, (grad_out, query, key, value, out), call)
+    problem, read = _select(plans, kind, (grad_out, query, key, value, out), call)
     lse = with_strides(lse, problem.lse_strides(tuple(lse.shape)))
     shortened = call.seqused_k is not None
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) if shortened else x.new_empty(x.shape) for x in inputs)
-    _run(plans, problem, (*given[1:], lse, given[0], grad_q, grad_k, grad_v), call)
+    _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not (all_written or shortened):
         rows.clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)
     return grad_q, grad_k, grad_v
 
 
 def _select(
-    plans: ExecutionPlans, kind: Kind, tensors: Sequence[Tensor], call: Call
+    plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call
 ) -> tuple[Problem, list[Tensor]]:
     """Return the problem whose execution plan runs a call, and the tensors as it reads them."""
     read = [readable(x, repeats=False) for x in tensors]
@@ -147,7 +147,7 @@ def specialize(
     return AddressLauncher(calls.run, calls.prepare, call.window)
 
 
-def _is_copied(kind: Kind, slot: Slot, x: Tensor) -> bool:
+def _is_copied(kind: PlanKind, slot: Slot, x: Tensor) -> bool:
     """Whether the functions above copy a tensor, or do so for most numbers of tokens."""
     strides = (x.stride(),)
     if not aligned(x, repeats=False) or (kind.packed and rounding.any_tokens(kind, strides) != strides):
@@ -156,7 +156,7 @@ def _is_copied(kind: Kind, slot: Slot, x: Tensor) -> bool:
     return is_query and x.stride() != kind.contiguous(slot)
 
 
-def _rows(kind: Kind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _rows(kind: PlanKind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return query and key of the tensors that a function is given."""
     return (tensors[0], tensors[1]) if kind.direction == "forward" else (tensors[1], tensors[2])
 
@@ -170,25 +170,25 @@ class _CallsOfAKind(NamedTuple):
     """
 
     plans: ExecutionPlans
-    kind: Kind
+    kind: PlanKind
     constants: Call
     contiguous_query: Strides
 
-    def run(self, *given: Any) -> tuple[Tensor, ...] | None:
+    def run(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Run a call; see `contract.launchers`."""
         plans, kind, call, _ = self
-        tensors: Sequence[Any] = given
+        tensors: Sequence[Any] = arguments
         all_written = True
         if kind.packed:
-            *tensors, cu_q, cu_k, max_q, max_k, all_written = given
+            *tensors, cu_q, cu_k, max_q, max_k, all_written = arguments
             call = call._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_q=max_q, max_k=max_k)
         query, key = _rows(kind, tensors)
         if not kind.packed:
             call = call._replace(max_q=query.shape[1], max_k=key.shape[1])
         if is_empty(query, key, call):
             return None
-        run = _run_forward if kind.direction == "forward" else _run_backward
-        return run(plans, kind, tensors, call, all_written)
+        run_direction = _run_forward if kind.direction == "forward" else _run_backward
+        return run_direction(plans, kind, tensors, call, all_written)
 
     def prepare(
         self, batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, strides: tuple[Strides, ...]

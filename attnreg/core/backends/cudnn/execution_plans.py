@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnreg.core.backends.cudnn import rounding
 from attnreg.core.backends.cudnn.graph import ExecutionPlan, build
-from attnreg.core.backends.cudnn.lengths import Lengths, OffsetsRead, lengths_of
+from attnreg.core.backends.cudnn.lengths import BatchLengths, OffsetsRead, lengths_of
 from attnreg.core.backends.cudnn.problem import GIVEN, RESULTS, Problem
 from attnreg.core.contract.launchers import Prepared
 from attnreg.core.torchlib.isolation import run_in_thread
@@ -116,7 +116,7 @@ class ExecutionPlans:
         plan: ExecutionPlan,
         device: int,
         tensors: Sequence[Tensor],
-        lengths: Lengths | None,
+        lengths: BatchLengths | None,
         stream: int,
     ) -> None:
         """Run an execution plan; its device has to be the current one.
@@ -201,7 +201,7 @@ class ExecutionPlans:
     def _build(self, problem: Problem) -> ExecutionPlan:
         handle = self.handle(problem.kind.device, torch.cuda.current_stream().cuda_stream)
 
-        def there() -> ExecutionPlan:
+        def build_on_device() -> ExecutionPlan:
             with torch.cuda.device(problem.kind.device):
                 return build(self._cudnn(), problem, handle)
 
@@ -209,7 +209,7 @@ class ExecutionPlans:
         try:
             # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
             # above it, and these keep the caller's tensors alive. The handle is this thread's, which waits.
-            plan = run_in_thread(there)
+            plan = run_in_thread(build_on_device)
         except UnsupportedInputError as error:
             if len(self._declined) >= _KEPT:
                 self._declined.clear()
@@ -229,10 +229,10 @@ class ExecutionPlans:
         handles = getattr(self._thread, "handles", None)
         if handles is None:
             handles = self._thread.handles = _Handles(self._cudnn().destroy_handle)
-        found = handles.get(device)
-        if found is None:
-            found = handles[device] = [self._cudnn().create_handle(), None]
-        if found[1] != stream:
-            self._cudnn().set_stream(found[0], stream)
-            found[1] = stream
-        return found[0]
+        entry = handles.get(device)
+        if entry is None:
+            entry = handles[device] = [self._cudnn().create_handle(), None]
+        if entry[1] != stream:
+            self._cudnn().set_stream(entry[0], stream)
+            entry[1] = stream
+        return entry[0]

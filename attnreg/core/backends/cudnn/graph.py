@@ -195,10 +195,10 @@ def _strides(problem: Problem, slot: Slot, heads: int, length: int, size: int) -
         if packed:
             return (0, 1, heads) if problem.token_first else (0, problem.tokens_q, 1)
         return heads * length, length, 1
-    given = dict(zip(GIVEN[problem.kind.direction], problem.strides, strict=False))
-    if slot not in given:
+    strides_of = dict(zip(GIVEN[problem.kind.direction], problem.strides, strict=False))
+    if slot not in strides_of:
         return 0 if packed else length * heads * size, size, heads * size
-    *batch, token, head, _ = given[slot]
+    *batch, token, head, _ = strides_of[slot]
     return batch[0] if batch else 0, head, token
 
 

@@ -43,10 +43,12 @@ class OffsetsRead:
 
     def add(self, plan: ExecutionPlan) -> None:
         """Take those of an execution plan that has just been built."""
-        read = [one for one in plan.lengths if isinstance(one, RaggedOffset) and one.token_stride != 1]
+        read = [
+            offset for offset in plan.lengths if isinstance(offset, RaggedOffset) and offset.token_stride != 1
+        ]
         known = tuple(dict.fromkeys((*self.now[0], *read)))[-MOST:]
-        of_keys = sum(1 << number for number, one in enumerate(known) if one.of_keys)
-        strides = [one.token_stride for one in known]
+        of_keys = sum(1 << number for number, offset in enumerate(known) if offset.of_keys)
+        strides = [offset.token_stride for offset in known]
         self.now = known, (len(known), of_keys, *strides, *[0] * (MOST - len(known)))
 
 
@@ -57,16 +59,16 @@ def lengths_of(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None = None,
-) -> Lengths:
+) -> BatchLengths:
     """Return the lengths of a packed batch, derived once for as long as the offsets exist unchanged.
 
     The offsets' device has to be the current one, and `stream` its stream.
     """
-    given = cu_seqlens_q, cu_seqlens_k, seqused_k
-    return derived_from(given, stream, ("cuDNN", batch), partial(Lengths, read, batch, stream))
+    offsets = cu_seqlens_q, cu_seqlens_k, seqused_k
+    return derived_from(offsets, stream, ("cuDNN", batch), partial(BatchLengths, read, batch, stream))
 
 
-class Lengths:
+class BatchLengths:
     """The lengths and ragged offsets of one batch, padded with empty sequences to an execution plan's size.
 
     Args:
@@ -94,22 +96,22 @@ class Lengths:
             used, step = (0, 0) if seqused_k is None else (seqused_k, seqused_k.stride(0))
             steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0), step
             sizes = cu_seqlens_q.shape[0] - 1, width
-            given = rows, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *numbers
-            WRITE(-(-width // _BLOCK), _BLOCK, *given, stream=stream)
+            arguments = rows, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *numbers
+            WRITE(-(-width // _BLOCK), _BLOCK, *arguments, stream=stream)
         else:
             _write_by_ops(rows, known, cu_seqlens_q, cu_seqlens_k, seqused_k)
         self._rows, self._known = rows, known
         self._inputs: dict[Slot | RaggedOffset, Tensor] = {}
         self._of_plans: dict[int, list[Tensor]] = {}
 
-    def differs(self, newer: Lengths) -> Tensor:
+    def differs(self, newer: BatchLengths) -> Tensor:
         """Return on the device whether a sequence begins elsewhere or has another length."""
         return (self._rows[:3] != newer._rows[:3]).any()
 
     def inputs_of(self, plan: ExecutionPlan) -> list[Tensor]:
         """Return an execution plan's inputs; each is at least as long as the plan reads.
 
-        Lengths are int32 (batch,), ragged offsets int64 (batch + 1,).
+        BatchLengths are int32 (batch,), ragged offsets int64 (batch + 1,).
         """
         inputs = self._of_plans.get(plan.lengths_key)
         if inputs is None:
@@ -153,8 +155,8 @@ def _write_by_ops(
     if seqused_k is not None:
         lengths[1] = torch.nn.functional.pad(seqused_k, (0, width - len(seqused_k)))
     lengths[0] *= lengths[1] > 0
-    for row, one in zip(rows[3:], known, strict=True):
-        torch.mul(rows[1 + one.of_keys], one.token_stride, out=row)
+    for row, offset in zip(rows[3:], known, strict=True):
+        torch.mul(rows[1 + offset.of_keys], offset.token_stride, out=row)
 
 
 def _padded(cu_seqlens: Tensor, width: int) -> Tensor:

@@ -47,7 +47,7 @@ class RaggedOffset(NamedTuple):
 Strides = tuple[int, ...]
 
 
-class Kind(NamedTuple):
+class PlanKind(NamedTuple):
     """All of a problem but lengths and strides.
 
     Attributes:
@@ -107,7 +107,7 @@ class Problem(NamedTuple):
             Others of packed tensors are for any number of tokens, with the token first, (T, H).
     """
 
-    kind: Kind
+    kind: PlanKind
     batch: int
     max_q: int
     max_k: int
@@ -145,19 +145,19 @@ def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
     return not (query.numel() and key.numel() and call.max_q and call.max_k)
 
 
-def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> Kind:
+def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> PlanKind:
     """Return the kind of a call on a function's tensors."""
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
     packed = call.cu_seqlens_q is not None
     one_offsets = call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
-    return Kind(
+    return PlanKind(
         direction, query.get_device(), query.dtype, query.shape[-2], key.shape[-2],
         query.shape[-1], value.shape[-1], float(call.scale), call.window, packed,
         packed and one_offsets and direction == "backward" and call.window != (-1, -1),
     )  # fmt: skip
 
 
-def problem_of(kind: Kind, tensors: Sequence[Tensor], call: Call) -> Problem:
+def problem_of(kind: PlanKind, tensors: Sequence[Tensor], call: Call) -> Problem:
     """Return the problem of a call of a kind on a function's tensors."""
     query, key = tensors[:2] if kind.direction == "forward" else tensors[1:3]
     batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 
-from attnreg.core.backends.cudnn.problem import GIVEN, Kind, Problem, Strides
+from attnreg.core.backends.cudnn.problem import GIVEN, PlanKind, Problem, Strides
 from attnreg.core.contract.capabilities import GRID
 
 # The backward's workspace is a float32 gradient of the query. A shared plan has room for PER_SEQUENCE tokens
@@ -69,7 +69,7 @@ def shared(problem: Problem) -> Problem:
     return Problem(kind, batch, max_q, max_k, room_q, room_k, any_tokens(kind, strides), square)
 
 
-def any_tokens(kind: Kind, strides: tuple[Strides, ...]) -> tuple[Strides, ...]:
+def any_tokens(kind: PlanKind, strides: tuple[Strides, ...]) -> tuple[Strides, ...]:
     """Return the strides that tensors need to have for any number of tokens.
 
     Where the heads of a tensor lie outside of its tokens, their stride follows from how many tokens there
@@ -78,7 +78,7 @@ def any_tokens(kind: Kind, strides: tuple[Strides, ...]) -> tuple[Strides, ...]:
     for token, head, _ in strides:
         if head > token:
             slots = zip(GIVEN[kind.direction], strides, strict=False)
-            return tuple([kind.contiguous(slot) if one[1] > one[0] else one for slot, one in slots])
+            return tuple([kind.contiguous(slot) if own[1] > own[0] else own for slot, own in slots])
     return strides
 
 

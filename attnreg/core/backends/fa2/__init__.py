@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.backends.fa2.flash_attn_package import Package, installed, missing, package
-from attnreg.core.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
+from attnreg.core.backends.fa2.native import PAGES, SPLITS, TorchKernels, is_empty, keeps_contract
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut, cut_of_decoding
@@ -24,7 +24,7 @@ from attnreg.core.contract.rows import clear_backward, clear_forward
 from attnreg.core.contract.spec import AttentionSpec
 
 
-class _Forward(Capabilities):
+class _FA2Forward(Capabilities):
     """The fields and what they can't say of a forward."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ class _Forward(Capabilities):
         return super().unsupported(spec) or tuple(_forward_reasons(spec))
 
 
-class _Backward(Capabilities):
+class _FA2Backward(Capabilities):
     """The fields and what they can't say of a backward."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
@@ -53,8 +53,8 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("alibi", "softcap", "deterministic", "capture"), True),
 }
 MOST_SPLITS = 128  # the same file
-FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
-BACKWARD = _Backward(**LIMITS, delta_from_out=True)
+FORWARD = _FA2Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
+BACKWARD = _FA2Backward(**LIMITS, delta_from_out=True)
 
 
 def _needs_package(paged: bool, alibi: bool, softcap: float) -> bool:
@@ -157,14 +157,14 @@ def _version() -> str:
 
 
 def _load() -> Kernels:
-    native = Native()
+    native = TorchKernels()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if is_empty(query, key, call):
             return empty_results(query, value, call)
         options = call.block_table is not None, call.alibi_slopes is not None, call.softcap
         by_package = _needs_package(*options)
-        provider: Native | Package = package() if by_package else native
+        provider: TorchKernels | Package = package() if by_package else native
         out, lse = provider.forward((query, key, value), call)
         return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, call)
 
@@ -174,7 +174,7 @@ def _load() -> Kernels:
         if is_empty(query, key, call):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         by_package = call.alibi_slopes is not None or call.softcap > 0.0
-        provider: Native | Package = package() if by_package else native
+        provider: TorchKernels | Package = package() if by_package else native
         if keeps_contract(query, key, call):
             return provider.backward((grad_out, query, key, value, out, lse), call)
         if call.cu_seqlens_q is not call.cu_seqlens_k or call.cu_seqlens_q is None:

@@ -67,15 +67,15 @@ def missing(simulated: bool) -> str:
     It is loaded to find out, unless the device is simulated: its extension fits one torch only, and by the
     time that a call runs it is too late for another backend.
     """
-    found = installed()
-    if found is None:
+    release = installed()
+    if release is None:
         return f"the package {NAME}, which isn't installed; install it with: {INSTALL}"
     if simulated:
         return ""
     loaded = _loaded()
     if isinstance(loaded, Package):
         return ""
-    return f"the package {NAME}, whose {found} failed to load: {type(loaded).__name__}: {loaded}"
+    return f"the package {NAME}, whose {release} failed to load: {type(loaded).__name__}: {loaded}"
 
 
 def package() -> Package:
@@ -108,12 +108,12 @@ class Package:
 
     def forward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
         """Return output and LSE of (query, key, value) as the kernel gives them."""
-        given = _shared_arguments(call, *tensors) | {"return_softmax": False}
+        arguments = _shared_arguments(call, *tensors) | {"return_softmax": False}
         name = "_flash_attn_forward"
         if call.varlen:
             name = "_flash_attn_varlen_forward"
-            given |= {"block_table": call.block_table, "seqused_k": call.seqused_k}
-        out, lse, _, rng_state = self._ops[name](**given)
+            arguments |= {"block_table": call.block_table, "seqused_k": call.seqused_k}
+        out, lse, _, rng_state = self._ops[name](**arguments)
         if call.rng_state is not None:
             call.rng_state.view(torch.int64).copy_(rng_state)
         return out, lse
@@ -156,9 +156,11 @@ def _checked(name: str) -> Any:
     if op is None:
         raise RegistrationError(f"it registers no operator flash_attn::{name}")
     arguments = op.default._schema.arguments
-    if lacking := [passed for passed in PASSED[name] if passed not in {one.name for one in arguments}]:
+    if lacking := [
+        passed for passed in PASSED[name] if passed not in {argument.name for argument in arguments}
+    ]:
         raise RegistrationError(f"flash_attn::{name} has no argument {', '.join(lacking)}")
-    needed = [one.name for one in arguments if not one.has_default_value()]
-    if unknown := [argument for argument in needed if argument not in PASSED[name]]:
+    needed = [argument.name for argument in arguments if not argument.has_default_value()]
+    if unknown := [required for required in needed if required not in PASSED[name]]:
         raise RegistrationError(f"flash_attn::{name} needs {', '.join(unknown)}, which attnreg doesn't know")
     return op.default

@@ -17,7 +17,7 @@ from attnreg.core.torchlib.layout import aligned, needs_graph_memory, readable, 
 
 OP = "_flash_attention_{}"
 
-_arguments = {one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+_arguments = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
 
 # Both came with torch 2.12.
 PAGES, SPLITS = "block_table" in _arguments, "num_splits" in _arguments
@@ -86,7 +86,7 @@ def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
     return is_one and fills(call.cu_seqlens_q, len(query))
 
 
-class Native:
+class TorchKernels:
     """Torch's two kernels, those of `aten::_flash_attention_*`, captured before a router covers them."""
 
     def __init__(self) -> None:
@@ -106,12 +106,12 @@ class Native:
 
     def backward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients, for (grad_out, query, key, value, out, lse), as the kernel gives them."""
-        *others, lse = tensors
+        *inputs, lse = tensors
         query, key = tensors[1:3]
         rng_state, unused = _no_rng_state(query)
         # The kernel doesn't look at the strides of an LSE.
         grads = self._backward(
-            *map(readable, others), lse.contiguous(), *_lengths(query, key, call),
+            *map(readable, inputs), lse.contiguous(), *_lengths(query, key, call),
             rng_state if call.rng_state is None else call.rng_state, unused, **_options(query, call),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
@@ -120,7 +120,7 @@ class Native:
         """Return a launcher where calling the kernel is all there is to do; see `Kernels.specialize`."""
         query, key = tensors[:2] if direction == "forward" else tensors[1:3]
         further = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
-        if call.dropout or any(given is not None for given in further):
+        if call.dropout or any(option is not None for option in further):
             return None
         if is_empty(query, key, call):
             return None
@@ -148,13 +148,13 @@ _rng_states: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 def _no_rng_state(query: Tensor) -> tuple[Tensor, Tensor]:
     """Return a random state for a backward without dropout, and its unused argument; it reads neither."""
-    found = _rng_states.get(query.device)
-    if found is None:
+    pair = _rng_states.get(query.device)
+    if pair is None:
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        found = state, state[0]
+        pair = state, state[0]
         if not needs_graph_memory(query):
-            _rng_states[query.device] = found
-    return found
+            _rng_states[query.device] = pair
+    return pair
 
 
 def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
@@ -164,7 +164,7 @@ def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
 
 def _options(query: Tensor, call: Call, further: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the keywords that differ from their defaults: each costs torch a microsecond."""
-    options: dict[str, Any] = {name: given for name in further if (given := getattr(call, name)) is not None}
+    options: dict[str, Any] = {name: value for name in further if (value := getattr(call, name)) is not None}
     causal, left, right = kernel_mask(call)
     if left >= 0 or (right >= 0 and not causal):
         options["window_size_left"], options["window_size_right"] = left, right

@@ -31,7 +31,7 @@ PAGED = ((192, 128), (192, 192), (256, 128), (256, 256))
 WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
 
 
-class _Forward(Capabilities):
+class _FA4Forward(Capabilities):
     """The fields, and the limits of the forward alone."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ class _Forward(Capabilities):
         return super().unsupported(spec) or (*_pages(spec), *_not_yet_compiled(spec, "forward"))
 
 
-class _Backward(Capabilities):
+class _FA4Backward(Capabilities):
     """The fields, and the limits of the backward alone."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
@@ -58,8 +58,8 @@ _BOTH: dict[str, Any] = {
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "num_splits"), True),
     **dict.fromkeys(("softcap", "grad_lse", "sinks", "deterministic", "batch_invariant", "capture"), True),
 }
-FORWARD = _Forward(**_BOTH, page_size=Range(16, 256, 16))
-BACKWARD = _Backward(**_BOTH)
+FORWARD = _FA4Forward(**_BOTH, page_size=Range(16, 256, 16))
+BACKWARD = _FA4Backward(**_BOTH)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnreg.core.backends.fa4 import compiled_kinds, softcap
 from attnreg.core.backends.fa4.compiled_kinds import Family
-from attnreg.core.backends.fa4.launches import Arguments, Launch
+from attnreg.core.backends.fa4.launches import Launch, LauncherArguments
 from attnreg.core.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.core.backends.fa4.trials import Trials
 from attnreg.core.contract.backend import Call, Kernels
@@ -70,7 +70,7 @@ class _Adapter(NamedTuple):
         if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
         family = compiled_kinds.family_of("forward", query, key, value, call)
-        launched = self._launched(family, inputs, call)
+        launched = self._try_launch(family, inputs, call)
         if launched is not None:
             out, lse = launched
             return out, lse
@@ -82,10 +82,10 @@ class _Adapter(NamedTuple):
             _, unused_keys = find_unused(query, key, call)
             # Filled before: clearing unused rows afterwards would be two passes over the output and a mask.
             options["out"], options["lse"] = empty_results(query, value, call)
-            (value,) = _blanked(unused_keys, options["out"], value)
+            (value,) = _fill_with_zeros(unused_keys, options["out"], value)
         if call.block_table is not None:
             options["page_table"] = call.block_table
-        tensors = {"q": query, "k": key, "v": value} | _further(call)
+        tensors = {"q": query, "k": key, "v": value} | _sinks_and_offsets(call)
         out, lse = self._run(family, PackageCall("forward", self.run_forward, tensors, options), inputs, call)
         return out, lse
 
@@ -101,11 +101,11 @@ class _Adapter(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """Return the gradients of query, key and value, and of sinks if there are some. See `Kernels`."""
         if query.numel() == 0 or key.numel() == 0:
-            return tuple(_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
+            return tuple(_make_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
         lse = lse.contiguous()  # another backend's forward may give it other strides
         inputs = grad_out, query, key, value, out, lse
         family = compiled_kinds.family_of("backward", query, key, value, call, grad_out, out)
-        launched = self._launched(family, inputs, call)
+        launched = self._try_launch(family, inputs, call)
         if launched is not None:
             return launched
         call = _with_dense_integers(call)
@@ -115,11 +115,11 @@ class _Adapter(NamedTuple):
         if not _none_unused(query, key, call):
             # Here each row is a factor of a sum over a whole tile: all four have to be finite.
             unused_queries, unused_keys = find_unused(query, key, call)
-            options |= {"dq": _zeros(query), "dk": _zeros(key), "dv": _zeros(value)}
-            query, grad_out = _blanked(unused_queries, options["dq"], query, grad_out)
-            key, value = _blanked(unused_keys, options["dk"], key, value)
+            options |= {"dq": _make_zeros(query), "dk": _make_zeros(key), "dv": _make_zeros(value)}
+            query, grad_out = _fill_with_zeros(unused_queries, options["dq"], query, grad_out)
+            key, value = _fill_with_zeros(unused_keys, options["dk"], key, value)
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
-        package_call = PackageCall("backward", self.run_backward, tensors | _further(call), options)
+        package_call = PackageCall("backward", self.run_backward, tensors | _sinks_and_offsets(call), options)
         return self._run(family, package_call, inputs, call)
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
@@ -128,13 +128,15 @@ class _Adapter(NamedTuple):
         family = compiled_kinds.family_of(direction, query, key, value, call, *grad_out, *tensors[4:5])
         return self._launcher(family, tensors, call)
 
-    def _launched(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...] | None:
+    def _try_launch(
+        self, family: Family, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...] | None:
         """Return the results of a call if it can be launched by its arguments."""
         launch = self._launcher(family, inputs, call)
         if launch is None:
             return None
         with _current(inputs[0].device):
-            return launch(*_given(inputs, call))
+            return launch(*_launch_arguments(inputs, call))
 
     def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> Launch | None:
         """Return what launches such calls by their arguments, None if nothing may."""
@@ -161,8 +163,11 @@ class _Adapter(NamedTuple):
         try:
             with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
                 if tried:
-                    arguments, given = _arguments(package_call.options, call), _given(inputs, call)
-                    results = self.trials.run(family, of_lengths, arguments, package_call, given)
+                    arguments, launch_arguments = (
+                        _arguments(package_call.options, call),
+                        _launch_arguments(inputs, call),
+                    )
+                    results = self.trials.run(family, of_lengths, arguments, package_call, launch_arguments)
                 else:
                     results = package_call()
         except Exception as error:
@@ -202,7 +207,7 @@ def _options(call: Call) -> dict[str, Any]:
     }
 
 
-def _further(call: Call) -> dict[str, Tensor]:
+def _sinks_and_offsets(call: Call) -> dict[str, Tensor]:
     """Return the sinks that a call has, and its offsets: both, those of the queries with pages, or none."""
     tensors = {SINKS: call.sinks, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
     return {name: x for name, x in tensors.items() if x is not None}
@@ -221,10 +226,10 @@ def _with_dense_integers(call: Call) -> Call:
 def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
     """Whether the package would run a call on its tensors as they are, and the launches are written down."""
     offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
-    others = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
-    if any(x is not None for x in others) or call.dropout or len(offsets) == 1:
+    options = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
+    if any(x is not None for x in options) or call.dropout or len(offsets) == 1:
         return False
-    further = [*inputs[5:], *_further(call).values()]  # the LSE of a backward, sinks, offsets
+    further = [*inputs[5:], *_sinks_and_offsets(call).values()]  # the LSE of a backward, sinks, offsets
     # That a dimension repeats is compiled in, and of packed tensors a copy may run, in which none does.
     repeats = call.cu_seqlens_q is None
     return (
@@ -234,20 +239,20 @@ def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
     )
 
 
-def _arguments(options: dict[str, Any], call: Call) -> Arguments:
+def _arguments(options: dict[str, Any], call: Call) -> LauncherArguments:
     """Return what of the package's keywords its compiled functions are given."""
     left, right = options["window_size_left"], options["window_size_right"]
-    return Arguments(options["softmax_scale"], left, right, call.window)
+    return LauncherArguments(options["softmax_scale"], left, right, call.window)
 
 
-def _given(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
+def _launch_arguments(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
     """Return what a launcher is called with. Rows of calls with sinks are known to see keys."""
-    given: list[Any] = [*inputs, *_further(call).values()]
+    arguments: list[Any] = [*inputs, *_sinks_and_offsets(call).values()]
     if call.cu_seqlens_q is not None:
         query, key = inputs[:2] if len(inputs) == 3 else inputs[1:3]
         known = call.sinks is not None or _none_unused(query, key, call)
-        given += call.max_q, call.max_k, known
-    return given
+        arguments += call.max_q, call.max_k, known
+    return arguments
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -268,7 +273,7 @@ def _none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
     return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
 
 
-def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _fill_with_zeros(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return copies with zeros, taken from `zeros`, in these rows; without rows the tensors themselves."""
     if rows is None:
         return tensors
@@ -277,5 +282,5 @@ def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tens
     return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
 
 
-def _zeros(tensor: Tensor) -> Tensor:
+def _make_zeros(tensor: Tensor) -> Tensor:
     return tensor.new_zeros(tensor.shape)

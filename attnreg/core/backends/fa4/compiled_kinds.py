@@ -70,7 +70,7 @@ class Family(NamedTuple):
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "windowed" if self.left or self.right else ""
-        given = {
+        properties = {
             "packed": self.packed,
             mask: mask,
             f"softcap {self.softcap}": self.softcap,
@@ -80,7 +80,9 @@ class Family(NamedTuple):
         }
         dims = self.dim if self.dim == self.dim_v else (self.dim, self.dim_v)
         dtype = str(self.dtype).removeprefix("torch.")
-        return ", ".join((f"{dtype}, head dim {dims}", *(name for name, there in given.items() if there)))
+        return ", ".join(
+            (f"{dtype}, head dim {dims}", *(name for name, is_present in properties.items() if is_present))
+        )
 
     def as_of_spec(self) -> Family:
         """Return the family as a spec knows it."""
@@ -97,7 +99,7 @@ have_run: set[tuple[Family, Class]] = set()
 
 
 def family_of(
-    direction: str, query: Tensor, key: Tensor, value: Tensor, call: Call, *others: Tensor
+    direction: str, query: Tensor, key: Tensor, value: Tensor, call: Call, *further: Tensor
 ) -> Family:
     """Return the family of a call; `others` are its further tensors."""
     left, right = call.window
@@ -107,7 +109,7 @@ def family_of(
         call.softcap, left >= 0, right >= 0 and (left, right) != (-1, 0), (left, right) == (-1, 0),
         direction == "backward" and call.repeatable, call.cu_seqlens_q is not None,
         call.seqused_k is not None, call.grad_lse is not None,
-        None if call.sinks is None else call.sinks.dtype, repeated_dims(query, key, value, *others),
+        None if call.sinks is None else call.sinks.dtype, repeated_dims(query, key, value, *further),
     )  # fmt: skip
 
 

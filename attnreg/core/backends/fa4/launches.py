@@ -27,7 +27,7 @@ Results = tuple[Tensor, ...]
 Launch = Callable[..., Results | None]
 
 
-class Compiled(NamedTuple):
+class CompiledFunctions(NamedTuple):
     """What runs calls of one class of lengths: functions in order, and the queries and keys of a tile."""
 
     functions: tuple[Callable[..., object], ...]
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
     like: Callable[[Tensor], Tensor] = torch.empty_like
 
 
-class Arguments(NamedTuple):
+class LauncherArguments(NamedTuple):
     """What is the same in all launches by one launcher: arguments as the functions take them."""
 
     scale: float
@@ -55,7 +55,10 @@ UNINITIALIZED = Memory()
 
 
 def launch_of(
-    family: Family, arguments: Arguments, compiled: dict[Class, Compiled], memory: Memory = UNINITIALIZED
+    family: Family,
+    arguments: LauncherArguments,
+    compiled: dict[Class, CompiledFunctions],
+    memory: Memory = UNINITIALIZED,
 ) -> Launch:
     """Return the function that launches calls of a family by those of `compiled`, which may grow later."""
     forward = family.direction == "forward"
@@ -102,14 +105,14 @@ def _packed(family: Family, run: Any, find: Any, first: int, window: tuple[int, 
     return FunctionLauncher(launch, window, finite)
 
 
-def _forward(family: Family, arguments: Arguments, memory: Memory) -> Any:
+def _forward(family: Family, arguments: LauncherArguments, memory: Memory) -> Any:
     scale, left, right, _ = arguments
     new, dim, dtype, interface = memory.new, family.dim_v, family.dtype, import_module(INTERFACE)
     nothing, sum_tiles = interface.AuxData(), interface._compute_tile_cumsum
     heads_of_tile = {"qhead_per_kvhead": family.group, "pack_gqa": family.group > 1}
 
     def run(
-        compiled: Compiled, batch: int, max_q: int, _: int, cu_q: Tensor | None, cu_k: Tensor | None,
+        compiled: CompiledFunctions, batch: int, max_q: int, _: int, cu_q: Tensor | None, cu_k: Tensor | None,
         sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
     ) -> Results:  # fmt: skip
         (attend,), rows, _ = compiled
@@ -133,15 +136,16 @@ def _forward(family: Family, arguments: Arguments, memory: Memory) -> Any:
     return run
 
 
-def _backward(family: Family, arguments: Arguments, memory: Memory) -> Any:
+def _backward(family: Family, arguments: LauncherArguments, memory: Memory) -> Any:
     scale, left, right, _ = arguments
     like, shared, interface = memory.like, family.group > 1, import_module(INTERFACE)
     nothing, sum_tiles = interface.AuxData(), interface._compute_tile_cumsum
     of_sinks, allocate = interface.LearnableSinkBwdTensors, _sums(family, memory)
-    semaphores = _semaphores(family, memory) if family.deterministic else lambda *given: (None, None, None)
+    semaphores = _semaphores(family, memory) if family.deterministic else lambda *_: (None, None, None)
 
     def run(
-        compiled: Compiled, batch: int, max_q: int, max_k: int, cu_q: Tensor | None, cu_k: Tensor | None,
+        compiled: CompiledFunctions, batch: int, max_q: int, max_k: int, cu_q: Tensor | None,
+        cu_k: Tensor | None,
         sinks: Tensor | None, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
         lse: Tensor,
     ) -> Results:  # fmt: skip
@@ -192,16 +196,16 @@ def _sums(family: Family, memory: Memory) -> Any:
         # Each sequence of a packed call may begin a tile of its own.
         more, more_k = (rows, columns) if offsets is None else (offsets * rows, offsets * columns)
         length, device = (tokens + more - 1) // rows * rows, query.device
-        found = (
+        sums = (
             floats(heads, length * width, batch, device),
             floats(heads, length, batch, device),
             floats(heads, length, batch, device),
         )
         if not shared:
-            return found
+            return sums
         length = (tokens_k + more_k - 1) // columns * columns
-        of_key, of_value = (floats(heads_k, length * one, batch, device) for one in (width, width_v))
-        return *found, of_key.zero_(), of_value.zero_()
+        of_key, of_value = (floats(heads_k, length * size, batch, device) for size in (width, width_v))
+        return *sums, of_key.zero_(), of_value.zero_()
 
     return allocate
 

@@ -79,9 +79,9 @@ class PackageCall(NamedTuple):
         results = self.function(**self.tensors, **self.options)
         count = RESULTS[self.direction] + (self.direction == "backward" and SINKS in self.tensors)
         used = results[:count] if isinstance(results, tuple) else ()
-        if len(used) == count and all(isinstance(one, torch.Tensor) for one in used):
+        if len(used) == count and all(isinstance(result, torch.Tensor) for result in used):
             return used
-        kinds = [type(one).__name__ for one in (results if isinstance(results, tuple) else (results,))]
+        kinds = [type(result).__name__ for result in (results if isinstance(results, tuple) else (results,))]
         name = dict(zip(RESULTS, KEYWORDS, strict=True))[self.direction]
         raise BackendUnavailableError(
             f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
@@ -172,10 +172,10 @@ quiet = functools.partial(warnings.catch_warnings, action="ignore")
 def _places(module: str) -> list[str]:
     """Return the folders of a package, without importing it."""
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except ValueError:  # sys.modules has a module without a spec
         return []
-    return list(found.submodule_search_locations or ()) if found else []
+    return list(spec.submodule_search_locations or ()) if spec else []
 
 
 def _checked(interface: Any, name: str) -> Callable[..., Any]:
@@ -187,7 +187,11 @@ def _checked(interface: Any, name: str) -> Callable[..., Any]:
         raise BackendUnavailableError(
             f"{release()}: {name} takes no {', '.join(missing)}; attnreg knows {KNOWN}"
         )
-    wanted = [one.name for one in takes.values() if one.default is one.empty and one.kind not in VARIADIC]
+    wanted = [
+        parameter.name
+        for parameter in takes.values()
+        if parameter.default is parameter.empty and parameter.kind not in VARIADIC
+    ]
     if unknown := [repr(keyword) for keyword in wanted if keyword not in KEYWORDS[name]]:
         raise BackendUnavailableError(
             f"{release()}: {name} needs {', '.join(unknown)}, which attnreg doesn't know; it knows {KNOWN}"
@@ -198,9 +202,11 @@ def _checked(interface: Any, name: str) -> Callable[..., Any]:
 def _aligning(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that copies what sixteen-byte loads along the head dim can't read."""
 
-    def run(**given: Any) -> Any:
-        read = {name: readable(given[name]) for name in ("q", "k", "v", "out", "dout") if name in given}
-        return function(**given | read)
+    def run(**arguments: Any) -> Any:
+        read = {
+            name: readable(arguments[name]) for name in ("q", "k", "v", "out", "dout") if name in arguments
+        }
+        return function(**arguments | read)
 
     return run
 

@@ -35,14 +35,14 @@ def options(family: Family, call: Call, *, own: bool) -> dict[str, Any]:
     # before it multiplies by the scale: float16 would overflow.
     divided = family.direction == "forward" or family.dtype != torch.float16
     capped, gradient = _on_scores(call.softcap, divided)
-    found = off | {"score_mod": capped}
+    keywords = off | {"score_mod": capped}
     if divided:
-        found["softmax_scale"] = call.scale / call.softcap
+        keywords["softmax_scale"] = call.scale / call.softcap
     if family.direction == "backward":
-        return found | {"score_mod_bwd": gradient}
+        return keywords | {"score_mod_bwd": gradient}
     if has_softcap_tile(family, call.max_q):
-        found["tile_mn"] = SOFTCAP_TILE
-    return found
+        keywords["tile_mn"] = SOFTCAP_TILE
+    return keywords
 
 
 @functools.lru_cache(maxsize=64)  # the package tells functions apart by their source and these numbers

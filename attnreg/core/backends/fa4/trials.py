@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.backends.fa4.compiled_kinds import Class, Family, tiles
-from attnreg.core.backends.fa4.launches import Arguments, Compiled, Launch, Memory, launch_of
+from attnreg.core.backends.fa4.launches import CompiledFunctions, Launch, LauncherArguments, Memory, launch_of
 from attnreg.core.backends.fa4.package import SINKS, PackageCall
 from attnreg.core.backends.fa4.watching import RefutedError, Watcher, compare
 from attnreg.core.torchlib.layout import uninitialized
@@ -53,7 +53,7 @@ class _Trial:
 
     calls: int = 0
     over: bool = False
-    compiled: Compiled | None = None
+    compiled: CompiledFunctions | None = None
     comparison: AsyncReadback | None = None
 
 
@@ -65,10 +65,10 @@ class Trials:
 
     def __init__(self) -> None:
         # By family, what its launchers may run: they share the dictionary.
-        self._confirmed: dict[Family, dict[Class, Compiled]] = {}
+        self._confirmed: dict[Family, dict[Class, CompiledFunctions]] = {}
         self._trials: dict[tuple[Family, Class], _Trial] = {}
 
-    def launcher(self, family: Family, arguments: Arguments) -> Launch:
+    def launcher(self, family: Family, arguments: LauncherArguments) -> Launch:
         """Return the function that launches calls of a family, as far as its kinds are confirmed."""
         return launch_of(family, arguments, self._confirmed.setdefault(family, {}))
 
@@ -88,7 +88,12 @@ class Trials:
         return not trial.over or of_lengths in self._confirmed.get(family, ())
 
     def run(
-        self, family: Family, of_lengths: Class, arguments: Arguments, call: PackageCall, given: list[Any]
+        self,
+        family: Family,
+        of_lengths: Class,
+        arguments: LauncherArguments,
+        call: PackageCall,
+        launch_arguments: list[Any],
     ) -> tuple[Tensor, ...]:
         """Return the package's results of a call, and begin a trial of its kind if there was none.
 
@@ -104,9 +109,9 @@ class Trials:
             results = call()
         try:
             with torch.no_grad():
-                compiled = _looked_at(family, of_lengths, arguments, call, watcher)
+                compiled = _check_launches(family, of_lengths, arguments, call, watcher)
                 launch = launch_of(family, arguments, {of_lengths: compiled}, SPOILT)
-                comparison = AsyncReadback(_verdict(launch(*given), results))
+                comparison = AsyncReadback(_compare_on_device(launch(*launch_arguments), results))
             trial.compiled, trial.comparison = compiled, comparison
         except torch.OutOfMemoryError:
             log.debug("FA4: there was no memory to try the launches of a %s", call.direction)
@@ -120,31 +125,31 @@ def _log_refuted(family: Family, reason: str) -> None:
     log.info("FA4 calls the package's Python for each %s of %s: %s", family.direction, family, reason)
 
 
-def _looked_at(
-    family: Family, of_lengths: Class, arguments: Arguments, call: PackageCall, watcher: Watcher
-) -> Compiled:
+def _check_launches(
+    family: Family, of_lengths: Class, arguments: LauncherArguments, call: PackageCall, watcher: Watcher
+) -> CompiledFunctions:
     """Return the compiled functions that a call took; raises RefutedError if it launches otherwise."""
     wanted: tuple[str, ...] = FORWARD if family.direction == "forward" else BACKWARD
     if wanted is BACKWARD and family.group > 1:
         wanted += wanted[-1:] * 2  # of keys and values, too
-    found = [one for one in watcher.taken if one.by not in (SUMS_TILES, UNUSED)]
-    if tuple(one.by for one in found) != wanted:
-        raise RefutedError(f"it launches {', '.join(one.by for one in watcher.taken) or 'nothing'}")
+    taken_functions = [function for function in watcher.taken if function.by not in (SUMS_TILES, UNUSED)]
+    if tuple(function.by for function in taken_functions) != wanted:
+        raise RefutedError(f"it launches {', '.join(function.by for function in watcher.taken) or 'nothing'}")
     sizes = tiles(family, call.options["max_seqlen_q"])
-    compiled = Compiled(tuple(one.function for one in found), *sizes)
-    for one in filter(None, (call, _shorter(family, of_lengths, call))):
+    compiled = CompiledFunctions(tuple(taken.function for taken in taken_functions), *sizes)
+    for tried in filter(None, (call, _shorter(family, of_lengths, call))):
         taken = watcher.taken
-        if one is not call:
+        if tried is not call:
             with Watcher(launches=False) as rehearsal:
-                one()
+                tried()
             taken = rehearsal.taken
         with Watcher(launches=False) as rehearsal:
             functions = tuple(map(rehearsal.watching, wanted, compiled.functions))
             launch = launch_of(family, arguments, {of_lengths: compiled._replace(functions=functions)})
-            packed = "cu_seqlens_q" in one.tensors
-            lengths = (*(one.options[f"max_seqlen_{side}"] for side in "qk"), True) if packed else ()
-            launch(*one.tensors.values(), *lengths)
-        compare([x for x in taken if x.by != UNUSED], rehearsal.taken, tuple(one.tensors.values()))
+            packed = "cu_seqlens_q" in tried.tensors
+            lengths = (*(tried.options[f"max_seqlen_{side}"] for side in "qk"), True) if packed else ()
+            launch(*tried.tensors.values(), *lengths)
+        compare([x for x in taken if x.by != UNUSED], rehearsal.taken, tuple(tried.tensors.values()))
     return compiled
 
 
@@ -181,10 +186,10 @@ def _with_nan(x: Tensor) -> Tensor:
     return x.fill_(torch.nan) if x.is_floating_point() else x
 
 
-SPOILT = Memory(lambda *given: _with_nan(uninitialized(*given)), lambda x: _with_nan(torch.empty_like(x)))
+SPOILT = Memory(lambda *layout: _with_nan(uninitialized(*layout)), lambda x: _with_nan(torch.empty_like(x)))
 
 
-def _verdict(got: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> Tensor:
+def _compare_on_device(got: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> Tensor:
     """Return on the device whether all results are equal, as far as a GPU repeats itself.
 
     Few kinds of operations: the first of each has to be loaded onto the device.

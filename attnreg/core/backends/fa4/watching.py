@@ -17,7 +17,7 @@ class RefutedError(Exception):
     """A launch that is written down isn't the package's; the message says in what."""
 
 
-class Taken(NamedTuple):
+class TakenFunctions(NamedTuple):
     """A compiled function that was called, by which function of the package, and with what."""
 
     by: str
@@ -33,7 +33,7 @@ class Watcher(contextlib.ExitStack):
 
     def __init__(self, launches: bool = True) -> None:
         super().__init__()
-        self.launches, self.taken = launches, list[Taken]()
+        self.launches, self.taken = launches, list[TakenFunctions]()
         # The program may use the package itself in another thread, without the lock.
         self.thread = threading.get_ident()
 
@@ -47,7 +47,7 @@ class Watcher(contextlib.ExitStack):
         """Return the function that notes what it is given, and runs this one if it may."""
 
         def run(*arguments: Any) -> object:
-            self.taken.append(Taken(by, function, arguments))
+            self.taken.append(TakenFunctions(by, function, arguments))
             return function(*arguments) if self.launches else None
 
         return run
@@ -63,10 +63,10 @@ class _WatchedCache:
         return getattr(self._cache, name)
 
     def __contains__(self, key: object) -> bool:
-        found = key in self._cache
-        if not found and self._is_watched() and not self._watcher.launches:
+        is_cached = key in self._cache
+        if not is_cached and self._is_watched() and not self._watcher.launches:
             raise RefutedError(f"{self._by} compiles other functions for other lengths")
-        return found
+        return is_cached
 
     def __setitem__(self, key: object, function: object) -> None:
         self._cache[key] = function
@@ -79,26 +79,30 @@ class _WatchedCache:
         return threading.get_ident() == self._watcher.thread
 
 
-def compare(expected: Sequence[Taken], got: Sequence[Taken], given: tuple[Tensor, ...]) -> None:
+def compare(
+    expected: Sequence[TakenFunctions], got: Sequence[TakenFunctions], call_tensors: tuple[Tensor, ...]
+) -> None:
     """Raise RefutedError if other functions are called, or with others than these tensors and numbers."""
-    if [one[:2] for one in expected] != [one[:2] for one in got]:
-        names = ", ".join(one.by for one in expected)
+    if [theirs[:2] for theirs in expected] != [theirs[:2] for theirs in got]:
+        names = ", ".join(theirs.by for theirs in expected)
         raise RefutedError(
             f"for lengths like these it launches {names}, and not with the functions that it took"
         )
     # Tensors are told apart by the order in which they come up, after those of the call.
     orders = [dict[int, int]() for _ in range(2)]
     for order in orders:
-        for x in given:
+        for x in call_tensors:
             order.setdefault(x.data_ptr(), len(order))
-    for one, other in zip(expected, got, strict=True):
+    for theirs, launched in zip(expected, got, strict=True):
         right, ours = (
             [_described(x, order) for x in taken.arguments]
-            for taken, order in zip((one, other), orders, strict=True)
+            for taken, order in zip((theirs, launched), orders, strict=True)
         )
         if right != ours:
             differ = [pair for pair in zip(right, ours, strict=False) if pair[0] != pair[1]]
-            raise RefutedError(f"{one.by} is given other arguments: {differ[:1] or (len(right), len(ours))}")
+            raise RefutedError(
+                f"{theirs.by} is given other arguments: {differ[:1] or (len(right), len(ours))}"
+            )
 
 
 def _described(argument: Any, order: dict[int, int]) -> Any:

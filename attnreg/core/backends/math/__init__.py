@@ -105,10 +105,10 @@ def backward(
             # differ by more the more terms they have. In 16 bits those of another kernel may be off by more.
             terms = 16.0 if q.dtype.itemsize == 2 else max(q.shape[-1] ** 0.5 / 4, 2.0)
             rounding = torch.finfo(lse.dtype).eps * terms
-            given = ForwardResults(of_out, of_all, rounding, is_exact=q.dtype.itemsize > 2)
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, given, of_lse, mask)
+            forward_results = ForwardResults(of_out, of_all, rounding, is_exact=q.dtype.itemsize > 2)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, forward_results, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
-            # Sequences may share pages of a cache: their gradients add up.
+            # RowSequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
             group.keys.scatter(part_v, grads[2], add=True)
     grad_q, grad_k, grad_v = (grad[:-1].view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
@@ -156,7 +156,13 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tu
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: ForwardResults, grad_lse: Tensor | None, mask: Mask
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward_results: ForwardResults,
+    grad_lse: Tensor | None,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `grad_lse` is (b, H, S_q, 1).
 
@@ -171,21 +177,23 @@ def _attend_backward(
         area = of_rows[0].shape[:-1].numel() * k.shape[2]
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
         softmax = Softmax(of_rows[0])
-        output = Output(of_rows[0], given.out[:, :, rows]) if given.is_exact else None
+        output = Output(of_rows[0], forward_results.out[:, :, rows]) if forward_results.is_exact else None
         delta = torch.zeros_like(softmax.total)
         for tile, scores, grad_weights, kept, _ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
             if output is not None:
-                seen = _seen_keys(k, tile), _seen_keys(v, tile)
-                output.add(_times(weights if kept is None else weights * kept, seen[1]), fade, *seen)
-        share, delta = given.share(rows, softmax), delta / softmax.divisor
+                key_value = _seen_keys(k, tile), _seen_keys(v, tile)
+                output.add(
+                    _times(weights if kept is None else weights * kept, key_value[1]), fade, *key_value
+                )
+        share, delta = forward_results.share(rows, softmax), delta / softmax.divisor
         if output is not None:
             part, rest, is_precise = output.compared(softmax, mask.call.scale)
             share = part.where(is_precise, share)
             delta = delta * part + (rest * of_rows[1]).sum(-1, keepdim=True)
         else:
-            delta = torch.where(share == 1.0, delta, given.delta(rows, of_rows[1]))
+            delta = torch.where(share == 1.0, delta, forward_results.delta(rows, of_rows[1]))
         delta = delta - (0.0 if grad_lse is None else grad_lse[:, :, rows])
         share = share / softmax.divisor
         for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):
@@ -227,9 +235,9 @@ def _in_short_sums(q: Tensor, keys: Tensor) -> Tensor:
     """Return the products of queries and keys, before they are scaled."""
     if not q.is_cuda or q.dtype != torch.float32:
         return _times(q, keys.mT)
-    first, *others = zip(torch.split(q, SUMMED, -1), torch.split(keys, SUMMED, -1), strict=True)
+    first, *rest = zip(torch.split(q, SUMMED, -1), torch.split(keys, SUMMED, -1), strict=True)
     scores = _times(first[0], first[1].mT)
-    for some_q, some_k in others:
+    for some_q, some_k in rest:
         scores += _times(some_q, some_k.mT)
     return scores
 
@@ -256,10 +264,10 @@ def _seen_keys(x: Tensor, tile: Tile) -> Tensor:
     x = x[:, :, tile.cols]
     if tile.visible is None:
         return x
-    seen = tile.visible.any(-2)
-    if seen.shape[1] > 1:  # query heads: a key head is seen if one of its group sees it
-        seen = seen.view(seen.shape[0], x.shape[1], -1, seen.shape[2]).any(2)
-    return x.masked_fill(~seen[..., None], 0.0)
+    visible = tile.visible.any(-2)
+    if visible.shape[1] > 1:  # query heads: a key head is seen if one of its group sees it
+        visible = visible.view(visible.shape[0], x.shape[1], -1, visible.shape[2]).any(2)
+    return x.masked_fill(~visible[..., None], 0.0)
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Span(NamedTuple):
+class PaddedRows(NamedTuple):
     """One side of a group.
 
     Attributes:
@@ -50,7 +50,7 @@ class Span(NamedTuple):
         write(0, self.rows.flatten(), values)
 
 
-class Sequences(NamedTuple):
+class RowSequences(NamedTuple):
     """The rows of all sequences on one side of a call.
 
     Attributes:
@@ -70,7 +70,7 @@ class Sequences(NamedTuple):
     table: Tensor | None
     page_size: int
 
-    def span(self, batch: slice) -> Span:
+    def span(self, batch: slice) -> PaddedRows:
         """Return the rows of some neighbouring sequences."""
         width = max(self.bounds[batch])
         padded = not self.exact or min(self.bounds[batch]) < width
@@ -82,15 +82,15 @@ class Sequences(NamedTuple):
             pages = self.table[batch].long().gather(1, known // self.page_size)
             rows = pages * self.page_size + known % self.page_size
         rows = rows.clamp(0, self.total - 1).masked_fill(positions < 0, self.total)
-        return Span(positions, rows, padded)
+        return PaddedRows(positions, rows, padded)
 
 
 class Group(NamedTuple):
     """Neighbouring sequences that are computed together."""
 
     batch: slice
-    queries: Span
-    keys: Span
+    queries: PaddedRows
+    keys: PaddedRows
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -98,10 +98,10 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.flatten(0, 1)
 
 
-def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterator[Group]:
+def groups(queries: RowSequences, keys: RowSequences, cost: int, limit: int) -> Iterator[Group]:
     """Yield the batch in groups of similar lengths; `cost` elements a token stay below `limit`.
 
-    Sequences without queries or without keys may be left out: there is nothing to compute for them.
+    RowSequences without queries or without keys may be left out: there is nothing to compute for them.
     """
     start, wide_q, wide_k, area = 0, 0, 0, 0
     for stop, (len_q, len_k) in enumerate(zip(queries.bounds, keys.bounds, strict=True)):
@@ -114,14 +114,14 @@ def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterat
     yield from _group(queries, keys, slice(start, len(queries.bounds)))
 
 
-def _group(queries: Sequences, keys: Sequences, batch: slice) -> Iterator[Group]:
+def _group(queries: RowSequences, keys: RowSequences, batch: slice) -> Iterator[Group]:
     if any(queries.bounds[batch]) and any(keys.bounds[batch]):
         yield Group(batch, queries.span(batch), keys.span(batch))
 
 
 def sequences(
     x: Tensor, offsets: Tensor | None, longest: int, table: Tensor | None = None, used: Tensor | None = None
-) -> Sequences:
+) -> RowSequences:
     """Return the sequences of a query, or of a key or value; of each only the first `used` tokens."""
     total, page_size = x.shape[:-2].numel(), x.shape[1]
     if offsets is None or table is not None:
@@ -137,7 +137,7 @@ def sequences(
         lengths = torch.minimum(lengths, used)
         exact = _on_host(lengths)
         bounds = lengths.tolist() if exact else [min(longest, bound) for bound in bounds]
-    return Sequences(starts, lengths, bounds, exact, total, table, page_size)
+    return RowSequences(starts, lengths, bounds, exact, total, table, page_size)
 
 
 def _on_host(lengths: Tensor) -> bool:

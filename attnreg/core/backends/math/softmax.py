@@ -76,9 +76,9 @@ class ForwardResults(NamedTuple):
 class Output:
     """The output of some rows, computed anew tile by tile, beside the one that a backward is given."""
 
-    def __init__(self, q: Tensor, given: Tensor) -> None:
-        self._q, self._given, self._sum = q, given, torch.zeros_like(given)
-        self._longest_key = self._largest_value = given.new_zeros(())
+    def __init__(self, q: Tensor, previous: Tensor) -> None:
+        self._q, self._previous, self._sum = q, previous, torch.zeros_like(previous)
+        self._longest_key = self._largest_value = previous.new_zeros(())
 
     def add(self, weighted: Tensor, fade: Tensor, keys: Tensor, values: Tensor) -> None:
         """Add the weighted values of a tile, whose keys and values are given, too."""
@@ -95,8 +95,8 @@ class Output:
         """
         here = self._sum / softmax.divisor
         square = here.square().sum(-1, keepdim=True)
-        part = ((self._given * here).sum(-1, keepdim=True) / square).where(square > 0.0, 1.0)
-        rest = self._given - part * here
+        part = ((self._previous * here).sum(-1, keepdim=True) / square).where(square > 0.0, 1.0)
+        rest = self._previous - part * here
         largest = rest.abs().amax(-1, keepdim=True)
         # By about so much scores differ that were summed in another order, and weights by this part.
         rounding = 8.0 + abs(scale) * self._q.norm(dim=-1, keepdim=True) * self._longest_key
