@@ -32,12 +32,19 @@ from attnreg.core.torchlib.layout import aligned, readable, stream_of, with_stri
 def forward(
     plans: ExecutionPlans, query: Tensor, key: Tensor, value: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE."""
+    """Return the output, in the query's dtype, and the LSE in float32, (B, H, S) or (H, T).
+
+    Query and key are (B, S, H, D) or packed (T, H, D), the value has D_v; float16 or bfloat16 on a GPU.
+
+    Raises:
+        UnsupportedInputError: cuDNN has no kernel, or a CUDA graph is captured and no execution plan exists.
+        BackendUnavailableError: building the execution plan failed.
+    """
     if is_empty(query, key, call):
         return empty_results(query, value, call)
     tensors = query, key, value
     out, lse = _run_forward(plans, kind_of("forward", tensors, call), tensors, call)
-    # A hook on saved tensors may hand the LSE to any backend, and torch's own ignores its strides.
+    # A hook on saved tensors may pass the LSE to any backend, and torch's kernel ignores its strides.
     return out, lse.contiguous()
 
 
@@ -51,7 +58,10 @@ def backward(
     lse: Tensor,
     call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
+    """Return the gradients of query, key and value, in their shapes and dtype.
+
+    `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
+    """
     if is_empty(query, key, call):
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
         return grad_q, grad_k, grad_v
@@ -62,7 +72,7 @@ def backward(
 def _run_forward(
     plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE as cuDNN writes it, maybe with the token first.
+    """Return the output, and the LSE with cuDNN's strides, which may have the token first.
 
     Args:
         all_written: whether cuDNN is known to write every row of the results.
@@ -134,7 +144,7 @@ def specialize(
     kind = kind_of(direction, tensors, call)
     if call.seqused_k is not None or not (kind.heads_q and kind.heads_k):
         return None
-    # Those of the call would be kept alive.
+    # Without offsets, because the launcher would keep these tensors alive.
     constants = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)
     calls = _CallsOfAKind(plans, kind, constants, kind.contiguous(Slot.Q))
     if is_empty(*_rows(kind, tensors), call):
@@ -143,12 +153,12 @@ def specialize(
         return calls.run
     _, plan = plans.select(problem_of(kind, tensors[:LSE], call))
     if plan is not None and plan.prepared is None:
-        return calls.run  # this frontend runs none on addresses
+        return calls.run  # this release of the frontend can't run on addresses
     return AddressLauncher(calls.run, calls.prepare, call.window)
 
 
 def _is_copied(kind: PlanKind, slot: Slot, x: Tensor) -> bool:
-    """Whether the functions above copy a tensor, or do so for most numbers of tokens."""
+    """Whether `_select` copies a tensor, for this or for most other numbers of tokens."""
     strides = (x.stride(),)
     if not aligned(x, repeats=False) or (kind.packed and rounding.any_tokens(kind, strides) != strides):
         return True
@@ -157,7 +167,7 @@ def _is_copied(kind: PlanKind, slot: Slot, x: Tensor) -> bool:
 
 
 def _rows(kind: PlanKind, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return query and key of the tensors that a function is given."""
+    """Return query and key of a function's tensors."""
     return (tensors[0], tensors[1]) if kind.direction == "forward" else (tensors[1], tensors[2])
 
 
@@ -165,7 +175,7 @@ class _CallsOfAKind(NamedTuple):
     """All calls of a kind.
 
     Attributes:
-        constants: the arguments that they have in common.
+        constants: the arguments that all calls share.
         contiguous_query: the strides of a packed query that is contiguous.
     """
 
@@ -193,10 +203,10 @@ class _CallsOfAKind(NamedTuple):
     def prepare(
         self, batch: int, max_q: int, max_k: int, tokens_q: int, tokens_k: int, strides: tuple[Strides, ...]
     ) -> Prepared | None:
-        """Return how a call is launched; see `AddressLauncher`."""
+        """Return how a call is launched, or None if Python has to run it; see `AddressLauncher`."""
         plans, kind, _, contiguous_query = self
         if not (batch and max_q and max_k and tokens_q and tokens_k):
             return None
         if kind.packed and kind.direction == "backward" and strides[1] != contiguous_query:
-            return None  # these are copied
+            return None  # such a query is copied
         return plans.prepare(kind.problem(batch, max_q, max_k, tokens_q, tokens_k, strides))
