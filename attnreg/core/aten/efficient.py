@@ -4,8 +4,8 @@ The efficient op below `F.scaled_dot_product_attention` calls the dense op. Torc
 that neither flash nor cuDNN supports: float32, biases, head dims above 256. Nested tensors use the packed op.
 
 The LSE is (B, H, S), also in packed calls, with S rounded up to 32 and +inf after the last row. The compiled
-call cache stores only calls of torch's own kernel, for two reasons: the backward has the bias in the place
-where the call cache expects the output, and the call cache can't produce such an LSE.
+call cache stores only calls of torch's own kernel. It expects the output where the backward has the bias, and
+it can't produce such an LSE.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from attnreg.core.contract.launchers import FunctionLauncher
 from attnreg.core.torchlib.layout import uninitialized
 
 Results = tuple[Tensor, ...]
-# A function of a dense call's tensors. In a packed call the sinks follow, if it has any, then both offsets,
-# the longest lengths, and whether each row is known to belong to a sequence and to see a key. It returns None
-# if no launch is confirmed for the lengths.
+# A function of a dense call's tensors. In a packed call more arguments follow: sinks if it has any, both
+# offsets, the longest lengths, and whether each row is known to belong to a sequence and to see a key. It
+# returns None if no launch is confirmed for the lengths.
 Launch = Callable[..., Results | None]
 
 

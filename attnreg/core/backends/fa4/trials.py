@@ -113,7 +113,7 @@ class Trials:
             with torch.no_grad():
                 compiled = _check_launches(family, of_lengths, arguments, call, watcher)
                 launch = launch_of(family, arguments, {of_lengths: compiled}, SPOILT)
-                comparison = AsyncReadback(_compare_on_device(launch(*launch_arguments), results))
+                comparison = AsyncReadback(_verdict(launch(*launch_arguments), results))
             trial.compiled, trial.comparison = compiled, comparison
         except torch.OutOfMemoryError:
             log.debug("FA4: there was no memory to try the launches of a %s", call.direction)
@@ -191,7 +191,7 @@ def _with_nan(x: Tensor) -> Tensor:
 SPOILT = Memory(lambda *layout: _with_nan(uninitialized(*layout)), lambda x: _with_nan(torch.empty_like(x)))
 
 
-def _compare_on_device(got: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> Tensor:
+def _verdict(got: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> Tensor:
     """Return the verdict on two lists of results, as a tensor () on the device: equal within `NEAR`, or not.
 
     Uses few kinds of operations, because the first of each kind has to be loaded onto the device.

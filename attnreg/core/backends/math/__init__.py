@@ -181,7 +181,8 @@ def _attend_backward(
     The weights, and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
     sum(grad * out) would be equal and cheaper. But LSE and output are rounded, and the error stays in the
     gradients where scores are large, or where terms cancel, as with one or two keys. So the forward's results
-    serve one purpose: where they differ from the new ones, a row sees more keys than are passed here.
+    serve a single purpose: a difference from the new results shows that a row sees more keys than are passed
+    here.
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
