@@ -111,7 +111,7 @@ class Trials:
             results = call()
         try:
             with torch.no_grad():
-                compiled = _check_launches(family, of_lengths, arguments, call, watcher)
+                compiled = _looked_at(family, of_lengths, arguments, call, watcher)
                 launch = launch_of(family, arguments, {of_lengths: compiled}, SPOILT)
                 comparison = AsyncReadback(_verdict(launch(*launch_arguments), results))
             trial.compiled, trial.comparison = compiled, comparison
@@ -127,7 +127,7 @@ def _log_refuted(family: Family, reason: str) -> None:
     log.info("FA4 calls the package's Python for each %s of %s: %s", family.direction, family, reason)
 
 
-def _check_launches(
+def _looked_at(
     family: Family, of_lengths: Class, arguments: LauncherArguments, call: PackageCall, watcher: Watcher
 ) -> CompiledFunctions:
     """Return the compiled functions of a call; raises RefutedError if our launch is another one."""
