@@ -279,7 +279,7 @@ def built_cpu_kernel(built_files):
 @pytest.fixture(scope="session")
 def cpu_kernel(built_cpu_kernel):
     """Return the compiled kernel of the cpu backend."""
-    return cpu_compiled.Compiled.of(ctypes.CDLL(str(built_cpu_kernel)))
+    return cpu_compiled.CompiledKernel.of(ctypes.CDLL(str(built_cpu_kernel)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
 from attnreg.core import aten
-from attnreg.core.aten.routing import Layout, Route
+from attnreg.core.aten.routing import OpLayout, Route
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError
@@ -306,7 +306,7 @@ class Swapped(NamedTuple):
 
 
 def swapped(op, **options):
-    return Route(op, ("CPU",), Swapped, lambda *_: None, Native("cpu"), Layout(0), **options)
+    return Route(op, ("CPU",), Swapped, lambda *_: None, Native("cpu"), OpLayout(0), **options)
 
 
 def test_an_op_of_a_newer_torch_is_left_out():

@@ -10,7 +10,7 @@ import torch
 import attnreg
 from attnreg.core import aten
 from attnreg.core.aten import schemas
-from attnreg.core.aten.routing import Layout, Route, router
+from attnreg.core.aten.routing import OpLayout, Route, router
 from attnreg.core.dispatch.planning import Native
 from attnreg.errors import RegistrationError, UnsupportedInputError
 
@@ -195,7 +195,7 @@ def serve(given, routed):
     raise AssertionError("the call was to pass to torch's own kernel")
 
 
-ROUTE = Route("attend", ("CPU",), Known, serve, Native("cpu"), Layout(query=0))
+ROUTE = Route("attend", ("CPU",), Known, serve, Native("cpu"), OpLayout(query=0))
 
 
 CAUSAL = "bool is_causal=False"

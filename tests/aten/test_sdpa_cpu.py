@@ -168,7 +168,7 @@ def test_torchs_kernel_is_the_default_bit_by_bit_and_counts_as_cpu_if_installed(
     ran, installed, shape, options, _, monkeypatch
 ):
     # On some machines the compiled kernel replaces it even in calls as small as these.
-    monkeypatch.setattr(choice, "machine", lambda: choice.Machine(avx=False, amx=False, slow_mkl=False))
+    monkeypatch.setattr(choice, "machine", lambda: choice.CpuMachine(avx=False, amx=False, slow_mkl=False))
     inputs = qkv(**shape)
     own = torchs_own(inputs, **options)
     if not installed:

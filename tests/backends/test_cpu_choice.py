@@ -34,7 +34,7 @@ BOTH = ["forward", "backward"]
 
 def on(monkeypatch, **facts):
     """Have the rules see another machine."""
-    machine = choice.Machine(**{"avx": True, "amx": False, "slow_mkl": False} | facts)
+    machine = choice.CpuMachine(**{"avx": True, "amx": False, "slow_mkl": False} | facts)
     monkeypatch.setattr(choice, "machine", lambda: machine)
 
 
@@ -415,7 +415,7 @@ def test_narrower_vectors_are_accurate(unbuilt, monkeypatch, known):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
     monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
     library = ctypes.CDLL(str(building.build(building.CPU_KERNEL)))
-    kernels = compiled.Compiled.of(library).before(Kernels(refuse, refuse))
+    kernels = compiled.CompiledKernel.of(library).before(Kernels(refuse, refuse))
     for dtype, window in itertools.product(("float32", "bfloat16", "float16"), (OPEN, CAUSAL, (20, 5))):
         assert_accurate(
             kernels, ragged((1, 17, 300, 64), heads=(4, 2), dims=(40, 24), dtype=dtype, window=window)

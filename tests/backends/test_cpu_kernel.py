@@ -249,9 +249,9 @@ def run(code, file):
     prelude = """
 import ctypes, resource, sys, torch
 from attnreg.core.contract.backend import Call
-from attnreg.core.backends.cpu.compiled import Compiled
+from attnreg.core.backends.cpu.compiled import CompiledKernel
 torch.set_num_threads(2)
-kernel = Compiled.of(ctypes.CDLL(sys.argv[1]))
+kernel = CompiledKernel.of(ctypes.CDLL(sys.argv[1]))
 """
     done = forked(prelude + code, str(file))
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, 
 from support.native_calls import launched, results_of, status_of
 
 from attnreg.core.backends.cpu import choice, sequences
-from attnreg.core.backends.cpu.problem import Kind
+from attnreg.core.backends.cpu.problem import NativeKind
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.launching.launchers import NativeLauncher
 from attnreg.tools.measure.inputs import inputs
@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)
 @pytest.fixture
 def kernels(cpu_kernel, monkeypatch):
     """Return the compiled kernel as the backend uses it; a call that would go to torch's kernel fails."""
-    monkeypatch.setattr(choice, "machine", lambda: choice.Machine(avx=True, amx=False, slow_mkl=False))
+    monkeypatch.setattr(choice, "machine", lambda: choice.CpuMachine(avx=True, amx=False, slow_mkl=False))
     return cpu_kernel.before(Kernels(refuse, refuse))
 
 
@@ -213,7 +213,7 @@ def test_options_have_no_launcher(kernels):
 @pytest.mark.parametrize("tiles", [False, True])
 def test_forwards_that_may_be_torchs_are_left_to_python_by_their_lengths(cpu_kernel, monkeypatch, tiles):
     """Which of them are torch's depends on how sequences of equal length lie next to each other."""
-    machine = choice.Machine(avx=True, amx=True, slow_mkl=False, tiles=tiles)
+    machine = choice.CpuMachine(avx=True, amx=True, slow_mkl=False, tiles=tiles)
     monkeypatch.setattr(choice, "machine", lambda: machine)
     kernels = cpu_kernel.before(Kernels(lambda *given: "torch's", refuse))
     kind = {"heads": (1, 1), "dims": (40, 40), "dtype": "bfloat16"}  # no multiple of 32
@@ -265,7 +265,7 @@ def test_nothing_is_kept_of_lengths(kernels):
     forward, backward = launchers(kernels, *inputs(ragged((8, 30), dtype="float32")))
     sequences._sequences.cache_clear()
     gc.collect()
-    before = sum(isinstance(x, Kind) for x in gc.get_objects())
+    before = sum(isinstance(x, NativeKind) for x in gc.get_objects())
     for length in range(1, 60):
         q, k, v, grad_out, call = inputs(ragged((length, 5), dtype="float32"))
         out, lse = forward.run(q, k, v, *further(call))
@@ -273,4 +273,4 @@ def test_nothing_is_kept_of_lengths(kernels):
         solved(kernels, q, k, v, grad_out, call)
     assert sequences._sequences.cache_info().currsize == 0
     gc.collect()
-    assert sum(isinstance(x, Kind) for x in gc.get_objects()) == before
+    assert sum(isinstance(x, NativeKind) for x in gc.get_objects()) == before

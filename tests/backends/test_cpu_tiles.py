@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("threads")
 
 def kernels_of(library, monkeypatch):
     monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
-    return compiled.Compiled.of(library).before(Kernels(refuse, refuse))
+    return compiled.CompiledKernel.of(library).before(Kernels(refuse, refuse))
 
 
 @pytest.fixture

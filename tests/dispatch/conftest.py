@@ -11,7 +11,7 @@ from support import plan_counts
 import attnreg
 from attnreg.core import aten
 from attnreg.core.adaptation.sinks import grad_of_sinks
-from attnreg.core.aten.routing import Layout
+from attnreg.core.aten.routing import OpLayout
 from attnreg.core.dispatch import call_cache, counters, state
 from attnreg.core.dispatch.call_cache import Kept
 from attnreg.core.launching.launchers import MAX_Q
@@ -130,7 +130,7 @@ class RoutedOp(Plan):
         super().__init__()
         self.module = module
         define_ops()
-        layouts = Layout(query=0, token_result=3), Layout(query=1, token_argument=6)
+        layouts = OpLayout(query=0, token_result=3), OpLayout(query=1, token_argument=6)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
             module.add_router("attnreg_tests", "CPU", tuple(layouts[0]), self.plan_forward)

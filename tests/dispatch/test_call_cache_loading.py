@@ -82,7 +82,7 @@ def test_a_compiled_library_is_used_unless_attnreg_routers_is_python(
     monkeypatch.setattr(building, "built", lambda: built_routers)
     monkeypatch.setenv("ATTNREG_ROUTERS", value)
     # On AMD, whose MKL is slow, the compiled kernel would run the call, which is kept a call later.
-    monkeypatch.setattr(choice, "machine", lambda: choice.Machine(avx=True, amx=False, slow_mkl=False))
+    monkeypatch.setattr(choice, "machine", lambda: choice.CpuMachine(avx=True, amx=False, slow_mkl=False))
     with attnreg.register_backend("cpu"):
         assert captured.call_cache_in_use is used
         assert (call_cache.load() is not None) is used

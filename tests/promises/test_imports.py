@@ -368,7 +368,7 @@ def test_the_import_graph_has_every_form_of_import(source, seen, monkeypatch, tm
 
 
 # Conditions that only tell the type checker what is so anyway.
-NARROWING = {"rest is not None", "seen is not None", "isinstance(out, torch.Tensor)"}
+NARROWING = {"rest is not None", "part is not None", "isinstance(out, torch.Tensor)"}
 
 
 def test_no_check_is_an_assert_so_that_python_without_asserts_refuses_the_same():

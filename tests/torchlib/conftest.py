@@ -13,7 +13,7 @@ from attnreg.core.torchlib import background, building, libraries
 def cache(monkeypatch, tmp_path):
     """Return a cache folder where nothing is compiled, for a process that has served no call yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(building, "built", lambda: libraries.existing(building.CALL_CACHE))
+    monkeypatch.setattr(building, "built", lambda: libraries.find_file(building.CALL_CACHE))
     monkeypatch.setattr(background, "_considered", False)
     monkeypatch.setattr(background, "_waited", False)
     building.target.cache_clear()

@@ -262,7 +262,7 @@ def test_in_a_user_namespace_folders_above_may_belong_to_users_whom_it_lacks(cac
     monkeypatch.setattr(Path, "read_text", lambda path, **how: given.get(str(path)) or read(path, **how))
     if users.startswith("0 0"):
         with pytest.raises(BuildError, match=r"^/ belongs to another user \(id 65534\)"):
-            libraries.checked(building.CPU_KERNEL)
+            libraries.check_file(building.CPU_KERNEL)
         return
     assert caches.unsafe(file) == ""
     caches.check_writable(cache.parent / "not there yet")
@@ -291,10 +291,10 @@ def test_a_link_is_followed_once_and_what_it_led_to_is_checked(cache, tmp_path):
     (tmp_path / "others").mkdir()
     real = cache.rename(tmp_path / "others" / "cache")
     cache.symlink_to(real)
-    assert libraries.checked(building.CPU_KERNEL) == real / "cpu_kernel" / file.name
+    assert libraries.check_file(building.CPU_KERNEL) == real / "cpu_kernel" / file.name
     (tmp_path / "others").chmod(0o777)
     with pytest.raises(BuildError, match=f"others may write to {tmp_path / 'others'} "):
-        libraries.checked(building.CPU_KERNEL)
+        libraries.check_file(building.CPU_KERNEL)
 
 
 def test_a_group_of_the_user_alone_may_write(cache, monkeypatch):
@@ -307,12 +307,12 @@ def test_a_group_of_the_user_alone_may_write(cache, monkeypatch):
     monkeypatch.setattr("grp.getgrgid", lambda _: group)
     is_private = caches._is_private.__wrapped__
     monkeypatch.setattr(caches, "_is_private", lambda _: is_private(1000))
-    assert libraries.existing(building.CPU_KERNEL)
+    assert libraries.find_file(building.CPU_KERNEL)
     members.append("another")
-    assert libraries.existing(building.CPU_KERNEL) is None
+    assert libraries.find_file(building.CPU_KERNEL) is None
     members.clear()
     users.append(SimpleNamespace(pw_name="another", pw_gid=1000))  # whose own group it is
-    assert libraries.existing(building.CPU_KERNEL) is None
+    assert libraries.find_file(building.CPU_KERNEL) is None
 
 
 def test_the_folders_are_for_this_user_alone_whatever_the_umask_is(cache):

@@ -28,7 +28,7 @@ def clock(monkeypatch):
 def test_a_step_says_what_it_was_if_it_took_longer_than_the_limit(clock, caplog, limit, took, lines):
     caplog.set_level(logging.INFO, "attnreg")
     clock += [10.0, 10.0 + took]
-    with slow.says_if_slow("FA4 compiled a kernel, which", **limit):
+    with slow.log_if_slow("FA4 compiled a kernel, which", **limit):
         pass
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("INFO", x) for x in lines]
     assert clock == []
@@ -37,6 +37,6 @@ def test_a_step_says_what_it_was_if_it_took_longer_than_the_limit(clock, caplog,
 def test_a_step_that_fails_leaves_the_line_to_whoever_handles_the_error(clock, caplog):
     caplog.set_level(logging.INFO, "attnreg")
     clock += [10.0, 20.0]
-    with pytest.raises(ZeroDivisionError), slow.says_if_slow("dividing"):
+    with pytest.raises(ZeroDivisionError), slow.log_if_slow("dividing"):
         raise ZeroDivisionError
     assert caplog.records == []

@@ -1,9 +1,11 @@
 """Front 1: routers over PyTorch's own attention ops, installed once and switched by data.
 
 Registering or destroying a kernel while another thread calls the op isn't safe in torch. So `ensure`
-registers the routers once, and what they do depends on what is registered when a call comes; with nothing
-registered they pass every call to torch's own kernel. A file for each family of ops (`flash`, `cudnn`,
-`efficient`, `cpu`) and what they share (`routing`, `schemas`); `nested` sends nested tensors to the flash op.
+registers the routers once. What they do depends on the backends registered at the time of a call: without any
+they pass every call to torch's own kernel.
+
+Each family of ops has a file (`flash`, `cudnn`, `efficient`, `cpu`); they share `routing` and `schemas`.
+`nested` sends nested tensors to the flash op, and `bypassed` counts calls that no router sees.
 May import: `dispatch` and all below it. Read `routing.py` first.
 """
 
@@ -18,7 +20,7 @@ import torch
 
 from attnreg.core import registry
 from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested
-from attnreg.core.aten.routing import TORCH_VERSION, Layout, Route, RouterResult, router
+from attnreg.core.aten.routing import TORCH_VERSION, OpLayout, Route, RouterResult, router
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.captured import torch_registry
@@ -28,8 +30,8 @@ log = logging.getLogger("attnreg")
 
 ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *efficient.ROUTES, *cpu.ROUTES)
 
-# Torch's kernels of these, below `F.scaled_dot_product_attention` on CUDA, do nothing but call ops that are
-# routed. So they need no router, and a call enters Python once; but an override of theirs would hide them.
+# Ops below `F.scaled_dot_product_attention` on CUDA whose kernels do nothing but call routed ops. They need
+# no router, and a call enters Python once. But an override of one of them would hide the routers below.
 ABOVE = tuple(
     f"_scaled_dot_product_{kernel}_attention{direction}"
     for kernel in ("flash", "cudnn", "efficient")
@@ -47,12 +49,13 @@ def installed() -> bool:
 def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
     """Register the routers, all or none; no change if they are registered.
 
-    An implementation that was activated in `torch.nn.attention` is restored first, with a warning:
-    the kernels beneath it are the ones to fall back to. Of one that was activated after the routers were
-    registered there is a warning alone.
+    An implementation that was activated in `torch.nn.attention` is switched off first, with a warning,
+    because routers fall back to the kernels beneath it. An implementation that was activated after the
+    routers were registered only causes a warning.
 
-    Raises `RegistrationError` if torch is too old, lacks an op, declares it in another way, or other Python
-    code overrides it; every op is as it was then.
+    Raises:
+        RegistrationError: torch is too old, lacks an op, or declares it in another way, or other Python code
+            overrides an op. Every op is as before.
     """
     global _remove
     with registry.lock:
@@ -83,9 +86,9 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
 
 
 def restore() -> None:
-    """Take the routers out and torch's own kernels back; no change if none are registered.
+    """Remove the routers, so that torch's own kernels run; no change if none are registered.
 
-    Not while another thread calls attention: torch can't unregister a kernel that is in use.
+    Must not run while another thread calls attention: torch can't unregister a kernel that is in use.
     """
     global _remove
     with registry.lock:
@@ -96,29 +99,32 @@ def restore() -> None:
 
 
 def _is_present(route: Route) -> bool:
-    """Whether this torch has the op; one that is younger than this torch needn't be there."""
-    found = hasattr(torch.ops.aten, route.op)
-    if not found and route.since <= TORCH_VERSION:
+    """Whether this torch has the op; raises RegistrationError if its version should have it."""
+    is_present = hasattr(torch.ops.aten, route.op)
+    if not is_present and route.since <= TORCH_VERSION:
         raise RegistrationError(f"torch {torch.__version__} has no aten::{route.op}")
-    return found
+    return is_present
 
 
 def _unknown_arguments(route: Route) -> frozenset[str]:
-    """Return the arguments that only a newer torch has, after checking that the others are as expected."""
+    """Check an op's arguments, and return the names of those that only a newer torch has.
+
+    Raises RegistrationError if a known positional argument has moved, or a required argument is unknown.
+    """
     declared = getattr(torch.ops.aten, route.op).default._schema
     known: tuple[str, ...] = route.arguments._fields  # type: ignore[attr-defined]
-    given = tuple(argument.name for argument in declared.arguments)
+    names = tuple(argument.name for argument in declared.arguments)
     positional = tuple(argument.name for argument in declared.arguments if not argument.kwarg_only)
     required = {argument.name for argument in declared.arguments if not argument.has_default_value()}
     if positional != known[: len(positional)] or not required <= set(known):
         raise RegistrationError(
             f"aten::{route.op} of torch {torch.__version__}: got {declared}, expected arguments {known}"
         )
-    return frozenset(given) - frozenset(known)
+    return frozenset(names) - frozenset(known)
 
 
 def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], None]:
-    """Register the routers for some routes, all or none; returns what takes them out."""
+    """Register the routers of some routes, all or none; returns the function that removes them."""
     places = [(route, key, unknown) for route, unknown in checked for key in route.keys]
     for op, key in [(route.op, key) for route, key, _ in places] + [(op, "CUDA") for op in ABOVE]:
         captured.check_not_overridden(op, key)
@@ -141,21 +147,23 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
         call_cache.routers_added()
     else:
         captured.call_cache_in_use = False
-        # Up to torch 2.12 an op that stands in this set can't be overridden by anyone else: no implementation
-        # of `torch.nn.attention` could be activated.
+        # Up to torch 2.12 nobody else can override an op in this set, so that no implementation of
+        # `torch.nn.attention` could be activated.
         getattr(torch.library, "_impls", set()).difference_update(getattr(library, "_op_impls", ()))
     registry.changed()
     restore_choice = nested.install()
 
     def remove_all() -> None:
-        restore_choice()  # first: the op that it takes has a kernel on a CPU only while there are routers
+        restore_choice()  # first: on a CPU the op that it chooses has no kernel without the routers
         remove()
 
     return remove_all
 
 
-def _register(library: Any, op: str, key: str, function: Callable[..., RouterResult], layout: Layout) -> None:
-    """Register a router, with a library of torch's or with the compiled call cache."""
+def _register(
+    library: Any, op: str, key: str, function: Callable[..., RouterResult], layout: OpLayout
+) -> None:
+    """Register a router with a `torch.library.Library` or with the compiled call cache."""
 
     def results_alone(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)[0]
@@ -165,7 +173,7 @@ def _register(library: Any, op: str, key: str, function: Callable[..., RouterRes
         return results, call_cache.described(kept)
 
     with warnings.catch_warnings():
-        # Torch warns, once per process and for every op to come, that a kernel is overridden: our purpose.
+        # Torch warns, once per process, that a kernel is overridden: that is the purpose here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         if isinstance(library, torch.library.Library):
             library.impl(op, results_alone, key)  # type: ignore[no-untyped-call]

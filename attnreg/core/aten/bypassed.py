@@ -1,10 +1,10 @@
-"""Calls of PyTorch's functions that pass every router by: seen, counted and explained.
+"""Calls of PyTorch's functions that bypass every router: detected, counted and explained.
 
 Torch decides inside `F.scaled_dot_product_attention` which op a call runs. Some of these ops have no router,
 nor has the fast path of encoder layers on a CPU, so attnreg doesn't see such calls. On request (`attnreg run
 --stats`, a recording, `strict`) the functions are replaced by wrappers that inspect each call first.
 
-Masks have to be recognised there, too: an op below gets none of the program's own tensors.
+Masks must be recognised in these wrappers, too: an op below receives none of the program's own tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.errors import UnsupportedInputError
 
-# The kernels that torch's selector sends a call to and that are routed.
+# The choices of torch's selector that lead to a router, and the backend of torch's own kernel there.
 ROUTED = {
     ("cpu", SDPBackend.FLASH_ATTENTION): cpu.CPU,
     ("cuda", SDPBackend.FLASH_ATTENTION): flash.DENSE,
@@ -46,7 +46,7 @@ NOTHING_TO_DO = "there must be queries and keys"
 
 
 class Bypassed(NamedTuple):
-    """The kernel that a function of torch's takes for a call, which has no router, and why it does."""
+    """A kernel without a router that a function of torch's runs for a call, and the reason."""
 
     kernel: str
     reason: str
@@ -54,7 +54,11 @@ class Bypassed(NamedTuple):
 
 
 class SdpaCall(NamedTuple):
-    """The arguments of `F.scaled_dot_product_attention`."""
+    """The arguments of `F.scaled_dot_product_attention`.
+
+    `query` is (B, H_q, S_q, D), `key` (B, H_k, S_k, D) and `value` (B, H_k, S_k, D_v). `attn_mask` broadcasts
+    to (B, H_q, S_q, S_k), boolean or in the query's dtype.
+    """
 
     query: Tensor
     key: Tensor
@@ -76,7 +80,10 @@ def selected(
     scale: float | None,
     enable_gqa: bool,
 ) -> Native | Bypassed:
-    """Return which kernel torch's selector takes for a call of `F.scaled_dot_product_attention`."""
+    """Return the kernel that torch's selector chooses for a call of `F.scaled_dot_product_attention`.
+
+    The arguments are the fields of `SdpaCall`.
+    """
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
@@ -90,13 +97,19 @@ def selected(
 
 
 def selected_nested(call: SdpaCall, leading: Preference | None = None) -> Bypassed | None:
-    """Return torch's kernels for nested tensors on a CPU if they run a call, with the reason."""
+    """Return torch's kernels for nested tensors on a CPU, with the reason, if these run the call; else None.
+
+    `leading` is the choice for this call alone.
+    """
     why = nested.why_torchs(call.query, call.key, call.value, call.is_causal, leading)
     return Bypassed(nested.KERNELS, why) if why else None
 
 
 def selected_for(spec: AttentionSpec) -> Bypassed | None:
-    """Return the same of a dense call that is described, as far as that is certain: on a CPU."""
+    """Return the kernel that bypasses the routers for a dense call of this spec, else None.
+
+    Only for specs of a CPU: on a GPU the spec doesn't determine the choice of torch's selector.
+    """
     if spec.varlen or spec.device.type != "cpu":
         return None
     reasons = _by_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
@@ -119,7 +132,7 @@ def _against_flash_on_cpu(
     dropout_p: float,
     enable_gqa: bool,
 ) -> Iterator[str]:
-    """Yield why it isn't the flash kernel: what torch's `use_flash_attention_cpp` asks for."""
+    """Yield why torch doesn't choose the flash kernel: conditions of its `use_flash_attention_cpp`."""
     named = {"query": query, "key": key, "value": value}
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
@@ -147,13 +160,14 @@ _lock = open_after_fork(threading.Lock())
 _observers = 0
 _observes = False
 
-# Runs the calls whose mask it recognises, and returns None for all others; see the room `masks`.
+# A function that runs calls whose mask it recognises, and returns None for all other calls; see the room
+# `masks`.
 run_recognised: Callable[[SdpaCall], Tensor | None] | None = None
 _recognises = False
 
 
 def observe(more: int) -> None:
-    """Count one more (1) or less (-1) that wants calls to be seen."""
+    """Add an observer of bypassed calls (1), or remove one (-1)."""
     global _observers
     with _lock:
         _observers += more
@@ -161,7 +175,7 @@ def observe(more: int) -> None:
 
 
 def follow() -> None:
-    """Look at calls if somebody asks for it now, and don't if nobody does; likewise for masks."""
+    """Install or remove the wrappers, as the observers and the settings now require."""
     global _observes, _recognises
     _observes, _recognises = _observers > 0, False
     if policy.are_read():
@@ -170,32 +184,32 @@ def follow() -> None:
         _recognises = run_recognised is not None and masks(now) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
-        if getattr(place, name) in (torchs, looking):  # not what other code has put there
+        if getattr(place, name) in (torchs, looking):  # a wrapper of other code stays
             setattr(place, name, looking if wanted else torchs)
 
 
 def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Any) -> Callable[..., Any]:
-    """Return torch's function, with a look at its arguments before each call."""
+    """Wrap a function of torch's so that `look` inspects the arguments before each call."""
     takes_masks = torchs is torch._C._nn.scaled_dot_product_attention
 
     @functools.wraps(torchs)
     def looking(*arguments: Any, **options: Any) -> Any:
-        found = None
+        bypass = None
         if not torch.compiler.is_compiling():
             if takes_masks and _recognises and (result := _run_recognised(arguments, options)) is not None:
                 return result
             if _observes:
-                with contextlib.suppress(Exception):  # the call itself raises what is wrong with it
-                    found = look(*arguments, **options)
-        if found is not None:
-            _refuse_if_strict(*found)
+                with contextlib.suppress(Exception):  # wrong arguments are an error of the call itself
+                    bypass = look(*arguments, **options)
+        if bypass is not None:
+            _refuse_if_strict(*bypass)
         result = torchs(*arguments, **options)
-        if found is not None:
-            counters.bypassed(found[1].kernel, found[1].reason)
-            trace.count_bypassed(found[1].kernel, found[1].reason)
+        if bypass is not None:
+            counters.bypassed(bypass[1].kernel, bypass[1].reason)
+            trace.count_bypassed(bypass[1].kernel, bypass[1].reason)
         return result
 
-    with contextlib.suppress(Exception):  # private; TorchScript takes it for torch's function then
+    with contextlib.suppress(Exception):  # private; TorchScript then treats the wrapper as torch's function
         builtins: Any = torch.jit._builtins
         builtins._register_builtin(looking, builtins._find_builtin(torchs))
     return looking
@@ -205,7 +219,7 @@ def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tens
     """Return the result of a call whose mask is recognised, else None."""
     try:
         call = SdpaCall(*arguments, **options)
-    except TypeError:  # torch's function says what is wrong
+    except TypeError:  # torch's function raises the error that the caller expects
         return None
     return None if run_recognised is None else run_recognised(call)
 
@@ -213,54 +227,58 @@ def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tens
 def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | None:
     call = SdpaCall(*arguments, **options)
     if call.query.is_nested:
-        is_seen = not call.query.is_cpu or nested.is_dense_inside(call.query)
-        found = None if is_seen else selected_nested(call)
-        return None if found is None else (call.query, found)
+        is_routed = not call.query.is_cpu or nested.is_dense_inside(call.query)
+        bypassed = None if is_routed else selected_nested(call)
+        return None if bypassed is None else (call.query, bypassed)
     if not is_plain(*call[:4]):
         return None
-    # Torch casts before it selects: tensors of two dtypes are of one then.
+    # Torch applies autocast before it selects: tensors of different dtypes then have the same.
     query, key, value = autocast(*call[:3])
-    taken = selected(*call._replace(query=query, key=key, value=value))
-    if isinstance(taken, Bypassed):
-        return call.query, taken
+    native = selected(*call._replace(query=query, key=key, value=value))
+    if isinstance(native, Bypassed):
+        return call.query, native
     if state().active or scope.current() is not None:
         return None  # a router counts it
-    (choice,) = (choice for (_, choice), native in ROUTED.items() if native is taken)
+    (choice,) = (choice for (_, choice), routed in ROUTED.items() if routed is native)
     return call.query, Bypassed(f"torch's {choice.name.lower()} kernel", "nothing asks for a backend")
 
 
 def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:
-    found = Bypassed(
+    bypassed = Bypassed(
         "torch's fast path of encoder layers and MultiheadAttention",
         "it has kernels of its own on a CPU; torch.backends.mha.set_fastpath_enabled(False) switches it off",
         "nn.MultiheadAttention or nn.TransformerEncoderLayer",
     )
-    return (source, found) if source.is_cpu else None  # on a GPU it calls an op that is routed
+    return (source, bypassed) if source.is_cpu else None  # on a GPU it calls an op that is routed
 
 
-def _refuse_if_strict(tensor: Tensor, found: Bypassed) -> None:
+def _refuse_if_strict(tensor: Tensor, bypassed: Bypassed) -> None:
     choice = scope.current()
     scoped = choice.preference if choice is not None else None
-    if refusal := why_refused(device_of(tensor.device), found, scoped):
+    if refusal := why_refused(device_of(tensor.device), bypassed, scoped):
         raise UnsupportedInputError(refusal)
 
 
-def why_refused(device: Device, found: Bypassed, scoped: Preference | None) -> str:
-    """Return why such a call is an error, by strict or by `backend=`; else an empty string.
+def why_refused(device: Device, bypassed: Bypassed, scoped: Preference | None) -> str:
+    """Return why a bypassed call is an error, by strict or by `backend=`; else an empty string.
 
-    One without queries or keys never is: nothing is computed.
+    A call without queries or keys is no error, because nothing is computed.
     """
     policy_now = state().policy
-    given = [one for one in (scoped, *policy_now.preferences) if one is not None and one.applies_to(device)]
-    is_exclusive = bool(given) and given[0].exclusive
-    if not given or not (policy_now.strict or is_exclusive) or NOTHING_TO_DO in found.reason:
+    preferences = [
+        preference
+        for preference in (scoped, *policy_now.preferences)
+        if preference is not None and preference.applies_to(device)
+    ]
+    is_exclusive = bool(preferences) and preferences[0].exclusive
+    if not preferences or not (policy_now.strict or is_exclusive) or NOTHING_TO_DO in bypassed.reason:
         return ""
-    sent = f"{found.function} sends this call to {found.kernel}"
+    sent = f"{bypassed.function} sends this call to {bypassed.kernel}"
     if is_exclusive:
-        return f"{sent}, and {given[0].source} allows no other than that backend: {found.reason}"
+        return f"{sent}, and {preferences[0].source} allows no other than that backend: {bypassed.reason}"
     return (
-        f"{sent}, so that no backend of {given[0].source} sees it, and strict ({policy_now.strict}) makes "
-        f"that an error: {found.reason}"
+        f"{sent}, so that no backend of {preferences[0].source} sees it, and strict ({policy_now.strict}) "
+        f"makes that an error: {bypassed.reason}"
     )
 
 

@@ -1,7 +1,7 @@
 """Aten's cuDNN ops: dense (B, H, S, D), and packed (T, H, D).
 
 On Hopper and Blackwell torch prefers the cuDNN op below `F.scaled_dot_product_attention`, which calls the
-dense one, and from 2.15 on the varlen ones below its `varlen_attn`. A causal mask of these ops is aligned
+dense op here. From torch 2.15 on, `varlen_attn` calls the varlen ops. A causal mask of these ops is aligned
 top-left.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.aten import routing
-from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
+from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.core.contract.backend import Call
 from attnreg.core.dispatch.calls import (
@@ -33,69 +33,79 @@ from attnreg.core.torchlib.layout import with_strides
 CUDNN = Native("cuDNN", positive_scale=True)
 OP = "_cudnn_attention"
 
-# Up to torch 2.13 the packed LSE of this op is token-major, (T, H, 1); from then on (H, T).
+# Up to torch 2.13 the packed LSE of this op is token-major, (T, H, 1); from 2.14 on it is (H, T).
 TOKEN_MAJOR_LSE = routing.TORCH_VERSION < (2, 14)
 
 TOKEN = 7  # the result that carries a choice: the offset of the random state
 
 
-def _forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
-    if given.cum_seq_q is None:
-        return _dense_forward(given, routed)
-    if given.return_debug_mask or given.attn_bias is not None or _is_top_left(given):
+def _forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
+    if arguments.cum_seq_q is None:
+        return _dense_forward(arguments, routed)
+    if arguments.return_debug_mask or arguments.attn_bias is not None or _is_top_left(arguments):
         return routed.untouched("a packed call with a debug mask, a bias or a mask aligned top-left")
-    query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
-    call = _packed_call(given, dropout, seqused_k=given.seqused_k, block_table=given.block_table)
+    query, key, value, dropout = arguments.query, arguments.key, arguments.value, arguments.dropout_p
+    call = _packed_call(arguments, dropout, seqused_k=arguments.seqused_k, block_table=arguments.block_table)
     needs_backward = wants_gradient(query, key, value)
     plan = routed.plan_for("forward", (query, key, value), call, routed.choice, routed.native, needs_backward)
-    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
+    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(arguments))
     if plan.is_native:
         result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(result, TOKEN, choice), kept
-    if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
+    if dropout > 0.0:  # only where torch's own kernel doesn't run: both draw from the same generator
         out, lse, seed = run_with_dropout(plan, query, key, value, call)
     else:
         out, lse = plan.run(query, key, value, call)
         seed = query.new_empty(2, dtype=torch.uint64)
     lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
     offset = query.new_empty((), dtype=torch.uint64)
-    result = out, lse, given.cum_seq_q, given.cum_seq_k, given.max_q, given.max_k, seed, offset, None
+    result = (
+        out,
+        lse,
+        arguments.cum_seq_q,
+        arguments.cum_seq_k,
+        arguments.max_q,
+        arguments.max_k,
+        seed,
+        offset,
+        None,
+    )
     return routing.with_choice(result, TOKEN, choice), None
 
 
-def _forward_inplace(given: CudnnForwardInplace, routed: RoutedCall) -> RouterResult:
-    if _is_top_left(given):
+def _forward_inplace(arguments: CudnnForwardInplace, routed: RoutedCall) -> RouterResult:
+    if _is_top_left(arguments):
         return routed.untouched("a packed call with a mask aligned top-left")
-    inputs = given.query, given.key, given.value
-    call = _packed_call(given, seqused_k=given.seqused_k, block_table=given.block_table)
+    inputs = arguments.query, arguments.key, arguments.value
+    call = _packed_call(arguments, seqused_k=arguments.seqused_k, block_table=arguments.block_table)
     plan = routed.plan_for("forward", inputs, call, routed.choice, routed.native, needs_backward=False)
     if plan.is_native:
         return routed.run_native(plan, call, keeps=False)
     out, lse = plan.run(*inputs, call)
-    given.out.copy_(out)
+    arguments.out.copy_(out)
     return lse.contiguous(), None
 
 
-def _dense_forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
-    if given.seqused_k is not None or given.block_table is not None:
+def _dense_forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
+    if arguments.seqused_k is not None or arguments.block_table is not None:
         return routed.untouched("seqused_k or block_table of a dense call")
-    if given.return_debug_mask:
+    if arguments.return_debug_mask:
         return routed.untouched("return_debug_mask")
-    query, key, dropout = given.query, given.key, given.dropout_p
-    call = routing.call_of(given, given.attn_bias)
-    plan = routing.dense_plan("forward", given, routed, call, routed.choice)
+    query, key, dropout = arguments.query, arguments.key, arguments.dropout_p
+    call = routing.call_of(arguments, arguments.attn_bias)
+    plan = routing.dense_plan("forward", arguments, routed, call, routed.choice)
     choice = forward_choice(routed.choice, plan, dropout)
     if plan.is_native:
         result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(result, TOKEN, choice), kept
-    tensors, kept = to_bshd(query, key, given.value, call), None
+    tensors, kept = to_bshd(query, key, arguments.value, call), None
     if dropout > 0.0:
         out, lse, rng_state = run_with_dropout(plan, *tensors, call)
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
         out, lse = plan.run(*tensors, call)
         seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
-        if given.value.shape[-1] == query.shape[-1]:  # else only Python knows the output's strides
+        if arguments.value.shape[-1] == query.shape[-1]:  # else only Python knows the output's strides
             kept = routing.kept_dense(plan, call, key.shape[2], tensors, _auxiliary())
     lengths = query.shape[2], key.shape[2]
     lse = lse.contiguous().unsqueeze(-1)
@@ -104,13 +114,13 @@ def _dense_forward(given: CudnnForward, routed: RoutedCall) -> RouterResult:
 
 
 def _auxiliary() -> tuple[Any, ...]:
-    """Return models of the results behind output and LSE: offsets, lengths, seed and offset, debug mask."""
+    """Return models of the results after output and LSE: offsets, lengths, seed and offset, debug mask."""
     word = torch.empty((), dtype=torch.int64, device="meta")
     return None, None, MAX_Q, MAX_K, word, word, None
 
 
 def _laid_out(out: Tensor, query: Tensor) -> Tensor:
-    """Return the output with its dimensions in the query's order, as torch's own kernels lay it out."""
+    """Return the output (B, H, S, D_v) with its dimensions in the query's order, like torch's kernels."""
     if out.shape == query.shape:
         return routing.with_strides_of(out, query)
     order = sorted(range(4), key=query.stride().__getitem__, reverse=True)
@@ -118,64 +128,64 @@ def _laid_out(out: Tensor, query: Tensor) -> Tensor:
     return out if out.stride() == expected.stride() else expected.copy_(out)
 
 
-def _backward(given: CudnnBackward, routed: RoutedCall) -> RouterResult:
-    if given.cum_seq_q is None:
-        return _dense_backward(given, routed)
-    if given.attn_bias is not None or _is_top_left(given):
+def _backward(arguments: CudnnBackward, routed: RoutedCall) -> RouterResult:
+    if arguments.cum_seq_q is None:
+        return _dense_backward(arguments, routed)
+    if arguments.attn_bias is not None or _is_top_left(arguments):
         return routed.untouched("a packed call with a bias or a mask aligned top-left")
-    dropout = given.dropout_p
-    rng_state = given.philox_seed if dropout > 0.0 else None
-    call = _packed_call(given, dropout, rng_state=rng_state, deterministic=wants_deterministic())
-    inputs = given.query, given.key, given.value
+    dropout = arguments.dropout_p
+    rng_state = arguments.philox_seed if dropout > 0.0 else None
+    call = _packed_call(arguments, dropout, rng_state=rng_state, deterministic=wants_deterministic())
+    inputs = arguments.query, arguments.key, arguments.value
     plan = routed.plan_for("backward", inputs, call, routing.backward_choice(routed, dropout), routed.native)
     if plan.is_native:
-        return _native_backward(given, routed, plan, call)
-    lse = given.logsumexp.squeeze(-1).t() if given.logsumexp.dim() == 3 else given.logsumexp
-    return plan.run(given.grad_out, *inputs, given.out, lse, call), None
+        return _native_backward(arguments, routed, plan, call)
+    lse = arguments.logsumexp.squeeze(-1).t() if arguments.logsumexp.dim() == 3 else arguments.logsumexp
+    return plan.run(arguments.grad_out, *inputs, arguments.out, lse, call), None
 
 
-def _dense_backward(given: CudnnBackward, routed: RoutedCall) -> RouterResult:
-    dropout, rng_state = given.dropout_p, None
+def _dense_backward(arguments: CudnnBackward, routed: RoutedCall) -> RouterResult:
+    dropout, rng_state = arguments.dropout_p, None
     if dropout > 0.0:
-        rng_state = torch.stack((given.philox_seed, given.philox_offset)).view(torch.uint64)
-    call = routing.call_of(given, given.attn_bias, rng_state)
-    plan = routing.dense_plan("backward", given, routed, call, routing.backward_choice(routed, dropout))
+        rng_state = torch.stack((arguments.philox_seed, arguments.philox_offset)).view(torch.uint64)
+    call = routing.call_of(arguments, arguments.attn_bias, rng_state)
+    plan = routing.dense_plan("backward", arguments, routed, call, routing.backward_choice(routed, dropout))
     if plan.is_native:
-        return _native_backward(given, routed, plan, call)
-    grads, kept = routing.run_backward(plan, given, call, given.logsumexp.squeeze(-1))
-    models = given.query, given.key, given.value
+        return _native_backward(arguments, routed, plan, call)
+    grads, kept = routing.run_backward(plan, arguments, call, arguments.logsumexp.squeeze(-1))
+    models = arguments.query, arguments.key, arguments.value
     pairs = zip(grads, models, strict=True)
     return tuple(routing.with_strides_of(grad.transpose(1, 2), x) for grad, x in pairs), kept
 
 
-def _native_backward(given: CudnnBackward, routed: RoutedCall, plan: Plan, call: Call) -> RouterResult:
-    # Torch 2.11 keeps its graphs by the strides of query, key and value, without the gradient's: one laid out
-    # otherwise than that of an earlier call would be read wrongly.
-    grad_out = with_strides(given.grad_out, given.out.stride())
-    keeps = given.dropout_p == 0.0 and grad_out is given.grad_out
+def _native_backward(arguments: CudnnBackward, routed: RoutedCall, plan: Plan, call: Call) -> RouterResult:
+    # Torch 2.11 caches its graphs by the strides of query, key and value, but not of the gradient. It would
+    # read a gradient wrongly whose layout differs from an earlier call's.
+    grad_out = with_strides(arguments.grad_out, arguments.out.stride())
+    keeps = arguments.dropout_p == 0.0 and grad_out is arguments.grad_out
     return routed._replace(args=(grad_out, *routed.args[1:])).run_native(plan, call, keeps)
 
 
 def _packed_call(
-    given: CudnnForward | CudnnForwardInplace | CudnnBackward, dropout: float = 0.0, **rest: Any
+    arguments: CudnnForward | CudnnForwardInplace | CudnnBackward, dropout: float = 0.0, **rest: Any
 ) -> Call:
-    scale, max_q, max_k = scale_of(given.query, given.scale), given.max_q, given.max_k
-    window = packed_bounds((-1, -1), given.is_causal, max_q, max_k)
+    scale, max_q, max_k = scale_of(arguments.query, arguments.scale), arguments.max_q, arguments.max_k
+    window = packed_bounds((-1, -1), arguments.is_causal, max_q, max_k)
     options = {"dropout": dropout, "batch_invariant": wants_batch_invariant(), **rest}
     return routing.with_lasting_offsets(
-        Call(scale, max_q, max_k, window, given.cum_seq_q, given.cum_seq_k, **options)
+        Call(scale, max_q, max_k, window, arguments.cum_seq_q, arguments.cum_seq_k, **options)
     )
 
 
-def _is_top_left(given: CudnnForward | CudnnForwardInplace | CudnnBackward) -> bool:
+def _is_top_left(arguments: CudnnForward | CudnnForwardInplace | CudnnBackward) -> bool:
     """Whether this op's causal mask differs from the contract's, which is aligned bottom-right."""
-    return given.is_causal and given.cum_seq_q is not given.cum_seq_k
+    return arguments.is_causal and arguments.cum_seq_q is not arguments.cum_seq_k
 
 
-def _no_gradient(given: CudnnForward) -> str:
-    """Return why aten's backward of this call would be wrong, or an empty string."""
-    dropped = given.seqused_k is not None or given.block_table is not None
-    if not dropped or not wants_gradient(given.query, given.key, given.value):
+def _no_gradient(arguments: CudnnForward) -> str:
+    """Return why aten's backward of this call would compute wrong gradients, or an empty string."""
+    dropped = arguments.seqused_k is not None or arguments.block_table is not None
+    if not dropped or not wants_gradient(arguments.query, arguments.key, arguments.value):
         return ""
     return (
         "seqused_k or block_table: aten::_cudnn_attention_backward receives neither, so its gradients "
@@ -183,12 +193,14 @@ def _no_gradient(given: CudnnForward) -> str:
     )
 
 
-_FORWARD = Layout(query=0, token_result=TOKEN, bhsd=True, lse_ends_in_one=True)
-_BACKWARD = Layout(query=1, token_argument=7, bhsd=True, lse_ends_in_one=True)
+_FORWARD = OpLayout(query=0, token_result=TOKEN, bhsd=True, lse_ends_in_one=True)
+_BACKWARD = OpLayout(query=1, token_argument=7, bhsd=True, lse_ends_in_one=True)
 _INPLACE = OP + "_forward_no_dropout_inplace"
 
 ROUTES = (
     Route(OP + "_forward", ("CUDA",), CudnnForward, _forward, CUDNN, _FORWARD),
     Route(OP + "_backward", ("CUDA",), CudnnBackward, _backward, CUDNN, _BACKWARD, token="philox_offset"),
-    Route(_INPLACE, ("CUDA",), CudnnForwardInplace, _forward_inplace, CUDNN, Layout(query=1), since=(2, 15)),
+    Route(
+        _INPLACE, ("CUDA",), CudnnForwardInplace, _forward_inplace, CUDNN, OpLayout(query=1), since=(2, 15)
+    ),
 )

@@ -1,8 +1,8 @@
 """Aten's flash ops, dense (B, S, H, D) and packed (T, H, D): the contract's own layout.
 
-On CUDA torch's own kernel for them is FlashAttention 2; the flash op below `F.scaled_dot_product_attention`
-calls the dense one. On CPU torch has none, so that with attnreg `torch.nn.attention.varlen.varlen_attn`
-works there, too.
+On CUDA torch's own kernel of these ops is FlashAttention 2. The flash op below
+`F.scaled_dot_product_attention` calls the dense op. On a CPU torch has no kernel of them, so that
+`torch.nn.attention.varlen.varlen_attn` runs on a CPU only with attnreg.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.aten import routing
-from attnreg.core.aten.routing import Layout, Route, RoutedCall, RouterResult
+from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
@@ -28,24 +28,31 @@ from attnreg.core.torchlib.layout import stream_of
 FA2, DENSE = Native("FA2", judged=True), Native("FA2", positive_scale=True)
 OP = "_flash_attention"
 
-# aten's backward receives none of these, so its gradients would be those of another function.
+# Arguments that aten's backward doesn't receive, so that its gradients would belong to another function.
 FORWARD_ONLY = ("seqused_k", "block_table", "alibi_slopes")
 
 
-def _forward(given: FlashForward, routed: RoutedCall) -> RouterResult:
-    if given.return_debug_mask:
+def _forward(arguments: FlashForward, routed: RoutedCall) -> RouterResult:
+    if arguments.return_debug_mask:
         return routed.untouched("return_debug_mask")
-    query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
-    call = _call(given, given.seqused_k, given.block_table, given.alibi_slopes, None, given.num_splits)
+    query, key, value, dropout = arguments.query, arguments.key, arguments.value, arguments.dropout_p
+    call = _call(
+        arguments,
+        arguments.seqused_k,
+        arguments.block_table,
+        arguments.alibi_slopes,
+        None,
+        arguments.num_splits,
+    )
     native, needs_backward = _native(routed, call), wants_gradient(query, key, value)
-    if given.cum_seq_q is None:
-        # The op above has transposed them, and what is transposed below autograd needs no gradient.
+    if arguments.cum_seq_q is None:
+        # The op above passes transposed tensors, made below autograd: their `requires_grad` is False.
         needs_backward = torch.is_grad_enabled()
     plan = routed.plan_for("forward", (query, key, value), call, routed.choice, native, needs_backward)
-    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(given))
+    choice = forward_choice(routed.choice, plan, dropout, _no_gradient(arguments))
     if plan.is_native:
         (*results, unused, debug_mask), kept = routed.run_native(
-            plan, call, keeps=choice is routed.choice, cuts=_cuts_of_window(given)
+            plan, call, keeps=choice is routed.choice, cuts=_cuts_of_window(arguments)
         )
         token = unused if choice is None else scope.with_token(unused, choice)
         return (*results, token, debug_mask), kept
@@ -56,7 +63,7 @@ def _forward(given: FlashForward, routed: RoutedCall) -> RouterResult:
         rng_state = query.new_empty(2, dtype=torch.uint64)
     kept = None
     if call.cu_seqlens_q is None and choice is routed.choice:
-        tensors, cuts = (query, key, value), _cuts_of_window(given)
+        tensors, cuts = (query, key, value), _cuts_of_window(arguments)
         kept = routing.kept_dense(plan, call, call.max_k, tensors, _auxiliary(query), cuts)
     if routed.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
@@ -72,85 +79,84 @@ def _auxiliary(query: Tensor) -> tuple[Tensor, ...]:
 
 
 def _laid_out(result: Tensor, model: Tensor) -> Tensor:
-    """Return a result with the strides that torch's meta function gives it, for what is shaped like `model`.
+    """Return a result with the strides that torch's meta function computes for a result shaped like `model`.
 
-    That of the op above a dense one is meant, which has (B, H, S, D). It matters only where several heads
-    share their memory.
+    For a dense call the meta function of the op above applies, whose tensors are (B, H, S, D). The difference
+    matters only where several heads share memory. Tensors here are (B, S, H, D) or (T, H, D).
     """
     if result.stride() == model.stride() or model.dim() == 3:
         return routing.with_strides_of(result, model)
     return routing.with_strides_of(result.transpose(1, 2), model.transpose(1, 2)).transpose(1, 2)
 
 
-def _forward_inplace(given: Any, routed: RoutedCall) -> RouterResult:
-    # The results of torch's kernel for this op aren't those that `_forward` expects of an original.
-    results, _ = _forward(FlashForward(*given[1:]), routed._replace(original=None, native=None))
-    given.out.copy_(results[0])
+def _forward_inplace(arguments: Any, routed: RoutedCall) -> RouterResult:
+    # Without the original: torch's kernel of this op returns other results than `_forward` expects.
+    results, _ = _forward(FlashForward(*arguments[1:]), routed._replace(original=None, native=None))
+    arguments.out.copy_(results[0])
     return results[1], None
 
 
-def _backward(given: FlashBackward, routed: RoutedCall) -> RouterResult:
-    query, key, value, dropout = given.query, given.key, given.value, given.dropout_p
-    call = _call(given, None, None, None, given.rng_state if dropout > 0.0 else None, None)
+def _backward(arguments: FlashBackward, routed: RoutedCall) -> RouterResult:
+    query, key, value, dropout = arguments.query, arguments.key, arguments.value, arguments.dropout_p
+    call = _call(arguments, None, None, None, arguments.rng_state if dropout > 0.0 else None, None)
     choice = routing.backward_choice(routed, dropout)
     plan = routed.plan_for("backward", (query, key, value), call, choice, _native(routed, call))
     if plan.is_native:
-        return routed.run_native(plan, call, keeps=dropout == 0.0, cuts=_cuts_of_window(given))
-    lse = given.logsumexp
+        return routed.run_native(plan, call, keeps=dropout == 0.0, cuts=_cuts_of_window(arguments))
+    lse = arguments.logsumexp
     if routed.original is not None and not _every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
-    tensors = given.grad_out, query, key, value, given.out, lse
+    tensors = arguments.grad_out, query, key, value, arguments.out, lse
     grads = plan.run(*tensors, call)
     kept = None
     if call.cu_seqlens_q is None:
-        kept = routing.kept_dense(plan, call, call.max_k, tensors, cuts=_cuts_of_window(given))
+        kept = routing.kept_dense(plan, call, call.max_k, tensors, cuts=_cuts_of_window(arguments))
     return (_laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)), kept
 
 
 def _native(routed: RoutedCall, call: Call) -> Native | None:
-    """Return the backend that torch's kernel stands for in this call."""
+    """Return the backend that torch's kernel belongs to in this call; None if torch's kernel can't run it."""
     if call.alibi_slopes is not None:
-        return None  # torch builds its kernels without
+        return None  # torch builds its kernels without ALiBi
     if routed.native is None or call.cu_seqlens_q is not None:
         return routed.native if routed.choice is None else None
     return DENSE
 
 
 def _call(
-    given: FlashForward | FlashBackward,
+    arguments: FlashForward | FlashBackward,
     seqused_k: Tensor | None,
     block_table: Tensor | None,
     alibi_slopes: Tensor | None,
     rng_state: Tensor | None,
     num_splits: int | None,
 ) -> Call:
-    max_q, max_k, bounds = given.max_q, given.max_k, calls.packed_bounds
-    if given.cum_seq_q is None:
+    max_q, max_k, bounds = arguments.max_q, arguments.max_k, calls.packed_bounds
+    if arguments.cum_seq_q is None:
         bounds = calls.bounds
-        max_q, max_k = given.query.shape[1], given.key.shape[1]
-    left, right = given.window_size_left, given.window_size_right
+        max_q, max_k = arguments.query.shape[1], arguments.key.shape[1]
+    left, right = arguments.window_size_left, arguments.window_size_right
     window = (-1 if left is None else left, -1 if right is None else right)
     call = Call(
-        calls.scale_of(given.query, given.scale),
-        max_q, max_k, bounds(window, given.is_causal, max_q, max_k),
-        given.cum_seq_q, given.cum_seq_k, calls.keys_used(seqused_k, given.cum_seq_k, block_table),
-        block_table, None, alibi_slopes,
-        given.dropout_p, rng_state, num_splits or None, calls.wants_deterministic(),
-        calls.wants_batch_invariant(),
+        calls.scale_of(arguments.query, arguments.scale),
+        max_q, max_k, bounds(window, arguments.is_causal, max_q, max_k),
+        arguments.cum_seq_q, arguments.cum_seq_k, calls.keys_used(seqused_k, arguments.cum_seq_k,
+        block_table), block_table, None, alibi_slopes, arguments.dropout_p, rng_state, num_splits or None,
+        calls.wants_deterministic(), calls.wants_batch_invariant(),
     )  # fmt: skip
     return routing.with_lasting_offsets(call)
 
 
-def _cuts_of_window(given: FlashForward | FlashBackward) -> tuple[Cut, ...]:
-    """Return where a bound of the op's window begins to hide something."""
-    bounds = given.window_size_left, 0 if given.is_causal else given.window_size_right
+def _cuts_of_window(arguments: FlashForward | FlashBackward) -> tuple[Cut, ...]:
+    """Return the lengths at which a bound of the op's window begins to hide keys."""
+    bounds = arguments.window_size_left, 0 if arguments.is_causal else arguments.window_size_right
     return cuts_of_window(*(-1 if bound is None else bound for bound in bounds))
 
 
-def _no_gradient(given: FlashForward) -> str:
-    """Return why aten's backward of this call would be wrong, or an empty string."""
-    dropped = [name for name in FORWARD_ONLY if getattr(given, name) is not None]
-    if not dropped or not wants_gradient(given.query, given.key, given.value):
+def _no_gradient(arguments: FlashForward) -> str:
+    """Return why aten's backward of this call would compute wrong gradients, or an empty string."""
+    dropped = [name for name in FORWARD_ONLY if getattr(arguments, name) is not None]
+    if not dropped or not wants_gradient(arguments.query, arguments.key, arguments.value):
         return ""
     return (
         f"{' and '.join(dropped)}: aten::_flash_attention_backward doesn't receive it, so its gradients "
@@ -159,12 +165,15 @@ def _no_gradient(given: FlashForward) -> str:
 
 
 def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
-    """Change the LSE of rows without a key between the contract's -inf and the +inf of torch's kernel."""
+    """Convert the LSE of rows without a key between the contract's -inf and the +inf of torch's kernel.
+
+    `sign` is the infinity to replace.
+    """
     return torch.where(lse == sign, -sign, lse)
 
 
 def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether that is known, so that no LSE is infinite."""
+    """Whether every row is known to see a key, so that no LSE is infinite."""
     if call.cu_seqlens_q is None:
         return calls.every_dense_row_sees_a_key(call) and call.seqused_k is None
     if not query.is_cuda:
@@ -173,11 +182,11 @@ def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
 
 
 _KEYS = ("CPU", "CUDA")
-_FORWARD, _BACKWARD = Layout(query=0, token_result=3), Layout(query=1, token_argument=13)
+_FORWARD, _BACKWARD = OpLayout(query=0, token_result=3), OpLayout(query=1, token_argument=13)
 _INPLACE = OP + "_forward_no_dropout_inplace"
 
 ROUTES = (
     Route(OP + "_forward", _KEYS, FlashForward, _forward, FA2, _FORWARD),
     Route(OP + "_backward", _KEYS, FlashBackward, _backward, FA2, _BACKWARD, token="unused"),
-    Route(_INPLACE, _KEYS, FlashForwardInplace, _forward_inplace, FA2, Layout(query=1), since=(2, 12)),
+    Route(_INPLACE, _KEYS, FlashForwardInplace, _forward_inplace, FA2, OpLayout(query=1), since=(2, 12)),
 )

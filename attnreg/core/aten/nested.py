@@ -1,8 +1,8 @@
 """Jagged nested tensors on a CPU: sent to the flash op with offsets, as torch itself does on CUDA.
 
-`F.scaled_dot_product_attention` of nested tensors chooses its kernel in Python, and none that torch has on a
-CPU has a router. While routers are registered, a choice of attnreg's lies over torch's: where something asks
-for a backend it takes the flash op, whose router runs any backend. Calls of plain tensors don't come here.
+`F.scaled_dot_product_attention` chooses the kernel of nested tensors in Python, and torch's choices on a CPU
+have no router. While routers are registered, a function of attnreg's replaces torch's choice. If a backend is
+asked for, it chooses the flash op, whose router runs any backend. Calls of plain tensors don't reach it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from attnreg.core.dispatch.planning import device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.selection.decision import Preference
 
-# Private: a torch that names it otherwise keeps its own choice.
+# A private name: if torch renames it, torch's own choice stays.
 NAME = "_select_sdp_backend"
 FRAMES = torch._C._dynamo.eval_frame
 KERNELS = "torch's kernels for nested tensors"
 
 
 def install() -> Callable[[], None]:
-    """Lay attnreg's choice over torch's; returns what takes it away."""
+    """Replace torch's choice by attnreg's; returns the function that restores torch's."""
     torchs = getattr(sdpa, NAME, None)
     if torchs is None:
         return lambda: None
 
     def choosing(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> SDPBackend:
-        # Not `query.is_cpu`, which for a nested tensor takes a microsecond of `__torch_function__`.
+        # Not `query.is_cpu`: on a nested tensor it costs a microsecond in `__torch_function__`.
         if query._values.is_cpu and FRAMES.get_eval_frame_callback() is None:
             is_causal = options.get("is_causal", rest[2] if len(rest) > 2 else False)
             if not why_torchs(query, key, value, is_causal):
                 return SDPBackend.FLASH_ATTENTION
         return torchs(query, key, value, *rest, **options)  # type: ignore[no-any-return]
 
-    # Between the graphs of a compiled program torch's kernels run. For the flash op torch notes the longest
-    # length in tensors that a graph has made, whose backward then finds more in them than it was compiled for
-    # (torch 2.13). Dynamo isn't to compile this function by itself either.
+    # Between the graphs of a compiled program torch's kernels run. For the flash op torch would store the
+    # longest length in tensors that a graph returned. The graph's backward then gets more than it was
+    # compiled for (torch 2.13). Dynamo must not compile this function by itself either.
     skip = FRAMES._FrameExecStrategy(FRAMES._FrameAction.SKIP, FRAMES._FrameAction.DEFAULT)
     FRAMES.set_code_exec_strategy(choosing.__code__, skip)
 
     def remove() -> None:
-        if getattr(sdpa, NAME) is choosing:  # not what other code has put there
+        if getattr(sdpa, NAME) is choosing:  # a replacement by other code stays
             setattr(sdpa, NAME, torchs)
 
     setattr(sdpa, NAME, choosing)
@@ -57,9 +57,10 @@ def install() -> Callable[[], None]:
 def why_torchs(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, leading: Preference | None = None
 ) -> str:
-    """Return why a call on a CPU runs torch's own kernels; empty if it doesn't.
+    """Return why a call on a CPU runs torch's own kernels; empty if it runs the flash op.
 
-    `leading` is the choice for this call alone, instead of the one in force.
+    Query, key and value are nested tensors (B, H, ragged length, D). `leading` is a choice for this call
+    alone, in place of the scoped choice.
     """
     if not _selects_backend(query, leading):
         return "nothing asks for a backend"
@@ -67,7 +68,7 @@ def why_torchs(
 
 
 def is_dense_inside(query: Any) -> bool:
-    """Whether torch calls SDPA once more, of the dense `values()`: another dim than the length is ragged."""
+    """Whether another dimension than the length is ragged: torch then calls SDPA on the dense `values()`."""
     return query.layout is torch.jagged and query._ragged_idx == 1
 
 
@@ -80,7 +81,7 @@ def _selects_backend(query: Tensor, leading: Preference | None) -> bool:
 
 
 def _against_flash(query: Any, key: Any, value: Any, is_causal: bool) -> Iterator[str]:
-    """Yield what the flash op can't say of a call, or torch's code around it gets wrong."""
+    """Yield reasons against the flash op: it can't express the call, or torch's code around it fails."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if x.layout is not torch.jagged:
@@ -99,7 +100,7 @@ def _against_flash(query: Any, key: Any, value: Any, is_causal: bool) -> Iterato
             yield f"{name} must have no lengths(): its sequences must lie one after the other"
     if len(heads := {x._size[1] for x in named.values()}) > 1:
         yield f"query, key and value must have the same number of heads, got {sorted(heads)}"
-    # Torch pads them, and doesn't cut a nested result.
+    # Torch pads head dims, and doesn't remove the padding of a nested result.
     dims = {x._size[3] for x in named.values()}
     if len(dims) > 1 or any(dim % 8 for dim in dims):
         yield f"head_dim must be one multiple of 8, got {', '.join(map(str, sorted(dims)))}"
@@ -111,6 +112,6 @@ def _against_flash(query: Any, key: Any, value: Any, is_causal: bool) -> Iterato
         yield "with is_causal query and key must have the same lengths"
 
 
-def _same_lengths(one: Any, other: Any) -> bool:
-    # As a rule they are one tensor: two nested tensors with offsets of their own can't be added either.
-    return one.offsets() is other.offsets() or torch.equal(one.offsets(), other.offsets())
+def _same_lengths(first: Any, second: Any) -> bool:
+    # Usually the offsets are the same tensor: torch requires that even for adding two nested tensors.
+    return first.offsets() is second.offsets() or torch.equal(first.offsets(), second.offsets())

@@ -1,11 +1,13 @@
-"""How a router works: it leaves a call to torch, or hands it to its op's `serve` function.
+"""How a router works: it passes a call to torch's own kernel, or to its op's `serve` function.
 
-A `Route` is one aten op as data. Its `serve` brings the op's arguments into the contract's layout, looks
-up and runs the plan, and brings the results back; what ops share is here. A router returns the op's results
-together with what the compiled call cache needs to run further calls like this one (`Kept`); without the
-compiled part that is dropped. Below SDPA torch's selector has chosen an op: its own kernel comes first in the
-default order, on the arguments as they came, and only another backend's call is brought into the contract's
-layout.
+A `Route` describes an aten op as data. Its `serve` function converts the op's arguments to the contract's
+layout, looks up and runs the plan, and converts the results back. This module has the parts that ops share.
+
+A router returns the op's results, and a `Kept`: how the compiled call cache runs further calls like this one.
+Without the compiled part the `Kept` is dropped.
+
+Below SDPA torch's selector has chosen the op, so torch's own kernel comes first in the default order. It runs
+on the arguments as they came. Only a call of another backend is converted to the contract's layout.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ from attnreg.errors import UnsupportedInputError
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
-# An op's results, and how the call cache is to run further calls; True where nothing is registered, so that
-# every call of the op is torch's own.
+# An op's results, and how the call cache runs further calls. True means that nothing is registered, so that
+# torch's own kernel runs every call of the op.
 RouterResult = tuple[Any, Kept | bool | None]
 
 
-class Layout(NamedTuple):
-    """How the tensors of an aten op lie, as far as the compiled router has to know.
+class OpLayout(NamedTuple):
+    """The layouts and places of an aten op's tensors that the compiled router uses.
 
     Attributes:
-        query: the place of the query among the op's arguments; key and value come next.
-        token_argument: the place of a backward's argument that carries the forward's choice; -1 in a forward.
-        token_result: the place of a forward's result that carries it there; -1 in a backward.
+        query: the index of the query among the op's arguments. Key and value follow it.
+        token_argument: the index of a backward's argument with the choice token. It is -1 in a forward.
+        token_result: the index of a forward's result with the choice token. It is -1 in a backward.
         bhsd: whether tensors are (B, H, S, D), not (B, S, H, D).
         lse_ends_in_one: whether the LSE is (B, H, S, 1), not (B, H, S).
         lse_bsh: whether the LSE of a forward has the strides of (B, S, H).
-        gradients_bshd: whether gradients have the strides of (B, S, H, D), not those of the inputs.
+        gradients_bshd: whether gradients have the strides of (B, S, H, D), not the inputs' strides.
     """
 
     query: int
@@ -62,17 +64,17 @@ class Layout(NamedTuple):
 
 
 class Route(NamedTuple):
-    """One aten op that attnreg takes over.
+    """An aten op that attnreg registers routers for.
 
     Attributes:
-        op: its name, without "aten::".
-        keys: the dispatch keys to take.
-        arguments: its arguments as a class (see `schemas`).
-        serve: what runs a call, given its arguments and how it came.
-        native: the backend that torch's own kernel of this op belongs to.
-        layout: how its tensors lie.
+        op: the op's name, without "aten::".
+        keys: the dispatch keys of its routers.
+        arguments: the class of its arguments (see `schemas`).
+        serve: the function that runs a call, from its `arguments` and its `RoutedCall`.
+        native: the backend of torch's own kernel of this op.
+        layout: the layouts and places of its tensors.
         token: the name of the argument at `layout.token_argument`.
-        since: the torch that brought the op; older ones go without.
+        since: the torch version that added the op. Older versions get no router.
     """
 
     op: str
@@ -80,19 +82,19 @@ class Route(NamedTuple):
     arguments: Callable[..., Any]
     serve: Callable[[Any, RoutedCall], RouterResult]
     native: Native
-    layout: Layout
+    layout: OpLayout
     token: str = ""
     since: tuple[int, int] = (2, 11)
 
 
 class RoutedCall(NamedTuple):
-    """One call as a router passes it on.
+    """A call as a router passes it to `serve`.
 
     Attributes:
         op: the op's name, for messages.
-        original: torch's own kernel of the op; None where torch has none.
+        original: torch's own kernel of the op. None where torch has no kernel.
         args, kwargs: the op's arguments as they came.
-        native: the backend that kernel belongs to; None where torch has none.
+        native: the backend of torch's own kernel. None where torch has no kernel.
         choice: the choice for this call alone.
         loaded: the places of the arguments that a kernel on a GPU loads 16 bytes at a time; none on a CPU.
         declined: the backends that have declined the call.
@@ -129,14 +131,25 @@ class RoutedCall(NamedTuple):
     def run_native(
         self, plan: Plan, call: Call, keeps: bool = True, cuts: tuple[Cut, ...] = ()
     ) -> tuple[Any, Kept | None]:
-        """Run torch's own kernel, because the plan says so; counts it.
+        """Run torch's own kernel, which the plan chose, and count the call.
 
-        It gets the arguments as they came but for `loaded` tensors that it would read wrongly, as torch's
-        kernels don't check where these lie. On rows or addresses that aren't multiples of 16 bytes cuDNN's
-        gives NaN, and the flash op's ends the CUDA context (torch 2.11 on an H200).
+        The kernel receives the arguments as they came, except for `loaded` tensors that it would read
+        wrongly: these are copied. Torch's kernels don't check alignment. On rows or addresses that aren't
+        multiples of 16 bytes cuDNN's kernel returns NaN, and the flash op's kernel destroys the CUDA context
+        (torch 2.11 on an H200).
 
-        Unless the kernel draws a dropout mask, its backward would be wrong, or arguments were copied, further
-        calls may be kept. They aren't if a mask that is aligned top-left reaches further right in each.
+        The call cache may run further calls, except in four cases: the kernel draws a dropout mask, its
+        backward would be wrong (both: `keeps` is False), arguments were copied, or a top-left aligned mask
+        has another right bound at each length.
+
+        Args:
+            plan: the plan of the call.
+            call: the call in the contract's form.
+            keeps: whether `serve` allows the call cache to run further calls.
+            cuts: where the choice of torch's kernel changes with lengths.
+
+        Returns:
+            The op's results, and how the call cache runs further calls, or None.
         """
         args = self.args
         if self.loaded:
@@ -160,7 +173,10 @@ class RoutedCall(NamedTuple):
         return result, Kept(None, plan, cuts=cuts) if keeps else None
 
     def untouched(self, why: str) -> RouterResult:
-        """Run torch's own kernel on a call that only it understands; refuse where it has none."""
+        """Run torch's own kernel on a call that only this kernel supports.
+
+        Raises UnsupportedInputError where torch has no kernel.
+        """
         if self.original is None:
             raise UnsupportedInputError(f"aten::{self.op}: {why}, and torch has no kernel for this device")
         return self.original(*self.args, **self.kwargs), None
@@ -169,7 +185,10 @@ class RoutedCall(NamedTuple):
 def router(
     route: Route, original: Callable[..., Any] | None, unknown: frozenset[str] = frozenset()
 ) -> Callable[..., RouterResult]:
-    """Return the function that serves a route's calls; `unknown` are arguments of a newer torch."""
+    """Return the router of an op, to be registered over `original`.
+
+    `unknown` are arguments of a torch that is newer than `schemas`.
+    """
     native = route.native if original is not None else None
     op, arguments, serve, token = route.op, route.arguments, route.serve, route.token
     loaded: tuple[int, ...] = ()
@@ -185,15 +204,15 @@ def router(
         if unknown and (further := sorted(unknown & kwargs.keys())):
             reason = f"argument {', '.join(further)} is of a newer torch than attnreg knows"
             return RoutedCall(op, original, args, kwargs, native, None).untouched(reason)
-        given = arguments(*args, **kwargs)
-        if token and given.grad_out is None:  # nothing that came of the output has a gradient
+        parsed = arguments(*args, **kwargs)
+        if token and parsed.grad_out is None:  # no result that depends on the output has a gradient
             return no_gradients, None
-        choice = scope.read_token(getattr(given, token)) if token else scope.current()
+        choice = scope.read_token(getattr(parsed, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), True
-        check_in_memory(**given._asdict())
+        check_in_memory(**parsed._asdict())
         call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
-        return retry_on_decline(lambda declined: serve(given, call._replace(declined=declined)))
+        return retry_on_decline(lambda declined: serve(parsed, call._replace(declined=declined)))
 
     return routed
 
@@ -206,10 +225,17 @@ def kept_dense(
     auxiliary: tuple[Any, ...] = (),
     cuts: tuple[Cut, ...] = (),
 ) -> Kept | None:
-    """Return how the call cache is to run further calls like this dense one; see `kept_for`.
+    """Return how the call cache runs further calls like this dense call; see `kept_for`.
 
-    None where it takes more than the kernel: keys that no query sees (of the `length_k` that the op was
-    given), rows that see no key, the conversion of a float64 LSE.
+    None where a call needs more than the kernel: a key that no query sees, a row that sees no key, or the
+    conversion of a float64 LSE.
+
+    Args:
+        plan, call: the call and its plan.
+        length_k: the number of keys in the op's arguments, of which `call.max_k` may leave some out.
+        tensors: the kernel's tensors in the contract's layout, (B, S, H, D), with the LSE (B, H, S).
+        auxiliary: models of the op's results after output and LSE.
+        cuts: where the plan changes with lengths.
     """
     is_float64 = tensors[0].dtype == torch.float64
     if call.max_k != length_k or not calls.every_dense_row_sees_a_key(call) or is_float64:
@@ -218,14 +244,14 @@ def kept_dense(
 
 
 def with_lasting_offsets(call: Call) -> Call:
-    """Return a call whose offsets keep their values: called by Inductor's code, they are new tensors."""
+    """Return a call whose offsets keep their values: code generated by Inductor may reuse their memory."""
     return calls.with_aliased_offsets(call) if call.varlen and inductor_is_running() else call
 
 
 def with_strides_of(result: Tensor, model: Tensor) -> Tensor:
-    """Return `result` with the strides that torch's own kernel gives an output shaped like `model`.
+    """Return `result` with the strides that torch's own kernel uses for an output shaped like `model`.
 
-    torch.compile asserts them. The first two tests spare the usual layouts the work.
+    torch.compile asserts these strides. The first two tests are a fast path for the usual layouts.
     """
     if result.stride() == model.stride() or result.shape != model.shape:
         return result
@@ -234,7 +260,7 @@ def with_strides_of(result: Tensor, model: Tensor) -> Tensor:
 
 
 def with_choice(results: tuple[Any, ...], place: int, choice: ScopedChoice | None) -> tuple[Any, ...]:
-    """Return a forward's results with a choice in the tensor at `place`, which goes to the backward."""
+    """Return a forward's results with a choice token in the tensor at `place`, which reaches the backward."""
     if choice is None:
         return results
     before = results[place]
@@ -243,9 +269,10 @@ def with_choice(results: tuple[Any, ...], place: int, choice: ScopedChoice | Non
 
 
 def backward_choice(call: RoutedCall, dropout: float) -> ScopedChoice | None:
-    """Return a backward's choice, after checking that it says which backend drew a dropout mask.
+    """Return a backward's choice; with dropout the choice must exist, because it names the mask's backend.
 
-    It doesn't if the forward ran before attnreg was active, or something copied the tensors that were saved.
+    Raises UnsupportedInputError if it doesn't: the forward ran before attnreg was active, or a hook copied
+    the saved tensors.
     """
     if dropout > 0.0 and call.choice is None:
         raise UnsupportedInputError(
@@ -255,49 +282,58 @@ def backward_choice(call: RoutedCall, dropout: float) -> ScopedChoice | None:
     return call.choice
 
 
-def call_of(given: Any, bias: Tensor | None, rng_state: Tensor | None = None) -> Call:
-    """Return the contract's `Call` of the arguments of a (B, H, S, D) op.
+def call_of(arguments: Any, bias: Tensor | None, rng_state: Tensor | None = None) -> Call:
+    """Return the contract's `Call` for the arguments of an op with (B, H, S, D) tensors.
 
-    SDPA's causal mask is aligned top-left, the contract's bottom-right. Of more keys than queries the last
-    are seen by no query, and `max_k` leaves them out; of more queries than keys the mask reaches further
-    right.
+    SDPA's causal mask is aligned top-left, the contract's bottom-right. With more keys than queries the last
+    keys are hidden from every query, and `max_k` excludes them. With more queries than keys the window gets a
+    positive right bound.
+
+    Args:
+        arguments: the op's arguments, with fields `query`, `key`, `is_causal`, `scale` and `dropout_p`.
+        bias: None, or a tensor that broadcasts to (B, H, S_q, S_k), boolean or floating point.
+        rng_state: the seed and the offset of a dropout mask, (2,) uint64.
     """
-    query = given.query
-    length_q, length_k = query.shape[2], given.key.shape[2]
+    query = arguments.query
+    length_q, length_k = query.shape[2], arguments.key.shape[2]
     window = (-1, -1)
-    if given.is_causal and length_q < length_k:
+    if arguments.is_causal and length_q < length_k:
         length_k, window = length_q, (-1, 0)
         bias = bias[..., :length_k] if bias is not None and bias.shape[-1] > 1 else bias
-    elif given.is_causal:
+    elif arguments.is_causal:
         window = (-1, length_q - length_k)
     window = calls.bounds(window, False, length_q, length_k)
-    # By place, as every call that C++ doesn't keep comes here: names cost a quarter of a microsecond.
+    # By position, because every call outside of the call cache passes here: names cost 0.25 us.
     return Call(
-        calls.scale_of(query, given.scale), length_q, length_k, window,
-        None, None, None, None, bias, None, given.dropout_p, rng_state, None, calls.wants_deterministic(),
+        calls.scale_of(query, arguments.scale), length_q, length_k, window,
+        None, None, None, None, bias, None, arguments.dropout_p, rng_state, None, calls.wants_deterministic(),
         calls.wants_batch_invariant(),
     )  # fmt: skip
 
 
 def dense_plan(
-    direction: Direction, given: Any, routed: RoutedCall, call: Call, choice: ScopedChoice | None
+    direction: Direction, arguments: Any, routed: RoutedCall, call: Call, choice: ScopedChoice | None
 ) -> Plan:
-    """Return the plan of a (B, H, S, D) call."""
-    query, key, value = given.query, given.key, given.value
+    """Return the plan of a call whose tensors are (B, H, S, D)."""
+    query, key, value = arguments.query, arguments.key, arguments.value
     needs_backward = direction == "backward" or calls.wants_gradient(query, key, value)
     inputs = query, key, value
     return routed.plan_for(direction, inputs, call, choice, routed.native, needs_backward, bhsd=True)
 
 
-def run_backward(plan: Plan, given: Any, call: Call, lse: Tensor) -> tuple[tuple[Tensor, ...], Kept | None]:
-    """Run a backend's backward of a (B, H, S, D) call, and count it.
+def run_backward(
+    plan: Plan, arguments: Any, call: Call, lse: Tensor
+) -> tuple[tuple[Tensor, ...], Kept | None]:
+    """Run a backend's backward of a call whose tensors are (B, H, S, D), and count it.
+
+    `lse` is (B, H, S).
 
     Returns:
-        The gradients in the contract's layout, and how the call cache is to run further calls like this one.
+        The gradients in the contract's layout, (B, S, H, D), and how the call cache runs further such calls.
     """
-    length_k = given.key.shape[2]
-    inputs = calls.to_bshd(given.query, given.key, given.value, call)
-    tensors = given.grad_out.transpose(1, 2), *inputs, given.out.transpose(1, 2), lse
+    length_k = arguments.key.shape[2]
+    inputs = calls.to_bshd(arguments.query, arguments.key, arguments.value, call)
+    tensors = arguments.grad_out.transpose(1, 2), *inputs, arguments.out.transpose(1, 2), lse
     grad_q, grad_k, grad_v = plan.run(*tensors, call)
     kept = kept_dense(plan, call, length_k, tensors)
     if unseen := length_k - grad_k.shape[1]:  # keys that a top-left causal mask hides from every query

@@ -1,7 +1,8 @@
 """The arguments of the aten ops that attnreg routes, as torch 2.11 to 2.15 declare them.
 
-A class per op, its fields in the op's order. `install` compares them with the torch it finds: an
-argument that a class lacks is passed to torch's own kernel, one that has moved is an error.
+A class for each op has the op's arguments as fields, in the op's order. `ensure` compares them with the
+installed torch. A call with an argument that its class lacks runs on torch's own kernel. A moved argument is
+an error.
 """
 
 from __future__ import annotations
@@ -191,5 +192,5 @@ class EfficientBackward(NamedTuple):
 
     @property
     def grad_out(self) -> Tensor:
-        """The incoming gradient by the name that the other backwards give it."""
+        """The incoming gradient, under its name in the other backwards."""
         return self.grad_out_

@@ -1,8 +1,8 @@
-"""efficient: torch's memory-efficient kernels for CUDA, the ones that take float32, biases and any head dim.
+"""efficient: torch's memory-efficient kernels for CUDA, which support float32, biases and any head dim.
 
-They run dense calls with as many key as query heads. What they do otherwise than the contract says: a bias
-has the query's dtype, all of its dimensions and rows of whole sixteen bytes. The LSE of a row without a key
-is 0, and an LSE's length is rounded up to 32. The batch is a dimension of the CUDA grid.
+They run dense calls with as many key heads as query heads. Differences from the contract: a bias needs the
+query's dtype, all four dimensions and rows of whole sixteen bytes. The LSE of a row without a key is 0, and
+an LSE's length is rounded up to 32. The batch is a dimension of the CUDA grid.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OP = "_efficient_attention_{}"
 # torch/aten/src/ATen/native/transformers/sdp_utils_cpp.h
 NO_MASK, TOP_LEFT, BOTTOM_RIGHT = range(3)
 
-# The rest of torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention: the largest head dim that its
-# kernels are compiled for, and kAlignLSE.
+# From torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention: the largest head dim that its kernels
+# are compiled for, and kAlignLSE.
 MOST, LSE_STEP = 65536, 32
 
-# Not for the LSE alone: without it the forward is wrong where all heads share one key and value (stride 0).
+# Always: without an LSE the forward is wrong where all heads share one key and value (stride 0).
 WITH_LSE = True
 
 LIMITS: dict[str, Any] = {
@@ -77,7 +77,7 @@ def _reasons(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _cuts_of_lengths(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield where what `_reasons` says of calls of the spec's kind changes with their lengths."""
+    """Yield the lengths at which `_reasons` of calls of the spec's kind change."""
     yield from (Cut.beyond("max_q", "max_k", at=spec.window[1] + step) for step in (0, 1))
     yield Cut.beyond("max_q", "max_k")
     yield from (Cut.of("max_k", at=length) for length in (1, 2))
@@ -95,8 +95,8 @@ def _mask_type(call: Call) -> int:
     return BOTTOM_RIGHT if call.window == (-1, 0) else TOP_LEFT
 
 
-def _cuts(batch: int) -> list[slice]:
-    """Return the parts of a batch that one launch each can run."""
+def _split_batch(batch: int) -> list[slice]:
+    """Cut a batch into parts for one launch each."""
     return [slice(start, start + GRID) for start in range(0, batch, GRID)]
 
 
@@ -105,7 +105,7 @@ def _is_empty(query: Tensor, key: Tensor) -> bool:
 
 
 def _expanded_bias(query: Tensor, key: Tensor, call: Call) -> Tensor | None:
-    """Return the bias as the kernels read it, (B, H, S_q, S_k) in the query's dtype; a copy where needed."""
+    """Return the bias as the kernels read it, (B, H, S_q, S_k) in the query's dtype; copied where needed."""
     bias, length = call.attn_bias, key.shape[1]
     if bias is None:
         return None
@@ -137,13 +137,19 @@ class _Torch:
         self._backward = captured.kernel(OP.format("backward"), "CUDA")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE, as the contract has it."""
+        """Return the output (B, S, H, D_v), in the query's dtype, and the LSE (B, H, S) in float32.
+
+        Query and key are (B, S, H, D), the value (B, S, H, D_v), in float32, float16 or bfloat16.
+
+        Raises:
+            UnsupportedInputError: the bias is neither boolean nor in the query's dtype.
+        """
         if _is_empty(query, key):
             return empty_results(query, value, call)
         bias = _expanded_bias(query, key, call)
         query, key, value = map(readable, (query, key, value))
         parts: list[tuple[Tensor, ...]] = []
-        for rows in _cuts(query.shape[0]):
+        for rows in _split_batch(query.shape[0]):
             out, lse, seed, offset, *_ = self._forward(
                 query[rows], key[rows], value[rows], None if bias is None else bias[rows],
                 None, None, None, None, call.dropout, _mask_type(call), WITH_LSE, scale=call.scale,
@@ -170,20 +176,23 @@ class _Torch:
         lse: Tensor,
         call: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
+        """Return the gradients of query, key and value, in their shapes and dtype.
+
+        `grad_out` and `out` are like the forward's output, `lse` like its LSE. Raises as `forward` does.
+        """
         if _is_empty(query, key):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         bias = _expanded_bias(query, key, call)
         grad_out, query, key, value = map(readable, (grad_out, query, key, value))
-        out = out.contiguous()  # the kernel looks at two of its strides only
-        # To the kernel a row without a key is one more behind the last, where the LSE is +inf.
+        out = out.contiguous()  # the kernel reads only two of its strides
+        # The kernel skips rows whose LSE is +inf, as after the last row: rows without a key get that, too.
         lse = torch.where(lse == -torch.inf, torch.inf, lse)
         lse = F.pad(lse, (0, -lse.shape[-1] % LSE_STEP), value=torch.inf)
         state = torch.zeros(2, dtype=torch.int64, device="cpu")  # whatever the default device is
         if call.rng_state is not None:
             state = call.rng_state.view(torch.int64).cpu()  # where the kernel reads it
         parts = []
-        for rows in _cuts(query.shape[0]):
+        for rows in _split_batch(query.shape[0]):
             grads = self._backward(
                 grad_out[rows], query[rows], key[rows], value[rows], None if bias is None else bias[rows],
                 out[rows], None, None, call.max_q, call.max_k, lse[rows], call.dropout, *state.unbind(),
@@ -195,7 +204,7 @@ class _Torch:
 
 
 def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Return the results of all parts of a batch."""
+    """Concatenate the results of all parts of a batch."""
     return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
 

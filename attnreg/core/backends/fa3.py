@@ -1,8 +1,8 @@
 """FA3: FlashAttention 3, the Hopper kernels that the package flash_attn_3 registers with torch.
 
-This adapter hasn't run on a GPU: there is no built package to test it with. Layouts, windows and LSE are the
-contract's. What the kernels do otherwise: the LSE is +inf where there is no key at all, rows past the last
-offset are never written, and NaN in rows that no query may see spreads.
+This adapter hasn't run on a GPU, because there is no built package to test it with. Layouts, windows and LSE
+are the contract's, with three differences. The LSE of a row without a key is +inf. Rows past the last offset
+are never written. A NaN spreads from rows that no query may see.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ PASSED = {
 }
 
 
-class _Backward(Capabilities):
-    """The fields and what they can't say of a backward."""
+class _FA3Backward(Capabilities):
+    """The declared fields, and a backward's limits that no field can express."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
         reasons = super().unsupported(spec)
-        # Head dims are rounded up to 64, 96, 128, 192 or 256, and the check is on that.
+        # The package rounds head dims up to 64, 96, 128, 192 or 256, and checks the rounded value.
         if reasons or not spec.deterministic or spec.head_dim <= 192:
             return reasons
         return (f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}",)
 
 
-# hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too, where
-# it is FA2's kernels once more; those for Hopper don't run on anything newer.
+# From hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too,
+# where it has FA2's kernels. Its Hopper kernels run on no newer GPU.
 LIMITS: dict[str, Any] = {
     "devices": ("cuda",),
     "dtypes": ("float16", "bfloat16"),
@@ -62,7 +62,7 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
 FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
-BACKWARD = _Backward(**LIMITS, delta_from_out=True)
+BACKWARD = _FA3Backward(**LIMITS, delta_from_out=True)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def _version() -> str | None:
     return _version_by(version)
 
 
-# That takes a millisecond, and each decision may ask.
+# Cached: reading the version takes a millisecond, and each decision may need it.
 @functools.cache
 def _version_by(ask: Callable[[str], str]) -> str | None:
     try:
@@ -103,9 +103,9 @@ def _load() -> Kernels:
             return empty_results(query, value, call)
         queries, keys = find_unused(query, key, call)
         key, value = _zeroed(keys, key, value)
-        # One split: several would be added up in an order that changes from run to run.
-        given = _arguments(query, key, value, call)
-        out, lse = run_forward(page_table=call.block_table, num_splits=1, **given)[:2]
+        # One split, because several splits are added up in an order that changes from run to run.
+        arguments = _arguments(query, key, value, call)
+        out, lse = run_forward(page_table=call.block_table, num_splits=1, **arguments)[:2]
         (out,) = _zeroed(queries, out)
         without_keys = lse == torch.inf if queries is None else (lse == torch.inf) | queries
         return out, lse.masked_fill(without_keys, -torch.inf)
@@ -113,7 +113,7 @@ def _load() -> Kernels:
     def backward(
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Preallocated, as versions differ in what they return: some these three first, others something else.
+        # Preallocated, because only some versions return the gradients as their first three results.
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
         if query.numel() == 0 or key.numel() == 0:
             return grad_q, grad_k, grad_v
@@ -130,7 +130,7 @@ def _load() -> Kernels:
 
 
 def _arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Any]:
-    """Return the arguments that both ops are given."""
+    """Return the arguments of both ops."""
     return {
         "q": readable(query),
         "k": readable(key),
@@ -148,31 +148,38 @@ def _arguments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[st
 
 
 def _checked(name: str) -> Callable[..., Any]:
-    """Return an op as a function of keywords, after checking that it takes what the adapter passes.
+    """Return an op as a function of keywords, after checking that its arguments are as the adapter expects.
 
-    If it doesn't, or needs more, a `RegistrationError` names the argument and the version.
+    Raises:
+        RegistrationError: an argument is missing, or another one is required; names it and the version.
     """
     package = f"{PACKAGE} {_version() or 'of unknown version'}"
     op = getattr(getattr(torch.ops, PACKAGE), name, None)
     if op is None:
         raise RegistrationError(f"{package} registers no operator {PACKAGE}::{name}")
     arguments = op.default._schema.arguments
-    if lacking := [passed for passed in PASSED[name] if passed not in {one.name for one in arguments}]:
+    if lacking := [
+        passed for passed in PASSED[name] if passed not in {argument.name for argument in arguments}
+    ]:
         raise RegistrationError(
             f"{PACKAGE}::{name} of {package} has no argument {', '.join(lacking)}: {op.default._schema}"
         )
-    # Older versions declare no defaults: what isn't used is passed as None.
-    further = [one for one in arguments if one.name not in PASSED[name] and not one.has_default_value()]
-    if needed := [one.name for one in further if one.type.kind() != "OptionalType"]:
+    # Older versions declare no defaults: unused arguments are passed as None.
+    further = [
+        argument
+        for argument in arguments
+        if argument.name not in PASSED[name] and not argument.has_default_value()
+    ]
+    if needed := [argument.name for argument in further if argument.type.kind() != "OptionalType"]:
         raise RegistrationError(
             f"{PACKAGE}::{name} of {package} needs {', '.join(needed)}, which attnreg doesn't know"
         )
-    return functools.partial(op.default, **dict.fromkeys((one.name for one in further), None))
+    return functools.partial(op.default, **dict.fromkeys((argument.name for argument in further), None))
 
 
-# A copy of each tensor, as only the GPU knows where a packed batch ends.
+# Copies each tensor, because only the GPU knows where a packed batch ends.
 def _zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with zeros in those rows; themselves where there are none."""
+    """Return copies of the tensors with zeros in the marked rows; without `rows` the tensors themselves."""
     if rows is None:
         return tensors
     return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
@@ -188,7 +195,7 @@ BACKEND = Backend(
     refuses=_refuses,
     cuts=lambda _spec: (Cut.of("batch", at=GRID + 1),),
     install="pip install ./hopper (in a clone of Dao-AILab/flash-attention)",
-    # Below FA2, which is tested: this one has to be asked for by name.
+    # Below FA2, which is tested. FA3 runs only if a request names it.
     priority=5,
     experimental=True,
 )

@@ -1,12 +1,13 @@
-"""What attnreg needs of torch's internals, and of the operating system below torch.
+"""What attnreg uses of torch's internals, and of the operating system below it.
 
-- Torch's own kernels, captured before a router covers them (`captured`).
-- Function modes, subclasses and autocast (`modes`), memory layouts (`layout`), asynchronous read-backs
-  (`readback`), the store of a job's process group (`job_store`).
-- Small CUDA kernels, compiled by NVRTC (`device_code`).
-- Libraries in C++: `libraries` compiles them, `background` starts that in a process, `building` loads them.
-- Of the system: cache folders (`caches`), locks (`locks`), stored errors (`isolation`), a log line for slow
-  steps (`slow`).
+- `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
+  op.
+- `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
+- `device_code`: small CUDA kernels, compiled by NVRTC.
+- `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
+- `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without
+  frames.
+- `job_store`: the store of a job's process group. `slow`: a log line for a slow step.
 
-May import: errors, settings. Read `captured.py` first; of the C++ libraries, `building.py`.
+May import: errors, settings. Read `captured.py` first; for the C++ libraries, `building.py`.
 """

@@ -1,8 +1,8 @@
-"""Automatic compilation: in a process of low priority, once per cache folder, or before the first call.
+"""Compiles the C++ libraries unasked: in a background process of low priority, or before the first call.
 
-The compiling process owns a lock file, so ranks that start together compile once. A failure is recorded
-beside the lock, until the source, torch or the compiler changes. A program that only runs attention gets no
-error from this module: every failure is logged.
+The process that compiles holds the lock on one file in the cache folder, so ranks that start together compile
+once. A failure is stored in the same folder. It counts until the source, torch or the compiler changes. A
+program that only runs attention gets no error from this module: errors are logged.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 
 from attnreg.core.settings import environment
 from attnreg.core.torchlib import caches, libraries, locks
-from attnreg.core.torchlib.libraries import LIBRARIES, Library, existing, target
-from attnreg.core.torchlib.slow import says_if_slow
+from attnreg.core.torchlib.libraries import LIBRARIES, Library, find_file, target
+from attnreg.core.torchlib.slow import log_if_slow
 from attnreg.errors import AttnregError, BuildError
 
 log = logging.getLogger("attnreg")
 
-# The first of two processes ends at once, so that the program has no child to wait for. The second process
-# inherits the lock. Its id is written to the lock file, which names the holder.
+# The script forks, and the parent ends at once: the program keeps no child that it would have to wait for.
+# The parent inherits the lock, so it may write the child's process id into the lock file.
 DETACHED = """
 import importlib.util, os, signal
 lock, package = int(arguments[0]), arguments[1]
@@ -38,15 +38,15 @@ if child := os.fork():
     os.pwrite(lock, str(child).encode(), 0)
     os._exit(0)
 os.nice(19)
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as by some programs, it hides the compiler's status
-# The folder that contains attnreg isn't on the path: it may have modules of any name.
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited SIG_IGN would hide the compiler's exit status
+# The folder of the package isn't on the path: it may contain modules of any name.
 spec = importlib.util.spec_from_file_location("attnreg", package)
 sys.modules["attnreg"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["attnreg"])
 from attnreg.core.torchlib import background
 background.build_missing()
 """
-# The next program may have more room; everything else fails again.
+# Failures that aren't stored: the disk may have room when the next program starts.
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
 _considered = _waited = False
@@ -54,31 +54,32 @@ _waiting = locks.open_after_fork(threading.Lock())
 
 
 def ensure_built() -> None:
-    """Start to compile missing libraries in the background; for the first call of a program.
+    """Start to compile the missing libraries in the background, at the first call of a program.
 
-    Only the first time in a process, and only if no other process compiles. Returns once the process has been
-    started and a line logged, because the program may end after this call. Never raises. If compiled
-    libraries aren't used, the line is a warning and names the reasons.
-    With ATTNREG_BUILD=now the function waits, as `wait_built` does; with `off` nothing is compiled.
+    Does so once in a process, and only if no other process compiles. Returns as soon as the process has
+    started and a line is logged, because the program may end with this call. Never raises. If a compiled
+    library isn't used, the line says why and is a warning.
+
+    With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it compiles nothing.
     """
     global _considered
     if _considered:
         return
     _considered = True
-    with _logged(logging.INFO):
+    with _log_errors(logging.INFO):
         mode = build_mode()
         if mode == "now":
             wait_built()
         elif mode == "background" and _missing():
             _start()
-        elif mode == "off" and (unused := _reasons()):
-            raise BuildError(unused[0])  # the logged line has all reasons
+        elif mode == "off" and (unused := _list_unused()):
+            raise BuildError(unused[0])  # `_log_errors` adds the other reasons
 
 
 def wait_built() -> None:
-    """Compile missing libraries in this process if ATTNREG_BUILD=now, and never raise.
+    """Compile the missing libraries in this process if ATTNREG_BUILD is "now". Never raises.
 
-    Only the first time in a process. Other threads wait meanwhile, and so do processes that share the cache.
+    Compiles once in a process. Other threads wait meanwhile, and so do processes that share the cache folder.
     """
     global _waited
     if _waited or build_mode() != "now":
@@ -86,14 +87,14 @@ def wait_built() -> None:
     with _waiting:
         if _waited:
             return
-        with _logged(logging.WARNING):
+        with _log_errors(logging.WARNING):
             if missing := _missing():
                 libraries.find()
-                _check_places()
+                _make_folders()
                 if not all(map(earlier_failure, missing)):
                     log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
                 what = " and ".join(library.title for library in missing)
-                with says_if_slow(f"the first call waited: compiling {what}"), _locked():
+                with log_if_slow(f"the first call waited: compiling {what}"), _hold_lock():
                     failures = build_missing()
                 if len(failures) == len(LIBRARIES):
                     raise BuildError(failures[0])
@@ -103,40 +104,40 @@ def wait_built() -> None:
 
 
 @contextlib.contextmanager
-def _logged(level: int) -> Iterator[None]:
-    """Log an error instead of raising it: calls run without the libraries that aren't compiled or used.
+def _log_errors(level: int) -> Iterator[None]:
+    """Log an error of the block instead of raising it: calls run without the libraries that are missing.
 
-    The line has every reason once. It is a warning if a compiled library isn't used.
+    The line has each reason once. If a compiled library isn't used, it is a warning.
     """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the program goes on in any case
-        unused = _reasons()
+        unused = _list_unused()
         reasons = "; ".join(dict.fromkeys([*unused, str(error)]))
-        missing = [library.title for library in LIBRARIES if existing(library) is None]
+        missing = [library.title for library in LIBRARIES if find_file(library) is None]
         what = missing[0] if len(missing) == 1 else "its compiled part"
         log.log(logging.WARNING if unused else level, "attnreg runs without %s: %s", what, reasons)
 
 
-def _reasons() -> list[str]:
-    """Return why libraries that are compiled aren't used, each reason once."""
+def _list_unused() -> list[str]:
+    """Return why compiled libraries aren't used, each reason once."""
     reasons = {}
     for library in LIBRARIES:
-        with contextlib.suppress(BuildError, OSError):  # whether the library is compiled is unknown
+        with contextlib.suppress(BuildError, OSError):  # nobody knows whether it is compiled
             reasons[libraries.why_not_used(library)] = True
     return [reason for reason in reasons if reason]
 
 
 def build(library: Library, only_missing: bool = False) -> Path:
-    """Compile a library now and return its file, even after an earlier failure; waits for other processes.
+    """Compile a library now and return its file, even if compiling it has failed before.
 
-    With `only_missing` an existing library is returned as it is. Raises BuildError with the reason if
-    compiling fails.
+    Waits for other processes that compile. With `only_missing` an existing file is returned as it is. Raises
+    BuildError with the reason if compiling fails.
     """
     try:
-        _check_places()
-        with _locked():
-            return (existing(library) if only_missing else None) or _build(library)
+        _make_folders()
+        with _hold_lock():
+            return (find_file(library) if only_missing else None) or _build_library(library)
     except BuildError:
         raise
     except (OSError, RuntimeError) as error:
@@ -144,16 +145,16 @@ def build(library: Library, only_missing: bool = False) -> Path:
 
 
 def build_missing() -> list[str]:
-    """Compile missing libraries without an earlier failure; return a line for each one that isn't compiled.
+    """Compile the missing libraries, except those whose failure is stored; the caller holds the lock.
 
-    The caller owns the lock.
+    Returns one line for each library that can't be compiled.
     """
     failures = []
     for library in _missing():
         try:
             if failure := earlier_failure(library):
                 raise BuildError(failure)
-            _build(library)
+            _build_library(library)
         except BuildError as error:
             failures.append(libraries.in_one_line(str(error)))
     return failures
@@ -165,42 +166,42 @@ def is_left_out() -> bool:
 
 
 def build_mode() -> str:
-    """Return ATTNREG_BUILD, "background", "now" or "off"; "left out" with ATTNREG_ROUTERS=python."""
+    """Return the value of ATTNREG_BUILD, "background", "now" or "off".
+
+    Returns "left out" with ATTNREG_ROUTERS=python, and "off" if a variable can't be read.
+    """
     try:
-        settings = environment.read()
+        variables = environment.read()
     except AttnregError:
-        return "off"  # the calls that the settings apply to raise the error
-    return "left out" if settings.routers == "python" else settings.build or "background"
+        return "off"  # the error is raised by the calls that the variables apply to
+    return "left out" if variables.routers == "python" else variables.build or "background"
 
 
 def _missing() -> list[Library]:
-    return [library for library in LIBRARIES if existing(library) is None]
+    return [library for library in LIBRARIES if find_file(library) is None]
 
 
 def _start() -> None:
-    """Start the process that compiles, unless another process compiles or compiling would fail."""
-    with _logged(logging.INFO):
+    """Start the process that compiles, unless another process compiles or the build would fail."""
+    with _log_errors(logging.INFO):
         failures = [earlier_failure(library) for library in _missing()]
         if failures and all(failures):
             raise BuildError(failures[0])
         compiler = libraries.find()
-        _check_places()
+        _make_folders()
         _detach(compiler)
 
 
-def _check_places() -> None:
-    """Make the folders for the libraries; raises OSError as `caches.check_writable` does."""
+def _make_folders() -> None:
+    """Create the folders of the libraries and of the lock; raises OSError as `caches.check_writable` does."""
     for folder in (lock_path().parent, *(target(library).parent for library in LIBRARIES)):
         caches.make(folder)
         caches.check_writable(folder)
 
 
 def _detach(compiler: list[str]) -> None:
-    """Start the compiling process through a process that ends at once.
-
-    A thread waits for the latter, some hundredths of a second.
-    """
-    # In a frozen or embedded Python the executable is the program itself, which would start a second time.
+    """Start the process that compiles as a grandchild; a thread waits some 0.01 s for the child."""
+    # In a program that embeds Python, `sys.executable` is that program: it would be started a second time.
     if getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith("python"):
         raise BuildError(f"{sys.executable!r} is no Python to compile with; `attnreg build` does it")
     with caches.readable_errors():
@@ -210,7 +211,7 @@ def _detach(compiler: list[str]) -> None:
         return
     try:
         if not (missing := _missing()):
-            return  # another process has just ended
+            return  # another process has just compiled them
         process = subprocess.Popen(
             libraries.python(DETACHED, str(lock), str(libraries.ROOT / "__init__.py")),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -219,7 +220,7 @@ def _detach(compiler: list[str]) -> None:
         )  # fmt: skip
     finally:
         locks.release(lock)
-    unused = _reasons()
+    unused = _list_unused()
     log.log(
         logging.WARNING if unused else logging.INFO,
         "compiling %s in the background, at low priority: programs that start after it use them; "
@@ -227,13 +228,13 @@ def _detach(compiler: list[str]) -> None:
         " and ".join(library.title for library in missing),
         "".join(f"; {reason}" for reason in unused),
     )
-    # A daemon thread, so that a program that ends doesn't wait.
-    threading.Thread(target=_wait_for, args=(process,), name="attnreg-build", daemon=True).start()
+    # A daemon thread: a program that ends doesn't wait for it.
+    threading.Thread(target=_await_start, args=(process,), name="attnreg-build", daemon=True).start()
 
 
-def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the process that starts the compiling process, and log a failure."""
-    with _logged(logging.INFO):
+def _await_start(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the child that starts the compiling process, and log a failure of it."""
+    with _log_errors(logging.INFO):
         if process.wait():
             raise BuildError(f"the process that compiles ended with status {process.returncode}")
 
@@ -243,7 +244,7 @@ def lock_path() -> Path:
 
 
 @contextlib.contextmanager
-def _locked() -> Iterator[None]:
+def _hold_lock() -> Iterator[None]:
     with caches.readable_errors():
         lock = locks.lock_file(lock_path(), wait=True)
     try:
@@ -253,39 +254,41 @@ def _locked() -> Iterator[None]:
             locks.release(lock)
 
 
-def _build(library: Library) -> Path:
-    for each in LIBRARIES:
-        for scratch in target(each).parent.glob(f"{libraries.SCRATCH}*"):
-            shutil.rmtree(scratch, ignore_errors=True)  # a killed process left it: this process has the lock
-    record = _record(library)
+def _build_library(library: Library) -> Path:
+    for other in LIBRARIES:
+        for leftover in target(other).parent.glob(f"{libraries.SCRATCH}*"):
+            shutil.rmtree(leftover, ignore_errors=True)  # of a killed process: this one holds the lock
+    record = _failure_file(library)
     try:
         file = libraries.compile_library(library)
     except BuildError as error:
         with contextlib.suppress(BuildError, OSError):
             if not any(text in str(error) for text in DISK_FULL):
-                _remember(record, str(error))
+                _write_failure(record, str(error))
         raise
     record.unlink(missing_ok=True)
     return file
 
 
-def _record(library: Library) -> Path:
+def _failure_file(library: Library) -> Path:
     return caches.folder("build") / f"{target(library).stem}.failed"
 
 
-def _remember(record: Path, message: str) -> None:
+def _write_failure(record: Path, message: str) -> None:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    text = json.dumps({"compiler": libraries.identity(libraries.find()), "when": now, "message": message})
+    text = json.dumps(
+        {"compiler": libraries.identify_compiler(libraries.find()), "when": now, "message": message}
+    )
     temporary = record.with_suffix(f".{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(record)
 
 
 def earlier_failure(library: Library) -> str:
-    """Return how this machine's compiler has failed to compile a library; empty if it hasn't."""
+    """Return the stored failure of a library with the present compiler; empty if there is none."""
     try:
-        record = json.loads(_record(library).read_text(encoding="utf-8"))
-        if record["compiler"] != libraries.identity(libraries.find()):
+        record = json.loads(_failure_file(library).read_text(encoding="utf-8"))
+        if record["compiler"] != libraries.identify_compiler(libraries.find()):
             return ""
         message = libraries.in_one_line(str(record["message"]))
         return f"{message} (tried at {record['when']}; `attnreg build` tries again)"

@@ -1,6 +1,6 @@
-"""Loads attnreg's libraries in C++, if they have been compiled. Other rooms use only these functions.
+"""Loads the compiled C++ libraries; other rooms use the functions of this module.
 
-`ensure_built` starts compiling in the background, `build` compiles now.
+`ensure_built` starts a build in the background, `build` compiles at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnreg.core.torchlib.libraries import (
     CPU_KERNEL,
     LIBRARIES,
     Library,
-    existing,
+    find_file,
     in_one_line,
     target,
 )
@@ -36,37 +36,37 @@ log = logging.getLogger("attnreg")
 
 
 class Status(NamedTuple):
-    """The state of a library."""
+    """The state of a library, as `attnreg info` shows it."""
 
     state: str  # "built", "built, not used", "building", "failed", "off" or "not built"
     file: Path | None = None
-    reason: str = ""  # why it isn't built or used, and what to do
+    reason: str = ""  # why it isn't built or used, and what the user can do
 
 
 def built() -> Path | None:
     """Return the file of the call cache, if it is compiled."""
-    return existing(CALL_CACHE)
+    return find_file(CALL_CACHE)
 
 
 def may_be_loaded(library: Library) -> bool:
-    """Whether a library is compiled and no setting excludes it. Unlike `status`, it acquires no lock."""
-    return not is_left_out() and existing(library) is not None
+    """Whether a library is compiled and ATTNREG_ROUTERS allows it; acquires no lock, unlike `status`."""
+    return not is_left_out() and find_file(library) is not None
 
 
 def loaded() -> ModuleType:
     """Return the call cache as a module, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
-    Raises BuildError if the file is missing, damaged or can't be loaded, or if others can write to it.
+    Raises BuildError if its file is missing, is damaged, can't be loaded, or other users can write to it.
     """
     wait_built()
     if file := built():
-        return _load(file)
-    libraries.checked(CALL_CACHE)  # raises with the reason
+        return _load_module(file)
+    libraries.check_file(CALL_CACHE)  # raises with the reason
     raise BuildError("the call cache isn't compiled for this torch and Python; `attnreg build` does it")
 
 
 @functools.cache
-def _load(file: Path) -> ModuleType:
+def _load_module(file: Path) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(CALL_CACHE.name, str(file))
     spec = importlib.util.spec_from_file_location(CALL_CACHE.name, file, loader=loader)
     try:
@@ -79,14 +79,14 @@ def _load(file: Path) -> ModuleType:
 
 
 def loaded_cpu_kernel() -> ctypes.CDLL:
-    """Return the kernel of the CPU backend, loaded once; with ATTNREG_BUILD=now it is compiled first.
+    """Return the library of the CPU backend, loaded once; with ATTNREG_BUILD=now it is compiled first.
 
-    Raises BuildError as `loaded` does, and with ATTNREG_ROUTERS=python.
+    Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS=python excludes compiled libraries.
     """
     if is_left_out():
         raise BuildError("ATTNREG_ROUTERS=python leaves compiled libraries out")
     wait_built()
-    return _load_kernel(libraries.checked(CPU_KERNEL))
+    return _load_kernel(libraries.check_file(CPU_KERNEL))
 
 
 @functools.cache
@@ -100,9 +100,9 @@ def _load_kernel(file: Path) -> ctypes.CDLL:
 
 
 def status(library: Library) -> Status:
-    """Return the state of a library, with the reason if it isn't built or used."""
+    """Return whether a library is built, or the reason why it isn't."""
     try:
-        if file := existing(library):
+        if file := find_file(library):
             left_out = "ATTNREG_ROUTERS=python leaves compiled libraries out" if is_left_out() else ""
             return Status("off" if left_out else "built", file, left_out)
         if process := locks.holder(background.lock_path()):

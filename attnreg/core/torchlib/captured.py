@@ -1,8 +1,8 @@
 """PyTorch's own kernels, captured before any router covers them, and overrides above the routers.
 
-A router that calls an op by its name would call itself. `kernel` returns the C++ kernel that was
-registered for an (op, dispatch key) at the first `capture` of the pair; `aten` captures all of them
-before it registers a single router.
+A router that called an op by its name would call itself. `kernel` returns the C++ kernel that was registered
+for an (op, dispatch key) at the first `capture` of the pair. `aten` captures all of them before it registers
+the first router.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import RegistrationError
 
 
-def _too_old(what: str = "") -> RegistrationError:
+def _make_version_error(what: str = "") -> RegistrationError:
     return RegistrationError(f"{what}attnreg needs torch 2.11 or newer, found {torch.__version__}")
 
 
 try:
     from torch.nn.attention import _registry
 except ImportError as error:
-    raise _too_old() from error
+    raise _make_version_error() from error
 
 torch_registry = _registry  # of the implementations that `torch.nn.attention` can activate
 log = logging.getLogger("attnreg")
@@ -36,39 +36,41 @@ call_cache_in_use: bool | None = None
 
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
-_warned_of = ""  # which implementation above the routers has been warned of
+_warned_of = ""  # the implementation above the routers that the last warning named
 
 
 def check_version() -> None:
-    """Raise RegistrationError if torch is older than any that attnreg supports."""
+    """Raise RegistrationError if torch is older than 2.11, the oldest version that attnreg supports."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
-        raise _too_old()
+        raise _make_version_error()
 
 
 def capture(op: str, key: str) -> Callable[..., Any] | None:
     """Return torch's kernel of `aten::op` for a dispatch key, or None where torch has none.
 
-    Later calls for a pair return the same kernel, also after a router has been registered over it. Raises
-    RegistrationError if this torch can't return kernels, or other Python code overrides the op.
+    The first call for a pair captures the kernel. Later calls return the same kernel, also after a router has
+    been registered over it. Raises RegistrationError if this torch can't return kernels, or other Python code
+    overrides the op.
     """
     with _lock:
         if (op, key) not in _captured:
-            _captured[op, key] = _get(op, key)
+            _captured[op, key] = _get_kernel(op, key)
         return _captured[op, key]
 
 
 def kernel(op: str, key: str) -> Callable[..., Any]:
-    """Return torch's kernel as `capture` does; raises RegistrationError as well if torch has none."""
-    captured_kernel = capture(op, key)
-    if captured_kernel is None:
+    """Return torch's kernel as `capture` does, but raise RegistrationError if torch has none."""
+    captured = capture(op, key)
+    if captured is None:
         raise RegistrationError(f"torch {torch.__version__} has no {key} kernel for aten::{op}")
-    return captured_kernel
+    return captured
 
 
 def check_not_overridden(op: str, key: str) -> None:
-    """Raise RegistrationError if Python code has overridden `aten::op`, before routers are registered.
+    """Raise RegistrationError if Python code has overridden `aten::op`; called before routers are registered.
 
-    `capture` would return the override in place of torch's kernel, and it ends once that code removes it.
+    The override would be captured instead of torch's kernel, and would vanish as soon as that code removes
+    it.
     """
     for line in torch._C._dispatch_dump(f"aten::{op}").splitlines():
         # What Python registers has no C++ signature.
@@ -80,18 +82,18 @@ def check_not_overridden(op: str, key: str) -> None:
             )
 
 
-def _get(op: str, key: str) -> Callable[..., Any] | None:
+def _get_kernel(op: str, key: str) -> Callable[..., Any] | None:
     check_not_overridden(op, key)
     get_kernel = getattr(torch.library, "get_kernel", None)
     if get_kernel is None or not hasattr(torch._C._SafeKernelFunction, "call_boxed"):
-        raise _too_old("torch.library.get_kernel or call_boxed is missing: ")
+        raise _make_version_error("torch.library.get_kernel or call_boxed is missing: ")
     try:
-        safe_kernel = get_kernel(f"aten::{op}", key)
-    except RuntimeError:  # torch has no kernel for this key, as for CUDA in any CPU build
+        kernel = get_kernel(f"aten::{op}", key)
+    except RuntimeError:  # torch has no kernel for this key, as on a CPU build
         return None
     # A fixed key set is enough: these are backend kernels, and no functionality key above them may run twice.
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    return functools.partial(safe_kernel.call_boxed, keys)
+    return functools.partial(kernel.call_boxed, keys)
 
 
 def shadowed_by() -> str:
@@ -101,7 +103,7 @@ def shadowed_by() -> str:
 
 
 def shadow_note() -> str:
-    """Return a note on the implementation above the routers: what it covers, how to undo it; or ''."""
+    """Return a sentence for users about the implementation that `shadowed_by` returns, or ''."""
     name = shadowed_by()
     return name and (
         f"torch.nn.attention has {name!r} active above attnreg's routers: the flash ops "
@@ -110,7 +112,7 @@ def shadow_note() -> str:
 
 
 def warn_if_shadowed() -> None:
-    """Warn once of an implementation that was activated after the routers were installed."""
+    """Warn once about an implementation that was activated after the routers were installed."""
     global _warned_of
     name = shadowed_by() if call_cache_in_use is not None else ""
     if name != _warned_of:

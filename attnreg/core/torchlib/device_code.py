@@ -1,7 +1,7 @@
-"""Small CUDA kernels of attnreg's own, compiled where they run, without a compiler on the machine.
+"""Small CUDA kernels of attnreg's own, compiled on the machine where they run, without a C++ compiler.
 
 NVRTC compiles CUDA C to machine code for one GPU, and the driver loads and launches it. Every machine with a
-CUDA build of torch has both libraries. If they can't be used, the callers run torch's ops instead.
+CUDA build of torch has both libraries. Where they can't be used, the owner of a kernel runs torch's ops.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from attnreg.core.torchlib.locks import open_after_fork
 
 log = logging.getLogger("attnreg")
 
-# The driver's error in a thread without a current context: torch has run nothing on a GPU there yet.
+# The driver's error where a thread has no current context, because torch has run nothing on a GPU there yet.
 INVALID_CONTEXT = 201
-# The capture mode of a thread that loads code while another thread captures a graph: the capture goes on.
+# The capture mode of a thread that loads code: a graph that another thread is capturing stays valid.
 _RELAXED = 2
 
 _lock = open_after_fork(threading.Lock())
-# Loaded modules by source and GPU; all kernels of a source are compiled at once.
+# Loaded modules by (source, index of the GPU); all kernels of a source are compiled together.
 _modules: dict[tuple[str | Path, int], ctypes.c_void_p] = {}
 
 
 class DeviceCodeError(RuntimeError):
-    """NVRTC or the driver isn't there, or has refused something."""
+    """NVRTC or the driver is missing, or has returned an error."""
 
 
 class DeviceKernel:
     """A kernel in CUDA C, compiled for each GPU when it is first needed there.
 
-    `source` is the code or a file with it. It includes no header, and defines `extern "C" __global__ void
-    name(...)`. Each parameter has eight bytes: an address, a `long long` or a `double`.
+    `source` is the code, or the path of a file with it. It includes no header, and defines `extern "C"
+    __global__ void name(...)`. Each parameter has eight bytes: an address, a `long long` or a `double`.
     """
 
     def __init__(self, name: str, source: str | Path) -> None:
         self.name, self.source = name, source
         # By the GPU's index; None where the kernel can't run.
         self._functions: dict[int, ctypes.c_void_p | None] = {}
-        # Memory for the arguments of a launch: a thread that launches removes a frame, and puts it back.
+        # Memory for arguments that no launch uses now: a thread removes a frame while it launches.
         self._frames: list[_Frame] = []
 
     def available(self, device: torch.device | int) -> bool:
-        """Return whether the kernel can run on a device: a `torch.device`, or the index of a GPU.
+        """Return whether the kernel can run on a device, which may be the index of a GPU.
 
-        The first call compiles the kernel; while a graph is captured it returns False instead. If the kernel
-        can't run, a debug line is logged with the reason.
+        The first call compiles the kernel; while a graph is captured it returns False instead. A debug line
+        says why a kernel can't run.
         """
-        return self._function(_index_of(device)) is not None
+        return self._function(_find_index(device)) is not None
 
     def address(self, device: torch.device | int) -> int | None:
-        """Return the kernel's CUfunction, for cuLaunchKernel; None where the kernel isn't available."""
-        function = self._function(_index_of(device))
+        """Return the function's handle for cuLaunchKernel; None where the kernel isn't available."""
+        function = self._function(_find_index(device))
         return None if function is None else function.value
 
     def __call__(
         self, grid: int, block: int, *arguments: Tensor | int | float, stream: int | None = None
     ) -> None:
-        """Launch `grid` blocks of `block` threads on `stream`, by default the current stream.
+        """Launch `grid` blocks of `block` threads on a stream; by default on the current stream.
 
-        The kernel's first argument is a tensor on the GPU that runs the kernel. A tensor, of any shape and
-        dtype, is passed as its address, an int as a `long long`, a float as a `double`.
+        The first argument is a tensor of any shape and dtype on the GPU that runs the kernel. A tensor is
+        passed as its address, an int as a `long long`, a float as a `double`.
 
         Raises:
             DeviceCodeError: the kernel isn't available on that GPU, or the driver refuses the launch.
@@ -83,7 +83,7 @@ class DeviceKernel:
             raise DeviceCodeError(f"kernel {self.name} isn't available on cuda:{index}")
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(index)
-        words = [x if type(x) is int else _word(x) for x in arguments]
+        words = [x if type(x) is int else _to_word(x) for x in arguments]
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -92,11 +92,11 @@ class DeviceKernel:
         launch, on = _launch(), ctypes.c_void_p(stream)
         error = launch(function, grid, 1, 1, block, 1, 1, 0, on, frame.pointers, None)
         if error == INVALID_CONTEXT:
-            _check(_driver().cuCtxSetCurrent(_context(index)))
+            _raise_for(_driver().cuCtxSetCurrent(_context(index)))
             error = launch(function, grid, 1, 1, block, 1, 1, 0, on, frame.pointers, None)
         self._frames.append(frame)
         if error:
-            raise DeviceCodeError(f"kernel {self.name} on cuda:{index}: {_driver_error(error)}")
+            raise DeviceCodeError(f"kernel {self.name} on cuda:{index}: {_describe_error(error)}")
 
     def _function(self, index: int) -> ctypes.c_void_p | None:
         try:
@@ -105,7 +105,7 @@ class DeviceKernel:
             return self._load(index)
 
     def _load(self, index: int) -> ctypes.c_void_p | None:
-        """Load the kernel on a GPU and keep the function, or None if that fails; in a capture do neither."""
+        """Load the kernel on a GPU and cache it, None if that fails; during a capture do nothing."""
         if index < 0 or torch.version.cuda is None or torch.cuda.is_current_stream_capturing():
             return None
         with _lock:
@@ -133,17 +133,17 @@ def launch_function() -> int:
     """Return the address of the driver's cuLaunchKernel.
 
     Raises:
-        OSError: there is no driver.
+        OSError: the machine has no driver.
     """
     return ctypes.cast(_launch(), ctypes.c_void_p).value or 0
 
 
 def compile_source(source: str | Path, architecture: str) -> bytes:
-    """Return CUDA C as machine code for an architecture such as `sm_90`; needs no GPU.
+    """Compile CUDA C to machine code for an architecture such as `sm_90`; needs no GPU.
 
     Raises:
-        DeviceCodeError: NVRTC refuses it; the message is NVRTC's.
-        OSError: there is no NVRTC, or no such file.
+        DeviceCodeError: NVRTC reports an error, which is the message.
+        OSError: NVRTC or the source file is missing.
     """
     text = source if isinstance(source, str) else source.read_text(encoding="utf-8")
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
@@ -168,7 +168,7 @@ def compile_source(source: str | Path, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _index_of(device: torch.device | int) -> int:
+def _find_index(device: torch.device | int) -> int:
     if isinstance(device, int):
         return device
     if device.type != "cuda":
@@ -176,7 +176,7 @@ def _index_of(device: torch.device | int) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _word(argument: Tensor | int | float) -> int:
+def _to_word(argument: Tensor | int | float) -> int:
     """Return the eight bytes of an argument as an integer."""
     if isinstance(argument, Tensor):
         return argument.data_ptr()
@@ -186,15 +186,15 @@ def _word(argument: Tensor | int | float) -> int:
 
 
 def _load_function(name: str, source: str | Path, index: int) -> ctypes.c_void_p:
-    """Load a kernel on a GPU. The caller owns the lock."""
+    """Load a kernel on a GPU; the caller holds `_lock`."""
     driver, function, before = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     mode = ctypes.c_int(_RELAXED)
-    _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    _raise_for(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
     try:
-        _check(driver.cuCtxPushCurrent_v2(_context(index)))
+        _raise_for(driver.cuCtxPushCurrent_v2(_context(index)))
         try:
             module = _modules.get((source, index)) or _load_module(source, index)
-            _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+            _raise_for(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         finally:
             driver.cuCtxPopCurrent_v2(ctypes.byref(before))
     finally:
@@ -205,17 +205,17 @@ def _load_function(name: str, source: str | Path, index: int) -> ctypes.c_void_p
 def _load_module(source: str | Path, index: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(index)
     module, code = ctypes.c_void_p(), compile_source(source, f"sm_{major}{minor}")
-    _check(_driver().cuModuleLoadData(ctypes.byref(module), code))
+    _raise_for(_driver().cuModuleLoadData(ctypes.byref(module), code))
     _modules[source, index] = module
     return module
 
 
 @functools.cache
 def _context(index: int) -> ctypes.c_void_p:
-    """Return a GPU's primary context, which is torch's, and keep it alive."""
+    """Return a GPU's primary context, which torch uses as well, and keep it alive."""
     driver, device, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
-    _check(driver.cuDeviceGet(ctypes.byref(device), index))
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    _raise_for(driver.cuDeviceGet(ctypes.byref(device), index))
+    _raise_for(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
     return context
 
 
@@ -226,21 +226,21 @@ def _launch() -> Any:
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return _library("cuLaunchKernel", "libcuda.so.1")
+    return _open_library("cuLaunchKernel", "libcuda.so.1")
 
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
     major = (torch.version.cuda or "").partition(".")[0]
-    nvrtc = _library("nvrtcCompileProgram", f"libnvrtc.so.{major}")
+    nvrtc = _open_library("nvrtcCompileProgram", f"libnvrtc.so.{major}")
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
     return nvrtc
 
 
-def _library(symbol: str, name: str) -> ctypes.CDLL:
-    """Return torch's library that is linked to NVRTC and the driver, and so has their symbols, too.
+def _open_library(symbol: str, name: str) -> ctypes.CDLL:
+    """Open torch's library that links NVRTC and the driver, and so provides their symbols.
 
-    If torch has no such library or it lacks the symbol, return the library of this name.
+    If it is missing or lacks the symbol, open the library called `name`.
     """
     with suppress(OSError):
         both = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libcaffe2_nvrtc.so"))
@@ -249,12 +249,12 @@ def _library(symbol: str, name: str) -> ctypes.CDLL:
     return ctypes.CDLL(name)
 
 
-def _check(error: int) -> None:
+def _raise_for(error: int) -> None:
     if error:
-        raise DeviceCodeError(_driver_error(error))
+        raise DeviceCodeError(_describe_error(error))
 
 
-def _driver_error(number: int) -> str:
+def _describe_error(number: int) -> str:
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(number, ctypes.byref(text))
     return f"CUDA error {number}: {(text.value or b'unknown').decode()}"

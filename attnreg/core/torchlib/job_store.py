@@ -1,8 +1,10 @@
-"""The store of the default process group, through which the ranks of a job exchange small values.
+"""The store of the default process group, by which the ranks of a job exchange small values.
 
-Nothing here is a collective: no rank waits for a rank that never reads the store. A store may be stalled or
-gone, so every access has a time limit. Nobody keeps a reference to the store: a `TCPStore` that is still
-referenced after `destroy_process_group` is reused by the next group, which then reads stale addresses.
+The store needs no collective: a rank that never uses it blocks no other rank. Two rules for its users:
+
+- A store may be stalled or gone, so every access has a time limit (`within`).
+- Nobody keeps a reference to it. A `TCPStore` that is still referenced after `destroy_process_group` is
+  reused by the next group, which then reads the addresses of the previous group.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _inherited: weakref.ref[Any] | None = None
 
 def group_of_several() -> Any:
     """Return `torch.distributed` if the default process group has several ranks, else None."""
-    # A program with a process group has imported the module.
+    # Not imported means not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -40,11 +42,10 @@ def default() -> Any:
 
 
 def within(seconds: float, run: Callable[[], object]) -> None:
-    """Run a function in a thread, and abandon the thread after so many seconds.
+    """Run a function in a thread, and stop waiting for it after some seconds.
 
-    Raises:
-        RuntimeError: the time is over, or the function has raised. The function's error isn't chained: its
-            frames would keep the store alive.
+    Raises RuntimeError after that time, and if the function raised. The function's own error isn't chained,
+    because its frames keep the store alive.
     """
     errors: list[str] = []
 

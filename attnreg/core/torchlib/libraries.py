@@ -1,7 +1,7 @@
-"""attnreg's libraries in C++: their sources, their files, and the compiler's run.
+"""The C++ libraries: their sources and flags, the file of each, and how the compiler is run.
 
 There are two: the call cache, which runs repeated calls without Python, and the kernel of the CPU backend.
-The `module.cpp` of each describes it. A library has a file for each version of torch and Python.
+Each is described in its `module.cpp`. A library has a file for each version of torch and Python.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from attnreg.errors import BuildError
 ROOT = Path(__file__).parents[2]
 
 COMPILERS = ("c++", "g++", "clang++")
-# The prefix of the folders of builds under way; no other name in the cache has it.
+# The prefix of folders of unfinished builds; nothing else in the cache has it.
 SCRATCH = ".building-"
-# The characters of a compiler's output that go into a message, and the seconds until a compiler is stopped.
+# How many characters of a compiler's output a message has, and after how many seconds the compiler is killed.
 MOST_CHARACTERS, TIMEOUT = 2000, 1800
 
-# Scripts that load a new file, with variables `name` and `file`. A separate process runs them, as the file
-# may be broken in any way.
+# Scripts that load a new file in another process, because a broken file may crash it.
 TRY_MODULE = """
 import importlib.util, torch
 from importlib.machinery import ExtensionFileLoader
@@ -49,16 +48,16 @@ library.attnreg_forward, library.attnreg_backward
 
 
 class Library(NamedTuple):
-    """Something to compile.
+    """A C++ library, as its compiler command needs it.
 
     Attributes:
-        name: the prefix of the library's files; of a Python module also the module's name.
-        folder: the purpose by which `caches.folder` returns the files' folder.
-        title: the library's name in messages.
-        main: the source; it includes only headers of its own folder, and torch's.
-        flags: the compiler's flags.
-        libraries: the libraries of torch to link to.
-        trial: a script that loads the library, with variables `name` and `file`.
+        name: the prefix of its files, and the name of a Python module.
+        folder: the purpose that `caches.folder` takes.
+        title: its name in messages.
+        main: the source file. It includes only headers of its own folder, and torch's.
+        flags: flags of the compiler.
+        libraries: names of the torch libraries to link.
+        trial: a script that loads it, with variables `name` and `file`.
         is_native: whether it is compiled for the instructions that torch uses on this machine.
     """
 
@@ -72,7 +71,7 @@ class Library(NamedTuple):
     is_native: bool = False
 
     def all_flags(self) -> tuple[str, ...]:
-        """Return all flags; the instructions that torch uses here are named by their x86-64 level."""
+        """Return all flags; native code targets the x86-64 level of the instructions that torch uses here."""
         known = torch.backends.cpu.get_cpu_capability() if self.is_native else ""
         native = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}.get(known[:6], ())
         return "-std=c++20", "-fPIC", "-shared", "-w", *self.flags, *native
@@ -100,19 +99,18 @@ CPU_KERNEL = Library(
 LIBRARIES = (CALL_CACHE, CPU_KERNEL)
 
 
-# A library's file ends with the digest of all bytes before, which loaders ignore. A digest in a second file
-# could be of another version than the library.
+# A library file ends with the digest of its other bytes, which loaders ignore. A file beside it could get out
+# of step.
 DIGEST = hashlib.sha256
 DIGEST_BYTES = DIGEST().digest_size
 
 
 @functools.cache
 def target(library: Library = CALL_CACHE) -> Path:
-    """Return the file of a library: another for each torch, Python and state of the source.
+    """Return the path of a library's file, which depends on torch, Python, the flags and the source.
 
-    A library that is compiled for the machine's instructions has a file for each set of instructions, because
-    machines may share a home folder. Raises BuildError if the source is missing, or the user has no home
-    folder.
+    A native library has a file for each level of instructions, because machines may share a home folder.
+    Raises BuildError if the source is missing, or the user has no home folder.
     """
     try:
         files = library.main, *sorted(library.main.parent.glob("*.h"))
@@ -124,16 +122,16 @@ def target(library: Library = CALL_CACHE) -> Path:
         raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
 
-def existing(library: Library) -> Path | None:
-    """Return the file of a library as `checked` does; None where `checked` raises."""
+def find_file(library: Library) -> Path | None:
+    """Return the file of a library, as `check_file` does; None where `check_file` raises."""
     try:
-        return checked(library)
+        return check_file(library)
     except BuildError:
         return None
 
 
-def checked(library: Library) -> Path:
-    """Return the path to load a library from, without links.
+def check_file(library: Library) -> Path:
+    """Check the file of a library, and return the path to load it by, without links.
 
     Raises BuildError if the file is missing, can't be read, is damaged, or another user can replace it.
     """
@@ -156,13 +154,13 @@ def checked(library: Library) -> Path:
 def why_not_used(library: Library) -> str:
     """Return why a compiled library isn't used; empty if it is used, or isn't compiled.
 
-    Raises BuildError as `target` does, and OSError if the file's folder can't be read.
+    Raises BuildError as `target` does, and OSError if the file's existence can't be determined.
     """
     with caches.readable_errors("read"):
         is_there = target(library).is_file()
     try:
         if is_there:
-            checked(library)
+            check_file(library)
     except BuildError as error:
         return str(error)
     return ""
@@ -170,35 +168,35 @@ def why_not_used(library: Library) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _digest_matches(file: Path, *_: int) -> bool:
-    """Return whether a file ends with the digest of its contents: a truncated file crashes its process."""
+    """Return whether a file ends with the digest of its contents: a truncated library crashes the process."""
     contents = memoryview(file.read_bytes())
     return DIGEST(contents[:-DIGEST_BYTES]).digest() == contents[-DIGEST_BYTES:]
 
 
 def _versions() -> tuple[str | None, ...]:
-    """Return the versions that a compiled library depends on."""
+    """Return the versions that a library depends on beyond its source."""
     return torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
 
 
 def compile_library(library: Library) -> Path:
-    """Compile a library and load it in another process; replaces an existing file.
+    """Compile a library, load it in another process for a test, and replace the previous file.
 
-    Raises BuildError, with the output, if there is no compiler, it fails, or the new file can't be loaded.
+    Raises BuildError, with the output, if there is no compiler, it fails, or its result can't be loaded.
     """
     file, problem = target(library), f"{library.title} can't be compiled"
     try:
         caches.make(file.parent)
         place = file.parent.resolve()
         caches.check_writable(place)
-        # Other processes may load or compile the same file: it has to appear complete, in one step.
+        # Other processes may load the file, or compile it as well: it must appear complete or not at all.
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
             made = Path(folder) / file.name
-            _run([*find(), *_arguments(library, made)], folder)
+            _run_command([*find(), *_make_arguments(library, made)], folder)
             with made.open("ab") as contents:
                 contents.write(DIGEST(made.read_bytes()).digest())
-            _run(python(f"name, file = arguments\n{library.trial}", library.name, str(made)), folder)
+            _run_command(python(f"name, file = arguments\n{library.trial}", library.name, str(made)), folder)
             made.chmod(0o700)
-            # Write the contents to the disk before the name, or a crash may leave an empty file.
+            # The contents reach the disk before the name does, so that a crash leaves no empty file.
             with made.open("rb") as contents:
                 os.fsync(contents.fileno())
             made.replace(place / file.name)
@@ -210,9 +208,9 @@ def compile_library(library: Library) -> Path:
 
 
 def find() -> list[str]:
-    """Return the compiler that CXX names, with CXX's arguments; without CXX one of `COMPILERS`.
+    """Return the command of the compiler: CXX with its arguments, else the first of `COMPILERS`.
 
-    Raises BuildError if there is no compiler, or CXX can't be parsed.
+    Raises BuildError if no compiler exists, CXX can't be parsed, or the system isn't Linux.
     """
     if sys.platform != "linux":
         raise BuildError(f"attnreg compiles on Linux only, got {sys.platform}")
@@ -222,24 +220,25 @@ def find() -> list[str]:
     except ValueError as error:
         raise BuildError(f"CXX={wanted}: {error}") from error
     for name, *arguments in choices:
-        if program := shutil.which(name):
-            return [str(Path(program).absolute()), *arguments]
+        if path := shutil.which(name):
+            return [str(Path(path).absolute()), *arguments]
     looked_for = f"CXX={wanted}" if wanted else " or ".join(COMPILERS)
     raise BuildError(f"there is no C++ compiler, looked for {looked_for}")
 
 
-def identity(command: list[str]) -> str:
-    """Return a text that differs between compilers and versions, or raise OSError; runs nothing."""
+def identify_compiler(command: list[str]) -> str:
+    """Return a text that differs between compilers and versions, or raise OSError; runs no compiler."""
     file = Path(command[0]).resolve()
     status = file.stat()
     return f"{shlex.join([str(file), *command[1:]])} {status.st_size} {status.st_mtime_ns}"
 
 
 def python(script: str, *arguments: str) -> list[str]:
-    """Return the command of a Python that can import torch, and imports no module by accident, nor attnreg.
+    """Return the command of a Python that runs a script and can import torch, but no module by accident.
 
-    Modules of any name may be in the current folder, the script's folder, PYTHONPATH and the folder that
-    contains attnreg. So the path is the standard library, torch's folder, then the installed packages.
+    Its path has the standard library, torch's folder, and folders of installed packages. It lacks four
+    folders that may contain modules of any name: the current folder, the program's own, PYTHONPATH and
+    attnreg's.
     """
     installed = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
     places = [str(Path(torch.__file__).parents[1].absolute()), *installed]
@@ -248,16 +247,16 @@ def python(script: str, *arguments: str) -> list[str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Return the variables of a process that compiles: `import torch` installs no routers there."""
+    """Return the environment of a process that compiles, where `import torch` installs no routers."""
     return os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "ATTNREG_BUILD": "off"}
 
 
 def in_one_line(message: str) -> str:
-    """Return a build's error as one line for a log: what failed, and the compiler's first line."""
+    """Shorten a failed build's message to one line for a log: what failed, and the compiler's first line."""
     return " ".join(line.strip() for line in message.splitlines()[:2])
 
 
-def _arguments(library: Library, output: Path) -> list[str]:
+def _make_arguments(library: Library, output: Path) -> list[str]:
     inside = Path(torch.__file__).parent
     headers = inside / "include"
     includes = headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")
@@ -272,8 +271,8 @@ def _arguments(library: Library, output: Path) -> list[str]:
     ]
 
 
-def _run(command: list[str], folder: str) -> None:
-    """Run a command, its temporary files in a folder; raises BuildError with its output if it fails."""
+def _run_command(command: list[str], folder: str) -> None:
+    """Run a command with its temporary files in a folder; raises BuildError with its output if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace",

@@ -1,7 +1,7 @@
-"""Locks that are open again after a fork: between threads, and between processes on a file.
+"""Locks that are open in a forked child: locks between threads, and file locks between processes.
 
-Two threads that acquire two locks in different orders may wait for each other for ever. `ORDER` lists all of
-attnreg's locks between threads. A thread that owns a lock acquires only later locks of the list.
+Two threads that acquire two locks in different orders can deadlock. `ORDER` lists all of attnreg's locks
+between threads: a thread that holds one acquires only locks that come later.
 """
 
 from __future__ import annotations
@@ -39,25 +39,31 @@ ORDER = (
 
 AnyLock = TypeVar("AnyLock", "Lock", "RLock")
 
-# Descriptors of locked files. A forked worker closes its copies, or it would keep the locks while it lives.
+# Descriptors of locked files. A worker forked meanwhile must close them, or it would hold the locks for life.
 _held: set[int] = set()
 
 
 def open_after_fork(lock: AnyLock) -> AnyLock:
-    """Return the lock; in a forked child it is open, as the thread that may own it doesn't exist there."""
+    """Return the lock, which is reset in a forked child: the thread that held it doesn't exist there."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
     return lock
 
 
 def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int | None:
-    """Lock a file, and return its descriptor; None if another process owns the lock.
+    """Lock a file for this process and processes that inherit the lock; None where another process holds it.
 
-    The system opens the lock when the last process with the descriptor has ended, in whatever way. So there
-    are no stale locks. A missing file is made, and never removed here. A process that is started with
-    `pass_fds` inherits the lock, a forked child doesn't. With `wait` this waits for the lock's owner.
-    Only this user may write to the file. With `like`, if that file exists, its writers may, too.
-    Raises OSError if the file can't be made or opened, or its file system has no locks.
+    The system releases the lock when the last process with the returned descriptor has ended, also by a
+    crash: there are no stale locks. The file is created if it is missing, and releasing the lock leaves it. A
+    process inherits the lock if it is started with `pass_fds`; a forked process doesn't.
+
+    Args:
+        path: the file to lock.
+        wait: whether to wait for the holder.
+        like: a file whose writers may use the lock, too, if the file exists; else only this user may.
+
+    Raises:
+        OSError: the file can't be created or opened, or its file system has no locks.
     """
     import fcntl
 
@@ -65,9 +71,7 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         if like:
-            with suppress(
-                FileNotFoundError, PermissionError
-            ):  # another user has made the lock, with this mode
+            with suppress(FileNotFoundError, PermissionError):  # another user created the lock, and its mode
                 os.fchmod(descriptor, like.stat().st_mode & mode | 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -84,13 +88,14 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
 
 @contextmanager
 def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
-    """Let only one thread of all processes read a file and write it anew, inside this block.
+    """Give one thread of one process at a time the right to read and rewrite a file, inside this block.
 
-    Raises TimeoutError if one process owns the lock for so many seconds; each new owner restarts the time.
-    Raises OSError as `lock_file` does. Systems without fcntl have no such locks: the block runs unprotected.
+    Raises TimeoutError if a single other process holds the lock for `seconds`; the time restarts whenever the
+    holder changes. Raises OSError as `lock_file` does. Systems without fcntl have no such locks: there the
+    block excludes nobody.
     """
-    target = path.resolve()  # one lock for all links to a file
-    # A file of its own is locked: the target is replaced, and waiting processes would lock the old file.
+    target = path.resolve()  # all links to a file share the lock
+    # Not the file itself: it is replaced, and a waiting process would then lock the old file.
     lock = target.with_name(f".{target.name}.lock")
     last, end = None, 0.0
     while os.name == "posix" and (descriptor := _lock_in_place(lock, target)) is None:
@@ -109,7 +114,7 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
 
 
 def _lock_in_place(path: Path, like: Path) -> int | None:
-    """Lock a file as `lock_file` does; None also if the lock's last owner has just removed the file."""
+    """Lock a file as `lock_file` does; None also where its last holder has just removed the file."""
     if (descriptor := lock_file(path, like=like)) is None:
         return None
     with suppress(FileNotFoundError):
@@ -120,13 +125,13 @@ def _lock_in_place(path: Path, like: Path) -> int | None:
 
 
 def release(descriptor: int) -> None:
-    """Open the lock of a file, unless other processes have inherited it."""
+    """Release the lock of a file; processes that have inherited it still hold it."""
     _held.discard(descriptor)
     os.close(descriptor)
 
 
 def holder(path: Path) -> str:
-    """Return the process id that the owner of a file's lock has written to it; empty if the lock is open."""
+    """Return the process id that the holder of a file's lock has written to it; empty if it isn't locked."""
     try:
         import fcntl
 
@@ -136,7 +141,7 @@ def holder(path: Path) -> str:
             except BlockingIOError:
                 return file.read(100).decode("ascii", "replace") or "unknown"
     except (OSError, ImportError):
-        pass  # the file is missing, or can't be read, or this system has no such locks
+        pass  # no such file, it can't be read, or this system has no such locks
     return ""
 
 

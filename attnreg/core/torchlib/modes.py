@@ -1,4 +1,4 @@
-"""Whether a call's tensors are plain, or torch has to see the call as an op; and autocast's rule for it."""
+"""Whether a call has plain tensors or torch must see it as an op, and what autocast changes in it."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
-# Computed at import, as the torch.compile of torch 2.11 can't trace `is_autocast_available`.
+# At import, because torch.compile of torch 2.11 can't trace `is_autocast_available`.
 _AUTOCASTS = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
 )
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether tensors are on a CPU or GPU, and no mode, subclass or function transform has to see the call.
+    """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform handles.
 
-    Tensors may have any shape and dtype. A lazily negated tensor isn't plain: in memory its numbers have the
-    opposite sign. Nor are zeros without memory.
+    A lazily negated tensor isn't plain, because its numbers in memory have the opposite sign. Zeros without
+    memory aren't plain either.
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
     if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _is_default_device()):
         return False
+    present = [x for x in tensors if x is not None]
     return all(
         type(x) in (Tensor, torch.nn.Parameter)
         and (x.is_cuda or x.is_cpu)
         and not (x.is_neg() or x._is_zerotensor())
-        for x in tensors
-        if x is not None
+        for x in present
     )
 
 
 def is_for_others() -> bool:
-    """Whether this run stands for other values as well: under torch.jit.trace, `vmap` or `functionalize`.
+    """Whether the running code also serves other inputs: under torch.jit.trace, `vmap` or `functionalize`.
 
-    Values that are read from a tensor then belong to only one of the runs, or can't be read. Returns False in
-    compiled code, and for make_fx: see `is_readable` of the room `integrations`.
+    A number that is read back from a tensor would hold for one of these inputs only, or can't be read. False
+    in compiled code, and for make_fx: see `is_readable` of the room `integrations`.
     """
     if torch.compiler.is_compiling():
         return False
     return torch._C._is_tracing() or any(
-        level.key() in _OF_OTHERS for level in torch._C._functorch.get_interpreter_stack() or ()
+        interpreter.key() in _OF_OTHERS for interpreter in torch._C._functorch.get_interpreter_stack() or ()
     )
 
 
@@ -53,7 +53,7 @@ _OF_OTHERS = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.Transf
 
 
 def _is_default_device() -> bool:
-    """Whether all function modes are of `torch.set_default_device`, which changes no call of attention."""
+    """Whether all function modes come from `torch.set_default_device`, which changes no attention call."""
     from torch.utils._device import DeviceContext  # torch imports it with the first such mode
 
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ def _is_default_device() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a function transform or forward-mode AD is under way."""
+    """Whether a function transform or forward-mode AD is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -71,10 +71,10 @@ def autocasts(device: str) -> bool:
 
 
 def in_memory(x: Tensor) -> Tensor | None:
-    """Return a tensor, of any shape and dtype, in memory that kernels can read; None if impossible.
+    """Return a tensor, of any shape and dtype, as memory that kernels can read; None if that is impossible.
 
-    Zeros may have no memory, and a lazy negative has the opposite sign in memory. A subclass with
-    `__torch_dispatch__` and a tensor of vmap are wrappers. Some wrappers unwrap when an op is called, such as
+    Zeros may have no memory, and a lazily negated tensor has the opposite sign in memory. Subclasses with
+    `__torch_dispatch__` and tensors of vmap are wrappers. Some wrappers unwrap when an op is called, such as
     the result of a collective that nobody has waited for yet.
     """
     if _is_wrapper(x) and _is_wrapper(x := x.clone()):
@@ -90,10 +90,10 @@ def _is_wrapper(x: Tensor) -> bool:
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast tensors of any shape as autocast does for `F.scaled_dot_product_attention`.
+    """Cast query, key and value as autocast does for `F.scaled_dot_product_attention`.
 
-    With autocast on for their device, floating-point tensors except float64 get autocast's dtype. Torch's
-    own op has no such rule.
+    Tensors of any shape, in any dtype but float64, are cast to autocast's dtype of the query's device.
+    Torch's own varlen op has no such rule.
     """
     device = query.device.type
     if not autocasts(device):
@@ -104,14 +104,14 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _is_cast(x: Tensor) -> bool:
-    return x.is_floating_point() and x.dtype != torch.float64  # which autocast leaves as it is
+    return x.is_floating_point() and x.dtype != torch.float64  # autocast never casts float64
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a second derivative of an `autograd.Function` an error, as torch's `once_differentiable` does.
 
-    Torch's version raises no error if no incoming gradient needs a gradient, as with a loss that is linear in
-    the output. A penalty on such a gradient would then silently add nothing.
+    Torch's function raises no error where no incoming gradient requires a gradient, as with a loss that is
+    linear in the output. A penalty on such a gradient would then silently contribute nothing.
     """
 
     @functools.wraps(backward)
@@ -120,11 +120,11 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        # Inputs, too, or the second derivative by the inputs alone wouldn't reach this node.
+        # The inputs as well: without them a derivative by the inputs alone wouldn't reach this error.
         inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
         leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in results]
         text = b"trying to differentiate twice what attnreg computes, which has a first derivative alone"
-        guarded = torch._C._functions.DelayedError(text, len(leaves) + len(inputs))(*leaves, *inputs)
-        return tuple(guarded[: len(leaves)])
+        delayed = torch._C._functions.DelayedError(text, len(leaves) + len(inputs))(*leaves, *inputs)
+        return tuple(delayed[: len(leaves)])
 
     return once

@@ -1,10 +1,10 @@
-"""Reading small results of a device on the host without waiting for the device.
+"""Reads small results of a device on the host without waiting for the device.
 
-A result on a GPU is copied to pinned memory, or a kernel writes it there. That memory is never freed: when
-torch's host allocator frees pinned memory, it records an event in the stream of each copy. If a CUDA graph
-captures that stream by then, as after a warm-up with a read-back, the event belongs to the capture. The next
-call that pins memory or begins a capture then fails with `CUDA error: invalid argument` (torch 2.11 on an
-H200).
+A result on a GPU is copied to pinned memory, or a kernel writes it there. That memory is never returned to
+torch's host allocator, which guards returned memory by an event in the stream of each copy. If the stream is
+being captured by then, as in a CUDA graph whose warm-up read something back, the event belongs to the
+capture. The next call that pins memory or begins a capture then fails with `CUDA error: invalid argument`
+(torch 2.11 on an H200).
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-# The number that the host reads while the copy is under way; no result has it among its numbers.
+# The value of pinned memory until the copy has arrived; no result contains it.
 PENDING = 2
 
-# The numbers of a result, and the results for which memory is pinned at a time.
+# Numbers of a result, and how many results' memory is pinned at a time.
 NUMBERS, MANY = 2, 256
 
-# Pinned memory that no read-back uses any more, the earliest first. The copy to one may still be under way.
+# Pinned memory that no read-back uses any more, the oldest first. A copy to it may still be in progress.
 _free: deque[Tensor] = deque()
 
 
-# The argument of an `AsyncReadback`: a tensor on a device, or a function that returns such a tensor and makes
-# the device write it to the host as well.
+# A tensor on a device, or a function that returns one and writes it to the given pinned memory.
 Result: TypeAlias = Tensor | Callable[[Tensor], Tensor]
 
 
 class AsyncReadback:
-    """Two small numbers that are being copied from a device to the host.
+    """A copy of two small numbers from a device to the host, in progress or complete.
 
-    `result` is the tensor on the device: (1,) or (2,), or a scalar.
+    `result` is the tensor on the device.
     """
 
     _pinned: Tensor | None = None
 
     def __init__(self, result: Result) -> None:
-        """Begin to copy a tensor of one or two numbers, each 0, 1 or 3 to 255.
+        """Begin to copy the numbers of a result; waits for nothing.
 
-        The tensor has shape (), (1,) or (2,) and any integer or bool dtype. A single number is read twice.
-        In place of a tensor, a function may be passed. Its argument is pinned memory, (2,) in uint8. It
-        launches a kernel that writes two such numbers there, and returns them as a tensor on the device.
+        Args:
+            result: a tensor (), (1,) or (2,) of numbers 0, 1 or 3 to 255, any dtype; a single number is read
+                twice. Or a function of pinned memory, (2,) uint8: it launches a kernel that writes two such
+                numbers there, and returns them as a tensor on the device.
         """
         if isinstance(result, Tensor) and result.is_cpu:
             self.result, self._numbers = result, result.expand(NUMBERS)
             return
-        place = _free_place()
+        place = _reserve_place()
         try:
             if isinstance(result, Tensor):
                 self.result = result
@@ -58,45 +58,45 @@ class AsyncReadback:
             else:
                 self.result = result(place)
         except BaseException:
-            _free.append(place.zero_())  # no copy to it is under way
+            _free.append(place.zero_())  # no copy to it is in progress
             raise
         self._pinned = self._numbers = place
 
-    # `free` is a default argument, as the module's names may be gone when the interpreter ends.
+    # `free` is a default because the module's names may be gone when the interpreter ends.
     def __del__(self, free: deque[Tensor] = _free) -> None:
-        """Release the pinned memory for another read-back."""
+        """Release the pinned memory to another read-back."""
         if self._pinned is not None:
             free.append(self._pinned)
 
     def read(self) -> list[int] | None:
-        """Return the numbers, or None as long as the copy is under way."""
-        return _read(self._numbers)
+        """Return the two numbers, or None while the copy is in progress."""
+        return _read_numbers(self._numbers)
 
 
-def _read(place: Tensor) -> list[int] | None:
+def _read_numbers(place: Tensor) -> list[int] | None:
     numbers = [int(number) for number in place.tolist()]
     return None if PENDING in numbers else numbers
 
 
-def _free_place() -> Tensor:
-    """Return pinned memory, (2,) in uint8, to which no copy is under way."""
+def _reserve_place() -> Tensor:
+    """Return pinned memory, (2,) uint8, to which no copy is in progress."""
     for _ in range(len(_free)):
         try:
             place = _free.popleft()
         except IndexError:
-            break  # another thread took the last one
-        if _read(place) is not None:
+            break  # another thread was faster
+        if _read_numbers(place) is not None:
             return place.fill_(PENDING)
         _free.append(place)
-    with torch.inference_mode(False):  # the places are used after it has ended
-        place, *others = pinned(MANY).unbind()
-        _free.extend(others)
+    with torch.inference_mode(False):  # the memory is used after inference mode has ended
+        place, *more = pinned(MANY).unbind()
+        _free.extend(more)
         return place.fill_(PENDING)
 
 
 def pinned(count: int) -> Tensor:
-    """Return pinned memory, (count, 2) in uint8, which stays for as long as the process lives."""
+    """Return pinned zeros for `count` results, (count, 2) uint8, which are never freed."""
     zeros = torch.zeros(count, NUMBERS, dtype=torch.uint8, device="cpu", pin_memory=True)
-    # The reference is never dropped, so torch frees the memory neither at exit nor in a forked child.
+    # A reference that nobody drops: not when the interpreter ends, nor in a forked child.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(zeros))
     return zeros

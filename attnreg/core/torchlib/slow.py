@@ -11,10 +11,10 @@ log = logging.getLogger("attnreg")
 
 
 @contextlib.contextmanager
-def says_if_slow(what: str, seconds: float = 1.0) -> Iterator[None]:
-    """Log, at level info, what a block did and its time, if that was more than so many seconds.
+def log_if_slow(what: str, seconds: float = 1.0) -> Iterator[None]:
+    """Log, at level info, what a block did and for how long, if it took more than `seconds`.
 
-    For a block that raises nothing is logged: whoever handles the exception reports it.
+    A block that raises logs nothing: the handler of the exception reports it.
     """
     started = time.perf_counter()
     yield

@@ -211,7 +211,7 @@ def launched(
 
 
 def _layout_class(x: Tensor) -> tuple[object, ...]:
-    """Return what a launcher may rely on about a tensor's memory: see `contract.launchers`."""
+    """Return what a launcher may rely on about a tensor's memory: see `launching.launchers`."""
 
     def stride_class(stride: int) -> int:
         return stride if stride < 2 else 2 if stride * x.itemsize % 16 == 0 else 3

@@ -17,7 +17,7 @@ from support.truth import assert_accurate
 from attnreg import BackendUnavailableError, UnsupportedInputError
 from attnreg.core.backends.cudnn import adapter, execution_plans, rounding
 from attnreg.core.backends.cudnn.graph import ExecutionPlan
-from attnreg.core.backends.cudnn.problem import Kind, Slot
+from attnreg.core.backends.cudnn.problem import PlanKind, Slot
 from attnreg.core.backends.cudnn.rounding import exact, round_lengths, shared
 from attnreg.tools.measure import Case
 
@@ -144,7 +144,7 @@ def test_the_lse_of_an_exact_plan_is_contiguous_and_never_copied(
 def packed_problem(direction, lens, width=1024):
     """Return the problem of a batch before it is rounded, of heads of 64."""
     heads, tokens = width // 64, sum(lens)
-    kind = Kind(direction, -1, torch.bfloat16, heads, heads, 64, 64, 0.125, (-1, -1), True, False)
+    kind = PlanKind(direction, -1, torch.bfloat16, heads, heads, 64, 64, 0.125, (-1, -1), True, False)
     strides = ((width, 64, 1),) * (3 if direction == "forward" else 5)
     return kind.problem(len(lens), max(lens), max(lens), tokens, tokens, strides)
 

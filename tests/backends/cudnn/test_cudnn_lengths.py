@@ -50,7 +50,7 @@ def test_an_execution_plan_reads_lengths_and_ragged_offsets_of_any_batch(seed):
     plan, read = plan_that_reads(Slot.SEQ_LEN_Q, Slot.SEQ_LEN_K, *wanted), lengths.OffsetsRead()
     if seed % 3:  # else the batch is seen before the plan is built
         read.add(plan)
-    queries, keys, *starts = lengths.Lengths(read, batch, 7, cu_q, cu_k, used).inputs_of(plan)
+    queries, keys, *starts = lengths.BatchLengths(read, batch, 7, cu_q, cu_k, used).inputs_of(plan)
     counted = lens_k if used is None else used.tolist()
     assert keys[:batch].tolist() == counted + [0] * (batch - count)
     with_keys = [n if m else 0 for n, m in zip(lens_q, counted, strict=True)]
@@ -67,7 +67,7 @@ def test_offsets_that_are_no_contiguous_tensor_are_read_as_they_are():
     cu = torch.tensor([[0, 9], [3, 9], [12, 9]], dtype=torch.int32)[:, 0]
     assert not cu.is_contiguous()
     plan = plan_that_reads(Slot.SEQ_LEN_Q)
-    (queries,) = lengths.Lengths(lengths.OffsetsRead(), 8, 7, cu, cu, None).inputs_of(plan)
+    (queries,) = lengths.BatchLengths(lengths.OffsetsRead(), 8, 7, cu, cu, None).inputs_of(plan)
     assert queries[:8].tolist() == [3, 9, *[0] * 6]
 
 
@@ -144,7 +144,8 @@ def test_nothing_is_kept_of_offsets_whose_changes_leave_no_trace(kernels, monkey
 def test_the_device_compares_what_was_read_with_what_the_offsets_say_now(changed, differs):
     read, first, second = lengths.OffsetsRead(), ragged([3, 9])[-1], ragged(changed)[-1]
     older, newer = (
-        lengths.Lengths(read, 8, 7, call.cu_seqlens_q, call.cu_seqlens_k, None) for call in (first, second)
+        lengths.BatchLengths(read, 8, 7, call.cu_seqlens_q, call.cu_seqlens_k, None)
+        for call in (first, second)
     )
     assert bool(older.differs(newer)) is differs
 

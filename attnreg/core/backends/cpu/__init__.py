@@ -1,7 +1,7 @@
-"""The backend on a CPU: torch's own CPU flash kernel, and a compiled one where `attnreg build` has made it.
+"""The backend on a CPU: torch's own CPU flash kernel, and attnreg's own if `attnreg build` has compiled it.
 
-`torch_path.py` has any call run by torch's kernel, `compiled.py` calls the one in `kernel/`, and `choice.py`
-says which is the faster one. Imports from `contract`, `torchlib` and `settings`. Start with README.md.
+`torch_path.py` runs any call by torch's kernel, `compiled.py` calls the kernel in `kernel/`, and `choice.py`
+decides which is faster. Imports from `contract`, `torchlib` and `settings`. Start with README.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CAPABILITIES = Capabilities(
     batch_invariant=True,
 )
 
-# Slopes are divided by the softcap.
+# The least softcap with slopes, which are divided by it.
 _LEAST_SOFTCAP = 2.0**-64
 
 
@@ -54,12 +54,12 @@ def load() -> Kernels:
 
 
 def version() -> str:
-    """Return torch's version, and whether the compiled kernel is loaded: times and numbers differ by it."""
+    """Return torch's version, and whether the compiled kernel is loaded: times and numbers depend on both."""
     return f"{torch.__version__} (compiled kernel)" if compiled.load() is not None else str(torch.__version__)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    """Say what of a call only the compiled kernel can do, where that can't run it."""
+    """Return reasons against calls whose options only the compiled kernel has, where it can't run them."""
     on = {"softcap": spec.softcap, "grad_lse": spec.grad_lse, "alibi_slopes": spec.alibi}
     option = next((name for name, is_on in {**on, "dropout_p": spec.dropout}.items() if is_on), "")
     if option and spec.dtype not in choice.DTYPES:

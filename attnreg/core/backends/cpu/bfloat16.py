@@ -1,10 +1,14 @@
 """The backward in bfloat16, by batched products of oneDNN.
 
-They run several times as fast as those of the flash kernel, but round what they return to bfloat16. So
-that this costs no precision, nothing large is rounded: the LSE is subtracted from the scores inside the
-product, by further columns of the query (each the rounded rest of the one before) against columns of -1
-in the key, and `rowsum(out * grad_out)` likewise. What is lost when the exponent is rounded comes from a
-second product that subtracts the first. Padding gets columns that make its weights 0.
+These products run several times as fast as the flash kernel's, but round their results to bfloat16. That
+costs no precision as long as nothing large is rounded:
+
+- The LSE is subtracted from the scores inside the product. The query has further columns that add up to the
+  LSE, each the rounded rest of the previous column, and the key has columns of -1. `rowsum(out * grad_out)`
+  is subtracted in the same way.
+- Rounding the exponent leaves a rest. A second product, which subtracts the first, computes it.
+
+Padding has columns that make its weights 0.
 """
 
 from __future__ import annotations
@@ -24,23 +28,23 @@ from attnreg.core.contract.backend import Call
 
 # exp2 is faster than exp.
 _LOG2 = log(2)
-# Scores, and rows, computed at a time: as many as stay in the cache.
+# Scores, and rows, computed at a time, so that they stay in the CPU's cache.
 _SCORES, _ROWS = 2**21, 2**13
-# Scores of a block of keys of one head: two heads at a time stay in the cache.
+# Scores of a block of keys of one head, so that two heads stay in the CPU's cache.
 _AREA = 2**20
-# Keys of a block: at least as many as make a product worth its call, and under a band, whose corners are
-# computed for nothing, at most as many as make a fast one.
+# Keys of a block. Fewer than _LEAST_KEYS aren't worth a product's call. Under a band the corners of a block
+# are computed for nothing: there a block has _NARROW to _WIDE keys, enough for a fast product.
 _LEAST_KEYS, _NARROW, _WIDE = 32, 64, 256
-# As many bfloat16 numbers add up to a float32.
+# How many bfloat16 numbers add up to a float32.
 _COLUMNS = 3
 _MINUS_ONE = (-1.0,) * _COLUMNS
-# The exponent of padding; it stays finite over the smallest scale.
+# The exponent of padding; divided by the smallest scale it stays finite.
 _FAR = 1e30
 _SMALLEST = 1e-6
 
 
 def takes(q: Tensor, call: Call) -> bool:
-    """Return whether `backward` can run a call; it divides by the scale."""
+    """Return whether `backward` can run a call; it divides by the scale, which must not be too small."""
     fits = q.dtype == torch.bfloat16 and call.attn_bias is None and abs(call.scale) >= _SMALLEST
     return fits and _is_fast()
 
@@ -55,7 +59,13 @@ def _is_fast() -> bool:
 def backward(
     tensors: Sequence[Tensor], scale: float, uniform: Iterable[UniformBatch]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of packed tensors (T, H, D), from an LSE (T, H)."""
+    """Return the gradients of query, key and value, packed (T, H, D) in bfloat16.
+
+    Args:
+        tensors: grad_out, query, key, value and out, (T, H, D) in bfloat16, and the LSE (T, H) in float32.
+        scale: the factor of the scores.
+        uniform: the sequences.
+    """
     *_, out, lse = tensors
     grad_out, q, k, v = (x.contiguous() for x in tensors[:4])
     grads, to = zip(*(zeros(x) for x in (q, k, v)), strict=True)
@@ -66,18 +76,18 @@ def backward(
         area = max(block.rows * block.keys for block in blocks) * batch.groups
         for part in powers_of_two(count, min(_SCORES // area, _ROWS // max(height * batch.groups, width))):
             rows, keys = batch.rows.of(part), batch.keys.of(part)
-            split_lse = _split(rows.padded(flat_lse, _FAR) / scale)
-            split_delta = _split(rows.padded(flat_delta, 0.0))
-            found = _solve(
-                rows.taken(q, [*split_lse, copysign(1.0, scale)]),
-                rows.taken(grad_out, split_delta),
-                keys.taken(k, [*_MINUS_ONE, keys.padded(None, -_FAR)]),
-                keys.taken(v, _MINUS_ONE),
+            split_lse = _split(rows.gather_numbers(flat_lse, _FAR) / scale)
+            split_delta = _split(rows.gather_numbers(flat_delta, 0.0))
+            grads_of_part = _solve(
+                rows.gather_rows(q, [*split_lse, copysign(1.0, scale)]),
+                rows.gather_rows(grad_out, split_delta),
+                keys.gather_rows(k, [*_MINUS_ONE, keys.gather_numbers(None, -_FAR)]),
+                keys.gather_rows(v, _MINUS_ONE),
                 blocks,
                 batch.groups,
                 scale,
             )
-            for flat, places, grad in zip(to, (rows, keys, keys), found, strict=True):
+            for flat, places, grad in zip(to, (rows, keys, keys), grads_of_part, strict=True):
                 places.write(flat, grad)
     return grads
 
@@ -87,7 +97,7 @@ def _solve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of some sequences, (sequences * key heads, rows or keys, size).
 
-    The tensors lie likewise, and have the further columns.
+    The tensors have the same layout, and `_COLUMNS` further columns (see the module's docstring).
     """
     if len(blocks) == 1 and blocks[0].rows * groups == q.size(1):
         return _product(q, grad_out, k, v, blocks[0], groups, scale)
@@ -98,9 +108,9 @@ def _solve(
     for block in blocks:
         rows = slice(block.row * groups, (block.row + block.rows) * groups)
         keys = slice(block.key, block.key + block.keys)
-        found = _product(q[:, rows], grad_out[:, rows], k[:, keys], v[:, keys], block, groups, scale)
-        grad_q[:, rows].add_(found[0])
-        grad_k[:, keys], grad_v[:, keys] = found[1:]
+        grads = _product(q[:, rows], grad_out[:, rows], k[:, keys], v[:, keys], block, groups, scale)
+        grad_q[:, rows].add_(grads[0])
+        grad_k[:, keys], grad_v[:, keys] = grads[1:]
     return grad_q.bfloat16(), grad_k, grad_v
 
 
@@ -108,9 +118,9 @@ def _product(
     q: Tensor, grad_out: Tensor, k: Tensor, v: Tensor, block: KeyBlock, groups: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     size = v.size(2) - _COLUMNS
-    # Keys first: of five products only one then has to read the scores transposed, which is slow.
+    # Keys first: then only one of five products reads the scores transposed, which is slow.
     p = _scaled(k, q.mT, scale / _LOG2)
-    # Where attention is even, all exponents of a row are rounded alike: their rest doesn't average out.
+    # With even attention all exponents of a row are rounded alike, so that their rests don't average out.
     rest = torch.baddbmm(p, k, q.mT, beta=-1, alpha=scale / _LOG2)
     p.exp2_().addcmul_(p, rest, value=_LOG2)
     _hide(p, block, groups)
@@ -120,7 +130,7 @@ def _product(
 
 
 def _hide(p: Tensor, block: KeyBlock, groups: int) -> None:
-    """Set to 0 what a band leaves out."""
+    """Set weights outside of the block's band to 0."""
     if block.band is None:
         return
     heads = p if groups == 1 else p.view(-1, block.keys, block.rows, groups).permute(0, 3, 1, 2)
@@ -137,23 +147,23 @@ def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _split(x: Tensor) -> list[Tensor]:
-    """Return bfloat16 numbers that add up to `x`, each the rounded rest of those before."""
-    found: list[Tensor] = []
+    """Return `_COLUMNS` bfloat16 tensors that add up to `x`, each the rounded rest of the previous sum."""
+    parts: list[Tensor] = []
     for _ in range(_COLUMNS):
-        found.append(x.bfloat16())
-        x = x - found[-1].float()
-    return found
+        parts.append(x.bfloat16())
+        x = x - parts[-1].float()
+    return parts
 
 
 def _delta(grad_out: Tensor, out: Tensor) -> Tensor:
     """Return rowsum(out * grad_out) in float32."""
-    # Of few rows at a time: a float32 copy of all would be as large as the inputs.
+    # Few rows at a time: a float32 copy of all rows would be as large as the inputs.
     pairs = zip(torch.split(grad_out, 128), torch.split(out, 128), strict=True)
     return torch.cat([(grad.float() * o.float()).sum(-1) for grad, o in pairs])
 
 
 class KeyBlock(NamedTuple):
-    """A rectangle of scores: some keys, and the rows that see one of them."""
+    """A rectangle of scores: some keys, and the rows that see at least one of these keys."""
 
     row: int
     rows: int
@@ -164,18 +174,18 @@ class KeyBlock(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def key_blocks(rows: int, group: int, keys: int, band: Band | None) -> tuple[KeyBlock, ...]:
-    """Return the blocks of a sequence, no two with a key in common; `group` query heads share a key head."""
+    """Cut a sequence into blocks that share no key; `group` query heads share a key head."""
     low, high = (-rows, keys) if band is None else band
     reach = min(rows, high - low + 1)
     size = max(_LEAST_KEYS, _AREA // (reach * group) // 32 * 32)
     if band is not None:
         size = min(size, max(_NARROW, min(_WIDE, 1 << reach.bit_length() - 1)))
-    found = []
+    blocks = []
     for key in range(0, keys, size):
         width = min(size, keys - key)
         first, last = max(0, key - high), min(rows, key + width - low)
         if first < last:
-            here = (low + first - key, high + first - key)
-            hides = here[0] > 1 - (last - first) or here[1] < width - 1
-            found.append(KeyBlock(first, last - first, key, width, here if hides else None))
-    return tuple(found)
+            block_band = (low + first - key, high + first - key)
+            hides = block_band[0] > 1 - (last - first) or block_band[1] < width - 1
+            blocks.append(KeyBlock(first, last - first, key, width, block_band if hides else None))
+    return tuple(blocks)

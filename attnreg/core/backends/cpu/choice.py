@@ -1,8 +1,7 @@
-"""Which kernel runs a call where both can: torch's, or the compiled one. Decided by what was measured.
+"""Decides by measured times which kernel runs a call that both can run: torch's or the compiled kernel.
 
-`leaves_to_torch` decides about calls that have come to the backend, `replaces_torch` about dense calls that
-torch's selector has sent to torch's kernel. The numbers are from `benchmarks/cpu_sdpa.py`; README.md has its
-tables.
+`leaves_to_torch` decides about calls of the backend, `replaces_torch` about dense calls that torch's selector
+has sent to torch's kernel. The numbers are from `benchmarks/cpu_sdpa.py`; README.md has its tables.
 """
 
 from __future__ import annotations
@@ -27,36 +26,34 @@ OPEN = (-1, -1)
 
 _ANY_NUMBER = 2**62
 
-# From these lengths, and so many rows in each of its calls, torch's bfloat16 forward gains by AMX.
+# Torch's bfloat16 forward gains by AMX from so many keys on, and so many rows in each of its calls.
 _LONG, _ROWS_OF_A_CALL = 256, 1024
 
-# Rows of a key head, of all its query heads, below which torch's kernel was the faster one where the compiled
-# one packs keys and values first. Where MKL is slow, and elsewhere.
+# Below so many rows of a key head (of all its query heads) torch's kernel was faster, if the compiled kernel
+# packs keys and values first. The first number holds where MKL is slow, the second elsewhere.
 _ROWS_SLOW_MKL, _ROWS = 16, 48
-# Keys from which a causal mask makes the compiled kernel the faster one: it skips smaller blocks of what is
-# hidden.
+# From so many keys on the compiled kernel is faster under a causal mask: it skips smaller hidden blocks.
 _CAUSAL_KEYS = 128
-# Keys up to which shared key heads do: it computes their query heads as the rows of one product.
+# Up to so many keys it is faster with shared key heads: it computes their query heads as rows of one product.
 _GROUP_KEYS = 128
-# Keys times head dim up to which torch's bfloat16 forward is the slower one although it has AMX: the time
-# goes between its products, not into them.
+# Up to this product of keys and head dim torch's bfloat16 forward is slower in spite of AMX: the time passes
+# between its products, not in them.
 _AMX_FORWARD = 8192
-# What the compiled kernel multiplies by AMX itself: `takes_tiles` in kernel/module.cpp. It was the faster
-# one then, in all shapes that were measured.
+# Limits of the compiled kernel's own AMX products: `takes_tiles` in kernel/module.cpp. With these it was
+# faster in all shapes that were measured.
 _TILE_DIMS, _LARGEST_TILE_DIM, _TILE_ROWS = 32, 256, 32
 
 
-class Machine(NamedTuple):
-    """What the speed of torch's kernel depends on.
+class CpuMachine(NamedTuple):
+    """Properties of a machine that decide which kernel is faster.
 
     Attributes:
-        avx: whether it is x86 with AVX2 or AVX512, as those that the rules were measured on.
+        avx: whether it is x86 with AVX2 or AVX512, like the machines of the measurements.
         amx: whether torch multiplies bfloat16 by AMX.
-        slow_mkl: whether torch multiplies float32 by an MKL that uses half of the width of the vectors, as it
-            does on CPUs of AMD with AVX512.
-        tiles: whether the compiled kernel may multiply bfloat16 by AMX, too: Linux grants that to a process.
-        lanes: rows up to which, and head dims from which on, the compiled kernel's forward packs nothing:
-            `takes` in kernel/few_rows.h.
+        slow_mkl: whether torch's MKL uses half of the vector width in float32, as on AMD CPUs with AVX512.
+        tiles: whether the compiled kernel may multiply bfloat16 by AMX, too. Linux grants that to a process.
+        lanes: the compiled kernel's forward packs nothing up to so many rows, and from this head dim on.
+            See `takes` in kernel/few_rows.h.
     """
 
     avx: bool
@@ -67,12 +64,12 @@ class Machine(NamedTuple):
 
 
 @functools.cache
-def machine() -> Machine:
-    """Return what this machine is."""
+def machine() -> CpuMachine:
+    """Return the properties of this machine."""
     flags, vectors = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
     has_mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     is_amd = str(flags.get("cpu_name", "")).startswith("AMD")
-    return Machine(
+    return CpuMachine(
         avx=vectors.startswith("AVX"),
         amx=bool(flags.get("amx_bf16")),
         slow_mkl=is_amd and has_mkl and vectors.startswith("AVX512"),
@@ -88,16 +85,17 @@ def _has_tiles() -> bool:
 
 
 def _has_tile_dims(head_dim: int) -> bool:
-    """Return whether the compiled kernel multiplies such bfloat16 heads by AMX, if there are enough rows."""
+    """Return whether the compiled kernel multiplies bfloat16 heads of this size by AMX, given enough rows."""
     return head_dim % _TILE_DIMS == 0 and head_dim <= _LARGEST_TILE_DIM and machine().tiles
 
 
 class TorchsCalls(NamedTuple):
-    """The bfloat16 forwards that torch's kernel may be the faster one at: all of a kind with such lengths.
+    """Limits of the bfloat16 forwards of a kind that torch's kernel may run faster.
 
     Attributes:
-        keys, tokens: those with so many keys, and query tokens in all.
-        rows: and with fewer rows of a key head.
+        keys: the least number of keys.
+        tokens: the least number of query tokens in all.
+        rows: one more than the largest number of rows of a key head.
     """
 
     keys: int
@@ -106,10 +104,10 @@ class TorchsCalls(NamedTuple):
 
 
 def torchs_calls(q: Tensor, call: Call) -> TorchsCalls | None:
-    """Return which forwards of a call's kind may be torch's; None if none are.
+    """Return the limits of forwards of a call's kind that torch's kernel may run faster, or None.
 
-    Torch's kernel multiplies bfloat16 by AMX also where the compiled one does it in float32. That gain is a
-    batch's: it doesn't count where the results may not depend on the batch.
+    Torch's kernel multiplies bfloat16 by AMX also where the compiled kernel multiplies in float32. The gain
+    depends on the batch, so batch-invariant calls ignore it. `q` is (B, S, H, D) or (T, H, D).
     """
     if call.batch_invariant or q.dtype != torch.bfloat16 or not machine().amx:
         return None
@@ -118,7 +116,10 @@ def torchs_calls(q: Tensor, call: Call) -> TorchsCalls | None:
 
 
 def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
-    """Return whether the backend runs a forward by torch's kernel although the compiled one could."""
+    """Return whether torch's kernel runs a forward that the compiled kernel could run, too.
+
+    `q` and `k` are (B, S, H, D), or packed (T, H, D).
+    """
     limits = torchs_calls(q, call)
     if limits is None or call.max_k < limits.keys or call.max_q * q.size(-2) // k.size(-2) >= limits.rows:
         return False
@@ -126,22 +127,22 @@ def leaves_to_torch(q: Tensor, k: Tensor, call: Call) -> bool:
 
 
 def replaces_torch(direction: Direction, spec: AttentionSpec) -> bool:
-    """Return whether the backend is to run a dense SDPA call in place of torch's kernel."""
+    """Return whether the compiled kernel replaces torch's kernel in a dense SDPA call."""
     return corrects_torch(direction, spec) or _is_faster(direction, spec, machine())
 
 
 def corrects_torch(direction: Direction, spec: AttentionSpec) -> bool:
-    """Return whether torch's kernel computes a dense SDPA call wrong: see README.md."""
+    """Return whether torch's kernel computes a dense SDPA call wrongly: see README.md."""
     if direction == "backward" and spec.dtype in ("float16", "bfloat16"):
         return True  # it adds up blocks of rows, and query heads, in the dtype of the query
     if spec.bias and spec.dtype == "float64":
-        return True  # it reads a float32 mask, which SDPA lets pass, as if that were float64
-    # A causal mask of one query hides all keys but the first: the spec is that of one key, without a mask.
+        return True  # SDPA accepts a float32 mask, which the kernel reads as float64
+    # A causal mask of one query hides all keys but the first: its spec has a single key and no mask.
     return not spec.positive_scale and (spec.window != OPEN or spec.max_q == spec.max_k == 1)
 
 
 def cuts(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield where `replaces_torch` may change its mind with the lengths of a dense call."""
+    """Yield the lengths of a dense call at which the result of `replaces_torch` may change."""
     if spec.varlen:
         return
     if not spec.positive_scale:
@@ -157,17 +158,17 @@ def cuts(spec: AttentionSpec) -> Iterator[Cut]:
         yield Cut.of("max_k", at=keys)
 
 
-def _is_known(spec: AttentionSpec, machine: Machine) -> bool:
-    """Return whether the two kernels were compared at such calls."""
+def _is_known(spec: AttentionSpec, machine: CpuMachine) -> bool:
+    """Return whether the two kernels were compared on calls of this spec."""
     return machine.avx and spec.dtype in DTYPES and not (spec.bias or spec.varlen or spec.dropout)
 
 
-def _least_rows(machine: Machine) -> int:
+def _least_rows(machine: CpuMachine) -> int:
     return _ROWS_SLOW_MKL if machine.slow_mkl else _ROWS
 
 
-def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> bool:
-    """Return whether the compiled kernel is the faster one: for all but the backward in 16 bits."""
+def _is_faster(direction: Direction, spec: AttentionSpec, machine: CpuMachine) -> bool:
+    """Return whether the compiled kernel is faster; not for 16-bit backwards, which it always runs."""
     group = spec.heads_q // spec.heads_k
     if not _is_known(spec, machine):
         return False
@@ -185,18 +186,18 @@ def _is_faster(direction: Direction, spec: AttentionSpec, machine: Machine) -> b
         return is_causal or (direction == "forward" and shares)
     if spec.dtype == "float16" or not machine.amx or spec.max_k * spec.head_dim <= _AMX_FORWARD:
         return True
-    return _has_tile_dims(max(spec.head_dim, spec.head_dim_v))  # there are rows and keys enough for tiles
+    return _has_tile_dims(max(spec.head_dim, spec.head_dim_v))  # rows and keys suffice for tiles
 
 
-def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: Machine) -> bool:
+def _is_faster_without_packing(spec: AttentionSpec, rows: int, machine: CpuMachine) -> bool:
     """Return whether a forward has so few rows that the compiled kernel packs nothing."""
     if not rows <= machine.lanes <= min(spec.head_dim, spec.head_dim_v):
         return False
-    # One thread computes all rows of a sequence's key head; torch's kernel has work for one by query head.
+    # The compiled kernel has a task for each sequence and key head, torch's kernel for each query head.
     if spec.batch * spec.heads_k < torch.get_num_threads():
         return False
     if spec.dtype == "float32":
-        # A backward of torch's kernel takes the LSE of torch's forward: with scores of 50 or more its weights
-        # were 5 times as far off with another's, as the rounding of the scores no longer cancels.
+        # Torch's backward needs the LSE of torch's forward. With scores of 50 or more and another kernel's
+        # LSE its weights were 5 times as far off, because the rounding of the scores no longer cancels.
         return not spec.needs_backward
     return spec.dtype == "float16" or not machine.amx  # AMX wasn't measured

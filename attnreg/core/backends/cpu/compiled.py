@@ -1,8 +1,7 @@
-"""The compiled kernel (`kernel/module.cpp`), where `attnreg build` has made it.
+"""Calls of the compiled kernel (`kernel/module.cpp`), which `attnreg build` compiles.
 
-A call of it is a whole batch, whatever its lengths, shared out among torch's threads. The library is given
-what belongs to the call's kind and its arguments (`problem.py`), and looks the sequences up itself. So a
-launcher needs no Python.
+One call of the library runs a whole batch of any lengths on torch's threads. The library receives the call's
+kind and arguments (`problem.py`), and finds the sequences itself. So a launcher needs no Python.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from attnreg.core.backends.cpu import choice, torch_path
 from attnreg.core.backends.cpu.paged import check_pages, gathered_backward
-from attnreg.core.backends.cpu.problem import DTYPES, Arguments, count_of, kind_of
+from attnreg.core.backends.cpu.problem import DTYPES, NativeArguments, count_of, kind_of
 from attnreg.core.backends.cpu.sequences import sequences_of
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import Direction
@@ -29,18 +28,18 @@ from attnreg.errors import BuildError, InvalidInputError
 
 log = logging.getLogger("attnreg")
 
-# What the library returns: `Status` in kernel/call.h.
+# The status that the library returns: `Status` in kernel/call.h.
 _NO_MEMORY, _NO_THREADS, _NO_PAGE, _WRONG_LENGTHS, _DECLINED = range(1, 6)
 
 
-class Compiled(NamedTuple):
+class CompiledKernel(NamedTuple):
     """The two functions of the library."""
 
     forward_entry: Any
     backward_entry: Any
 
     @classmethod
-    def of(cls, library: ctypes.CDLL) -> Compiled:
+    def of(cls, library: ctypes.CDLL) -> CompiledKernel:
         """Return the functions of a library."""
         entries = library.attnreg_forward, library.attnreg_backward
         for entry in entries:
@@ -48,7 +47,14 @@ class Compiled(NamedTuple):
         return cls(*entries)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return the output and the LSE."""
+        """Return the output, in the query's dtype, and the LSE in float32, (B, H, S) or (H, T).
+
+        Query, key and value are (B, S, H, D) or (T, H, D), in a dtype of `problem.DTYPES`; with pages key and
+        value are (pages, page size, H, D).
+
+        Raises:
+            InvalidInputError: offsets, counts of keys, pages or shapes don't fit.
+        """
         q, k, v = _readable(q), _readable(k), _readable(v)
         results = _forward_results(q, v)
         _run(self.forward_entry, (q, k, v, *results), q, k, call)
@@ -58,7 +64,10 @@ class Compiled(NamedTuple):
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value."""
+        """Return the gradients of query, key and value, in their shapes and dtype.
+
+        `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
+        """
         if lse.dtype != torch.float32:
             out, lse = torch_path.of_all_keys(self.forward(q, k, v, call), out, lse)
         grad_out, q, k, v, out = (_readable(x) for x in (grad_out, q, k, v, out))
@@ -70,9 +79,9 @@ class Compiled(NamedTuple):
     def specialize(
         self, direction: Direction, tensors: tuple[Tensor, ...], call: Call
     ) -> NativeLauncher | None:
-        """Return a launcher for further calls of a kind, or None where one would copy tensors."""
+        """Return a launcher for further calls of a kind, or None where such calls would copy tensors."""
         is_forward = direction == "forward"
-        read, lse = tensors[:5], tensors[5:]  # of a forward there is none
+        read, lse = tensors[:5], tensors[5:]  # a forward has no LSE
         if any(x.stride(-1) != 1 for x in read) or any(x.dtype != torch.float32 for x in lse):
             return None
         options = call.seqused_k, call.block_table, call.alibi_slopes, call.grad_lse
@@ -81,15 +90,15 @@ class Compiled(NamedTuple):
         return _launcher(self.forward_entry if is_forward else self.backward_entry, tensors, call)
 
     def before(self, kernels: Kernels) -> Kernels:
-        """Return kernels that use the library where it is the faster one, else those given."""
+        """Return kernels that use the library where it can run a call and is faster, else `kernels`."""
         rest = kernels.backward
         assert rest is not None
 
-        def forward(*given: Any) -> tuple[Tensor, Tensor]:
-            return (self.forward if _takes_forward(*given) else kernels.forward)(*given)
+        def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+            return (self.forward if _takes_forward(*arguments) else kernels.forward)(*arguments)
 
-        def backward(*given: Any) -> tuple[Tensor, ...]:
-            return (self.backward if _takes_backward(*given) else rest)(*given)
+        def backward(*arguments: Any) -> tuple[Tensor, ...]:
+            return (self.backward if _takes_backward(*arguments) else rest)(*arguments)
 
         def specialize(
             direction: Direction, tensors: tuple[Tensor, ...], call: Call
@@ -101,19 +110,19 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def load() -> Compiled | None:
+def load() -> CompiledKernel | None:
     """Return the library, or None where it isn't built or can't be loaded."""
     try:
-        return Compiled.of(building.loaded_cpu_kernel())
+        return CompiledKernel.of(building.loaded_cpu_kernel())
     except BuildError as error:
-        # `ensure_built` logs what isn't built or used.
+        # `ensure_built` logs a library that isn't built or used.
         level = logging.WARNING if building.may_be_loaded(building.CPU_KERNEL) else logging.DEBUG
         log.log(level, "the cpu backend uses torch's kernel alone: %s", error)
         return None
 
 
 def _takes_kind(call: Call, *tensors: Tensor) -> bool:
-    """Return whether the library has the dtype that all but an LSE have, and takes what else the kind has."""
+    """Return whether the library supports a call's kind: one known dtype of all `tensors`, and no bias."""
     dtype = tensors[0].dtype
     return dtype in DTYPES and call.attn_bias is None and all(x.dtype == dtype for x in tensors)
 
@@ -128,7 +137,7 @@ def _takes_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
 def _takes_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> bool:
-    """Return whether it is given what a forward returns, too."""
+    """Return whether the library can run a backward; shapes and dtypes must be as a forward returns them."""
     return bool(
         _takes_kind(call, q, k, v, out, grad_out)
         and q.numel() and k.numel() and v.numel()
@@ -143,10 +152,10 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _forward_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an output and an LSE to write to, for a query that is readable.
+    """Allocate the output and the LSE for a query whose last stride is 1.
 
-    Those of dense calls are laid out as torch's kernel does it, so that a router needs no copy: the output as
-    the query, the LSE as (B, S, H).
+    Results of dense calls have the layout of torch's kernel, so that a router needs no copy: the output has
+    the query's layout, the LSE has the strides of (B, S, H).
     """
     *outer, heads, size = q.shape
     if len(outer) == 1:
@@ -160,18 +169,18 @@ def _forward_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward_results(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients to write to, contiguous as those of torch's kernel."""
+    """Allocate gradients, contiguous like the gradients of torch's kernel."""
     return tuple(torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in tensors)
 
 
 def _run(entry: Any, tensors: Sequence[Tensor], q: Tensor, k: Tensor, call: Call) -> None:
-    # Pages have no offsets, whether the call has some or not: `seqused_k` says how many keys count.
+    # With pages the keys' offsets don't count: `seqused_k` has the numbers of keys.
     count, ends = count_of(q, call), None if call.block_table is not None else call.cu_seqlens_k
     counted = [len(x) for x in (call.seqused_k, call.block_table) if x is not None]
     if any(other != count for other in (*counted, count if ends is None else len(ends) - 1)):
         _raise_for(_WRONG_LENGTHS, q, k, call)
     kind = kind_of(q, call)
-    arguments = Arguments(tensors, call.cu_seqlens_q, ends, call.max_q, call.max_k)
+    arguments = NativeArguments(tensors, call.cu_seqlens_q, ends, call.max_q, call.max_k)
     if status := entry(ctypes.addressof(kind), arguments.address):
         _raise_for(status, q, k, call)
 
@@ -179,16 +188,16 @@ def _run(entry: Any, tensors: Sequence[Tensor], q: Tensor, k: Tensor, call: Call
 def _launcher(entry: Any, tensors: tuple[Tensor, ...], call: Call) -> NativeLauncher:
     is_forward = len(tensors) == 3
     query = tensors[not is_forward]
-    # A backward is the same kernel's, whatever ran the forward.
+    # The compiled kernel runs every backward of a kind, whichever kernel ran the forward.
     kind = kind_of(query, call, choice.torchs_calls(query, call) if is_forward else None)
     is_packed, context = call.varlen, ctypes.addressof(kind)
 
-    def run(*given: Any) -> tuple[Tensor, ...] | None:
-        tensors, lengths = (given[:-5], given[-5:-1]) if is_packed else (given, ())
+    def run(*arguments: Any) -> tuple[Tensor, ...] | None:
+        tensors, lengths = (arguments[:-5], arguments[-5:-1]) if is_packed else (arguments, ())
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
         results = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
-        arguments = Arguments((*tensors, *results), *lengths)
-        return None if entry(context, arguments.address) else results
+        native_call = NativeArguments((*tensors, *results), *lengths)
+        return None if entry(context, native_call.address) else results
 
     address = ctypes.cast(entry, ctypes.c_void_p).value or 0  # it isn't null
     return NativeLauncher(run=run, function=address, context=context, keep=kind)

@@ -1,14 +1,14 @@
-"""Attention over a batch of equally long sequences by torch's kernel, one block of rows after the other.
+"""Attention over a batch of equally long sequences by torch's kernel, block of rows by block of rows.
 
-The kernel knows only "all keys" and "causal", and that aligned top-left. A causal mask of the contract,
-aligned bottom-right, is a square that the kernel takes as it is, and the keys before it. A window is cut into
-blocks of rows with the keys in reach, so that no mask is larger than a block, and the cost grows with what is
-visible.
+The kernel has only two masks: none, and causal aligned top-left. The contract's causal mask is aligned
+bottom-right. It is cut into a square, on which both masks are equal, and the keys before the square. A window
+is cut into blocks of rows with the keys in reach. So no mask is larger than a block, and the cost grows with
+the number of visible scores.
 
-Tensors come in as the kernel reads them, (B, H, S, D) and (B, H, S), and go out as the contract has them,
-(B, S, H, D) and (B, S, H). Every query row belongs to one block; where its keys come in several ranges, the
-outputs are merged by their LSE. The backward needs no merging: from the LSE of all keys, each range gives its
-own share of the gradients.
+Input tensors have the kernel's layout, (B, H, S, D) and (B, H, S). Results have the layouts (B, S, H, D) and
+(B, S, H). Every query row belongs to one block. Where its keys form several ranges, the outputs are merged by
+their LSE. The backward needs no merging: from the LSE of all keys, each range yields its own share of the
+gradients.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ Partial = tuple[Tensor, Tensor]
 
 OPEN = (-1, -1)
 
-# Rows of a block under a window: low blocks compute little that is hidden, high ones run faster.
+# Rows of a block under a window: low blocks compute few hidden scores, high blocks run faster.
 _LOW, _HIGH = 64, 192
 
 
 def forward(
     flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, bias: Tensor | None = None
 ) -> Partial:
-    """Return output and LSE."""
+    """Return output (B, S, H, D) and LSE (B, S, H), of query, key and value as (B, H, S, D).
+
+    Query, key and value have the same dtype, the LSE has `lse_dtype`. `bias` is as `additive` returns it.
+    """
     blocks = _blocks(q, k, window, bias)
     if len(blocks) == 1 and _is_one_call(blocks[0], q, k):
         out, lse = flash.forward(q, k, v, scale, blocks[0].ranges[0].band, bias)
@@ -53,7 +56,7 @@ def forward(
 def backward(
     flash: Flash, tensors: Sequence[Tensor], scale: float, window: Window, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value; `tensors` are those that `Flash.backward` takes."""
+    """Return the gradients of query, key and value, (B, S, H, D); `tensors` are as in `Flash.backward`."""
     grad_out, q, k, v, out, lse = tensors
     blocks = _blocks(q, k, window, bias)
     if len(blocks) == 1 and _is_one_call(blocks[0], q, k):
@@ -62,16 +65,18 @@ def backward(
     totals = [x.new_zeros(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
     for block in blocks:
         rows = [_take(x, block.row, block.rows, block) for x in (grad_out, q, out, lse)]
-        for one in block.ranges:
-            keys = [_take(x, one.key, one.keys, block) for x in (k, v)]
-            grads = flash.backward((*rows[:2], *keys, *rows[2:]), scale, one.band)
-            for total, start, grad in zip(totals, (block.row, one.key, one.key), grads, strict=True):
+        for key_range in block.ranges:
+            keys = [_take(x, key_range.key, key_range.keys, block) for x in (k, v)]
+            grads = flash.backward((*rows[:2], *keys, *rows[2:]), scale, key_range.band)
+            for total, start, grad in zip(
+                totals, (block.row, key_range.key, key_range.key), grads, strict=True
+            ):
                 _add(total, grad, start, block)
     return totals[0].transpose(1, 2), totals[1].transpose(1, 2), totals[2].transpose(1, 2)
 
 
 def _blocks(q: Tensor, k: Tensor, window: Window, bias: Tensor | None) -> tuple[RowBlock, ...]:
-    """Return the blocks of a call; with a bias, a tensor of all scores, nothing is gained by cutting."""
+    """Cut a call into blocks; with a bias, a tensor of all scores, cutting saves nothing."""
     rows, keys = q.size(2), k.size(2)
     if bias is None:
         return _row_blocks(rows, keys, window)
@@ -81,16 +86,16 @@ def _blocks(q: Tensor, k: Tensor, window: Window, bias: Tensor | None) -> tuple[
 
 
 def _is_one_call(block: RowBlock, q: Tensor, k: Tensor) -> bool:
-    """Return whether a block is one call of the kernel for all rows and keys."""
+    """Return whether a block has all rows and keys, so that it is a single call of the kernel."""
     return block.rows == q.size(2) and block.ranges[0].keys == k.size(2)
 
 
 def _block_forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, block: RowBlock) -> Partial:
     rows = _take(q, block.row, block.rows, block)
     partials: list[Partial] = []
-    for one in block.ranges:
-        keys, values = (_take(x, one.key, one.keys, block) for x in (k, v))
-        partials.append(flash.forward(rows, keys, values, scale, one.band))
+    for key_range in block.ranges:
+        keys, values = (_take(x, key_range.key, key_range.keys, block) for x in (k, v))
+        partials.append(flash.forward(rows, keys, values, scale, key_range.band))
     out, lse = functools.reduce(_merged, partials)
     if block.count > 1:
         out, lse = (_repeated(x, block).movedim(1, 2).flatten(2, 3) for x in (out, lse))
@@ -99,7 +104,7 @@ def _block_forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, scale: float, 
 
 def _merged(first: Partial, second: Partial) -> Partial:
     lse = torch.logaddexp(first[1], second[1])
-    # In the LSE's precision: what is merged may be merged again.
+    # In the LSE's precision, because a merged output may be merged again.
     out, other = first[0].to(lse.dtype), second[0].to(lse.dtype)
     return torch.lerp(out, other, (second[1] - lse).exp().unsqueeze(-1)), lse
 
@@ -110,7 +115,7 @@ def _repeated(x: Tensor, block: RowBlock) -> Tensor:
 
 
 def _take(x: Tensor, start: int, size: int, block: RowBlock) -> Tensor:
-    """Return `size` rows from `start` on, and of each repetition of the block, as one batch."""
+    """Return `size` rows from `start` on, for each repetition of the block, as one batch."""
     if block.count == 1:
         return x.narrow(2, start, size)
     reach = x.narrow(2, start, (block.count - 1) * block.step + size)
@@ -118,14 +123,14 @@ def _take(x: Tensor, start: int, size: int, block: RowBlock) -> Tensor:
 
 
 def _add(total: Tensor, grad: Tensor, start: int, block: RowBlock) -> None:
-    """Add to the rows that `_take` returned; repetitions may have rows in common."""
+    """Add a gradient to the rows that `_take` selects; repetitions may share rows."""
     repetitions = _repeated(grad, block)
     for index in range(block.count):
         total.narrow(2, start + index * block.step, grad.size(2)).add_(repetitions[:, index])
 
 
 class KeyRange(NamedTuple):
-    """`keys` keys from `key` on, all of them visible or those in a band, counted from the first of both."""
+    """`keys` keys from `key` on: all are visible, or the keys in a band relative to the first row and key."""
 
     key: int
     keys: int
@@ -135,7 +140,7 @@ class KeyRange(NamedTuple):
 class RowBlock(NamedTuple):
     """`rows` rows from `row` on, and the keys that they see, as ranges.
 
-    A block with a `count` stands for as many, each `step` rows and keys after the one before.
+    A block with a `count` represents that many blocks, each `step` rows and keys after the previous block.
     """
 
     row: int
@@ -145,17 +150,17 @@ class RowBlock(NamedTuple):
     step: int = 0
 
     def moved(self, rows: int, keys: int) -> RowBlock:
-        """Return the block so many rows and keys further on."""
+        """Return the block, moved by some rows and keys."""
         ranges = tuple(each._replace(key=each.key + keys) for each in self.ranges)
         return self._replace(row=self.row + rows, ranges=ranges)
 
 
 @functools.lru_cache(maxsize=1024)
 def _row_blocks(len_q: int, len_k: int, window: Window) -> tuple[RowBlock, ...]:
-    """Return the blocks of a sequence, in the order of their rows; rows in none see no key."""
-    seen = visible(len_q, len_k, window)
-    assert seen is not None  # neither side is empty
-    row, key, (left, right) = seen
+    """Cut a sequence into blocks, in the order of their rows; rows outside of all blocks see no key."""
+    part = visible(len_q, len_k, window)
+    assert part is not None  # neither side is empty
+    row, key, (left, right) = part
     rows, keys = len_q - row, len_k - key
     if (left, right) == OPEN:
         blocks = [RowBlock(0, rows, (KeyRange(0, keys),))]
@@ -175,7 +180,7 @@ def _causal(rows: int, keys: int, right: int) -> list[RowBlock]:
 
 
 def _windowed(rows: int, keys: int, left: int, right: int) -> list[RowBlock]:
-    """Cut a window with a left bound into blocks with the keys in reach; equal neighbours become one."""
+    """Cut a window with a left bound into blocks with the keys in reach; equal neighbours are merged."""
     shift = keys - rows
     low, high = shift - left, shift + right if right >= 0 else keys
     size = _LOW if high - low < 4 * _LOW else _HIGH

@@ -1,7 +1,7 @@
-"""torch's CPU flash kernel, called so that it keeps the contract of `attnreg.core.contract.backend`.
+"""Torch's CPU flash kernel, corrected to keep the contract of `attnreg.core.contract.backend`.
 
-README.md has what it does otherwise, and what is put right here. An empty query or key would end the process:
-callers pass none.
+README.md lists the differences that are corrected here. An empty query or key would end the process: callers
+must not pass any.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Flash(NamedTuple):
-    """The two captured kernels. Tensors are (B, H, S, D), never empty, LSE is (B, H, S).
+    """The two captured kernels.
 
-    A `bias` is as `additive` returns it.
+    Query, key, value, output and gradients are (B, H, S, D), in one dtype and never empty. The LSE is (B, H,
+    S) in `lse_dtype`. A `bias` is as `additive` returns it.
     """
 
     forward_kernel: Callable[..., Any]
@@ -33,7 +34,7 @@ class Flash(NamedTuple):
 
     @classmethod
     def captured(cls) -> Flash:
-        """Return torch's own kernels, under attnreg's routers."""
+        """Return torch's own kernels, as captured before attnreg's routers covered them."""
         return cls(*(captured.kernel(op, "CPU") for op in (_FORWARD, f"{_FORWARD}_backward")))
 
     def forward(
@@ -48,7 +49,7 @@ class Flash(NamedTuple):
         """Return output and LSE."""
         causal, mask = _mask(q, k, band, bias)
         if causal and scale < LEAST_SCALE:
-            # The kernel multiplies the -inf of its causal mask by the scale, too: NaN, or rows see all keys.
+            # The kernel multiplies the -inf of its causal mask by the scale, too: NaN, or hidden keys count.
             q, scale = _above_zero(q, scale)
         out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         if bias is not None and mask is not None:
@@ -60,13 +61,13 @@ class Flash(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value.
 
-        `tensors` are the gradient, query, key, value, output and LSE. The last two may be those of more keys
-        than are passed: the gradients are then these keys' share.
+        `tensors` are the output's gradient, query, key, value, output and LSE. Output and LSE may belong to
+        more keys than are passed: the gradients are then the share of the passed keys.
         """
         grad_out, q, k, v, out, lse = tensors
         causal, mask = _mask(q, k, band, bias)
         if bias is not None:
-            # exp(score - inf) is 0, and the row drops out of every sum.
+            # exp(score - inf) is 0, so that the row contributes to no sum.
             lse = lse.masked_fill(lse == -inf, inf)
         sign = 1.0
         if causal and scale < LEAST_SCALE:
@@ -84,19 +85,22 @@ def lse_dtype(x: Tensor) -> torch.dtype:
 
 
 def forward_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that the forward is computed in: float16 products are up to ten times slower."""
+    """Return the dtype of a forward's computation: not float16, whose products are up to ten times slower."""
     return x.dtype if x.dtype == torch.bfloat16 else lse_dtype(x)
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B, S, H, D) as a (B, H, S, D) that the kernels can read."""
+    """Return a tensor (B, S, H, D) as (B, H, S, D) in `dtype`, with a layout that the kernels can read."""
     x = x.to(dtype)
-    # Rows closer together than they are long (an expanded tensor) would be read by a slow product.
+    # Overlapping rows (of an expanded tensor) would be multiplied by a slow product.
     return (x if x.stride(-1) == 1 and x.stride(1) >= x.size(-1) else x.contiguous()).transpose(1, 2)
 
 
 def additive(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a bias as the kernels take it: four dimensions, added to the scores."""
+    """Return a bias in the kernels' form: four dimensions, in `dtype`, added to the scores.
+
+    `bias` broadcasts to (B, H, S_q, S_k); a boolean bias is False where keys are hidden.
+    """
     if bias is None:
         return None
     bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
@@ -106,12 +110,12 @@ def additive(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _above_zero(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return a query and a scale above 0 that give the same scores as those given."""
+    """Return a query and a scale above 0 that produce the same scores as `q` and `scale`."""
     return (-q, -scale) if scale <= -LEAST_SCALE else (q * 0.0, 1.0)
 
 
 def _mask(q: Tensor, k: Tensor, band: Band | None, bias: Tensor | None) -> tuple[bool, Tensor | None]:
-    """Return whether the kernel's own causal mask (aligned top-left) serves, else a mask."""
+    """Return whether the kernel's own causal mask (aligned top-left) suffices, and else a mask."""
     if band is None:
         return False, bias
     rows, keys = q.size(2), k.size(2)

@@ -1,8 +1,8 @@
 """Packed sequences as padded batches of few different shapes.
 
-oneDNN compiles a product anew, for close to a millisecond, whenever a shape is new, and a ragged
-batch has new lengths each time. So sequences are padded to a few sizes, and those of one size are
-solved together, a power of two at a time.
+oneDNN compiles a product for each new shape, which takes close to a millisecond, and each ragged batch has
+new lengths. So sequences are padded to a few sizes. Sequences of equal size are computed together, a power of
+two at a time.
 """
 
 from __future__ import annotations
@@ -16,79 +16,85 @@ from torch import Tensor
 from attnreg.core.backends.cpu.flash import Band
 from attnreg.core.backends.cpu.sequences import UniformBatch
 
-# Beyond every length.
+# A bound beyond every length.
 _NO_BOUND = 2**40
-# Rows are written in elements as large as there are: the time goes by their number.
+# Rows are written in the largest elements, because the time depends on the number of elements.
 _WIDEST = torch.complex128
 
 
-class Places(NamedTuple):
-    """Where the rows, or the keys, of some sequences and heads are: (sequences * key heads, rows).
+class RowPlaces(NamedTuple):
+    """The indices of rows, or keys, of some sequences and heads: (sequences * key heads, rows).
 
-    `source` and `target`, int64, count heads of packed rows, and differ in the padding: it is read
-    from the first row of its sequence, and written to a place after all others.
+    `source` and `target`, int64, are indices into the packed tensor viewed as (tokens * heads, D). They
+    differ in the padding, which is read from the first row of its sequence, and written past the last row.
     """
 
     source: Tensor
     target: Tensor
     is_padding: Tensor | None
 
-    def of(self, heads: slice) -> Places:
+    def of(self, heads: slice) -> RowPlaces:
         """Return the places of some of the heads."""
         is_padding = None if self.is_padding is None else self.is_padding[heads]
-        return Places(self.source[heads], self.target[heads], is_padding)
+        return RowPlaces(self.source[heads], self.target[heads], is_padding)
 
-    def padded(self, x: Tensor | None, padding: float) -> Tensor:
-        """Return a number for each place, that of its head or 0, and for padding the one given."""
+    def gather_numbers(self, x: Tensor | None, padding: float) -> Tensor:
+        """Return `x` at each index, or 0 without `x`, and `padding` for padding.
+
+        `x` is (tokens * heads,). The result has the shape of `source`; without `x` it is float32.
+        """
         if x is None:
-            found = torch.zeros(self.source.shape, dtype=torch.float32, device="cpu")
+            numbers = torch.zeros(self.source.shape, dtype=torch.float32, device="cpu")
         else:
-            found = x[self.source]
-        return found if self.is_padding is None else found.masked_fill_(self.is_padding, padding)
+            numbers = x[self.source]
+        return numbers if self.is_padding is None else numbers.masked_fill_(self.is_padding, padding)
 
-    def taken(self, x: Tensor, columns: Sequence[Tensor | float]) -> Tensor:
-        """Return the heads of contiguous packed rows, with further columns."""
+    def gather_rows(self, x: Tensor, columns: Sequence[Tensor | float]) -> Tensor:
+        """Return rows of a contiguous packed tensor (tokens, heads, D) by index, with further columns.
+
+        The result is (sequences * key heads, rows, D + columns) in the dtype of `x`.
+        """
         size = x.size(2)
-        found = x.new_empty(*self.source.shape, size + len(columns))
-        taken = x.view(-1, size).index_select(0, self.source.flatten())
-        found[..., :size] = taken.view(*self.source.shape, size)
+        rows = x.new_empty(*self.source.shape, size + len(columns))
+        heads = x.view(-1, size).index_select(0, self.source.flatten())
+        rows[..., :size] = heads.view(*self.source.shape, size)
         for place, column in enumerate(columns, start=size):
-            found[..., place] = column
-        return found
+            rows[..., place] = column
+        return rows
 
-    def write(self, flat: Tensor, found: Tensor) -> None:
-        """Write what was found to a tensor as `zeros` returns it."""
-        wide = _WIDEST if found.size(2) * found.itemsize % _WIDEST.itemsize == 0 else found.dtype
-        flat.view(wide).index_copy_(0, self.target.flatten(), found.flatten(0, 1).view(wide))
+    def write(self, flat: Tensor, rows: Tensor) -> None:
+        """Write rows, (sequences * key heads, rows, D), to the flat tensor that `zeros` returns."""
+        wide = _WIDEST if rows.size(2) * rows.itemsize % _WIDEST.itemsize == 0 else rows.dtype
+        flat.view(wide).index_copy_(0, self.target.flatten(), rows.flatten(0, 1).view(wide))
 
 
 class PaddedBatch(NamedTuple):
-    """Sequences of one padded size; query heads that share a key head are further rows of it.
+    """Sequences of equal padded size; query heads that share a key head are further rows of it.
 
-    Where there is a band, row i sees key j if low <= j - i <= high.
+    With a band, row i sees key j if low <= j - i <= high.
     """
 
-    rows: Places
-    keys: Places
+    rows: RowPlaces
+    keys: RowPlaces
     groups: int
     band: Band | None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """How many heads there are, and how many rows and keys each has, without groups."""
+        """The number of heads, and the numbers of rows and keys of each, without groups."""
         return self.rows.source.size(0), self.rows.source.size(1) // self.groups, self.keys.source.size(1)
 
 
 def padded_batches(
     uniform: Iterable[UniformBatch], rows: Sequence[int], keys: Sequence[int]
 ) -> Iterator[PaddedBatch]:
-    """Yield the sequences of some batches, padded; `rows` and `keys` are (tokens, heads) of both sides."""
+    """Pad the sequences of some batches, and group them by size; `rows` and `keys` are (tokens, heads)."""
     alike: dict[tuple[int, int, Band | None], list[tuple[int, int, int, int]]] = {}
-    for one in uniform:
-        sequences = alike.setdefault((_padded(one.rows), _padded(one.keys), _band(one)), [])
-        for index in range(one.count):
-            row, key = one.row + index * one.rows, one.key + index * one.keys
-            sequences.append((row, one.rows, key, one.keys))
+    for batch in uniform:
+        sequences = alike.setdefault((_padded(batch.rows), _padded(batch.keys), _band(batch)), [])
+        for index in range(batch.count):
+            row, key = batch.row + index * batch.rows, batch.key + index * batch.keys
+            sequences.append((row, batch.rows, key, batch.keys))
     groups = rows[1] // keys[1]
     for (height, width, band), sequences in alike.items():
         row, real_rows, key, real_keys = torch.tensor(sequences, device="cpu").T[..., None]
@@ -97,7 +103,7 @@ def padded_batches(
 
 
 def powers_of_two(count: int, most: int) -> Iterator[slice]:
-    """Cut `count` into slices of at most `most`, each as long as a power of two."""
+    """Cut `range(count)` into slices of at most `most`, whose lengths are powers of two."""
     start = 0
     while start < count:
         size = 1 << (max(1, min(most, count - start)).bit_length() - 1)
@@ -106,7 +112,10 @@ def powers_of_two(count: int, most: int) -> Iterator[slice]:
 
 
 def zeros(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return packed zeros, and the same memory for `write`: by heads, and one more for padding."""
+    """Return packed zeros (tokens, heads, D), and the same memory as (tokens * heads + 1, D) for `write`.
+
+    The last row of the second tensor receives the padding.
+    """
     tokens, heads, size = like.shape
     flat = like.new_zeros(tokens * heads + 1, size)
     return flat[:-1].view(tokens, heads, size), flat
@@ -124,7 +133,7 @@ def _padded(length: int) -> int:
     return -(-length // step) * step
 
 
-def _places(start: Tensor, length: Tensor, size: int, side: Sequence[int], groups: int) -> Places:
+def _places(start: Tensor, length: Tensor, size: int, side: Sequence[int], groups: int) -> RowPlaces:
     tokens, heads = side
     head = torch.arange(heads, device="cpu").view(heads // groups, 1, groups)
     step = torch.arange(size, device="cpu")
@@ -132,6 +141,6 @@ def _places(start: Tensor, length: Tensor, size: int, side: Sequence[int], group
     token = start + step.where(is_real, 0)
     source = (token[:, None, :, None] * heads + head).view(-1, size * groups)
     if bool(is_real.all()):
-        return Places(source, source, None)
+        return RowPlaces(source, source, None)
     real = is_real[:, None, :, None].expand(-1, heads // groups, -1, groups).reshape(source.shape)
-    return Places(source, source.where(real, tokens * heads), ~real)
+    return RowPlaces(source, source.where(real, tokens * heads), ~real)

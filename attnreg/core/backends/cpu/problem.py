@@ -1,4 +1,4 @@
-"""A call as the compiled kernel reads it (`kernel/call.h`): what belongs to its kind, and its arguments."""
+"""A call as the compiled kernel reads it (`kernel/call.h`): its kind and its arguments, as C structures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from attnreg.core.backends.cpu.choice import TorchsCalls
 from attnreg.core.contract.backend import Call
 from attnreg.errors import InvalidInputError
 
-# As the library numbers them.
+# The library's numbers of dtypes: kernel/dtypes.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# A tensor has its address, four sizes and four strides; of one with fewer dimensions the rest is 0.
+# A tensor is an address, four sizes and four strides; missing dimensions are 0.
 _DIMENSIONS = 4
-# What is before the tensors: `NativeCall` in `kernel/call.h`.
+# How many numbers come before the tensors: `NativeCall` in `kernel/call.h`.
 _HEAD = 7
 
 
-class Kind(ctypes.Structure):
+class NativeKind(ctypes.Structure):
     """`Kind` in `kernel/call.h`."""
 
     _fields_ = (
@@ -49,7 +49,7 @@ class Kind(ctypes.Structure):
         return x.data_ptr()
 
     def add_options(self, q: Tensor, call: Call) -> None:
-        """Add what few calls have; raises `InvalidInputError` if it doesn't fit."""
+        """Add dropout, slopes, counts of keys and pages; raises `InvalidInputError` on a wrong shape."""
         self.owners = []
         if call.dropout:
             self.dropout, self.rng_state = call.dropout, self._address(_random_state(call))
@@ -67,9 +67,9 @@ class Kind(ctypes.Structure):
             self.table_width = call.block_table.size(1)
 
 
-def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> Kind:
-    """Return what a call has in common with others; those that may be torch's are declined."""
-    kind = Kind(
+def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> NativeKind:
+    """Return the kind of a call; its forwards within `torchs_calls` are declined by the library."""
+    kind = NativeKind(
         DTYPES[q.dtype],
         call.scale,
         call.softcap,
@@ -83,17 +83,18 @@ def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> K
 
 
 def count_of(q: Tensor, call: Call) -> int:
-    """Return how many sequences a call has."""
+    """Return the number of sequences of a call."""
     return q.size(0) if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
 
 
-class Arguments:
+class NativeArguments:
     """The arguments of a call, `NativeCall` in `kernel/call.h`, at `address`.
 
     Args:
-        tensors: the call's and then its results, and in a backward the gradient of the LSE.
-        cu_seqlens_q, cu_seqlens_k: of packed tensors; as many as the library will read.
-        max_q, max_k: no packed sequence may be longer.
+        tensors: the call's tensors, then its results, and in a backward the gradient of the LSE.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) offsets of packed tensors, of any integer dtype. The library
+            reads as many from both.
+        max_q, max_k: the longest length that a packed sequence may have.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Arguments:
         for numbers[0], x in enumerate(tensors, 1):
             rest = (0,) * (_DIMENSIONS - x.dim())
             numbers += (x.data_ptr(), *x.shape, *rest, *x.stride(), *rest)
-        # By way of bytes: an array takes one number after the other.
+        # Packed to bytes first, because an array converts numbers one by one.
         self._memory = array("q", struct.pack(f"{len(numbers)}q", *numbers))
         self.address = self._memory.buffer_info()[0]
         self._memory[1] = self.address + _HEAD * self._memory.itemsize

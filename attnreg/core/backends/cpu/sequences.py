@@ -1,8 +1,8 @@
-"""The sequences of a call, checked against its tensors: what torch's kernel works through.
+"""The sequences of a call, checked against its tensors, for torch's kernel.
 
-The compiled kernel looks them up itself (`kernel/call.h`), by the same rules.
+The compiled kernel finds them itself (`kernel/call.h`), by the same rules.
 
-Rows that see no key and keys that no row sees are left out. Both are at the beginning of a sequence, as
+Rows that see no key and keys that no row sees are left out. Both are at the beginning of a sequence, because
 masks are aligned bottom-right.
 """
 
@@ -20,11 +20,11 @@ from attnreg.errors import InvalidInputError
 Window = tuple[int, int]
 
 
-class Sequence(NamedTuple):
-    """One sequence: `rows` query rows and `keys` keys.
+class VisibleSequence(NamedTuple):
+    """The visible part of a sequence: `rows` query rows and `keys` keys.
 
-    `row` and `key` are the first of them: in entry `batch` of a dense tensor, else in the packed one. `left`
-    and `right` are the window; a bound that hides nothing is -1.
+    `row` and `key` are the first row and key: in entry `batch` of a dense tensor, else in the packed tensor.
+    `left` and `right` are the window; a bound that hides nothing is -1.
     """
 
     batch: int
@@ -37,9 +37,10 @@ class Sequence(NamedTuple):
 
 
 class UniformBatch(NamedTuple):
-    """`count` neighbouring sequences of equal length, which torch's kernel takes in one call.
+    """`count` neighbouring sequences of equal length, which torch's kernel runs in one call.
 
-    `row` and `key` are the first of all, in packed tensors; `rows` and `keys` are the length of one.
+    `row` and `key` are the first row and key of the batch, in packed tensors; `rows` and `keys` are the
+    lengths of each sequence.
     """
 
     row: int
@@ -51,33 +52,33 @@ class UniformBatch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class CallSequences:
     """The sequences of a call, in the order of their rows; compared by identity.
 
     Attributes:
-        each: those that have something to compute.
-        tokens: how many rows and keys one entry of a dense tensor has; 0 for packed ones.
+        each: the sequences with visible scores.
+        tokens: the numbers of rows and keys of an entry of a dense tensor. Both are 0 for packed tensors.
     """
 
-    each: tuple[Sequence, ...]
+    each: tuple[VisibleSequence, ...]
     tokens: tuple[int, int]
 
     @functools.cached_property
     def uniform_batches(self) -> tuple[UniformBatch, ...]:
         """Return neighbours of equal length as batches."""
-        found: list[UniformBatch] = []
+        batches: list[UniformBatch] = []
         for batch, row, rows, key, keys, left, right in self.each:
             first = batch * self.tokens[0] + row, rows, batch * self.tokens[1] + key, keys
-            one = UniformBatch(*first, (left, right))
-            if found and _continues(found[-1], one):
-                found[-1] = UniformBatch(*found[-1][:-1], found[-1].count + 1)
+            following = UniformBatch(*first, (left, right))
+            if batches and _continues(batches[-1], following):
+                batches[-1] = UniformBatch(*batches[-1][:-1], batches[-1].count + 1)
             else:
-                found.append(one)
-        return tuple(found)
+                batches.append(following)
+        return tuple(batches)
 
 
 def visible(len_q: int, len_k: int, window: Window) -> tuple[int, int, Window] | None:
-    """Return the first row that sees a key, the first key that is seen, and a window for what is left.
+    """Return the first row that sees a key, the first visible key, and the window of the visible part.
 
     A bound that hides nothing is -1. None if nothing is visible.
     """
@@ -90,8 +91,11 @@ def visible(len_q: int, len_k: int, window: Window) -> tuple[int, int, Window] |
     return row, key, (left if hides_left else -1, right if hides_right else -1)
 
 
-def sequences_of(q: Tensor, k: Tensor, call: Call) -> Sequences:
-    """Return the sequences of a call; raises `InvalidInputError` if offsets or counts don't fit."""
+def sequences_of(q: Tensor, k: Tensor, call: Call) -> CallSequences:
+    """Return the sequences of a call; raises `InvalidInputError` if offsets or counts don't fit.
+
+    `q` and `k` are (B, S, H, D), or packed (T, H, D).
+    """
     used = None if call.seqused_k is None else tuple(call.seqused_k.tolist())
     of_q, of_k = _lengths(call.cu_seqlens_q, q), _lengths(call.cu_seqlens_k, k)
     if call.block_table is not None:
@@ -101,9 +105,9 @@ def sequences_of(q: Tensor, k: Tensor, call: Call) -> Sequences:
 
 
 class _Lengths(NamedTuple):
-    """Where sequences begin and end: by offsets, or a number of equally long ones.
+    """The begins and ends of sequences: by offsets, or as a number of equally long sequences.
 
-    `tokens` are those of a packed tensor, or of one entry of a dense one.
+    `tokens` is the number of tokens of a packed tensor, or of an entry of a dense tensor.
     """
 
     offsets: tuple[int, ...] | None
@@ -111,7 +115,7 @@ class _Lengths(NamedTuple):
     sequences: int
 
     def of(self, index: int) -> tuple[int, int]:
-        """Return the first token of a sequence, in its batch entry, and how many there are."""
+        """Return the first token of a sequence, in its batch entry, and the number of its tokens."""
         if self.offsets is None:
             return 0, self.tokens
         begin, end = self.offsets[index], self.offsets[index + 1]
@@ -129,10 +133,11 @@ def _lengths(cu_seqlens: Tensor | None, x: Tensor) -> _Lengths:
     return _Lengths(offsets, x.size(0), len(offsets) - 1)
 
 
-# Cached: a backward has the sequences of its forward, and a layer those of the one before. Checked, although
-# fronts do so, too: a backward may be called directly, with anything, and kernels read any address.
+# Cached, because a backward has the sequences of its forward, and a layer the sequences of the previous
+# layer. Fronts check offsets, too. But a backward may be called directly, with any offsets, and kernels read
+# any address.
 @functools.lru_cache(maxsize=32)
-def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, window: Window) -> Sequences:
+def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, window: Window) -> CallSequences:
     counts = of_q.sequences if used is None else len(used)
     if not of_q.sequences == of_k.sequences == counts:
         raise InvalidInputError(
@@ -149,11 +154,11 @@ def _sequences(of_q: _Lengths, of_k: _Lengths, used: tuple[int, ...] | None, win
                     f"seqused_k: got {used[index]} at index {index}, expected 0 to {keys}, the number of keys"
                 )
             keys = used[index]
-        if seen := visible(rows, keys, window):
-            hidden_rows, hidden_keys, bounds = seen
+        if part := visible(rows, keys, window):
+            hidden_rows, hidden_keys, bounds = part
             first = index if is_dense else 0, row + hidden_rows, rows - hidden_rows
-            each.append(Sequence(*first, key + hidden_keys, keys - hidden_keys, *bounds))
-    return Sequences(tuple(each), (of_q.tokens, of_k.tokens) if is_dense else (0, 0))
+            each.append(VisibleSequence(*first, key + hidden_keys, keys - hidden_keys, *bounds))
+    return CallSequences(tuple(each), (of_q.tokens, of_k.tokens) if is_dense else (0, 0))
 
 
 def _continues(batch: UniformBatch, following: UniformBatch) -> bool:

@@ -1,7 +1,7 @@
 """Any call of the contract by torch's CPU flash kernel.
 
-The kernel reads packed rows from where they are, and a call of it costs a few microseconds: one call for
-each batch of equally long neighbours is faster than sorting and padding sequences.
+The kernel reads packed rows in place, and a call of it costs a few microseconds. So one call for each batch
+of equally long neighbours is faster than sorting and padding sequences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ _FEW_KEYS = 16
 
 @gathered_forward
 def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE."""
+    """Return the output, in the query's dtype, and the LSE, (B, H, S) or (H, T), in `lse_dtype`.
+
+    Query, key and value are (B, S, H, D) or (T, H, D); with pages key and value are (pages, page size, H, D).
+
+    Raises:
+        UnsupportedInputError: the kernel has no argument for an option of the call.
+        InvalidInputError: offsets, counts of keys or pages don't fit.
+    """
     if call.batch_invariant:
         return _each_forward(flash, q, k, v, call)
     out, lse = _forward(flash, q, k, v, call)
@@ -40,29 +47,34 @@ def forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[
 
 
 def _each(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], Call]]:
-    """Yield the rows and keys of each sequence, and the call of it alone, as a dense one.
+    """Yield the rows and keys of each sequence, and a dense call for this sequence alone.
 
-    How the kernel, MKL and oneDNN round depends on the number of their tasks, on shapes and on alignment.
+    The rounding of the kernel, MKL and oneDNN depends on the number of tasks, on shapes and on alignment.
     """
     alone = call._replace(cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, batch_invariant=False)
     bias = call.attn_bias
     if bias is not None:
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    for one in sequences_of(q, k, call).each:
-        batch = () if call.varlen else (slice(one.batch, one.batch + 1),)
+    for sequence in sequences_of(q, k, call).each:
+        batch = () if call.varlen else (slice(sequence.batch, sequence.batch + 1),)
         if bias is not None:  # of all rows and keys, which it may hide
             part = bias[batch] if len(bias) > 1 else bias
-            # Only what is there is copied: an expanded mask may be as large as all scores.
+            # Only existing elements are copied: an expanded mask may be as large as all scores.
             own = part[tuple(slice(1) if step == 0 else slice(None) for step in part.stride())].clone()
             yield batch, batch, alone._replace(attn_bias=own.expand(part.shape))
             continue
-        rows, keys = slice(one.row, one.row + one.rows), slice(one.key, one.key + one.keys)
-        alone = alone._replace(max_q=one.rows, max_k=one.keys, window=(one.left, one.right))
+        rows, keys = (
+            slice(sequence.row, sequence.row + sequence.rows),
+            slice(sequence.key, sequence.key + sequence.keys),
+        )
+        alone = alone._replace(
+            max_q=sequence.rows, max_k=sequence.keys, window=(sequence.left, sequence.right)
+        )
         yield (*batch, rows), (*batch, keys), alone
 
 
 def _alone(x: Tensor, rows: tuple[slice, ...]) -> Tensor:
-    """Return a sequence as a dense batch in memory of its own."""
+    """Copy a sequence to a dense batch of its own memory."""
     return x[rows].clone(memory_format=torch.contiguous_format).view(1, -1, *x.shape[-2:])
 
 
@@ -70,8 +82,8 @@ def _each_forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> 
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:-1], -inf, dtype=lse_dtype(q))
     for rows, keys, alone in _each(q, k, call):
-        found = forward(flash, _alone(q, rows), _alone(k, keys), _alone(v, keys), alone)
-        out[rows], lse[rows] = found[0].view(out[rows].shape), found[1].mT.reshape(lse[rows].shape)
+        results = forward(flash, _alone(q, rows), _alone(k, keys), _alone(v, keys), alone)
+        out[rows], lse[rows] = results[0].view(out[rows].shape), results[1].mT.reshape(lse[rows].shape)
     return out, lse.mT.contiguous()
 
 
@@ -83,8 +95,8 @@ def _each_backward(flash: Flash, tensors: Sequence[Tensor], call: Call) -> tuple
         grad_part, query, out_part, lse_part = (_alone(x, rows) for x in of_rows)
         key, value = _alone(k, keys), _alone(v, keys)
         lse_part = lse_part[..., 0].mT.contiguous()
-        found = backward(flash, grad_part, query, key, value, out_part, lse_part, alone)
-        for grad, place, part in zip(grads, (rows, keys, keys), found, strict=True):
+        parts = backward(flash, grad_part, query, key, value, out_part, lse_part, alone)
+        for grad, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
             grad[place] = part.view(grad[place].shape)
     return grads
 
@@ -114,7 +126,10 @@ def _forward(flash: Flash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple
 def backward(
     flash: Flash, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
+    """Return the gradients of query, key and value, in their shapes and the query's dtype.
+
+    `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
+    """
     if call.batch_invariant:
         return _each_backward(flash, (grad_out, q, k, v, out, lse), call)
     if not (q.numel() and k.numel()):
@@ -146,11 +161,12 @@ def backward(
 
 
 def of_all_keys(own: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output and LSE that a forward has just computed more exactly than those given.
+    """Replace the output and LSE by the more exact results of a new forward, `own`.
 
-    Rows whose results are of more keys than the call's (with sinks, or over ranks) keep those given.
+    Rows whose results include more keys than the call's (with sinks, or over ranks) keep `out` and `lse`. The
+    tensors are (..., S, H, D) and (..., H, S), in any floating dtype.
     """
-    # What an LSE was rounded by is no key. In 16 bits the scores of another kernel may be off by more.
+    # A difference within rounding is no further key. In 16 bits another kernel's scores may be off by more.
     rounding = torch.finfo(lse.dtype).eps * (16 if out.dtype.itemsize == 2 else 2)
     is_more = own[1] < lse - rounding * lse.abs().clamp(min=1.0)
     return out.to(own[0].dtype).where(is_more.mT[..., None], own[0]), lse.to(own[1].dtype).where(
@@ -159,7 +175,7 @@ def of_all_keys(own: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> tuple[T
 
 
 def _check_options(call: Call) -> None:
-    """Decline what the kernel has no argument for, and `refuses` couldn't see."""
+    """Decline options that the kernel has no argument for, and `_refuses` allows for the compiled kernel."""
     if call.softcap:
         raise UnsupportedInputError(f"softcap must be 0 for torch's kernel, got {call.softcap}")
     for name in ("grad_lse", "alibi_slopes"):
@@ -193,9 +209,9 @@ def _packed_forward(
     dtype = forward_dtype(q)
     tensors = zip(rows.batches(q, dtype), keys.batches(k, dtype), keys.batches(v, dtype), strict=True)
     for (batch, batch_out, batch_lse), (query, key, value) in zip(to, tensors, strict=True):
-        found = dense.forward(flash, query, key, value, scale, batch.window)
-        batch_out.view(found[0].shape).copy_(found[0])
-        batch_lse.view(found[1].shape).copy_(found[1])
+        results = dense.forward(flash, query, key, value, scale, batch.window)
+        batch_out.view(results[0].shape).copy_(results[0])
+        batch_lse.view(results[1].shape).copy_(results[1])
     return out, lse
 
 
@@ -208,15 +224,15 @@ def _packed_backward(
     to = zip(rows.views(grads[0]), keys.views(grads[1]), keys.views(grads[2]), strict=True)
     sides = (rows, grad_out), (rows, q), (keys, k), (keys, v), (rows, out), (rows, lse.unsqueeze(-1))
     parts = zip(*(side.batches(x, lse.dtype) for side, x in sides), strict=True)
-    for batch, views, (*others, row_lse) in zip(batches, to, parts, strict=True):
-        found = dense.backward(flash, (*others, row_lse[..., 0]), scale, batch.window)
-        for view, grad in zip(views, found, strict=True):
+    for batch, views, (*inputs, row_lse) in zip(batches, to, parts, strict=True):
+        part_grads = dense.backward(flash, (*inputs, row_lse[..., 0]), scale, batch.window)
+        for view, grad in zip(views, part_grads, strict=True):
             view.view(grad.shape).copy_(grad)
     return grads
 
 
 class _Spans:
-    """The places of the rows, or the keys, of all batches in a packed tensor."""
+    """The spans of rows, or keys, of all batches in a packed tensor."""
 
     def __init__(self, batches: Sequence[UniformBatch], side: str) -> None:
         self._counts = [batch.count for batch in batches]
@@ -237,14 +253,14 @@ class _Spans:
         return self._split(x)[1::2]
 
     def result(self, shape: Sequence[int], dtype: torch.dtype, fill: float = 0.0) -> Tensor:
-        """Return a tensor to write the parts of all batches to, filled where there is none."""
+        """Allocate a tensor for the parts of all batches; the gaps between them are filled."""
         x = torch.empty(shape, dtype=dtype, device="cpu")
         for gap in self._split(x)[::2]:
             gap.fill_(fill)
         return x
 
     def batches(self, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Return the part of each batch as (count, H, S, D), so that the kernels can read it."""
+        """Return the part of each batch as (count, H, S, D), in a layout that the kernels can read."""
         parts = self._split(readable(x.unsqueeze(0), dtype), 2)[1::2]
         return [
             part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]

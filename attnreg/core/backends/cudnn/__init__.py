@@ -1,8 +1,14 @@
 """cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
 
-What it can run is declared here; read adapter.py next. A call goes `problem` (what an execution plan depends
-on) -> `rounding` (so that ragged batches share execution plans) -> `execution_plans` (those built so far) ->
-`graph` (building one) -> `lengths` (what one reads of offsets). README.md has the reasons.
+This module declares what cuDNN can run; read adapter.py next. A call passes these modules in order:
+
+- `problem`: what an execution plan depends on.
+- `rounding`: rounds lengths, so that ragged batches share execution plans.
+- `execution_plans`: the execution plans that exist.
+- `graph`: builds an execution plan.
+- `lengths`: derives an execution plan's inputs from offsets.
+
+README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ FORWARD = Capabilities(
     deterministic=True,
     capture=True,
 )
-# On Hopper its deterministic backward takes B * H * S_q * S_k * 2 bytes.
+# On Hopper cuDNN's deterministic backward allocates B * H * S_q * S_k * 2 bytes.
 BACKWARD = replace(FORWARD, deterministic=False, delta_from_out=True)
 
 
@@ -54,7 +60,7 @@ def _unavailable() -> str | None:
 
 
 def _version() -> str | None:
-    """Return cuDNN's version, then the frontend's: it is cuDNN whose kernels are right or wrong."""
+    """Return cuDNN's version, then the frontend's: faults of kernels depend on cuDNN's."""
     number, frontend = torch.backends.cudnn.version(), _frontend_by(installed)  # type: ignore[no-untyped-call]
     if number is None or frontend is None:
         return None
@@ -62,7 +68,7 @@ def _version() -> str | None:
     return f"{major}.{rest // 100}.{rest % 100} (frontend {frontend})"
 
 
-# Reading it from the package's metadata takes a millisecond, and each decision may ask.
+# Cached: reading the package's metadata takes a millisecond, and each decision may need the version.
 @functools.cache
 def _frontend_by(ask: Callable[[str], str]) -> str | None:
     try:
@@ -94,7 +100,7 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield where what `_refuses` says of calls of the spec's kind changes with their lengths."""
+    """Yield the lengths at which the reasons of `_refuses` change for calls of the spec's kind."""
     if not spec.varlen:
         yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
         if spec.window != (-1, -1):
@@ -109,7 +115,7 @@ def _builds(spec: AttentionSpec) -> bool:
 def _load() -> Kernels:
     import cudnn
 
-    cudnn.backend_version()  # raises if the library is missing, which importing doesn't notice
+    cudnn.backend_version()  # raises if the library is missing, unlike the import
     plans = ExecutionPlans(cudnn)
     return Kernels(
         functools.partial(forward, plans),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnreg.core.backends.cudnn import rounding
 from attnreg.core.backends.cudnn.graph import ExecutionPlan, build
-from attnreg.core.backends.cudnn.lengths import Lengths, OffsetsRead, lengths_of
+from attnreg.core.backends.cudnn.lengths import BatchLengths, OffsetsRead, lengths_of
 from attnreg.core.backends.cudnn.problem import GIVEN, RESULTS, Problem
 from attnreg.core.launching.launchers import Prepared
 from attnreg.core.torchlib.isolation import run_in_thread
@@ -28,18 +28,18 @@ from attnreg.core.torchlib.layout import stream_of, uninitialized
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import UnsupportedInputError
 
-# More than a training run needs, as packed problems are rounded, and few enough to stay small: an execution
-# plan takes some hundred kilobytes of host memory.
+# How many execution plans are kept. A training run needs fewer, because packed problems are rounded. Each
+# takes some hundred kilobytes of host memory.
 _KEPT = 512
 
-# A plan that took as many seconds to build is worth a line in the log.
+# A longer build, in seconds, is logged.
 _LONG = 1.0
 
 log = logging.getLogger("attnreg")
 
 
 class _Handles(dict[int, list[Any]]):
-    """The handles of one thread by device, with the stream that each is set to; destroyed with the thread."""
+    """A thread's handles by device, each with the stream that it is set to; destroyed with the thread."""
 
     def __init__(self, destroy: Callable[[Any], None]) -> None:
         self._destroy = destroy
@@ -47,7 +47,7 @@ class _Handles(dict[int, list[Any]]):
     def __del__(self) -> None:
         for handle, _ in self.values():
             try:
-                # Destroying waits for the device, which would end a capture: then the handle is better lost.
+                # Destroying a handle waits for the device, which would break a capture: then it is leaked.
                 if not torch.cuda.is_current_stream_capturing():
                     self._destroy(handle)
             except Exception:  # noqa: BLE001 - at the end of the process CUDA may be gone already
@@ -58,8 +58,8 @@ class ExecutionPlans:
     """The execution plans that this process has built.
 
     Attributes:
-        built: how many execution plans were built for each direction.
-        read: the ragged offsets that they read.
+        built: the number of execution plans built for each direction.
+        read: the ragged offsets that execution plans read.
     """
 
     def __init__(self, cudnn: ModuleType) -> None:
@@ -74,10 +74,10 @@ class ExecutionPlans:
         atexit.register(self._release)
 
     def select(self, problem: Problem) -> tuple[Problem, ExecutionPlan | None]:
-        """Return the problem whose execution plan runs this one, and that execution plan if it is built.
+        """Return the rounded problem whose execution plan runs this one, and the plan if it exists.
 
-        It is for exactly the tokens, or shared: one that is built is preferred. A shared one may need tensors
-        with other strides.
+        The execution plan is exact, for just the number of tokens, or shared. An existing execution plan is
+        preferred. A shared execution plan may need tensors with other strides.
         """
         plans = self._plans
         if not problem.kind.packed:
@@ -88,16 +88,16 @@ class ExecutionPlans:
             return problem, plan
         shared = rounding.shared(problem)
         plan = plans.get(shared)
-        # A capture can't build an execution plan, so what it asks for isn't the first of its kind.
+        # A capture can't build an execution plan, so a problem in a capture doesn't count as the first.
         builds = plan is None and not torch.cuda.is_current_stream_capturing()
         if builds and self._first_tokens.allow_exact(problem):
             return problem, None
         return shared, plan
 
     def prepare(self, problem: Problem) -> Prepared | None:
-        """Return how the execution plan is launched that runs a problem.
+        """Return how a problem's execution plan is launched.
 
-        None if it isn't built, or if tensors would have to be copied to have its strides.
+        None if the execution plan doesn't exist, or if tensors would have to be copied to get its strides.
         """
         selected, plan = self.select(problem)
         return None if plan is None or selected.strides != problem.strides else plan.prepared
@@ -116,14 +116,16 @@ class ExecutionPlans:
         plan: ExecutionPlan,
         device: int,
         tensors: Sequence[Tensor],
-        lengths: Lengths | None,
+        lengths: BatchLengths | None,
         stream: int,
     ) -> None:
-        """Run an execution plan; its device has to be the current one.
+        """Run an execution plan; its device must be the current device.
 
         Args:
-            tensors: those of the execution plan, by `Slot`, ascending.
-            lengths: those of packed tensors.
+            plan: the execution plan.
+            device: the index of its device.
+            tensors: the tensors of the execution plan, by `Slot`, ascending.
+            lengths: the lengths of packed tensors.
             stream: a CUDA stream of the device.
         """
         buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
@@ -138,9 +140,9 @@ class ExecutionPlans:
         plan.run_on_addresses(ctypes.addressof(addresses), place, handle.backend_handle)
 
     def _release(self) -> None:
-        """Drop all of the frontend's objects at the end of the process: it prints a list of what outlives it.
+        """Drop all objects of the frontend at the end of the process, which prints a list of leaked objects.
 
-        This object does: the routers in torch's dispatcher refer to it.
+        They would leak with this object, because the routers in torch's dispatcher refer to it.
         """
         self._plans.clear()
         self._thread = threading.local()
@@ -164,10 +166,10 @@ class ExecutionPlans:
             return self._plans[problem]
 
     def _prepared_for(self, problem: Problem, plan: ExecutionPlan) -> Prepared:
-        """Return how an execution plan is launched, whatever call it is for.
+        """Return how an execution plan is launched, for any call.
 
-        This doesn't keep the execution plan alive: one that has been dropped has to go, most of all when the
-        process ends. What is returned does nothing then and says so.
+        The result doesn't keep the execution plan alive: a dropped execution plan must be freed, above all
+        when the process ends. Launching it then does nothing and returns False.
         """
         kind, device, reference = problem.kind, problem.kind.device, weakref.ref(plan)
 
@@ -201,19 +203,19 @@ class ExecutionPlans:
     def _build(self, problem: Problem) -> ExecutionPlan:
         handle = self.handle(problem.kind.device, torch.cuda.current_stream().cuda_stream)
 
-        def there() -> ExecutionPlan:
+        def build_on_device() -> ExecutionPlan:
             with torch.cuda.device(problem.kind.device):
                 return build(self._cudnn(), problem, handle)
 
         began = time.monotonic()
         try:
-            # In a thread, as the frontend leaves the error of a failed attempt in a cycle with all frames
-            # above it, and these keep the caller's tensors alive. The handle is this thread's, which waits.
-            plan = run_in_thread(there)
+            # In another thread: the frontend leaves the error of a failed build in a cycle with all frames
+            # above it, which keep the caller's tensors alive. The handle belongs to this thread, which waits.
+            plan = run_in_thread(build_on_device)
         except UnsupportedInputError as error:
             if len(self._declined) >= _KEPT:
                 self._declined.clear()
-            self._declined[problem] = str(error)  # batches of other lengths come to the same problem
+            self._declined[problem] = str(error)  # batches of other lengths lead to the same problem
             raise
         finally:
             took = time.monotonic() - began
@@ -229,10 +231,10 @@ class ExecutionPlans:
         handles = getattr(self._thread, "handles", None)
         if handles is None:
             handles = self._thread.handles = _Handles(self._cudnn().destroy_handle)
-        found = handles.get(device)
-        if found is None:
-            found = handles[device] = [self._cudnn().create_handle(), None]
-        if found[1] != stream:
-            self._cudnn().set_stream(found[0], stream)
-            found[1] = stream
-        return found[0]
+        entry = handles.get(device)
+        if entry is None:
+            entry = handles[device] = [self._cudnn().create_handle(), None]
+        if entry[1] != stream:
+            self._cudnn().set_stream(entry[0], stream)
+            entry[1] = stream
+        return entry[0]

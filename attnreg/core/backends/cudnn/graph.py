@@ -1,4 +1,4 @@
-"""Building an execution plan: a problem described to cuDNN as a graph, and how the built graph is run."""
+"""Builds an execution plan: describes a problem to cuDNN as a graph, and finds out how to run the result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from attnreg.core.backends.cudnn.problem import GIVEN, OF_KEYS, OF_VALUES, Probl
 from attnreg.core.launching.launchers import Prepared
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
-# One thread builds at a time, so nothing guards this.
+# Needs no lock, because one thread builds at a time.
 _lengths_keys: dict[tuple[Slot | RaggedOffset, ...], int] = {}
-# The uid of a tensor's ragged offset is the tensor's and this.
+# The uid of a ragged offset is its tensor's uid plus this number.
 _RAGGED = 100
-# What the docstring of the frontend's function on addresses begins with, in 1.32.
+# The begin of the docstring of the frontend's function on addresses, in 1.32.
 _ON_ADDRESSES = "(self, user_ptrs_array: int, n_user: int, workspace: int, handle: int, plan_index: int"
 
 log = logging.getLogger("attnreg")
@@ -29,17 +29,17 @@ class ExecutionPlan:
     """A built graph: `graph.execute(buffers, workspace, handle=..., tensor_uids=uids)` runs it.
 
     Attributes:
-        graph: the frontend's.
-        workspace: bytes that a run needs.
-        tensors: what the first buffers are, ascending.
-        lengths: what the other buffers are: lengths and ragged offsets of packed sequences.
-        lengths_key: a number that execution plans with the same `lengths` share; looked up faster than they
-            are.
+        graph: the frontend's graph.
+        workspace: the bytes that a run needs.
+        tensors: the first buffers, by ascending uid.
+        lengths: the other buffers: lengths and ragged offsets of packed sequences.
+        lengths_key: a number that execution plans with equal `lengths` share. It is a faster key than
+            `lengths`.
         uids: cuDNN's numbers of all buffers, ascending.
-        run_on_addresses: `run_on_addresses(addresses, workspace, handle)`, all numbers: where the buffers'
-            addresses are, by ascending uid, the workspace, and a handle's `backend_handle`. None if this
-            release of the frontend can't.
-        prepared: how it is launched on addresses, whatever call it is for.
+        run_on_addresses: a function of three numbers: the address of the buffers' addresses (by ascending
+            uid), the address of the workspace, and a handle's `backend_handle`. None if this release of the
+            frontend has no such function.
+        prepared: how the execution plan is launched on addresses, for any call.
     """
 
     graph: Any
@@ -56,14 +56,14 @@ def build(cudnn: ModuleType, problem: Problem, handle: Any) -> ExecutionPlan:
     """Describe a problem to cuDNN and build the execution plan.
 
     Raises:
-        UnsupportedInputError: cuDNN has no kernel for it; with cuDNN's reason.
-        BackendUnavailableError: building it failed, but not for want of memory.
+        UnsupportedInputError: cuDNN has no kernel for the problem; with cuDNN's reason.
+        BackendUnavailableError: the build failed for another reason than an error of the device.
     """
     try:
         return _Description(cudnn, problem, handle).build()
     except Exception as error:
         if is_of_device(error):
-            raise  # there may be memory the next time, so nothing is to remember this as a lack of cuDNN's
+            raise  # out of memory, for example: the next attempt may succeed, so this must not be remembered
         if isinstance(error, cudnn.cudnnGraphNotSupportedError):
             reason = f"cuDNN has no {problem.kind.direction} execution plan for this call: {error}"
             raise UnsupportedInputError(reason) from error
@@ -80,7 +80,7 @@ class _Description:
         self._problem = problem
         self._handle = handle
         self._dtype = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}[problem.kind.dtype]
-        # Without a handle a graph would run on stream 0 for ever.
+        # Without a handle a graph would always run on stream 0.
         self._graph = cudnn.pygraph(
             handle=handle,
             io_data_type=self._dtype,
@@ -119,7 +119,7 @@ class _Description:
     def _backward(self) -> None:
         problem = self._problem
         inputs = self._inputs(q=Slot.Q, k=Slot.K, v=Slot.V, o=Slot.OUT, dO=Slot.GRAD_OUT, stats=Slot.STATS)
-        # Without these totals the workspace would be that of a batch in which each sequence is the longest.
+        # Without these totals the workspace would have room for a batch of longest sequences.
         totals = {"max_total_seq_len_q": problem.tokens_q, "max_total_seq_len_kv": problem.tokens_k}
         grads = self._graph.sdpa_backward(
             **inputs, **self._options(), **(totals if problem.kind.packed else {}), name="backward"
@@ -170,12 +170,12 @@ class _Description:
         size = 1 if slot is Slot.STATS else kind.head_dim_v if slot in OF_VALUES else kind.head_dim
         batch, head, token = _strides(problem, slot, heads, length, size)
         dims = [problem.batch, heads, length, size]
-        # cuDNN wants a stride of the batch even where it reads ragged offsets.
+        # cuDNN requires a stride of the batch even where it reads ragged offsets.
         strides = [batch or length * token, head, token, 1]
         return dims, strides, float32 if slot is Slot.STATS else self._dtype
 
     def _add(self, tensor: Any, slot: Slot, strides: list[int]) -> None:
-        """Take a tensor into the execution plan, with a ragged offset if it is packed."""
+        """Add a tensor to the execution plan, with a ragged offset if it is packed."""
         self._tensors[int(slot)] = slot
         if self._problem.kind.packed:
             offset, dtype = RaggedOffset(slot in OF_KEYS, strides[2]), self._cudnn.data_type.INT64
@@ -189,24 +189,24 @@ class _Description:
 
 
 def _strides(problem: Problem, slot: Slot, heads: int, length: int, size: int) -> tuple[int, int, int]:
-    """Return the strides of (batch, head, token): those of the call's tensors, and contiguous results."""
+    """Return the strides of (batch, head, token): the call's for its tensors, contiguous for results."""
     packed = problem.kind.packed
     if slot is Slot.STATS:  # the LSE
         if packed:
             return (0, 1, heads) if problem.token_first else (0, problem.tokens_q, 1)
         return heads * length, length, 1
-    given = dict(zip(GIVEN[problem.kind.direction], problem.strides, strict=False))
-    if slot not in given:
+    strides_of = dict(zip(GIVEN[problem.kind.direction], problem.strides, strict=False))
+    if slot not in strides_of:
         return 0 if packed else length * heads * size, size, heads * size
-    *batch, token, head, _ = given[slot]
+    *batch, token, head, _ = strides_of[slot]
     return batch[0] if batch else 0, head, token
 
 
 def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int, int, int], None] | None:
-    """Return `ExecutionPlan.run_on_addresses` of a built graph; None where this release isn't as 1.32.
+    """Return `ExecutionPlan.run_on_addresses` of a built graph; None if this release differs from 1.32.
 
-    The frontend's `execute` looks at each tensor, which costs the host as much as cuDNN's launch. What it
-    calls then is private: where a release has changed it, execution plans are run by `execute`.
+    The frontend's `execute` inspects each tensor, which costs the host as much as cuDNN's launch. The
+    functions that it calls are private. If a release has changed them, execution plans are run by `execute`.
     """
     try:
         if graph.selected_engine is not None:
@@ -217,7 +217,7 @@ def _on_addresses(graph: Any, uids: Sequence[int], handle: Any) -> Callable[[int
             raise TypeError(f"the signature of _execute_with_raw_ptrs has changed: {execute.__doc__}")
         lowered._prepare_variant_pack_template()
         expected = lowered._get_variant_pack_uids_sorted()
-    except Exception as error:  # noqa: BLE001 - it can be done without
+    except Exception as error:  # noqa: BLE001 - `execute` runs the plan as well
         log.debug("this execution plan isn't run on addresses: %s: %s", type(error).__name__, error)
         return None
     if list(uids) != list(expected):

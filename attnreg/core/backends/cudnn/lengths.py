@@ -1,6 +1,6 @@
-"""What execution plans read of the offsets of a packed batch: lengths and ragged offsets.
+"""The inputs that execution plans derive from the offsets of a packed batch: lengths and ragged offsets.
 
-One small kernel writes all of it for a new batch, for both directions and all layers of a step.
+A small kernel writes all of them for a new batch, for both directions and all layers of a step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from attnreg.core.launching.offsets import derived_from
 from attnreg.core.torchlib.device_code import DeviceKernel
 from attnreg.core.torchlib.layout import uninitialized
 
-# How many ragged offsets the kernel writes at most, besides those of a token stride of 1. A model whose
-# queries are views of one projection needs up to six.
+# How many ragged offsets the kernel writes at most, besides the two of token stride 1. A model whose queries
+# are views of a shared projection needs up to six.
 MOST = 12
 
-# Its threads in a block.
+# The threads of a block of this kernel.
 _BLOCK = 256
 
 WRITE = DeviceKernel("attnreg_cudnn_lengths", Path(__file__).with_name("lengths.cu"))
@@ -31,22 +31,25 @@ WRITE = DeviceKernel("attnreg_cudnn_lengths", Path(__file__).with_name("lengths.
 class OffsetsRead:
     """The ragged offsets that execution plans read, the newest `MOST` of them.
 
-    A new batch gets all of these at once: which plans will run on it isn't known when the first does.
+    A new batch gets all of them at once, because the first execution plan doesn't know which others will
+    follow.
 
     Attributes:
-        now: the ragged offsets, and what the kernel takes of them: how many there are, for which of them a
-            bit says that they are of the keys, and the token strides.
+        now: the ragged offsets, and the kernel's arguments for them. These are their number, a mask with a
+            bit for each ragged offset of the keys, and the token strides.
     """
 
     def __init__(self) -> None:
         self.now: tuple[tuple[RaggedOffset, ...], tuple[int, ...]] = (), (0, 0, *[0] * MOST)
 
     def add(self, plan: ExecutionPlan) -> None:
-        """Take those of an execution plan that has just been built."""
-        read = [one for one in plan.lengths if isinstance(one, RaggedOffset) and one.token_stride != 1]
+        """Add the ragged offsets of a new execution plan."""
+        read = [
+            offset for offset in plan.lengths if isinstance(offset, RaggedOffset) and offset.token_stride != 1
+        ]
         known = tuple(dict.fromkeys((*self.now[0], *read)))[-MOST:]
-        of_keys = sum(1 << number for number, one in enumerate(known) if one.of_keys)
-        strides = [one.token_stride for one in known]
+        of_keys = sum(1 << number for number, offset in enumerate(known) if offset.of_keys)
+        strides = [offset.token_stride for offset in known]
         self.now = known, (len(known), of_keys, *strides, *[0] * (MOST - len(known)))
 
 
@@ -57,24 +60,25 @@ def lengths_of(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None = None,
-) -> Lengths:
-    """Return the lengths of a packed batch, derived once for as long as the offsets exist unchanged.
+) -> BatchLengths:
+    """Return the lengths of a packed batch, derived once and cached while the offsets exist unchanged.
 
-    The offsets' device has to be the current one, and `stream` its stream.
+    The offsets' device must be the current device, and `stream` a stream of it. The tensors are described at
+    `BatchLengths`.
     """
-    given = cu_seqlens_q, cu_seqlens_k, seqused_k
-    return derived_from(given, stream, ("cuDNN", batch), partial(Lengths, read, batch, stream))
+    offsets = cu_seqlens_q, cu_seqlens_k, seqused_k
+    return derived_from(offsets, stream, ("cuDNN", batch), partial(BatchLengths, read, batch, stream))
 
 
-class Lengths:
+class BatchLengths:
     """The lengths and ragged offsets of one batch, padded with empty sequences to an execution plan's size.
 
     Args:
-        read: which ragged offsets to write at once.
-        batch: how many sequences the execution plan is for.
-        stream: that of the offsets' device.
+        read: the ragged offsets to write at once.
+        batch: the number of sequences of the execution plan.
+        stream: a CUDA stream of the offsets' device.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
-        seqused_k: how many keys of each sequence count, int32 (B,); None for all.
+        seqused_k: the number of keys of each sequence that count, int32 (B,). None counts all.
     """
 
     def __init__(
@@ -94,22 +98,22 @@ class Lengths:
             used, step = (0, 0) if seqused_k is None else (seqused_k, seqused_k.stride(0))
             steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0), step
             sizes = cu_seqlens_q.shape[0] - 1, width
-            given = rows, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *numbers
-            WRITE(-(-width // _BLOCK), _BLOCK, *given, stream=stream)
+            arguments = rows, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *numbers
+            WRITE(-(-width // _BLOCK), _BLOCK, *arguments, stream=stream)
         else:
             _write_by_ops(rows, known, cu_seqlens_q, cu_seqlens_k, seqused_k)
         self._rows, self._known = rows, known
         self._inputs: dict[Slot | RaggedOffset, Tensor] = {}
         self._of_plans: dict[int, list[Tensor]] = {}
 
-    def differs(self, newer: Lengths) -> Tensor:
-        """Return on the device whether a sequence begins elsewhere or has another length."""
+    def differs(self, newer: BatchLengths) -> Tensor:
+        """Return whether a sequence has another begin or length, as a boolean tensor () on the device."""
         return (self._rows[:3] != newer._rows[:3]).any()
 
     def inputs_of(self, plan: ExecutionPlan) -> list[Tensor]:
         """Return an execution plan's inputs; each is at least as long as the plan reads.
 
-        Lengths are int32 (batch,), ragged offsets int64 (batch + 1,).
+        BatchLengths are int32 (batch,), ragged offsets int64 (batch + 1,).
         """
         inputs = self._of_plans.get(plan.lengths_key)
         if inputs is None:
@@ -134,7 +138,7 @@ class Lengths:
             return rows[1 + of_keys]
         if wanted in self._known:
             return rows[3 + self._known.index(wanted)]
-        return rows[1 + of_keys] * stride  # the plan was built after this batch was first seen
+        return rows[1 + of_keys] * stride  # the plan was built after this object
 
 
 def _write_by_ops(
@@ -144,7 +148,7 @@ def _write_by_ops(
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None,
 ) -> None:
-    """Write what the kernel does."""
+    """Write the same numbers as the kernel, by torch's ops."""
     width = rows.shape[1]
     rows[1], rows[2] = (_padded(x, width) for x in (cu_seqlens_q, cu_seqlens_k))
     lengths = rows[0].view(torch.int32).view(2, width)
@@ -153,8 +157,8 @@ def _write_by_ops(
     if seqused_k is not None:
         lengths[1] = torch.nn.functional.pad(seqused_k, (0, width - len(seqused_k)))
     lengths[0] *= lengths[1] > 0
-    for row, one in zip(rows[3:], known, strict=True):
-        torch.mul(rows[1 + one.of_keys], one.token_stride, out=row)
+    for row, offset in zip(rows[3:], known, strict=True):
+        torch.mul(rows[1 + offset.of_keys], offset.token_stride, out=row)
 
 
 def _padded(cu_seqlens: Tensor, width: int) -> Tensor:

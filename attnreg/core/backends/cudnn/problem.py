@@ -1,7 +1,7 @@
 """The problem that a cuDNN execution plan is built for: the kind of a call, and numbers.
 
-A kind is read off the tensors of one call and is the same for all calls like it. The rest of a problem are
-lengths and strides: it takes no tensor to say which execution plan a call of a known kind needs.
+A kind is derived from the tensors of a call, and is equal for all calls like it. The rest of a problem are
+lengths and strides. So finding the execution plan for a call of a known kind needs no tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnreg.core.torchlib.layout import contiguous_strides
 # The tensors of a graph; the numbers, from 1 on, are their uids.
 Slot = enum.IntEnum("Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K")
 
-# What a direction's function is given and returns, in the contract's order.
+# The arguments and results of each direction's function, in the contract's order.
 GIVEN = {
     "forward": (Slot.Q, Slot.K, Slot.V),
     "backward": (Slot.GRAD_OUT, Slot.Q, Slot.K, Slot.V, Slot.OUT, Slot.STATS),
@@ -32,26 +32,26 @@ OF_VALUES = frozenset({Slot.V, Slot.OUT, Slot.GRAD_OUT, Slot.GRAD_V})  # with th
 
 
 class RaggedOffset(NamedTuple):
-    """Where the sequences of a packed tensor begin, in elements: `cu_seqlens` times its token stride.
+    """The offsets of a packed tensor's sequences, in elements: `cu_seqlens` times the token stride.
 
     Attributes:
-        of_keys: whether these are the offsets of the keys.
-        token_stride: of the tensor, in elements.
+        of_keys: whether they are made from the offsets of the keys.
+        token_stride: the tensor's stride from token to token, in elements.
     """
 
     of_keys: bool
     token_stride: int
 
 
-# Those of a tensor in the contract's layout: of (batch, token, head, head dim), packed without the batch.
+# Strides of a tensor in the contract's layout, (batch, token, head, head dim); packed tensors have no batch.
 Strides = tuple[int, ...]
 
 
-class Kind(NamedTuple):
-    """All of a problem but lengths and strides.
+class PlanKind(NamedTuple):
+    """A problem without its lengths and strides.
 
     Attributes:
-        one_offsets: whether this is a masked backward of packed tensors whose queries and keys have one
+        one_offsets: whether this is a masked backward of packed tensors whose queries and keys share a
             tensor of offsets.
     """
 
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
         """Return the problem of a call; `ExecutionPlans.select` rounds it later.
 
         Args:
-            strides: those of the tensors that the function is given, of which the LSE's don't count.
+            strides: the strides of the function's tensors. The LSE's are ignored.
         """
         backward = self.direction == "backward"
         if self.packed:
@@ -97,17 +97,16 @@ class Problem(NamedTuple):
     Results are contiguous.
 
     Attributes:
-        tokens_q, tokens_k: of packed tensors, how many tokens there may be at most. The forward's workspace
-            doesn't depend on its keys, whose number is 0 there.
-        strides: those of the tensors that the function is given, without the LSE, in `GIVEN`'s order.
-        square: whether this is a masked backward in which each sequence has as many keys as queries. Aligned
-            top-left and bottom-right the mask is the same then, and cuDNN 9.19 skips the hidden part of it
-            top-left only.
+        tokens_q, tokens_k: the largest number of tokens of packed tensors. `tokens_k` is 0 in a forward,
+            whose workspace doesn't depend on the keys.
+        strides: the strides of the function's tensors without the LSE, in the order of `GIVEN`.
+        square: whether this is a masked backward in which each sequence has as many keys as queries. Then
+            both alignments of the mask are equal, and cuDNN 9.19 skips hidden scores only top-left.
         exact: whether the execution plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T).
-            Others of packed tensors are for any number of tokens, with the token first, (T, H).
+            A shared execution plan is for any number of tokens, and its LSE has the token first, (T, H).
     """
 
-    kind: Kind
+    kind: PlanKind
     batch: int
     max_q: int
     max_k: int
@@ -123,11 +122,11 @@ class Problem(NamedTuple):
         return self.kind.packed and not self.exact
 
     def lse_strides(self, size: tuple[int, ...]) -> Strides:
-        """Return the strides of the LSE, of this size in the contract's layout."""
+        """Return the strides of the LSE, whose size in the contract's layout is given."""
         return (1, self.kind.heads_q) if self.token_first else contiguous_strides(size)
 
     def __str__(self) -> str:
-        """Return what a log line says of it."""
+        """Return a description for a log line."""
         kind, dtype = self.kind, str(self.kind.dtype).removeprefix("torch.")
         dims = "/".join(map(str, dict.fromkeys((kind.head_dim, kind.head_dim_v))))
         heads = "/".join(map(str, dict.fromkeys((kind.heads_q, kind.heads_k))))
@@ -139,25 +138,25 @@ class Problem(NamedTuple):
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether there is no score to compute; no graph can describe such a call."""
+    """Whether a call has no score to compute; no graph can describe such a call."""
     if call.cu_seqlens_q is not None and call.cu_seqlens_q.shape[0] < 2:
         return True
     return not (query.numel() and key.numel() and call.max_q and call.max_k)
 
 
-def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> Kind:
+def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> PlanKind:
     """Return the kind of a call on a function's tensors."""
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
     packed = call.cu_seqlens_q is not None
     one_offsets = call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
-    return Kind(
+    return PlanKind(
         direction, query.get_device(), query.dtype, query.shape[-2], key.shape[-2],
         query.shape[-1], value.shape[-1], float(call.scale), call.window, packed,
         packed and one_offsets and direction == "backward" and call.window != (-1, -1),
     )  # fmt: skip
 
 
-def problem_of(kind: Kind, tensors: Sequence[Tensor], call: Call) -> Problem:
+def problem_of(kind: PlanKind, tensors: Sequence[Tensor], call: Call) -> Problem:
     """Return the problem of a call of a kind on a function's tensors."""
     query, key = tensors[:2] if kind.direction == "forward" else tensors[1:3]
     batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1

@@ -1,8 +1,8 @@
-"""FA2: FlashAttention 2, by the CUDA kernels inside torch or by those of the package flash-attn.
+"""FA2: FlashAttention 2, by the CUDA kernels inside torch or in the package flash-attn.
 
-What it can run is declared here, and so is which provider runs a call: torch's (native.py) whatever it can,
-the package (flash_attn_package.py) ALiBi slopes, a softcap, and a paged key-value cache on torch 2.11.
-README.md has the reasons.
+This module declares what FA2 can run, and chooses the provider of a call. Torch's kernels (native.py) run
+every call that they can. The package (flash_attn_package.py) runs ALiBi slopes, a softcap, and a paged
+key-value cache on torch 2.11. README.md has the reasons.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.backends.fa2.flash_attn_package import Package, installed, missing, package
-from attnreg.core.backends.fa2.native import PAGES, SPLITS, Native, is_empty, keeps_contract
+from attnreg.core.backends.fa2.native import PAGES, SPLITS, TorchKernels, is_empty, keeps_contract
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut, cut_of_decoding
@@ -24,16 +24,16 @@ from attnreg.core.launching.regular import fills
 from attnreg.core.launching.rows import clear_backward, clear_forward
 
 
-class _Forward(Capabilities):
-    """The fields and what they can't say of a forward."""
+class _FA2Forward(Capabilities):
+    """The declared fields, and a forward's limits that no field can express."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
         return super().unsupported(spec) or tuple(_forward_reasons(spec))
 
 
-class _Backward(Capabilities):
-    """The fields and what they can't say of a backward."""
+class _FA2Backward(Capabilities):
+    """The declared fields, and a backward's limits that no field can express."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
@@ -53,8 +53,8 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("alibi", "softcap", "deterministic", "capture"), True),
 }
 MOST_SPLITS = 128  # the same file
-FORWARD = _Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
-BACKWARD = _Backward(**LIMITS, delta_from_out=True)
+FORWARD = _FA2Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
+BACKWARD = _FA2Backward(**LIMITS, delta_from_out=True)
 
 
 def _needs_package(paged: bool, alibi: bool, softcap: float) -> bool:
@@ -68,13 +68,15 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
         yield "seqused_k needs packed tensors, got dense ones"
     if paged and spec.dropout > 0.0:
         yield "dropout_p must be 0 with a block_table, which has no backward"
-    # Torch's kernels split packed sequences if they have pages or heads are rows, dense ones as torch does.
+    # The kernels split packed sequences if there are pages or heads are rows. Torch decides about dense
+    # tensors.
     splits = paged or _folds(spec)
     if spec.num_splits is not None and not spec.varlen:
         yield f"num_splits must be None for dense tensors, got {spec.num_splits}"
     elif splits and (spec.num_splits or 1) > MOST_SPLITS:
         yield f"num_splits must be at most {MOST_SPLITS} where keys are split, got {spec.num_splits}"
-    # csrc/flash_attn/src/flash_fwd_launch_template.h: batch and heads share a dimension of the grid then.
+    # csrc/flash_attn/src/flash_fwd_launch_template.h: with splits, batch and heads share a dimension of the
+    # grid.
     elif splits and (spec.num_splits or 1) > 1 and spec.batch * spec.heads_q > GRID:
         yield f"batch times heads must be at most {GRID} with num_splits, got {spec.batch * spec.heads_q}"
     if _needs_package(paged, spec.alibi, spec.softcap):
@@ -82,7 +84,10 @@ def _forward_reasons(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _package_reasons(spec: AttentionSpec, otherwise: str = "") -> Iterator[str]:
-    """Yield the reasons of calls that only the package can run, `otherwise` what needs it."""
+    """Yield reasons against calls that only the package can run.
+
+    `otherwise` names what needs the package, if no option does.
+    """
     option = "alibi_slopes" if spec.alibi else "softcap" if spec.softcap else ""
     if lack := missing(spec.device.simulated):
         verb = "need" if spec.alibi else "needs"
@@ -105,9 +110,9 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
         )
     if spec.alibi or spec.softcap:
         yield from _package_reasons(spec)
-        # csrc/flash_attn/src/flash_bwd_kernel.h up to 2.8.3: where a sequence's sums for dq begin is computed
-        # in 32 bits. If these overflow, the kernel writes anywhere, and the CUDA context is lost. Torch's
-        # kernels don't (https://github.com/Dao-AILab/flash-attention/pull/2260).
+        # csrc/flash_attn/src/flash_bwd_kernel.h up to 2.8.3 computes in 32 bits where a sequence's sums for
+        # dq begin. On overflow the kernel writes to any address, and the CUDA context is lost. Torch's
+        # kernels use 64 bits (https://github.com/Dao-AILab/flash-attention/pull/2260).
         step = 32 if spec.head_dim <= 128 else 64
         sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * _rounded_dim(spec)
         if spec.varlen and sums >= 2**31:
@@ -128,7 +133,7 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield where what this module says of calls of the spec's kind changes with their lengths."""
+    """Yield the lengths at which this module's reasons or priority change for calls of the spec's kind."""
     yield Cut.of("batch", at=GRID // max(spec.heads_q, 1) + 1)
     for tokens, heads in (("tokens_q", spec.heads_q), ("tokens_k", spec.heads_k)):
         yield Cut.of(tokens, at=-(-(2**31) // max(heads * spec.head_dim, 1)))
@@ -157,14 +162,14 @@ def _version() -> str:
 
 
 def _load() -> Kernels:
-    native = Native()
+    native = TorchKernels()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if is_empty(query, key, call):
             return empty_results(query, value, call)
         options = call.block_table is not None, call.alibi_slopes is not None, call.softcap
         by_package = _needs_package(*options)
-        provider: Native | Package = package() if by_package else native
+        provider: TorchKernels | Package = package() if by_package else native
         out, lse = provider.forward((query, key, value), call)
         return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, call)
 
@@ -174,11 +179,11 @@ def _load() -> Kernels:
         if is_empty(query, key, call):
             return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         by_package = call.alibi_slopes is not None or call.softcap > 0.0
-        provider: Native | Package = package() if by_package else native
+        provider: TorchKernels | Package = package() if by_package else native
         if keeps_contract(query, key, call):
             return provider.backward((grad_out, query, key, value, out, lse), call)
         if call.cu_seqlens_q is not call.cu_seqlens_k or call.cu_seqlens_q is None:
-            lse = torch.nan_to_num(lse, torch.nan, torch.inf, torch.inf)  # so the kernels mark such a row
+            lse = torch.nan_to_num(lse, torch.nan, torch.inf, torch.inf)  # marks such rows for the kernels
         grad_q, grad_k, grad_v = provider.backward((grad_out, query, key, value, out, lse), call)
         if _has_offsets(call):
             clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)  # type: ignore[arg-type]
@@ -193,7 +198,7 @@ def _load() -> Kernels:
 
 
 def _to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return results in which rows without a key and unused rows are by the contract."""
+    """Set rows without a key and unused rows to the contract's values, in place."""
     if _has_offsets(call):
         clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)  # type: ignore[arg-type]
         return out, lse
@@ -210,7 +215,7 @@ def _has_offsets(call: Call) -> bool:
 
 
 def _zero_unused_rows(packed: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Zero the rows past the last offset, which the kernels have never written."""
+    """Zero the rows past the last offset, which the kernels don't write, in place."""
     if cu_seqlens is None:
         return packed
     return packed.masked_fill_(_unused(packed.shape[0], cu_seqlens)[:, None, None], 0.0)
@@ -221,12 +226,12 @@ def _unused(tokens: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def _priority(spec: AttentionSpec) -> int:
-    """Return its rank: the first for decoding, as long as the host is the limit or keys are split."""
+    """Return the priority: the highest for decoding, if the host is the limit or keys are split."""
     return 40 if spec.decodes and (_folds(spec) or not spec.capturing) else 10
 
 
 def _folds(spec: AttentionSpec) -> bool:
-    """Whether the kernel makes query heads rows and splits the keys, if each sequence has a query."""
+    """Whether the kernel treats query heads as rows and splits the keys, if each sequence has a query."""
     return spec.max_q == 1 and spec.heads_q > spec.heads_k
 
 

@@ -1,7 +1,7 @@
-"""FA2's kernels in the package flash-attn, for what those inside torch can't do.
+"""FA2's kernels in the package flash-attn, for calls that torch's kernels can't run.
 
-They are the same kernels with more arguments: a backward with ALiBi slopes, a softcap, and pages on a torch
-without them. The package registers them as torch ops, which are called by keyword.
+They are the same kernels with more arguments: ALiBi slopes, a softcap, and pages on a torch without them. The
+package registers them as torch ops, which are called by keyword.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def installed() -> str | None:
     return _version_by(version, find_spec)
 
 
-# That takes a millisecond, and each decision may ask.
+# Cached: reading the version takes a millisecond, and each decision may need it.
 @functools.cache
 def _version_by(ask: Callable[[str], str], find: Callable[[str], object]) -> str | None:
     try:
-        # flash-attn-4 lives in the same namespace; the extension is this package's alone.
+        # flash-attn-4 shares the namespace; only this package has the extension.
         return ask(NAME) if find("flash_attn_2_cuda") else None
     except (PackageNotFoundError, ValueError):
         return None
@@ -64,25 +64,25 @@ def _version_by(ask: Callable[[str], str], find: Callable[[str], object]) -> str
 def missing(simulated: bool) -> str:
     """Return why the package can't be used, or an empty string.
 
-    It is loaded to find out, unless the device is simulated: its extension fits one torch only, and by the
-    time that a call runs it is too late for another backend.
+    The package is loaded to find out, unless the device is simulated. Its extension fits one version of torch
+    only, and once a call runs it is too late for another backend.
     """
-    found = installed()
-    if found is None:
+    release = installed()
+    if release is None:
         return f"the package {NAME}, which isn't installed; install it with: {INSTALL}"
     if simulated:
         return ""
     loaded = _loaded()
     if isinstance(loaded, Package):
         return ""
-    return f"the package {NAME}, whose {found} failed to load: {type(loaded).__name__}: {loaded}"
+    return f"the package {NAME}, whose {release} failed to load: {type(loaded).__name__}: {loaded}"
 
 
 def package() -> Package:
     """Return the loaded package.
 
     Raises:
-        RegistrationError: it can't be loaded, which `missing` would have said; with the cause.
+        RegistrationError: the package can't be loaded, which `missing` reports, too; with the cause.
     """
     loaded = _loaded()
     if isinstance(loaded, Package):
@@ -107,19 +107,25 @@ class Package:
         self._ops = {name: _checked(name) for name in PASSED}
 
     def forward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE of (query, key, value) as the kernel gives them."""
-        given = _shared_arguments(call, *tensors) | {"return_softmax": False}
+        """Return output and LSE of (query, key, value) in the kernel's conventions.
+
+        Tensors are (B, S, H, D) or (T, H, D), float16 or bfloat16; the LSE is (B, H, S) or (H, T), float32.
+        """
+        arguments = _shared_arguments(call, *tensors) | {"return_softmax": False}
         name = "_flash_attn_forward"
         if call.varlen:
             name = "_flash_attn_varlen_forward"
-            given |= {"block_table": call.block_table, "seqused_k": call.seqused_k}
-        out, lse, _, rng_state = self._ops[name](**given)
+            arguments |= {"block_table": call.block_table, "seqused_k": call.seqused_k}
+        out, lse, _, rng_state = self._ops[name](**arguments)
         if call.rng_state is not None:
             call.rng_state.view(torch.int64).copy_(rng_state)
         return out, lse
 
     def backward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients, for (grad_out, query, key, value, out, lse), as the kernel gives them."""
+        """Return the gradients of query, key and value, in their shapes and dtype.
+
+        `tensors` are (grad_out, query, key, value, out, lse), in the layouts of `forward`.
+        """
         grad_out, *inputs, out, lse = tensors
         # The op writes the gradients into its arguments and returns none of them.
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in inputs)
@@ -133,7 +139,7 @@ class Package:
 
 
 def _shared_arguments(call: Call, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """Return the arguments that all four ops are given, and those of packed calls."""
+    """Return the arguments of all four ops, with offsets and lengths for packed calls."""
     causal, left, right = kernel_mask(call)
     packed = zip(_PACKED, kernel_lengths(query, key, call), strict=True) if call.varlen else ()
     return {
@@ -156,9 +162,11 @@ def _checked(name: str) -> Any:
     if op is None:
         raise RegistrationError(f"it registers no operator flash_attn::{name}")
     arguments = op.default._schema.arguments
-    if lacking := [passed for passed in PASSED[name] if passed not in {one.name for one in arguments}]:
+    if lacking := [
+        passed for passed in PASSED[name] if passed not in {argument.name for argument in arguments}
+    ]:
         raise RegistrationError(f"flash_attn::{name} has no argument {', '.join(lacking)}")
-    needed = [one.name for one in arguments if not one.has_default_value()]
-    if unknown := [argument for argument in needed if argument not in PASSED[name]]:
+    needed = [argument.name for argument in arguments if not argument.has_default_value()]
+    if unknown := [required for required in needed if required not in PASSED[name]]:
         raise RegistrationError(f"flash_attn::{name} needs {', '.join(unknown)}, which attnreg doesn't know")
     return op.default

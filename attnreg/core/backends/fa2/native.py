@@ -1,4 +1,4 @@
-"""FA2's kernels inside torch, and what both providers are given in the place of a call's arguments."""
+"""FA2's kernels inside torch, and the conversion of a call's mask and lengths for both providers."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from attnreg.core.torchlib.layout import aligned, needs_graph_memory, readable, 
 
 OP = "_flash_attention_{}"
 
-_arguments = {one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+_arguments = {argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments}
 
-# Both came with torch 2.12.
+# Torch 2.12 added both arguments.
 PAGES, SPLITS = "block_table" in _arguments, "num_splits" in _arguments
 
 OPTIONAL = ("seqused_k", "block_table", "num_splits")
 
 
 def kernel_mask(call: Call) -> tuple[bool, int, int]:
-    """Return is_causal and the two bounds of the window."""
+    """Return is_causal and the two bounds of the window, as the kernels need them."""
     left, right = call.window
     if call.alibi_slopes is not None and (left, right) == (-1, 0):
-        # A causal kernel leaves the part of the bias that a row has in common out of the scores, and so out
-        # of the LSE. A left bound that reaches every key makes the mask a window, whose kernel doesn't.
+        # A causal kernel omits the part of the bias that all keys of a row share from the scores, and so from
+        # the LSE. A left bound that reaches every key selects the window kernel, which adds the whole bias.
         return False, call.max_k - 1, 0
     return call.causal, left, right
 
 
 def kernel_lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Return the offsets and the longest lengths, of queries and of keys."""
+    """Return offsets, (B + 1,) int32 or None, and longest lengths, each of queries and of keys."""
     if call.cu_seqlens_q is None:
         return None, None, call.max_q, call.max_k
     cu_seqlens_k, max_q = call.cu_seqlens_k, call.max_q
     if cu_seqlens_k is None and call.seqused_k is not None:
-        # Pages have no offsets: these have the right lengths.
+        # Pages have no offsets: make offsets from the lengths.
         cu_seqlens_k = torch.nn.functional.pad(call.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-    # Where the longest sequence has one query and key heads are fewer, the kernel folds query heads into rows
-    # and splits the keys: on an H100 80 us in place of 390, for 16 sequences of up to 8,192 keys and 4 query
-    # heads for each key head. Each sequence has to have a query then; a longest length of 2 keeps it from it.
+    # With a longest query length of 1 and fewer key heads the kernel folds query heads into rows and splits
+    # the keys. On an H100 that takes 80 us in place of 390, for 16 sequences of up to 8,192 keys and 4 query
+    # heads for each key head. Each sequence must have a query then. A longest length of 2 prevents the
+    # folding.
     folds = _may_fold(query, key, max_q)
     if folds and not (len(query) == len(call.cu_seqlens_q) - 1 and _every_row_counts(query, key, call)):
         max_q = 2
@@ -53,32 +54,32 @@ def kernel_lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Tensor | Non
 
 
 def _may_fold(query: Tensor, key: Tensor, max_q: int) -> bool:
-    """Whether the kernel folds query heads into rows, if it is told so."""
+    """Whether the kernel folds query heads into rows, with this longest length."""
     return max_q == 1 and query.shape[-2] != key.shape[-2]
 
 
 def _marks_rows(direction: Direction, call: Call) -> bool:
-    """Whether the kernel has to be told of rows without a key: a row of a sequence always sees itself."""
+    """Whether a backward's kernel needs rows without a key marked; with shared offsets a row sees itself."""
     return direction == "backward" and call.cu_seqlens_q is not call.cu_seqlens_k
 
 
 def _every_row_counts(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether it is known that each row of a packed query belongs to a sequence."""
+    """Whether each row of a packed query is known to belong to a sequence."""
     if fills(call.cu_seqlens_q, len(query)):
         return True
     return query.is_cuda and facts(call, len(query), len(key), stream_of(query)).every_row_sees_a_key
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether there is no score to compute; the kernels refuse some of these calls."""
+    """Whether a call has no score to compute; the kernels refuse some of these calls."""
     sequences = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     return not (query.numel() and key.numel() and sequences and call.max_q and call.max_k)
 
 
 def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether the host knows that each query sees a key and no row is unused: nothing needs converting then.
+    """Whether the host knows that each query sees a key and no row is unused: nothing needs conversion.
 
-    The device isn't asked about offsets: clearing rows takes the host less than asking.
+    Facts that the device reports aren't used: clearing rows takes the host less time than looking these up.
     """
     if call.cu_seqlens_q is None:
         return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
@@ -86,15 +87,18 @@ def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
     return is_one and fills(call.cu_seqlens_q, len(query))
 
 
-class Native:
-    """Torch's two kernels, those of `aten::_flash_attention_*`, captured before a router covers them."""
+class TorchKernels:
+    """Torch's two kernels of `aten::_flash_attention_*`, captured before a router covers them."""
 
     def __init__(self) -> None:
         self._forward = captured.kernel(OP.format("forward"), "CUDA")
         self._backward = captured.kernel(OP.format("backward"), "CUDA")
 
     def forward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE of (query, key, value) as the kernel gives them."""
+        """Return output and LSE of (query, key, value) in the kernel's conventions.
+
+        Tensors are (B, S, H, D) or (T, H, D), float16 or bfloat16; the LSE is (B, H, S) or (H, T), float32.
+        """
         query, key, _ = tensors
         out, lse, rng_state, *_ = self._forward(
             *map(readable, tensors), *_lengths(query, key, call), False, **_options(query, call, OPTIONAL)
@@ -105,28 +109,31 @@ class Native:
         return out, lse
 
     def backward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients, for (grad_out, query, key, value, out, lse), as the kernel gives them."""
-        *others, lse = tensors
+        """Return the gradients of query, key and value, in their shapes and dtype.
+
+        `tensors` are (grad_out, query, key, value, out, lse), in the layouts of `forward`.
+        """
+        *inputs, lse = tensors
         query, key = tensors[1:3]
         rng_state, unused = _no_rng_state(query)
-        # The kernel doesn't look at the strides of an LSE.
+        # The kernel ignores the strides of an LSE.
         grads = self._backward(
-            *map(readable, others), lse.contiguous(), *_lengths(query, key, call),
+            *map(readable, inputs), lse.contiguous(), *_lengths(query, key, call),
             rng_state if call.rng_state is None else call.rng_state, unused, **_options(query, call),
         )  # fmt: skip
         return grads[0], grads[1], grads[2]
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
-        """Return a launcher where calling the kernel is all there is to do; see `Kernels.specialize`."""
+        """Return a launcher where a call needs only the kernel; see `Kernels.specialize`."""
         query, key = tensors[:2] if direction == "forward" else tensors[1:3]
         further = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
-        if call.dropout or any(given is not None for given in further):
+        if call.dropout or any(option is not None for option in further):
             return None
         if is_empty(query, key, call):
             return None
         if not (call.varlen or keeps_contract(query, key, call)):
             return None
-        # What these need beside the kernel depends on what is known of the offsets.
+        # These calls need more than the kernel, depending on the facts known about the offsets.
         if call.varlen and (_may_fold(query, key, call.max_q) or _marks_rows(direction, call)):
             return None
         if not all(map(aligned, tensors[:5])) or not (direction == "forward" or tensors[5].is_contiguous()):
@@ -137,7 +144,7 @@ class Native:
         if direction == "forward":
             return OpLauncher(OP.format("forward"), "CUDA", (*rest, False), options, 2, call.window)
         if query.device not in _rng_states and needs_graph_memory(query):
-            return None  # an OpLauncher would keep tensors that lie in the memory of a CUDA graph
+            return None  # the launcher would keep tensors in the memory of a CUDA graph
         return OpLauncher(
             OP.format("backward"), "CUDA", (*rest, *_no_rng_state(query)), options, 3, call.window
         )
@@ -147,14 +154,14 @@ _rng_states: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def _no_rng_state(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a random state for a backward without dropout, and its unused argument; it reads neither."""
-    found = _rng_states.get(query.device)
-    if found is None:
+    """Return the two random-state arguments of a backward without dropout, which reads neither."""
+    pair = _rng_states.get(query.device)
+    if pair is None:
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        found = state, state[0]
+        pair = state, state[0]
         if not needs_graph_memory(query):
-            _rng_states[query.device] = found
-    return found
+            _rng_states[query.device] = pair
+    return pair
 
 
 def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
@@ -163,8 +170,8 @@ def _lengths(query: Tensor, key: Tensor, call: Call) -> tuple[Any, ...]:
 
 
 def _options(query: Tensor, call: Call, further: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the keywords that differ from their defaults: each costs torch a microsecond."""
-    options: dict[str, Any] = {name: given for name in further if (given := getattr(call, name)) is not None}
+    """Return only keywords that differ from their defaults, because each costs torch a microsecond."""
+    options: dict[str, Any] = {name: value for name in further if (value := getattr(call, name)) is not None}
     causal, left, right = kernel_mask(call)
     if left >= 0 or (right >= 0 and not causal):
         options["window_size_left"], options["window_size_right"] = left, right

@@ -1,8 +1,8 @@
 """FA4: FlashAttention 4, the CuTe kernels of the package flash-attn-4 for Hopper and Blackwell.
 
-What it can run is declared here. Read `adapter` next: it maps the contract's calls to the package's.
-`package` has the import and the releases, `launches` what runs without the package's Python. The reasons are
-in README.md. The package is imported when the backend loads.
+This module declares what FA4 can run. Read `adapter` next: it maps the contract's calls to the package's.
+`package` has the import and the releases, `launches` the launches that skip the package's Python. README.md
+has the reasons. The package is imported when the backend loads.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut, cut_of_decoding
 from attnreg.core.contract.spec import AttentionSpec
 
-# Unequal head dims of query and value whose backward the package can compile for Hopper, and which is right:
-# with (128, 64) some packed gradients of 4.0.0b36 on an H200 are others at each run.
+# Unequal head dims of query and value whose backward compiles for Hopper and is right. With (128, 64) some
+# packed gradients of 4.0.0b36 on an H200 differ from run to run.
 UNEQUAL = ((192, 128), (256, 128))
 
-# Head dims above 128 whose forward with pages is right. 4.0.0b36 on an H200: with (256, 80) it is another
-# one at each run, as it is with tiles of 144 keys (`_key_tile`); with 144 to 176 and 208 to 240 an illegal
-# memory access.
+# Head dims above 128 whose forward with pages is right. With 4.0.0b36 on an H200 outputs of (256, 80) differ
+# from run to run, and so do outputs with tiles of 144 keys (`_key_tile`). Head dims of 144 to 176 and 208 to
+# 240 end in an illegal memory access.
 PAGED = ((192, 128), (192, 192), (256, 128), (256, 256))
 
 # Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
 WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
 
 
-class _Forward(Capabilities):
-    """The fields, and the limits of the forward alone."""
+class _FA4Forward(Capabilities):
+    """The declared fields, and a forward's limits that no field can express."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
         return super().unsupported(spec) or (*_pages(spec), *_not_yet_compiled(spec, "forward"))
 
 
-class _Backward(Capabilities):
-    """The fields, and the limits of the backward alone."""
+class _FA4Backward(Capabilities):
+    """The declared fields, and a backward's limits that no field can express."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
@@ -48,7 +48,7 @@ class _Backward(Capabilities):
 
 
 # From flash_attn/cute/interface.py of 4.0.0b36: `_validate_head_dims` and the assertions of both
-# functions. There is no backward for compute capability 8.x, and FA2 is the better forward there.
+# functions. It has no backward for compute capability 8.x, where FA2's forward is faster.
 _BOTH: dict[str, Any] = {
     "devices": ("cuda",),
     "dtypes": ("float16", "bfloat16"),
@@ -58,8 +58,8 @@ _BOTH: dict[str, Any] = {
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "num_splits"), True),
     **dict.fromkeys(("softcap", "grad_lse", "sinks", "deterministic", "batch_invariant", "capture"), True),
 }
-FORWARD = _Forward(**_BOTH, page_size=Range(16, 256, 16))
-BACKWARD = _Backward(**_BOTH)
+FORWARD = _FA4Forward(**_BOTH, page_size=Range(16, 256, 16))
+BACKWARD = _FA4Backward(**_BOTH)
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -86,14 +86,15 @@ def _in_both(spec: AttentionSpec) -> Iterator[str]:
     if spec.sinks:
         yield from _with_sinks(spec)
 
-    # With 4.0.0b36 on an H200 tests/gpu/test_gpu_batch_invariant.py found the same bits; it tries no others.
+    # tests/gpu/test_gpu_batch_invariant.py got equal bits from these calls with 4.0.0b36 on an H200, and
+    # tries no others.
     tried = major == 9 and not spec.seqused_k and spec.page_size is None and not spec.softcap
     if spec.batch_invariant and not tried:
         yield "batch-invariant only on compute capability 9.0, without seqused_k, block_table and softcap"
 
 
 def _with_sinks(spec: AttentionSpec) -> Iterator[str]:
-    """Yield why the package doesn't count sinks of such a call: attnreg does then, after its kernel."""
+    """Yield why the package doesn't count the sinks of a call; attnreg then rescales the kernel's results."""
     if not spec.device.simulated and installed() not in TESTED_RELEASES:
         yield f"sinks must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
     if _major(spec) == 12:
@@ -116,8 +117,8 @@ def _pages(spec: AttentionSpec) -> Iterator[str]:
         yield f"head dims above 128 must be one of {', '.join(map(str, PAGED))} with pages, got {dims}"
     elif _key_tile(spec) == 144:
         yield f"head_dim must not be 65 to 96 with pages and an open mask, got {dims[0]}"
-    # Pages of the size of a tile are loaded whole, unwritten keys included; a NaN there would spread,
-    # and a pool of pages can't be copied at each call.
+    # Pages of a tile's size are loaded whole, unwritten keys included. A NaN in these would spread, and a
+    # pool of pages can't be copied at each call.
     elif spec.page_size == _key_tile(spec):
         yield f"page size must not be that of a key tile, got {spec.page_size}"
 
@@ -136,7 +137,7 @@ def _gradients(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
-    # What has run on a GPU that isn't in this machine can't be known.
+    # A simulated GPU has no record of kinds that have run.
     if not spec.capturing or spec.device.simulated:
         return
     family = compiled_kinds.family_of_spec(direction, spec)
@@ -150,7 +151,7 @@ def _major(spec: AttentionSpec) -> int:
 
 
 def _key_tile(spec: AttentionSpec) -> int:
-    """Return how many keys the forward loads at once; 128 except on Hopper."""
+    """Return the number of keys that the forward loads at once; 128 except on Hopper."""
     if _major(spec) != 9:
         return 128
     return compiled_kinds.key_tile(
@@ -159,12 +160,12 @@ def _key_tile(spec: AttentionSpec) -> int:
 
 
 def _priority(spec: AttentionSpec) -> int:
-    """Return its rank: behind cuDNN for decoding, for which a call copies the values first."""
+    """Return the priority: behind cuDNN for decoding, where a call copies the values first."""
     return 15 if spec.decodes else 30
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield where what this module says of calls of the spec's kind changes with their lengths."""
+    """Yield the lengths at which this module's reasons or priority change for calls of the spec's kind."""
     if not spec.varlen:
         yield Cut.of("batch", at=GRID + 1)
     if spec.seqused_k:

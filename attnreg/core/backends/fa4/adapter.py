@@ -1,10 +1,14 @@
 """FA4's forward and backward: the contract's calls mapped to those of flash-attn-4.
 
-Layouts, LSE, sinks and masks are the contract's already. Three things have to be put right: an open side of a
-window is None there; rows past the last offset are never written; rows of no sequence have to be finite
-(`launching.offsets`). These are set to zero in a copy, as only the GPU knows where a packed batch ends;
-once it has reported that there are none, a batch costs nothing more. A NaN within one sequence of a packed
-batch can still spread to the one before it.
+Layouts, LSE, sinks and masks are the contract's already. The adapter handles three differences:
+
+- The package's open side of a window is None.
+- The package never writes rows past the last offset.
+- Rows of no sequence have to be finite (`launching.offsets`). They are set to zero in a copy, because only
+  the GPU knows where a packed batch ends. Once it has reported that no such rows exist, nothing is copied any
+  more.
+
+A NaN within a sequence of a packed batch can still spread to the previous sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from attnreg.core.backends.fa4 import compiled_kinds, softcap
 from attnreg.core.backends.fa4.compiled_kinds import Family
-from attnreg.core.backends.fa4.launches import Arguments, Launch
+from attnreg.core.backends.fa4.launches import Launch, LauncherArguments
 from attnreg.core.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.core.backends.fa4.trials import Trials
 from attnreg.core.contract.backend import Call, Kernels, Launcher
@@ -31,9 +35,9 @@ from attnreg.core.torchlib.layout import aligned, stream_of
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
-# The package's compiler crashes when two threads use it at once. Locked around every call of the package,
-# whether its kind is compiled or not: that costs 0.1 µs of 90, and only the package knows which call will
-# compile. Autograd runs backwards on threads of its own, so both directions share it. Launches by arguments
+# The package's compiler crashes when two threads use it at once. Every call of the package holds this lock,
+# also if its kind is compiled: only the package knows which call will compile, and the lock costs 0.1 µs of
+# 90. Autograd runs backwards on its own threads, so both directions share the lock. Launches by arguments
 # don't need it.
 _compile_lock = open_after_fork(threading.RLock())
 
@@ -49,14 +53,14 @@ def load() -> Kernels:
     """Import flash-attn-4 and return its kernels.
 
     Raises:
-        BackendUnavailableError: the release's functions aren't those that the adapter knows.
+        BackendUnavailableError: the release's functions have other arguments than the adapter expects.
     """
     adapter = _Adapter(*functions(), release_is_tested(), Trials())
     return Kernels(adapter.forward, adapter.backward, adapter.specialize)
 
 
 class _Adapter(NamedTuple):
-    """The package's two functions, and the calls that can do without their Python."""
+    """The package's two functions, and the trials of launches that skip their Python."""
 
     run_forward: Callable[..., Any]
     run_backward: Callable[..., Any]
@@ -64,12 +68,20 @@ class _Adapter(NamedTuple):
     trials: Trials
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE. See `Kernels`."""
+        """Return the output, in the query's dtype, and the LSE in float32, (B, H, S) or (H, T).
+
+        Query and key are (B, S, H, D) or packed (T, H, D), the value has D_v; with pages key and value are
+        (pages, page size, H, D). All are float16 or bfloat16.
+
+        Raises:
+            UnsupportedInputError: a CUDA graph is captured, and no call of this kind has run.
+            BackendUnavailableError: the first call of a kind failed, but not by an error of the device.
+        """
         inputs = query, key, value
         if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
         family = compiled_kinds.family_of("forward", query, key, value, call)
-        launched = self._launched(family, inputs, call)
+        launched = self._try_launch(family, inputs, call)
         if launched is not None:
             out, lse = launched
             return out, lse
@@ -79,12 +91,13 @@ class _Adapter(NamedTuple):
         if not _none_unused(query, key, call):
             # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
             _, unused_keys = find_unused(query, key, call)
-            # Filled before: clearing unused rows afterwards would be two passes over the output and a mask.
+            # Filled before the call: clearing unused rows afterwards would take two passes over the output
+            # and a mask.
             options["out"], options["lse"] = empty_results(query, value, call)
             (value,) = _blanked(unused_keys, options["out"], value)
         if call.block_table is not None:
             options["page_table"] = call.block_table
-        tensors = {"q": query, "k": key, "v": value} | _further(call)
+        tensors = {"q": query, "k": key, "v": value} | _sinks_and_offsets(call)
         out, lse = self._run(family, PackageCall("forward", self.run_forward, tensors, options), inputs, call)
         return out, lse
 
@@ -98,13 +111,17 @@ class _Adapter(NamedTuple):
         lse: Tensor,
         call: Call,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of query, key and value, and of sinks if there are some. See `Kernels`."""
+        """Return the gradients of query, key and value, and of sinks if the call has any. See `Kernels`.
+
+        Gradients have the shapes and dtypes of their inputs. `grad_out` and `out` are like a forward's
+        output, `lse` like its LSE. Raises as `forward` does.
+        """
         if query.numel() == 0 or key.numel() == 0:
-            return tuple(_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
+            return tuple(_make_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
         lse = lse.contiguous()  # another backend's forward may give it other strides
         inputs = grad_out, query, key, value, out, lse
         family = compiled_kinds.family_of("backward", query, key, value, call, grad_out, out)
-        launched = self._launched(family, inputs, call)
+        launched = self._try_launch(family, inputs, call)
         if launched is not None:
             return launched
         call = _with_dense_integers(call)
@@ -112,31 +129,34 @@ class _Adapter(NamedTuple):
         if call.grad_lse is not None:
             options["dlse"] = call.grad_lse.float().contiguous()
         if not _none_unused(query, key, call):
-            # Here each row is a factor of a sum over a whole tile: all four have to be finite.
+            # In a backward each row is a factor of a sum over a whole tile: all four tensors have to be
+            # finite.
             unused_queries, unused_keys = find_unused(query, key, call)
-            options |= {"dq": _zeros(query), "dk": _zeros(key), "dv": _zeros(value)}
+            options |= {"dq": _make_zeros(query), "dk": _make_zeros(key), "dv": _make_zeros(value)}
             query, grad_out = _blanked(unused_queries, options["dq"], query, grad_out)
             key, value = _blanked(unused_keys, options["dk"], key, value)
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
-        package_call = PackageCall("backward", self.run_backward, tensors | _further(call), options)
+        package_call = PackageCall("backward", self.run_backward, tensors | _sinks_and_offsets(call), options)
         return self._run(family, package_call, inputs, call)
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
-        """Return the launcher of such calls; None if the package has to run them. See `launchers`."""
+        """Return the launcher of a call's kind; None if the package has to run it. See `launchers`."""
         *grad_out, query, key, value = tensors[:-2] if direction == "backward" else tensors
         family = compiled_kinds.family_of(direction, query, key, value, call, *grad_out, *tensors[4:5])
         return self._launcher(family, tensors, call)
 
-    def _launched(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> tuple[Tensor, ...] | None:
-        """Return the results of a call if it can be launched by its arguments."""
+    def _try_launch(
+        self, family: Family, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...] | None:
+        """Launch a call by its arguments and return the results; None if that isn't possible."""
         launch = self._launcher(family, inputs, call)
         if launch is None:
             return None
         with _current(inputs[0].device):
-            return launch(*_given(inputs, call))
+            return launch(*_launch_arguments(inputs, call))
 
     def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> Launch | None:
-        """Return what launches such calls by their arguments, None if nothing may."""
+        """Return the function that launches calls of a kind by their arguments; None if none may."""
         if not (self.tested_release and family.major == 9 and _is_plain(inputs, call)):
             return None
         of_lengths = family.class_of(compiled_kinds.batch_of(inputs[0], call), call.max_q, call.max_k)
@@ -160,8 +180,11 @@ class _Adapter(NamedTuple):
         try:
             with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
                 if tried:
-                    arguments, given = _arguments(package_call.options, call), _given(inputs, call)
-                    results = self.trials.run(family, of_lengths, arguments, package_call, given)
+                    arguments, launch_arguments = (
+                        _arguments(package_call.options, call),
+                        _launch_arguments(inputs, call),
+                    )
+                    results = self.trials.run(family, of_lengths, arguments, package_call, launch_arguments)
                 else:
                     results = package_call()
         except Exception as error:
@@ -171,7 +194,8 @@ class _Adapter(NamedTuple):
             if is_of_device(error):
                 error.add_note(problem)
                 raise
-            # A launch fails by an error of the device: this is the package's compiler, or a check of it.
+            # Failed launches are errors of the device. This error comes from the package's compiler or its
+            # checks.
             raise BackendUnavailableError(f"{problem}: {type(error).__name__}: {error}") from error
         if new:
             compiled_kinds.have_run.update(((family, of_lengths), (family.as_of_spec(), of_lengths)))
@@ -181,12 +205,12 @@ class _Adapter(NamedTuple):
         return results
 
     def _options(self, family: Family, call: Call) -> dict[str, Any]:
-        """Return the keywords of a function that its tensors don't decide."""
+        """Return the keywords of a function, without its tensors."""
         return _options(call) | softcap.options(family, call, own=self.tested_release)
 
 
 def _options(call: Call) -> dict[str, Any]:
-    """Return the keywords of both functions."""
+    """Return the keywords that both functions have."""
     left, right = call.window
     # The package takes a negative bound literally; only None is an open side.
     causal = left < 0 and right == 0
@@ -201,14 +225,14 @@ def _options(call: Call) -> dict[str, Any]:
     }
 
 
-def _further(call: Call) -> dict[str, Tensor]:
-    """Return the sinks that a call has, and its offsets: both, those of the queries with pages, or none."""
+def _sinks_and_offsets(call: Call) -> dict[str, Tensor]:
+    """Return a call's sinks and offsets, as far as it has them, by the package's keywords."""
     tensors = {SINKS: call.sinks, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
     return {name: x for name, x in tensors.items() if x is not None}
 
 
 def _with_dense_integers(call: Call) -> Call:
-    """Return a call whose integers have a last stride of 1, which the package asserts even of one element."""
+    """Return a call whose integer tensors have a last stride of 1, as the package asserts for any size."""
     copies = {
         name: tensor.clone(memory_format=torch.contiguous_format)
         for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
@@ -218,13 +242,14 @@ def _with_dense_integers(call: Call) -> Call:
 
 
 def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
-    """Whether the package would run a call on its tensors as they are, and the launches are written down."""
+    """Whether the package would run a call without copies, and `launches` lists its launches."""
     offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
-    others = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
-    if any(x is not None for x in others) or call.dropout or len(offsets) == 1:
+    options = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
+    if any(x is not None for x in options) or call.dropout or len(offsets) == 1:
         return False
-    further = [*inputs[5:], *_further(call).values()]  # the LSE of a backward, sinks, offsets
-    # That a dimension repeats is compiled in, and of packed tensors a copy may run, in which none does.
+    further = [*inputs[5:], *_sinks_and_offsets(call).values()]  # the LSE of a backward, sinks, offsets
+    # Compiled functions depend on repeated dimensions. A packed call may run on a copy without repeated
+    # dimensions.
     repeats = call.cu_seqlens_q is None
     return (
         all(aligned(x, repeats) for x in inputs[:5])
@@ -233,20 +258,20 @@ def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
     )
 
 
-def _arguments(options: dict[str, Any], call: Call) -> Arguments:
-    """Return what of the package's keywords its compiled functions are given."""
+def _arguments(options: dict[str, Any], call: Call) -> LauncherArguments:
+    """Return the arguments of compiled functions that the package's keywords determine."""
     left, right = options["window_size_left"], options["window_size_right"]
-    return Arguments(options["softmax_scale"], left, right, call.window)
+    return LauncherArguments(options["softmax_scale"], left, right, call.window)
 
 
-def _given(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
-    """Return what a launcher is called with. Rows of calls with sinks are known to see keys."""
-    given: list[Any] = [*inputs, *_further(call).values()]
+def _launch_arguments(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
+    """Return the arguments of a launcher. Every row of a call with sinks is known to see a key."""
+    arguments: list[Any] = [*inputs, *_sinks_and_offsets(call).values()]
     if call.cu_seqlens_q is not None:
         query, key = inputs[:2] if len(inputs) == 3 else inputs[1:3]
         known = call.sinks is not None or _none_unused(query, key, call)
-        given += call.max_q, call.max_k, known
-    return given
+        arguments += call.max_q, call.max_k, known
+    return arguments
 
 
 def _capturing(tensor: Tensor) -> bool:
@@ -254,27 +279,30 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make it the current device, which the kernels are compiled for and launched on."""
+    """Make a device the current device, for which kernels are compiled and on which they are launched."""
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(device)
 
 
 def _none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether it is known that every row belongs to a sequence and counts."""
+    """Whether every row is known to belong to a sequence and to count."""
     if call.cu_seqlens_q is None:
         return call.seqused_k is None
     return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
 
 
 def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return copies with zeros, taken from `zeros`, in these rows; without rows the tensors themselves."""
+    """Return copies with zeros in the marked rows; without `rows` the tensors themselves.
+
+    `rows` is boolean, (T,) or (B, S); `zeros` is any tensor of the same dtype that begins with 0.
+    """
     if rows is None:
         return tensors
-    # A view of a tensor that is filled already: a Python number would cost one more launch.
+    # A view of a filled tensor, because a Python number would cost a further launch.
     rows, zero = rows[..., None, None], zeros.as_strided((), ())
     return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
 
 
-def _zeros(tensor: Tensor) -> Tensor:
+def _make_zeros(tensor: Tensor) -> Tensor:
     return tensor.new_zeros(tensor.shape)

@@ -1,9 +1,9 @@
 """Kinds of calls: FA4 compiles each once, and this process remembers which it has run.
 
-A kind is a family and a class of lengths. The family has what the package's compile keys read of a call but
-its lengths (`compile_key` in its interface.py), and what differs between attnreg's calls. The lengths enter
-those keys only by whether they fit into a tile, and by whether there are many sequences. Calls of one kind
-never compile twice; two kinds may share what was compiled.
+A kind is a family and a class of lengths. The family has everything that the package's compile keys read of a
+call except lengths (`compile_key` in its interface.py), and what differs between attnreg's calls. Lengths
+enter the keys in two ways only: whether they fit into a tile, and whether the batch has many sequences. Calls
+of one kind never compile twice; two kinds may share compiled functions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import AttentionSpec
 
-# Above so many sequences one more kernel sums up their tiles.
+# Above so many sequences a further kernel sums up their tiles.
 MANY = 256
 
-# On GPUs other than Hopper: tile edges are multiples of 16, and none is beyond 256.
+# On GPUs other than Hopper tile edges are multiples of TILE, up to LONGEST.
 TILE, LONGEST = 16, 256
 
-# Queries and keys of a tile with a softcap, for causal masks and windows with head dims above 96, to 128.
-# One more group of warps than in the package's tile, 128 by 128, computes while others wait for a tanh: on an
-# H100 five such forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22 to 1.25 (that file
-# isn't kept). It is slower with open masks and few queries.
+# Queries and keys of a tile with a softcap, for causal masks and windows with head dims above 96, to 128. It
+# has one more group of warps than the package's tile, 128 by 128. That group computes while the others wait
+# for a tanh. On an H100 five such forwards took 1.15 to 1.20 of the time without a softcap, in place of 1.22
+# to 1.25 (that file isn't kept). The tile is slower with open masks and few queries.
 SOFTCAP_TILE, FEWEST_QUERIES = (192, 80), 129
 
 Repeated = tuple[tuple[bool, ...] | None, ...]
@@ -35,18 +35,18 @@ Class = tuple[int, int, int]
 
 
 class Family(NamedTuple):
-    """All of a kind but its lengths.
+    """A kind without its lengths.
 
     Attributes:
-        direction: forward or backward.
-        major, device: the device's compute capability, without its minor number, and its index.
-        dtype, dim, dim_v: of query and key, and of the value.
-        group: query heads of a key head.
-        page_size, softcap: None, and 0, for none.
+        direction: "forward" or "backward".
+        major, device: the device's major compute capability, and its index.
+        dtype, dim, dim_v: the dtype, and the head dims of query and value.
+        group: the number of query heads for each key head.
+        page_size, softcap: None and 0 if the call has none.
         left, right: whether the window has a bound on that side. A causal mask has none.
-        causal, deterministic, packed, seqused, grad_lse: whether the call is, or has that; only a backward is
-            deterministic.
-        sinks, repeated: the dtype of sinks and the `repeated_dims` of tensors, of which a spec knows nothing.
+        causal, packed, seqused, grad_lse: whether the call has the property or argument.
+        deterministic: whether the call is a deterministic backward.
+        sinks, repeated: the dtype of sinks, and the `repeated_dims` of tensors. A spec has neither.
     """
 
     direction: str
@@ -70,7 +70,7 @@ class Family(NamedTuple):
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "windowed" if self.left or self.right else ""
-        given = {
+        properties = {
             "packed": self.packed,
             mask: mask,
             f"softcap {self.softcap}": self.softcap,
@@ -80,26 +80,31 @@ class Family(NamedTuple):
         }
         dims = self.dim if self.dim == self.dim_v else (self.dim, self.dim_v)
         dtype = str(self.dtype).removeprefix("torch.")
-        return ", ".join((f"{dtype}, head dim {dims}", *(name for name, there in given.items() if there)))
+        return ", ".join(
+            (f"{dtype}, head dim {dims}", *(name for name, is_present in properties.items() if is_present))
+        )
 
     def as_of_spec(self) -> Family:
-        """Return the family as a spec knows it."""
+        """Return the family without the fields that a spec doesn't have."""
         return self._replace(sinks=bool(self.sinks), repeated=())
 
     def class_of(self, batch: int, max_q: int, max_k: int) -> Class:
-        """Return the class of these lengths: all of it is compiled alike."""
+        """Return the class of these lengths: the package compiles the same for all lengths of a class."""
         of_batch, of_q, of_k = cuts(self)
         return bisect_left(of_batch, batch), bisect_left(of_q, max_q), bisect_left(of_k, max_k)
 
 
-# What has run in this process: pairs of a family, also as a spec knows it, and a class of lengths.
+# The kinds that have run in this process: pairs of a family (also `as_of_spec`) and a class of lengths.
 have_run: set[tuple[Family, Class]] = set()
 
 
 def family_of(
-    direction: str, query: Tensor, key: Tensor, value: Tensor, call: Call, *others: Tensor
+    direction: str, query: Tensor, key: Tensor, value: Tensor, call: Call, *further: Tensor
 ) -> Family:
-    """Return the family of a call; `others` are its further tensors."""
+    """Return the family of a call; `further` are a backward's grad_out and out.
+
+    Tensors are (B, S, H, D), or packed (T, H, D).
+    """
     left, right = call.window
     return Family(
         direction, major_of(query.device), query.device.index, query.dtype, query.shape[-1],
@@ -107,12 +112,12 @@ def family_of(
         call.softcap, left >= 0, right >= 0 and (left, right) != (-1, 0), (left, right) == (-1, 0),
         direction == "backward" and call.repeatable, call.cu_seqlens_q is not None,
         call.seqused_k is not None, call.grad_lse is not None,
-        None if call.sinks is None else call.sinks.dtype, repeated_dims(query, key, value, *others),
+        None if call.sinks is None else call.sinks.dtype, repeated_dims(query, key, value, *further),
     )  # fmt: skip
 
 
 def family_of_spec(direction: str, spec: AttentionSpec) -> Family:
-    """Return the family of the calls that a spec describes, as far as that knows."""
+    """Return the family of the calls that a spec describes, as `Family.as_of_spec` does for a call."""
     left, right = spec.window
     return Family(
         direction, spec.device.capability[0] if spec.device.capability else 0, spec.device.index,
@@ -124,12 +129,12 @@ def family_of_spec(direction: str, spec: AttentionSpec) -> Family:
 
 
 def batch_of(query: Tensor, call: Call) -> int:
-    """Return how many sequences a call has."""
+    """Return the number of sequences of a call."""
     return query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
 
 
 def repeated_dims(*tensors: Tensor) -> Repeated:
-    """Return which dimensions of each tensor have stride 0, as expanded ones do: that is compiled in."""
+    """Return which dimensions of each tensor have stride 0, on which compiled functions depend."""
     return tuple(
         tuple(step == 0 for step in strides) if 0 in strides else None
         for strides in (tensor.stride() for tensor in tensors)
@@ -138,7 +143,7 @@ def repeated_dims(*tensors: Tensor) -> Repeated:
 
 @functools.cache
 def major_of(device: torch.device) -> int:
-    """Return the compute capability of a device, without its minor number; 0 of one that isn't CUDA's."""
+    """Return a device's major compute capability; 0 if it isn't a CUDA device."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
@@ -158,14 +163,17 @@ def tiles(family: Family, max_q: int) -> tuple[int, int]:
 
 
 def has_softcap_tile(family: Family, max_q: int) -> bool:
-    """Whether a forward is given `SOFTCAP_TILE`. Not with pages: `key_tile` has to know the package's own."""
+    """Whether a forward uses `SOFTCAP_TILE`. Not with pages, which need the package's own `key_tile`."""
     bounded = family.causal or family.left or family.right
     own = family.softcap and bounded and family.page_size is None and 96 < family.dim <= 128
     return bool(own) and max_q >= FEWEST_QUERIES
 
 
 def key_tile(dim: int, dim_v: int, bounded: bool, local: bool) -> int:
-    """Return how many keys the forward on Hopper loads at once, of a mask with a bound, or two of them."""
+    """Return the number of keys that the forward on Hopper loads at once.
+
+    `bounded` says whether the mask has a bound, `local` whether it is a window.
+    """
     if 64 < dim <= 96:
         return 128 if bounded else 144
     if dim <= 128:
@@ -177,7 +185,7 @@ def key_tile(dim: int, dim_v: int, bounded: bool, local: bool) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def cuts(family: Family) -> tuple[tuple[int, ...], ...]:
-    """Return where another class begins: the last lengths of a class, of the batch, the queries, the keys."""
+    """Return the last lengths of each class but the highest, for the batch, the queries and the keys."""
     batch = (MANY,) if family.packed else ()
     if family.major != 9:
         edges = range(TILE, LONGEST + 1, TILE)
@@ -185,6 +193,6 @@ def cuts(family: Family) -> tuple[tuple[int, ...], ...]:
     if family.direction == "backward":
         rows, columns = tiles(family, 1)
         return batch, (rows,), (columns,)
-    # A tile of the forward has all query heads of a key head.
+    # A forward's tile has rows of all query heads of a key head.
     ends = {tiles(family, length)[0] // family.group for length in (1, FEWEST_QUERIES)}
     return batch, tuple(sorted(ends | ({FEWEST_QUERIES - 1} if family.softcap else set()))), ()

@@ -1,8 +1,8 @@
-"""The launches of 4.0.0b36 on Hopper, written down: what is allocated, what runs, and with which arguments.
+"""The launches of release 4.0.0b36 on Hopper: allocations, compiled functions, and their arguments.
 
-They follow `_flash_attn_fwd` and `_flash_attn_bwd` of the package's interface.py. Lengths are in sizes, in
-arguments, and in whether they fit into a tile, by which compiled functions are chosen. `trials` holds them
-against the package before they are used.
+They follow `_flash_attn_fwd` and `_flash_attn_bwd` of the package's interface.py. Lengths determine sizes and
+arguments, and, by whether they fit into a tile, the compiled functions. `trials` compares these launches with
+the package's before they are used.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from attnreg.core.launching.launchers import FunctionLauncher
 from attnreg.core.torchlib.layout import uninitialized
 
 Results = tuple[Tensor, ...]
-# Called with the tensors of a dense call. Of a packed one sinks follow if it has some, then both offsets, the
-# longest lengths, and whether each row is known to belong to a sequence and to see a key. Returns None where
-# nothing of such lengths may be launched.
+# A function of a dense call's tensors. In a packed call more arguments follow: sinks if it has any, both
+# offsets, the longest lengths, and whether each row is known to belong to a sequence and to see a key. It
+# returns None if no launch is confirmed for the lengths.
 Launch = Callable[..., Results | None]
 
 
-class Compiled(NamedTuple):
-    """What runs calls of one class of lengths: functions in order, and the queries and keys of a tile."""
+class CompiledFunctions(NamedTuple):
+    """The functions that run a class of lengths, in order, and the queries and keys of a tile."""
 
     functions: tuple[Callable[..., object], ...]
     rows: int
@@ -36,14 +36,14 @@ class Compiled(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """How tensors are allocated: by size, strides, dtype and device, and like another one."""
+    """The allocation functions: `new` by size, strides, dtype and device, `like` by another tensor."""
 
     new: Callable[..., Tensor] = uninitialized
     like: Callable[[Tensor], Tensor] = torch.empty_like
 
 
-class Arguments(NamedTuple):
-    """What is the same in all launches by one launcher: arguments as the functions take them."""
+class LauncherArguments(NamedTuple):
+    """The arguments that all launches of a launcher share, in the form of the compiled functions."""
 
     scale: float
     left: int | None
@@ -55,9 +55,12 @@ UNINITIALIZED = Memory()
 
 
 def launch_of(
-    family: Family, arguments: Arguments, compiled: dict[Class, Compiled], memory: Memory = UNINITIALIZED
+    family: Family,
+    arguments: LauncherArguments,
+    compiled: dict[Class, CompiledFunctions],
+    memory: Memory = UNINITIALIZED,
 ) -> Launch:
-    """Return the function that launches calls of a family by those of `compiled`, which may grow later."""
+    """Return the function that launches calls of a family; `compiled` may get more classes later."""
     forward = family.direction == "forward"
     run = (_forward if forward else _backward)(family, arguments, memory)
     first = 0 if forward else 1  # a backward's first tensor is the gradient of the output
@@ -96,20 +99,20 @@ def _packed(family: Family, run: Any, find: Any, first: int, window: tuple[int, 
             return None  # the package copies sinks that aren't aligned
         return run(compiled, batch, max_q, max_k, cu_q, cu_k, sinks, *tensors)  # type: ignore[no-any-return]
 
-    # Weights of unused keys are zero, whatever is in the keys: of a forward only the values matter. In a
+    # Weights of unused keys are zero, whatever the keys contain, so a forward needs only finite values. In a
     # backward each row is a factor of a sum over a whole tile.
     finite = ((0, 0), (1, 0), (2, 1), (3, 1)) if first else ((2, 1),)
     return FunctionLauncher(launch, window, finite)
 
 
-def _forward(family: Family, arguments: Arguments, memory: Memory) -> Any:
+def _forward(family: Family, arguments: LauncherArguments, memory: Memory) -> Any:
     scale, left, right, _ = arguments
     new, dim, dtype, interface = memory.new, family.dim_v, family.dtype, import_module(INTERFACE)
     nothing, sum_tiles = interface.AuxData(), interface._compute_tile_cumsum
     heads_of_tile = {"qhead_per_kvhead": family.group, "pack_gqa": family.group > 1}
 
     def run(
-        compiled: Compiled, batch: int, max_q: int, _: int, cu_q: Tensor | None, cu_k: Tensor | None,
+        compiled: CompiledFunctions, batch: int, max_q: int, _: int, cu_q: Tensor | None, cu_k: Tensor | None,
         sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
     ) -> Results:  # fmt: skip
         (attend,), rows, _ = compiled
@@ -133,15 +136,16 @@ def _forward(family: Family, arguments: Arguments, memory: Memory) -> Any:
     return run
 
 
-def _backward(family: Family, arguments: Arguments, memory: Memory) -> Any:
+def _backward(family: Family, arguments: LauncherArguments, memory: Memory) -> Any:
     scale, left, right, _ = arguments
     like, shared, interface = memory.like, family.group > 1, import_module(INTERFACE)
     nothing, sum_tiles = interface.AuxData(), interface._compute_tile_cumsum
     of_sinks, allocate = interface.LearnableSinkBwdTensors, _sums(family, memory)
-    semaphores = _semaphores(family, memory) if family.deterministic else lambda *given: (None, None, None)
+    semaphores = _semaphores(family, memory) if family.deterministic else lambda *_: (None, None, None)
 
     def run(
-        compiled: Compiled, batch: int, max_q: int, max_k: int, cu_q: Tensor | None, cu_k: Tensor | None,
+        compiled: CompiledFunctions, batch: int, max_q: int, max_k: int, cu_q: Tensor | None,
+        cu_k: Tensor | None,
         sinks: Tensor | None, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
         lse: Tensor,
     ) -> Results:  # fmt: skip
@@ -173,10 +177,10 @@ def _backward(family: Family, arguments: Arguments, memory: Memory) -> Any:
 
 
 def _sums(family: Family, memory: Memory) -> Any:
-    """Return the function that allocates what is summed up in float32.
+    """Return the function that allocates a backward's sums in float32.
 
-    That is the gradient of the query, tile by tile; the products of output and gradient; the LSE for powers
-    of 2; and with shared heads the gradients of key and value.
+    These are the gradient of the query, tile by tile; the products of output and gradient; the LSE in base 2;
+    and with shared heads the gradients of key and value.
     """
     new, shared, step = memory.new, family.group > 1, 64 if family.dim > 128 else 32
     width, width_v = (-(-dim // step) * step for dim in (family.dim, family.dim_v))
@@ -189,25 +193,25 @@ def _sums(family: Family, memory: Memory) -> Any:
     def allocate(query: Tensor, key: Tensor, offsets: int | None, rows: int, columns: int) -> Results:
         (*batches, tokens, heads, _), (*_, tokens_k, heads_k, _) = query.shape, key.shape
         batch = batches[0] if batches else None
-        # Each sequence of a packed call may begin a tile of its own.
+        # Each sequence of a packed call may begin a new tile.
         more, more_k = (rows, columns) if offsets is None else (offsets * rows, offsets * columns)
         length, device = (tokens + more - 1) // rows * rows, query.device
-        found = (
+        sums = (
             floats(heads, length * width, batch, device),
             floats(heads, length, batch, device),
             floats(heads, length, batch, device),
         )
         if not shared:
-            return found
+            return sums
         length = (tokens_k + more_k - 1) // columns * columns
-        of_key, of_value = (floats(heads_k, length * one, batch, device) for one in (width, width_v))
-        return *found, of_key.zero_(), of_value.zero_()
+        of_key, of_value = (floats(heads_k, length * size, batch, device) for size in (width, width_v))
+        return *sums, of_key.zero_(), of_value.zero_()
 
     return allocate
 
 
 def _semaphores(family: Family, memory: Memory) -> Any:
-    """Return the function that allocates whose turn it is to add to each tile, of queries and shared keys."""
+    """Return the function that allocates semaphores, which order the additions to each tile."""
     new, shared = memory.new, family.group > 1
 
     def zeros(batch: int, heads: int, tiles: int, count: int, device: torch.device) -> Tensor:

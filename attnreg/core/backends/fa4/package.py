@@ -1,4 +1,4 @@
-"""The package flash-attn-4: whether it is complete, its two functions, its releases, its disk cache."""
+"""The package flash-attn-4: a check that it is complete, its two functions, its releases, its disk cache."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ INTERFACE = "flash_attn.cute.interface"
 # The releases whose signatures the adapter has been written for.
 KNOWN = "4.0.0b19 to 4.0.0b36"
 
-# The exact releases whose launches are written down (`launches`). To add one, install it, list it here
-# and run `make test-gpu BACKENDS=FA4`: it may stay if everything passes. README.md has the details.
+# The exact releases whose launches are in `launches`. To add a release, install it, list it here and run
+# `make test-gpu BACKENDS=FA4`: it may stay if everything passes. README.md has the details.
 TESTED_RELEASES = ("4.0.0b36",)
 
 _BOTH = (
     *("q", "k", "v", "softmax_scale", "causal", "softcap", "window_size_left", "window_size_right"),
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "out", "lse"),
 )
-# Every keyword that the adapter passes. Betas rename them, which has to be noticed at load, not in a call.
+# Every keyword that the adapter passes. Beta releases rename keywords, which must fail at load, not in a
+# call.
 KEYWORDS = {
     "_flash_attn_fwd": (*_BOTH, "page_table", "num_splits", "return_lse"),
     "_flash_attn_bwd": (*_BOTH, "dout", "deterministic", "dlse", "dq", "dk", "dv"),
 }
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-# How many results of each direction are used, without sinks; further ones differ from release to release.
+# How many results of each direction are used, without sinks. Further results differ from release to release.
 RESULTS = {"forward": 2, "backward": 3}
 # The keyword of sinks, with which a backward has a fourth result. Not all of `KNOWN` have it in both
-# directions, so only those of `TESTED_RELEASES` are given sinks.
+# directions, so only `TESTED_RELEASES` receive sinks.
 SINKS = "learnable_sink"
 
 SWITCH, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -55,14 +56,14 @@ log = logging.getLogger("attnreg")
 
 
 class PackageCall(NamedTuple):
-    """One call of a function of the package, which a call of this object performs.
+    """A call of one of the package's functions; calling this object performs it.
 
     Attributes:
-        direction: forward or backward.
-        function: the package's.
-        tensors: the contract's tensors by the package's keywords, in the contract's order, followed by sinks
-            if there are some, and by both `cu_seqlens` of a packed call.
-        options: the other keywords.
+        direction: "forward" or "backward".
+        function: the package's function.
+        tensors: tensors by the package's keywords, in the contract's order. Sinks follow, if the call has
+            any, then both `cu_seqlens` of a packed call.
+        options: all other keywords.
     """
 
     direction: str
@@ -71,17 +72,17 @@ class PackageCall(NamedTuple):
     options: dict[str, Any]
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """Return the results that are used.
+        """Call the function, and return the results that are used.
 
         Raises:
-            BackendUnavailableError: the package returned something else.
+            BackendUnavailableError: the package returned fewer tensors, or other objects.
         """
         results = self.function(**self.tensors, **self.options)
         count = RESULTS[self.direction] + (self.direction == "backward" and SINKS in self.tensors)
         used = results[:count] if isinstance(results, tuple) else ()
-        if len(used) == count and all(isinstance(one, torch.Tensor) for one in used):
+        if len(used) == count and all(isinstance(result, torch.Tensor) for result in used):
             return used
-        kinds = [type(one).__name__ for one in (results if isinstance(results, tuple) else (results,))]
+        kinds = [type(result).__name__ for result in (results if isinstance(results, tuple) else (results,))]
         name = dict(zip(RESULTS, KEYWORDS, strict=True))[self.direction]
         raise BackendUnavailableError(
             f"{release()}: {name} returned {', '.join(kinds) or 'nothing'}, "
@@ -97,14 +98,14 @@ def installed() -> str | None:
         return None
 
 
-# That takes a millisecond, and what is there is asked each time that a plan is made for a call with sinks.
+# Cached: reading the version takes a millisecond, and each plan of a call with sinks needs it.
 @functools.cache
 def _version_by(ask: Callable[[str], str]) -> str:
     return ask(PACKAGE)
 
 
 def release() -> str:
-    """Return name and version, as messages give them."""
+    """Return name and version, for messages."""
     return f"{PACKAGE} {installed()}"
 
 
@@ -124,7 +125,7 @@ def unavailable() -> str | None:
     """Return why the package can't be loaded here; imports nothing of it."""
     if installed() is None:
         return f"{PACKAGE} isn't installed"
-    # flash-attn brings an old flash_attn/cute of its own, and the package installed last wins.
+    # flash-attn contains an old flash_attn/cute, and the package installed last overwrites the other's files.
     if not any((Path(place) / "cute" / "cache_utils.py").is_file() for place in _places("flash_attn")):
         return (
             f"{release()} lacks flash_attn/cute/cache_utils.py, as when flash-attn is installed over it "
@@ -141,7 +142,8 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Import the package and return its forward and its backward.
 
     Raises:
-        BackendUnavailableError: one of them lacks a parameter; says which, and of what version.
+        BackendUnavailableError: a function lacks a parameter, or requires an unknown one; names it and the
+        version.
     """
     _keep_compiled()  # the package reads both variables at its import
     try:
@@ -151,7 +153,7 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
         # The import leaves errors in reference cycles, whose frames keep the first call's tensors alive.
         gc.collect()
     forward, backward = (_checked(interface, name) for name in KEYWORDS)
-    # From 4.0.0b26 on the package itself copies what its kernels can't load.
+    # From 4.0.0b26 on the package itself copies tensors that its kernels can't load.
     copier = getattr(interface, "maybe_contiguous", None)
     if copier is not None and "align_bytes" in inspect.signature(copier).parameters:
         return forward, backward
@@ -161,7 +163,7 @@ def functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def functions_with_caches() -> list[Any]:
     """Return the package's functions that launch kernels, each through its `compile_cache`."""
     interface = import_module(INTERFACE)
-    named = list(vars(interface).values())  # some are there under two names
+    named = list(vars(interface).values())  # some functions have two names
     return list({id(x): x for x in named if callable(x) and hasattr(x, "compile_cache")}.values())
 
 
@@ -172,10 +174,10 @@ quiet = functools.partial(warnings.catch_warnings, action="ignore")
 def _places(module: str) -> list[str]:
     """Return the folders of a package, without importing it."""
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except ValueError:  # sys.modules has a module without a spec
         return []
-    return list(found.submodule_search_locations or ()) if found else []
+    return list(spec.submodule_search_locations or ()) if spec else []
 
 
 def _checked(interface: Any, name: str) -> Callable[..., Any]:
@@ -187,7 +189,11 @@ def _checked(interface: Any, name: str) -> Callable[..., Any]:
         raise BackendUnavailableError(
             f"{release()}: {name} takes no {', '.join(missing)}; attnreg knows {KNOWN}"
         )
-    wanted = [one.name for one in takes.values() if one.default is one.empty and one.kind not in VARIADIC]
+    wanted = [
+        parameter.name
+        for parameter in takes.values()
+        if parameter.default is parameter.empty and parameter.kind not in VARIADIC
+    ]
     if unknown := [repr(keyword) for keyword in wanted if keyword not in KEYWORDS[name]]:
         raise BackendUnavailableError(
             f"{release()}: {name} needs {', '.join(unknown)}, which attnreg doesn't know; it knows {KNOWN}"
@@ -196,19 +202,21 @@ def _checked(interface: Any, name: str) -> Callable[..., Any]:
 
 
 def _aligning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that copies what sixteen-byte loads along the head dim can't read."""
+    """Wrap a function so that tensors are copied that sixteen-byte loads along the head dim can't read."""
 
-    def run(**given: Any) -> Any:
-        read = {name: readable(given[name]) for name in ("q", "k", "v", "out", "dout") if name in given}
-        return function(**given | read)
+    def run(**arguments: Any) -> Any:
+        read = {
+            name: readable(arguments[name]) for name in ("q", "k", "v", "out", "dout") if name in arguments
+        }
+        return function(**arguments | read)
 
     return run
 
 
 def _keep_compiled() -> None:
-    """Have compiled kernels kept on disk, unless the user forbids it or the folder can't be used.
+    """Switch on the package's disk cache, unless the user forbids it or the folder can't be used.
 
-    The package runs what it finds there, so others mustn't be able to write to it.
+    The package runs the files of that folder, so no other user may write to it.
     """
     if os.environ.get(SWITCH, "1") != "1":
         return
@@ -228,7 +236,10 @@ def _keep_compiled() -> None:
 
 
 def _check_locks(folder: Path) -> None:
-    """Write and lock a file: the package waits fifteen seconds for a lock, and then fails."""
+    """Raise OSError if files in a folder can't be written or locked.
+
+    Without locks the package would wait fifteen seconds and then fail.
+    """
     import fcntl
 
     with tempfile.TemporaryFile(dir=folder) as file:

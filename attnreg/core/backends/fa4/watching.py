@@ -1,4 +1,7 @@
-"""What the package takes from its compile caches and gives to that: stand-ins for the caches see it."""
+"""Records the functions that the package looks up in its compile caches, and their arguments.
+
+Substitutes for the caches do so.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from attnreg.core.backends.fa4.package import functions_with_caches
 
 
 class RefutedError(Exception):
-    """A launch that is written down isn't the package's; the message says in what."""
+    """A launch of `launches` differs from the package's; the message says how."""
 
 
-class Taken(NamedTuple):
-    """A compiled function that was called, by which function of the package, and with what."""
+class TakenFunctions(NamedTuple):
+    """A call of a compiled function: `by` names the package's function that looked it up."""
 
     by: str
     function: Callable[..., object]
@@ -26,14 +29,14 @@ class Taken(NamedTuple):
 
 
 class Watcher(contextlib.ExitStack):
-    """Sees which compiled functions this thread takes from the package's caches, and what these are given.
+    """Records the compiled functions that this thread looks up in the package's caches, and their arguments.
 
-    With `launches` False none of them runs, and what isn't compiled yet is an error.
+    With `launches` False none of them runs, and a lookup that would compile raises RefutedError.
     """
 
     def __init__(self, launches: bool = True) -> None:
         super().__init__()
-        self.launches, self.taken = launches, list[Taken]()
+        self.launches, self.taken = launches, list[TakenFunctions]()
         # The program may use the package itself in another thread, without the lock.
         self.thread = threading.get_ident()
 
@@ -44,17 +47,17 @@ class Watcher(contextlib.ExitStack):
         return self
 
     def watching(self, by: str, function: Callable[..., object]) -> Callable[..., object]:
-        """Return the function that notes what it is given, and runs this one if it may."""
+        """Wrap a compiled function so that its arguments are recorded; it runs if `launches` is True."""
 
         def run(*arguments: Any) -> object:
-            self.taken.append(Taken(by, function, arguments))
+            self.taken.append(TakenFunctions(by, function, arguments))
             return function(*arguments) if self.launches else None
 
         return run
 
 
 class _WatchedCache:
-    """Takes a compile cache's place while its watcher's thread calls the package."""
+    """A substitute for a compile cache while its watcher is active."""
 
     def __init__(self, cache: Any, by: str, watcher: Watcher) -> None:
         self._cache, self._by, self._watcher = cache, by, watcher
@@ -63,10 +66,10 @@ class _WatchedCache:
         return getattr(self._cache, name)
 
     def __contains__(self, key: object) -> bool:
-        found = key in self._cache
-        if not found and self._is_watched() and not self._watcher.launches:
+        is_cached = key in self._cache
+        if not is_cached and self._is_watched() and not self._watcher.launches:
             raise RefutedError(f"{self._by} compiles other functions for other lengths")
-        return found
+        return is_cached
 
     def __setitem__(self, key: object, function: object) -> None:
         self._cache[key] = function
@@ -79,26 +82,30 @@ class _WatchedCache:
         return threading.get_ident() == self._watcher.thread
 
 
-def compare(expected: Sequence[Taken], got: Sequence[Taken], given: tuple[Tensor, ...]) -> None:
-    """Raise RefutedError if other functions are called, or with others than these tensors and numbers."""
-    if [one[:2] for one in expected] != [one[:2] for one in got]:
-        names = ", ".join(one.by for one in expected)
+def compare(
+    expected: Sequence[TakenFunctions], got: Sequence[TakenFunctions], call_tensors: tuple[Tensor, ...]
+) -> None:
+    """Raise RefutedError if `got` has other functions than `expected`, or other arguments."""
+    if [theirs[:2] for theirs in expected] != [theirs[:2] for theirs in got]:
+        names = ", ".join(theirs.by for theirs in expected)
         raise RefutedError(
             f"for lengths like these it launches {names}, and not with the functions that it took"
         )
-    # Tensors are told apart by the order in which they come up, after those of the call.
+    # A tensor is identified by the order of its first appearance, after the tensors of the call.
     orders = [dict[int, int]() for _ in range(2)]
     for order in orders:
-        for x in given:
+        for x in call_tensors:
             order.setdefault(x.data_ptr(), len(order))
-    for one, other in zip(expected, got, strict=True):
+    for theirs, launched in zip(expected, got, strict=True):
         right, ours = (
             [_described(x, order) for x in taken.arguments]
-            for taken, order in zip((one, other), orders, strict=True)
+            for taken, order in zip((theirs, launched), orders, strict=True)
         )
         if right != ours:
             differ = [pair for pair in zip(right, ours, strict=False) if pair[0] != pair[1]]
-            raise RefutedError(f"{one.by} is given other arguments: {differ[:1] or (len(right), len(ours))}")
+            raise RefutedError(
+                f"{theirs.by} is given other arguments: {differ[:1] or (len(right), len(ours))}"
+            )
 
 
 def _described(argument: Any, order: dict[int, int]) -> Any:

@@ -1,12 +1,13 @@
 """The reference: attention in plain PyTorch operations, for every call, dtype and device.
 
-It is correct before it is fast: it computes in float32 or float64, keeps nothing of the size S_q x S_k, takes
-every option of the contract, and never reads a tensor of another device on the host. `batch.py` brings dense,
-packed and paged tensors to one form, `mask.py` says which scores count, `softmax.py` keeps the sums of a row.
-Here each padded group is computed, tile by tile: query (b, H, S_q, D), key (b, H_k, S_k, D), value (b, H_k,
-S_k, D_v). The forward keeps a running softmax per row (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867);
-the backward computes each tile's weights twice, as it needs the sums of a row first.
-Imports from `contract`. Start with README.md.
+Correctness comes before speed. It computes in float32 or float64, and supports every option of the contract.
+It stores nothing of the size S_q x S_k, and never reads a tensor of another device on the host.
+
+`batch.py` converts dense, packed and paged tensors to rows, `mask.py` computes which scores count, and
+`softmax.py` keeps the sums of a row. This module computes each padded group, tile by tile: query (b, H, S_q,
+D), key (b, H_k, S_k, D), value (b, H_k, S_k, D_v). The forward keeps a running softmax for each row (Milakov
+and Gimelshein, https://arxiv.org/abs/1805.02867). The backward computes each tile's weights twice, because it
+needs the sums of a row first. Imports from `contract`. Start with README.md.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from attnreg.core.contract.spec import AttentionSpec
 
 # Elements of a padded group: enough to keep a GPU busy, few enough to fit on any device.
 GROUP_SIZE = 2**22
-# Scores of a block of rows that a backward keeps; of more it computes the products twice.
+# How many scores of a block of rows a backward stores. For more scores it computes the products twice.
 HELD = 2**23
 
 # Up to so many rows a sum over a group of heads is short.
 FEW_ROWS = 16
-# How many terms of a score are summed at a time on a GPU. A kernel of cuBLAS may add up all of them one after
-# the other: large scores are further off then than those of PyTorch's own attention, of other shapes.
+# How many terms of a score are summed at a time on a GPU. A cuBLAS kernel may add up all terms in sequence.
+# Large scores are then less exact than in PyTorch's own attention, whose products have other shapes.
 SUMMED = 32
 
 EVERYTHING = Capabilities(
@@ -60,17 +61,25 @@ EVERYTHING = Capabilities(
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.batch_invariant and spec.device.type != "cpu":
-        # It doesn't read lengths there, so it pads each sequence to the batch's longest.
+        # Lengths aren't read there, so each sequence is padded to the batch's longest.
         return (f"device must be cpu to be batch-invariant, got {spec.device.type}",)
     return ()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE."""
+    """Return the output, in the query's dtype, and the LSE, (B, H, S_q) or (H, T_q).
+
+    Query, key and value are (B, S, H, D) or packed (T, H, D), on any device, in any dtype of `EVERYTHING`.
+    With pages key and value are (pages, page size, H, D). The LSE is float64 for float64 inputs, else
+    float32.
+
+    Raises:
+        InvalidInputError: the call has dropout and no random state.
+    """
     work = _working_dtype(q)
     q_rows, k_rows, v_rows = as_rows(q), as_rows(k), as_rows(v)
     tokens, heads, _ = q_rows.shape
-    # The last row is for padding: to leave that out would take a count from the device.
+    # The last row is for padding: leaving padding out would need a count from the device.
     out = q.new_zeros(tokens + 1, heads, v.shape[-1])
     lse = q.new_full((tokens + 1, heads, 1), -torch.inf, dtype=work)
     with _without_autocast(q.device):
@@ -87,7 +96,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value."""
+    """Return the gradients of query, key and value, in their shapes and dtypes.
+
+    `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
+    """
     work = _working_dtype(q)
     of_queries = as_rows(grad_out), as_rows(q)
     results = as_rows(out), as_rows(lse.mT[..., None])
@@ -101,12 +113,12 @@ def backward(
             mask = Mask(call, group, query.shape[1])
             of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
             of_out, of_all = (group.queries.gather(x, work) for x in results)
-            # The forward's products may have had another shape, and so have summed in another order: scores
-            # differ by more the more terms they have. In 16 bits those of another kernel may be off by more.
+            # The forward's products may have had other shapes and orders of summation. Scores then differ by
+            # more the more terms they have. In 16 bits another kernel's scores may be off by more.
             terms = 16.0 if q.dtype.itemsize == 2 else max(q.shape[-1] ** 0.5 / 4, 2.0)
             rounding = torch.finfo(lse.dtype).eps * terms
-            given = ForwardResults(of_out, of_all, rounding, is_exact=q.dtype.itemsize > 2)
-            part_q, part_k, part_v = _attend_backward(grad, query, key, value, given, of_lse, mask)
+            forward_results = ForwardResults(of_out, of_all, rounding, is_exact=q.dtype.itemsize > 2)
+            part_q, part_k, part_v = _attend_backward(grad, query, key, value, forward_results, of_lse, mask)
             group.queries.scatter(part_q, grads[0])
             # Sequences may share pages of a cache: their gradients add up.
             group.keys.scatter(part_k, grads[1], add=True)
@@ -116,11 +128,11 @@ def backward(
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Group]:
-    # A token takes its place in the gathered tensors, or its scores in a tile, whichever is larger.
+    # The memory of a token: its row in the gathered tensors or its scores in a tile, whichever is larger.
     cost = q.shape[-2] * max(q.shape[-1], v.shape[-1], TILE_QUERIES)
     queries = sequences(q, call.cu_seqlens_q, call.max_q)
     keys = sequences(k, call.cu_seqlens_k, call.max_k, call.block_table, call.seqused_k)
-    # How matrix products round depends on their shapes: each sequence by itself.
+    # The rounding of matrix products depends on their shapes: batch-invariant calls get one group a sequence.
     return groups(queries, keys, cost, 0 if call.batch_invariant else GROUP_SIZE)
 
 
@@ -156,14 +168,21 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tu
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: ForwardResults, grad_lse: Tensor | None, mask: Mask
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    forward_results: ForwardResults,
+    grad_lse: Tensor | None,
+    mask: Mask,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `grad_lse` is (b, H, S_q, 1).
 
-    The weights and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
-    sum(grad * out) are equal and cheaper, but LSE and output are rounded, and the error stays in the
-    gradients where scores are large, or where terms cancel, as with one or two keys. So only that is taken of
-    them by which they differ from what is computed anew: in rows that see more keys than there are here.
+    The weights, and `delta`, which the softmax's backward subtracts, are computed anew. exp(score - LSE) and
+    sum(grad * out) would be equal and cheaper. But LSE and output are rounded, and the error stays in the
+    gradients where scores are large, or where terms cancel, as with one or two keys. So the forward's results
+    serve a single purpose: a difference from the new results shows that a row sees more keys than are passed
+    here.
     """
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in mask.row_blocks():
@@ -171,21 +190,23 @@ def _attend_backward(
         area = of_rows[0].shape[:-1].numel() * k.shape[2]
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
         softmax = Softmax(of_rows[0])
-        output = Output(of_rows[0], given.out[:, :, rows]) if given.is_exact else None
+        output = Output(of_rows[0], forward_results.out[:, :, rows]) if forward_results.is_exact else None
         delta = torch.zeros_like(softmax.total)
         for tile, scores, grad_weights, kept, _ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)
             delta = delta * fade + (weights * grad_weights).sum(-1, keepdim=True)
             if output is not None:
-                seen = _seen_keys(k, tile), _seen_keys(v, tile)
-                output.add(_times(weights if kept is None else weights * kept, seen[1]), fade, *seen)
-        share, delta = given.share(rows, softmax), delta / softmax.divisor
+                key_value = _seen_keys(k, tile), _seen_keys(v, tile)
+                output.add(
+                    _times(weights if kept is None else weights * kept, key_value[1]), fade, *key_value
+                )
+        share, delta = forward_results.share(rows, softmax), delta / softmax.divisor
         if output is not None:
             part, rest, is_precise = output.compared(softmax, mask.call.scale)
             share = part.where(is_precise, share)
             delta = delta * part + (rest * of_rows[1]).sum(-1, keepdim=True)
         else:
-            delta = torch.where(share == 1.0, delta, given.delta(rows, of_rows[1]))
+            delta = torch.where(share == 1.0, delta, forward_results.delta(rows, of_rows[1]))
         delta = delta - (0.0 if grad_lse is None else grad_lse[:, :, rows])
         share = share / softmax.divisor
         for tile, scores, grad_weights, kept, slope in products or _products(*of_rows, k, v, mask, rows):
@@ -202,9 +223,10 @@ def _attend_backward(
 def _products(
     q_rows: Tensor, grad_rows: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice
 ) -> Iterator[tuple[Tile, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """Yield for each tile of some rows what a backward needs of it.
+    """Yield the backward's products for each tile of some rows.
 
-    That is its scores, the gradients of its weights, the factors of dropout, and the slope of the softcap.
+    They are the tile's scores, the gradients of its weights, the factors of dropout, and the slope of the
+    softcap.
     """
     softcap = mask.call.softcap
     for tile in mask.tiles(rows):
@@ -224,18 +246,18 @@ def _scores(q: Tensor, keys: Tensor, mask: Mask) -> Tensor:
 
 
 def _in_short_sums(q: Tensor, keys: Tensor) -> Tensor:
-    """Return the products of queries and keys, before they are scaled."""
+    """Return the products of queries and keys, unscaled; on a GPU in float32, by sums of `SUMMED` terms."""
     if not q.is_cuda or q.dtype != torch.float32:
         return _times(q, keys.mT)
-    first, *others = zip(torch.split(q, SUMMED, -1), torch.split(keys, SUMMED, -1), strict=True)
+    first, *rest = zip(torch.split(q, SUMMED, -1), torch.split(keys, SUMMED, -1), strict=True)
     scores = _times(first[0], first[1].mT)
-    for some_q, some_k in others:
+    for some_q, some_k in rest:
         scores += _times(some_q, some_k.mT)
     return scores
 
 
 def _masked(scores: Tensor, tile: Tile, mask: Mask) -> Tensor:
-    """Return the scores of a tile with what is added to them, -inf where they don't count."""
+    """Add the bias and slopes to the scores of a tile, and set hidden scores to -inf."""
     added = mask.added(tile, scores.dtype)
     if added is not None:
         scores += added
@@ -247,19 +269,19 @@ def _hide(x: Tensor, tile: Tile, value: float) -> Tensor:
 
 
 def _seen_rows(x: Tensor, tile: Tile) -> Tensor:
-    """Return rows, 0 for those that see no key of the tile: their NaN would survive a weight of 0."""
+    """Return rows with 0 in rows that see no key of the tile: their NaN would survive a weight of 0."""
     return x if tile.visible is None else x.masked_fill(~tile.visible.any(-1)[..., None], 0.0)
 
 
 def _seen_keys(x: Tensor, tile: Tile) -> Tensor:
-    """Return the keys or values of a tile, 0 for those that no query sees."""
+    """Return the keys or values of a tile, with 0 in keys that no query sees."""
     x = x[:, :, tile.cols]
     if tile.visible is None:
         return x
-    seen = tile.visible.any(-2)
-    if seen.shape[1] > 1:  # query heads: a key head is seen if one of its group sees it
-        seen = seen.view(seen.shape[0], x.shape[1], -1, seen.shape[2]).any(2)
-    return x.masked_fill(~seen[..., None], 0.0)
+    visible = tile.visible.any(-2)
+    if visible.shape[1] > 1:  # per query head: a key counts if any head of the group sees it
+        visible = visible.view(visible.shape[0], x.shape[1], -1, visible.shape[2]).any(2)
+    return x.masked_fill(~visible[..., None], 0.0)
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
@@ -270,8 +292,8 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
 def _summed(weights: Tensor, x: Tensor, k: Tensor) -> Tensor:
     """Return the transposed weights (b, H, n, m) times (b, H, n, c), summed over groups of heads.
 
-    Each head's rows are summed by themselves: the longer a sum in float32, the further off it is, most of all
-    that of equal numbers, as the gradient of `out.sum()` has. Of a few rows one sum is faster.
+    Each head's rows are summed separately. The longer a sum in float32, the larger its error, above all for
+    equal numbers, as in the gradient of `out.sum()`. For few rows a single sum is faster.
     """
     heads = k.shape[1]
     if weights.shape[2] <= FEW_ROWS:

@@ -1,10 +1,11 @@
 """The rows of each sequence of a batch, and how they are gathered into padded groups and scattered back.
 
-Dense, packed and paged tensors are all read as rows, (T, H, D), with the row of every token of every
-sequence. Neighbouring sequences are gathered into a group, (b, H, width, D), padded on the *left*: their
-last tokens line up, so that one bottom-right mask is right for all of them. Its width is known on the host
-even where the lengths are not, as on a GPU, where reading them would wait for the device and break CUDA
-graphs.
+Dense, packed and paged tensors are all read as rows, (T, H, D), by the row index of every token. Neighbouring
+sequences are gathered into a group, (b, H, width, D), padded on the *left*. Their last tokens line up, so
+that a single bottom-right mask is right for all of them.
+
+The host knows the width even where it doesn't know the lengths, as on a GPU. Reading lengths there would wait
+for the device, and break CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 
-class Span(NamedTuple):
+class PaddedRows(NamedTuple):
     """One side of a group.
 
     Attributes:
-        positions: (b, width), the position of each token in its sequence; negative for padding.
-        rows: (b, width), its row in the flat tensor; the number of rows for padding.
-        padded: whether there may be padding.
+        positions: (b, width) int64, the position of each token in its sequence. Negative for padding.
+        rows: (b, width) int64, the row of each token in the flat tensor. The number of rows for padding.
+        padded: whether the group may have padding.
     """
 
     positions: Tensor
@@ -44,22 +45,22 @@ class Span(NamedTuple):
         return picked.view(*self.rows.shape, *flat.shape[1:]).transpose(1, 2).contiguous()
 
     def scatter(self, group: Tensor, into: Tensor, *, add: bool = False) -> None:
-        """Write (b, H, width, D) to its rows of `into`, (T + 1, H, D); padding goes to the last."""
+        """Write (b, H, width, D) to its rows of `into`, (T + 1, H, D); padding goes to the last row."""
         values = group.transpose(1, 2).flatten(0, 1).to(into.dtype)
         write = into.index_add_ if add else into.index_copy_
         write(0, self.rows.flatten(), values)
 
 
-class Sequences(NamedTuple):
+class RowSequences(NamedTuple):
     """The rows of all sequences on one side of a call.
 
     Attributes:
-        starts, lengths: (B,), the first row and the number of tokens of each sequence; where the
-            rows are pages, `table` says where it starts.
-        bounds: its length once more where the host knows it, else an upper bound of it.
-        exact: whether `bounds` are the lengths.
+        starts, lengths: (B,) integers, the first row and the number of tokens of each sequence. With pages
+            `starts` is unused.
+        bounds: upper bounds of the lengths, on the host.
+        exact: whether `bounds` equal the lengths.
         total: the number of rows.
-        table, page_size: the page numbers (B, pages) of each sequence, and the size of a page.
+        table, page_size: the page numbers (B, pages) of each sequence, and the tokens of a page.
     """
 
     starts: Tensor
@@ -70,7 +71,7 @@ class Sequences(NamedTuple):
     table: Tensor | None
     page_size: int
 
-    def span(self, batch: slice) -> Span:
+    def span(self, batch: slice) -> PaddedRows:
         """Return the rows of some neighbouring sequences."""
         width = max(self.bounds[batch])
         padded = not self.exact or min(self.bounds[batch]) < width
@@ -82,26 +83,26 @@ class Sequences(NamedTuple):
             pages = self.table[batch].long().gather(1, known // self.page_size)
             rows = pages * self.page_size + known % self.page_size
         rows = rows.clamp(0, self.total - 1).masked_fill(positions < 0, self.total)
-        return Span(positions, rows, padded)
+        return PaddedRows(positions, rows, padded)
 
 
 class Group(NamedTuple):
-    """Neighbouring sequences that are computed together."""
+    """Neighbouring sequences that are computed together; `batch` are their indices."""
 
     batch: slice
-    queries: Span
-    keys: Span
+    queries: PaddedRows
+    keys: PaddedRows
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Return (B, S, H, D) or (pages, page size, H, D) as rows, (T, H, D); packed tensors are."""
+    """View (B, S, H, D) or (pages, page size, H, D) as rows, (T, H, D); packed tensors are rows already."""
     return x if x.dim() == 3 else x.flatten(0, 1)
 
 
-def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterator[Group]:
-    """Yield the batch in groups of similar lengths; `cost` elements a token stay below `limit`.
+def groups(queries: RowSequences, keys: RowSequences, cost: int, limit: int) -> Iterator[Group]:
+    """Yield the batch in groups of similar lengths, each with at most `limit` elements, at `cost` a token.
 
-    Sequences without queries or without keys may be left out: there is nothing to compute for them.
+    Sequences without queries or without keys may be left out, because they have no score to compute.
     """
     start, wide_q, wide_k, area = 0, 0, 0, 0
     for stop, (len_q, len_k) in enumerate(zip(queries.bounds, keys.bounds, strict=True)):
@@ -114,15 +115,19 @@ def groups(queries: Sequences, keys: Sequences, cost: int, limit: int) -> Iterat
     yield from _group(queries, keys, slice(start, len(queries.bounds)))
 
 
-def _group(queries: Sequences, keys: Sequences, batch: slice) -> Iterator[Group]:
+def _group(queries: RowSequences, keys: RowSequences, batch: slice) -> Iterator[Group]:
     if any(queries.bounds[batch]) and any(keys.bounds[batch]):
         yield Group(batch, queries.span(batch), keys.span(batch))
 
 
 def sequences(
     x: Tensor, offsets: Tensor | None, longest: int, table: Tensor | None = None, used: Tensor | None = None
-) -> Sequences:
-    """Return the sequences of a query, or of a key or value; of each only the first `used` tokens."""
+) -> RowSequences:
+    """Return the sequences of a tensor of queries, keys or values; of each only the first `used` tokens.
+
+    `x` is dense, packed, or pages; `offsets` is (B + 1,), `table` (B, pages) and `used` (B,), all of
+    integers.
+    """
     total, page_size = x.shape[:-2].numel(), x.shape[1]
     if offsets is None or table is not None:
         count, length = x.shape[:2] if table is None else (len(table), table.shape[1] * page_size)
@@ -137,9 +142,9 @@ def sequences(
         lengths = torch.minimum(lengths, used)
         exact = _on_host(lengths)
         bounds = lengths.tolist() if exact else [min(longest, bound) for bound in bounds]
-    return Sequences(starts, lengths, bounds, exact, total, table, page_size)
+    return RowSequences(starts, lengths, bounds, exact, total, table, page_size)
 
 
 def _on_host(lengths: Tensor) -> bool:
-    """Return whether reading the lengths costs nothing."""
+    """Return whether the lengths are in host memory, so that reading them waits for nothing."""
     return lengths.device.type == "cpu"

@@ -1,8 +1,8 @@
 """Which scores of a group count, and what is added to them, tile by tile.
 
-A tile is a slice of rows (queries) and a slice of columns (keys) of the padded score matrix, of which only
-one tile exists at a time. Tiles that the window excludes are skipped, so the work grows with the window, not
-with the square of the length.
+A tile is a slice of rows (queries) and a slice of columns (keys) of the padded score matrix. Only a single
+tile of the matrix exists at a time. Tiles that the window excludes are skipped, so the work grows with the
+window, not with the square of the length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORD = 0xFFFFFFFF
 
 
 class Tile(NamedTuple):
-    """A part of the score matrix; `visible` broadcasts to its scores, None if all of them count."""
+    """A part of the score matrix; boolean `visible` broadcasts to its scores, None if all of them count."""
 
     rows: slice
     cols: slice
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 
 class Mask:
-    """Which scores of a group are hidden, and what is added to the others."""
+    """The hidden scores of a group, and what is added to its visible scores."""
 
     def __init__(self, call: Call, group: Group, heads: int) -> None:
         self.call = call
@@ -59,7 +59,7 @@ class Mask:
             yield Tile(rows, cols, functools.reduce(operator.and_, parts) if parts else None)
 
     def added(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to the scaled scores of a tile."""
+        """Return the bias and slopes that are added to the scaled scores of a tile, or None."""
         bias, slopes = self._bias(tile.rows, tile.cols), self.call.alibi_slopes
         if bias is not None and bias.dtype == torch.bool:
             bias = None
@@ -76,7 +76,7 @@ class Mask:
             return None
         if rng_state is None:
             raise InvalidInputError(f"rng_state: got None with dropout_p {p}, expected a seed and an offset")
-        # Counted from the end, a weight has the same number however its sequence is padded.
+        # Rows and columns are counted from the end, so that a weight's number doesn't depend on padding.
         survives = _survivors(
             rng_state,
             p,
@@ -88,7 +88,7 @@ class Mask:
         return survives.to(dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
     def _conditions(self, rows: slice, cols: slice) -> Iterator[Tensor]:
-        """Yield the conditions for a score to count, save those that all scores meet."""
+        """Yield the conditions for a score to count, without conditions that all scores meet."""
         left, right = self.call.window
         if left >= 0 and cols.start < rows.stop - 1 + self.shift - left:
             yield (self._distance(rows, cols) <= left)[None, None]
@@ -118,7 +118,7 @@ class Mask:
         return bias.take_along_dim(places, dim=3)
 
     def _distance(self, rows: slice, cols: slice) -> Tensor:
-        """Return how far before its query each key is."""
+        """Return the distance from each key to each query, positive for earlier keys, (rows, cols)."""
         return self._numbers(rows)[:, None] + self.shift - self._numbers(cols)
 
     def _numbers(self, part: slice) -> Tensor:
@@ -134,10 +134,10 @@ def _survivors(
 ) -> Tensor:
     """Return which weights (b, H, rows, cols) are kept; each is dropped with probability `p`.
 
-    A weight has its own random number, a hash of the random state and of the numbers of its batch, head, row
-    and column. So any part of the mask can be computed again on any device, and the backward needs nothing
-    from the forward but the random state, which is never read on the host. `Dropout` in the cpu backend's
-    kernel/options.h is the same function.
+    A weight has its own random number: a hash of the random state, (2,) uint64, and of the numbers of its
+    batch, head, row and column. So any part of the mask can be computed again on any device. The backward
+    needs only the random state from the forward, which is never read on the host. `Dropout` in the cpu
+    backend's kernel/options.h is the same function.
     """
     places = (batch[:, None, None, None], heads[:, None, None], rows[:, None])
     step, start = (_key(rng_state, lane, *places) for lane in (1, 2))
@@ -147,7 +147,7 @@ def _survivors(
 
 
 def _key(rng_state: Tensor, lane: int, *places: Tensor) -> Tensor:
-    """Return 32 random bits for each row of the mask, other ones for each lane."""
+    """Return 32 random bits, as int64, for each row of the mask; each lane has different bits."""
     seed, offset = rng_state.view(torch.int64).unbind()
     key = _hash((seed & _WORD) ^ lane)
     for word in (seed >> 32, offset, offset >> 32, *places):
@@ -156,9 +156,9 @@ def _key(rng_state: Tensor, lane: int, *places: Tensor) -> Tensor:
 
 
 def _hash(word: Tensor) -> Tensor:
-    """Mix 32 bits, given as an int64: both constants are below 2**31, so that nothing overflows.
+    """Mix 32 bits in an int64: both constants are below 2**31, so that nothing overflows.
 
-    They come from https://github.com/skeeto/hash-prospector/issues/19.
+    The constants are from https://github.com/skeeto/hash-prospector/issues/19.
     """
     word = (word ^ (word >> 16)) * 0x21F0AAAD & _WORD
     word = (word ^ (word >> 15)) * 0x735A2D97 & _WORD

@@ -20,7 +20,7 @@
 namespace attnreg {
 
 constexpr size_t kMostEntries = 4096;  // as `dispatch.state` has; then all are kept anew
-constexpr size_t kMostOffsets = 64;    // as `contract.offsets` has
+constexpr size_t kMostOffsets = 64;    // as `launching.offsets` has
 
 // ---- What is counted: a counter of Python's, and how often it went up since `drain` looked last.
 

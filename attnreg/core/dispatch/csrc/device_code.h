@@ -1,4 +1,4 @@
-// The kernels of `contract/rows.py`: clearing rows of packed results that see no key, and facts about offsets.
+// The kernels of `launching/rows.py`: clearing rows of packed results that see no key, and facts about offsets.
 
 #pragma once
 

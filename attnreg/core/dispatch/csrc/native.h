@@ -1,4 +1,4 @@
-// What a C function of a `NativeLauncher` is given: see `contract/launchers.py`.
+// What a C function of a `NativeLauncher` is given: see `launching/launchers.py`.
 
 #pragma once
 

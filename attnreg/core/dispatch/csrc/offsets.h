@@ -1,4 +1,4 @@
-// What is known of the offsets of packed calls on a GPU. `contract/offsets.py` says why it is looked at again.
+// What is known of the offsets of packed calls on a GPU. `launching/offsets.py` says why it is looked at again.
 
 #pragma once
 

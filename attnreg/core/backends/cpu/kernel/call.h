@@ -18,7 +18,7 @@ struct NativeOperand {
   int64_t sizes[4], strides[4];
 };
 
-// The operands of a forward are q, k, v, out, lse; those of a backward grad_out, q, k, v, out, lse, grad_q, grad_k,
+// A forward has the operands q, k, v, out, lse; a backward has grad_out, q, k, v, out, lse, grad_q, grad_k,
 // grad_v, and the gradient of the LSE where there is one. Results may hold anything. `batch` and the longest lengths
 // are read of packed calls alone.
 struct NativeCall {
@@ -33,7 +33,7 @@ struct Kind {
   int64_t dtype;
   double scale, softcap;
   int64_t left, right;      // the window
-  int64_t batch_invariant;  // not 0: how a sequence is cut may not depend on the others
+  int64_t batch_invariant;  // not 0: the cutting of a sequence must not depend on other sequences
   // Calls that may be torch's, from so many keys and tokens on and below so many rows (see `choice.py`), aren't run; with
   // 0 keys there are none.
   int64_t torchs_keys, torchs_tokens, torchs_rows;
@@ -117,7 +117,7 @@ class CallReader {
   }
 
  private:
-  // Calls a function with each range of tokens between those of the sequences.
+  // Calls a function with each range of tokens that lies between sequences.
   template <int64_t Sequence::*kFirst, int64_t Sequence::*kCount, class Body>
   void for_each_gap(const Shape& shape, Body&& body) const {
     int64_t batch = 0, from = 0;
@@ -230,7 +230,7 @@ class CallReader {
     return true;
   }
 
-  // Where one sequence after the other is in a tensor. An offset is read once: others may be writing to it.
+  // The position of each sequence in a tensor. An offset is read once, because other code may be writing to it.
   struct Side {
     const int32_t* offsets;
     int64_t tokens, longest, end = 0;

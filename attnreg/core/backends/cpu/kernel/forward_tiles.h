@@ -50,9 +50,9 @@ class TileForward : public Forward<BFloat16> {
   }
 
  private:
-  // Tasks with fewer rows or keys are those of forward.h: a pair of tiles would be mostly empty.
+  // Tasks with fewer rows or keys run by forward.h: a pair of tiles would be mostly empty.
   static constexpr int64_t kFew = kPair;
-  // Keys that are packed at a time, and those of a block: its scores stay in the first-level cache.
+  // Keys that are packed at a time, and keys of a block, whose scores stay in the first-level cache.
   static constexpr int64_t kPacked = 512, kKeys = 128;
   // A row's weights are relative to a score that is at most this power of 2 below its highest: sums are seldom rescaled.
   static constexpr float kBelow = 8.0f;
@@ -77,7 +77,7 @@ class TileForward : public Forward<BFloat16> {
     }
   }
 
-  // While the weights of a block are computed, AMX multiplies those of the block before and the scores of the next one.
+  // While weights of a block are computed, AMX multiplies the previous block's weights and the next block's scores.
   void run_blocks(TileMatrix q, TileMatrix k, TileMatrix v, Panels out) {
     const auto scores = [&](size_t i) {
       const Block& block = blocks_[i];

@@ -135,7 +135,7 @@ void backward_by(const Problem& problem) {
     }
   }
   std::vector<Part> parts;
-  // A chunk comes after the one that it waits for, and after as many others as there are.
+  // A chunk comes after the chunk that it waits for, and after as many other tasks as possible.
   for (int64_t chunk = 0, before = -1; before < int64_t(parts.size()); chunk++) {
     before = parts.size();
     for (SharedHead& each : shared) {

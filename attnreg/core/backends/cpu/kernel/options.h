@@ -62,7 +62,7 @@ class Alibi {
 };
 
 // Which weights dropout drops: by a hash of the random state, of the numbers of sequence and head, and of those of row
-// and key, counted from the last. It is that of `_survivors` in math/mask.py: both backends drop the same weights.
+// and key, counted from the last. `_survivors` in math/mask.py has the same hash: both backends drop the same weights.
 class Dropout {
  public:
   explicit Dropout(const Problem& problem) : problem_(problem) {

@@ -44,10 +44,10 @@ struct Sequence {
 struct Problem {
   int64_t dtype;
   int64_t heads, key_heads, size, value_size, count;
-  const Sequence* sequences;  // those that have something to compute
+  const Sequence* sequences;  // the sequences with visible scores
   Operand q, k, v, out, lse, grad_out, grad_q, grad_k, grad_v, grad_lse;
   double scale, softcap;
-  int64_t batch_invariant;  // not 0: how a sequence is cut may not depend on the others
+  int64_t batch_invariant;  // not 0: the cutting of a sequence must not depend on other sequences
   double dropout;
   int64_t slope_batch, slope_head;  // strides
   int64_t pages, page_size, table_width;
@@ -104,7 +104,7 @@ struct Task {
   }
 };
 
-// The costly ones first: then the threads, which take one after the other, end at nearly the same time.
+// Costly tasks first: then the threads, which run task after task, end at nearly the same time.
 inline void sort(std::vector<Task>& tasks, int64_t group) {
   std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& one, const Task& other) {
     return one.cost(group) > other.cost(group);
@@ -191,7 +191,7 @@ class Bounds {
     return {from, to, first_[lane + lanes - 1] > key + from || end_[lane] < key + to};
   }
 
-  // Whether the rows of a tile see no keys but those of a block.
+  // Whether the rows of a tile see only keys of a block.
   bool within(int64_t lane, int64_t lanes, int64_t key, int64_t keys) const {
     return first_[lane] >= key && end_[lane + lanes - 1] <= key + keys;
   }

@@ -1,4 +1,4 @@
-// Vectors as wide as those of the instruction set, and what is computed with them.
+// Vectors as wide as the instruction set's, and computations with them.
 
 #pragma once
 
