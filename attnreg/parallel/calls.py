@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import bounds, decisions, wants_gradient
@@ -132,10 +133,13 @@ def problem_of(
     return None
 
 
+_ROWS = {row.argument: row for row in OPTIONS}
+
+
 def check_refused(refused: dict[str, object]) -> None:
     """Raise `UnsupportedInputError` for options that no method supports."""
     for name, got in refused.items():
-        if got is not None and (isinstance(got, Tensor) or got):
+        if _ROWS[name].is_on(got):
             shown = "a tensor" if isinstance(got, Tensor) else reprlib.repr(got)
             raise UnsupportedInputError(
                 f"{name}: got {shown}, expected none: calls spread over ranks don't take it"

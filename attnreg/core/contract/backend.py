@@ -121,7 +121,13 @@ class Call(NamedTuple):
         return self.deterministic or self.batch_invariant
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
-        """Return the call with options set, by their names, wherever a call has them."""
+        """Return the call with options set, by their names, wherever a call has them.
+
+        Raises:
+            TypeError: there is no such field or option.
+        """
+        if unknown := options.keys() - {*self._fields, *(row.name for row in OPTIONS)}:
+            raise TypeError(f"Call has no option {', '.join(sorted(unknown))}")
         own = {name: value for name, value in options.items() if name in self._fields}
         others = dict(self.further) | {name: options[name] for name in options.keys() - own.keys()}
         on = {row.name for row in OPTIONS if row.is_on(others.get(row.name))}

@@ -12,7 +12,9 @@ backend declares it by its name in `Capabilities.options`, and a kernel reads it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import operator
+import sys
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,8 +58,8 @@ class Option:
     label: str = ""
     argument: str | None = ""
     field: str = ""
-    low: float = -math.inf
-    high: float = math.inf
+    low: float = -sys.float_info.max
+    high: float = sys.float_info.max
     expected: str = "a number"
     directions: tuple[Direction, ...] = BOTH
     keyed: Literal["value", "tensor", "presence"] = "value"
@@ -76,7 +78,7 @@ class Option:
         """Whether a value of `Call`'s field, or of the argument, means a call with the option."""
         if self.values == "integer":  # 0 leaves it to the kernel, too
             return bool(value)
-        return value is not None and (self.off is None or value != self.off)
+        return value is not None and (self.off is None or bool(value != self.off))
 
     def described(self, value: Any) -> Any:
         """Return the value of `AttentionSpec`'s field: of a tensor only whether there is one."""
@@ -101,18 +103,22 @@ class Option:
         if self.values in ("tensor", "pages") or value is self.off:
             return value
         what = self.argument or self.name
-        if getattr(value, "requires_grad", False):
+        # Dynamo can't look for attributes of a number that it traces.
+        is_number = isinstance(value, (int, float))
+        if not is_number and getattr(value, "requires_grad", False):
             raise InvalidInputError(
                 f"{what}: got a tensor that needs a gradient, expected a number, as it gets none"
             )
         try:
-            number = math.nan if isinstance(value, str) else float(value)
+            if self.values == "integer":
+                number: float = operator.index(value)
+            else:
+                number = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             number = math.nan
-        is_allowed = math.isfinite(number) and self.low <= number <= self.high
-        if number != self.off and not is_allowed:
+        if number != self.off and not self.low <= number <= self.high:
             raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
-        return int(number) if self.values == "integer" else number
+        return number
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -137,7 +143,8 @@ OPTIONS: tuple[Option, ...] = (
         name="block_table", field="page_size", values="pages", in_op=True, label="pages of {}",
     ),
     Option(
-        name="num_splits", values="integer", directions=("forward",), in_op=True,
+        name="num_splits", values="integer", low=0, expected="an integer of 0 or more", in_op=True,
+        directions=("forward",),
         reason="num_splits must be None, got {}", label="num_splits {}",
     ),
     Option(
@@ -175,16 +182,27 @@ def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> d
     }
 
 
-def check_further(further: Mapping[str, Any]) -> None:
-    """Check the names of a spec's further options, and that no field has them.
+def checked_further(further: Any, own: Container[str]) -> tuple[tuple[str, Any], ...]:
+    """Return a spec's options without fields of their own, sorted by name, without options that are off.
+
+    Args:
+        further: a mapping, or pairs of names and values.
+        own: the names that are fields of the spec.
 
     Raises:
-        InvalidInputError: there is no such option.
+        InvalidInputError: it is no mapping and no pairs, there is no such option, or a value can't be hashed.
     """
-    names = [row.field for row in OPTIONS]
-    for name in further:
-        if name not in names:
-            raise InvalidInputError(f"further: there is no option {name!r}{did_you_mean(name, names)}")
+    rows = {row.field: row for row in OPTIONS if row.field not in own}
+    try:
+        values = dict(further)
+        hash(tuple(values.items()))
+    except (TypeError, ValueError):
+        expected = "a mapping of options to values that can be hashed"
+        raise InvalidInputError(f"further: got {further!r}, expected {expected}") from None
+    for name in values:
+        if name not in rows:
+            raise InvalidInputError(f"further: there is no option {name!r}{did_you_mean(str(name), rows)}")
+    return tuple(sorted((name, value) for name, value in values.items() if value != rows[name].off_in_spec))
 
 
 def further_value(name: str, further: tuple[tuple[str, Any], ...], of_spec: bool = False) -> Any:

@@ -7,7 +7,7 @@ and tests build it for hardware that isn't there. `Device` is the device of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from attnreg.core.contract.options import (
     OPTIONS,
     Direction,
     Option,
-    check_further,
+    checked_further,
     further_value,
 )
 from attnreg.errors import InvalidInputError
@@ -166,9 +166,8 @@ class AttentionSpec:
                 f"heads: got {self.heads_q} for the query and {self.heads_k} for the key, "
                 "expected the first to be a multiple of the second"
             )
-        further = self.further.items() if isinstance(self.further, Mapping) else map(tuple, self.further)
-        object.__setattr__(self, "further", tuple(sorted(further)))
-        check_further(dict(self.further))
+        further = checked_further(self.further, self.__dataclass_fields__)
+        object.__setattr__(self, "further", further)
         for option in OPTIONS:
             if option.values == "number":
                 option.checked(getattr(self, option.field))

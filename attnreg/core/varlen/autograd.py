@@ -112,7 +112,8 @@ class _VarlenAttention(torch.autograd.Function):
         ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *saved.values())
         ctx.names, ctx.is_in_op = tuple(saved), custom_op.takes(call)
         is_by_call = call.deterministic and not wants_deterministic()  # by the call itself
-        without = call.with_options(dict.fromkeys((*saved, "num_splits")))
+        of_forward = {row.name: row.off for row in options_on(call) if "backward" not in row.directions}
+        without = call.with_options(dict.fromkeys(saved) | of_forward)
         ctx.call = without._replace(cu_seqlens_q=None, cu_seqlens_k=None, deterministic=is_by_call)
         ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
         return out, lse

@@ -36,7 +36,13 @@ Mask = tuple[bool, Sequence[int] | None, float | None, bool]
 
 
 # The value of each option for a call without it, by the argument of `varlen_attn`.
-OFF = {row.argument: row.off for row in OPTIONS}
+OFF = {row.argument: row.off for row in OPTIONS if row.argument is not None}
+# The options that are tensors without a gradient.
+TENSORS = [
+    row.argument
+    for row in OPTIONS
+    if row.argument in OFF and row.values in ("tensor", "pages") and row.name != "sinks"
+]
 
 
 class AuxRequest(NamedTuple):
@@ -164,6 +170,8 @@ def varlen_attn(
             )  # fmt: skip
             if results is not None:
                 return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
+    if any(name not in OFF for name in options):
+        options_of(options)  # raises, as there is no such option
     lengths = cu_seq_q, cu_seq_k, max_q, max_k
     options |= {
         "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
@@ -195,7 +203,7 @@ def _attend_unspread(
     elif backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
     tensors = {"cu_seq_q": lengths[0], "cu_seq_k": lengths[1]}
-    tensors |= {name: options[name] for name in ("seqused_k", "block_table", "alibi_slopes")}
+    tensors |= {name: options[name] for name in TENSORS if name in options}
     check_tensors(query=query, key=key, value=value, **tensors)
     is_causal, window_size, scale, enable_gqa = mask
     if not enable_gqa:
@@ -207,7 +215,6 @@ def _attend_unspread(
         name for name, value in options.items() if name not in custom_op.OPTIONS and _is_on(name, value)
     ]
     if others and not (plain or compiling):
-        options_of(options)  # raises if there is no such option
         name, off = others[0], OFF[others[0]]
         expected = off if off is None else f"{off:g}"
         raise UnsupportedInputError(
@@ -228,7 +235,7 @@ def _attend_unspread(
 
 
 def _is_on(name: str, value: Any) -> bool:
-    return value is not None and (isinstance(value, Tensor) or value != OFF.get(name))
+    return value is not None and (OFF[name] is None or bool(value != OFF[name]))
 
 
 def _attend(

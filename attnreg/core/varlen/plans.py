@@ -44,6 +44,7 @@ _SHORT.maxlevel = 1  # numbers of lists in lists fill lines
 
 
 _MAY_BE_NONE = {"cu_seq_k", *(row.argument for row in OPTIONS)}
+_WITHOUT_GRADIENT = _MAY_BE_NONE - {"cu_seq_k", "sinks"}
 
 
 def check_tensors(**given: object) -> None:
@@ -53,7 +54,7 @@ def check_tensors(**given: object) -> None:
         if not (isinstance(tensor, Tensor) or is_left_out):
             raise InvalidInputError(f"{name}: got {_SHORT.repr(tensor)}, expected a tensor")
         wants_gradient = isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
-        if name == "alibi_slopes" and wants_gradient:
+        if name in _WITHOUT_GRADIENT and wants_gradient:
             raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
     if "cu_seq_q" in given:  # nested tensors of dense calls are explained, too
         check_layouts(**given)
