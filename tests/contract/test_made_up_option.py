@@ -14,7 +14,9 @@ row = options.Option(
     name="sharpness", values="number", off=1.0, low=0.0, expected="0 or more",
     reason="sharpness must be 1.0, got {}", label="sharpness {}",
 )
-options.OPTIONS += (row,)
+reason = "gains must be None, got a tensor"
+gains = options.Option(name="gains", values="tensor", reason=reason, label="gains")
+options.OPTIONS += (row, gains)
 
 import torch
 import attnreg
@@ -77,6 +79,9 @@ spec = attnreg.AttentionSpec(
     device=attnreg.Device("cpu"), dtype="fp64", batch=2, max_q=5, max_k=5, heads_q=2, heads_k=2, head_dim=8,
     head_dim_v=8, varlen=True, further={"sharpness": 2.0},
 )
+seen["gains"] = [
+    error(lambda: attend(gains=value))[1] for value in (3, torch.ones(2, requires_grad=True), torch.ones(2))
+]
 seen["range"] = [error(lambda: attend(sharpness=factor)) for factor in (-1.0, float("inf"))]
 seen["explained"] = str(attnreg.explain(*arguments, is_causal=True, sharpness=2.0))
 seen["no explanation"] = error(lambda: attnreg.explain(*arguments, sharpnes=2.0))
@@ -106,6 +111,10 @@ def test_a_row_and_a_kernel_add_an_option(routers):
         "TypeError",
         "varlen_attn() got an unexpected keyword argument 'sharpnes'; did you mean 'sharpness'?",
     ]
+    number, with_gradient, refused = seen["gains"]
+    assert number == "gains: got 3, expected a tensor"
+    assert with_gradient == "gains: got a tensor that needs a gradient, expected none: it has none"
+    assert "gains must be None, got a tensor" in refused  # by the backend, which doesn't declare it
     assert seen["range"] == [
         ["InvalidInputError", f"sharpness: got {factor}, expected 0 or more"] for factor in ("-1.0", "inf")
     ]

@@ -212,7 +212,7 @@ def _attend_unspread(
     query, key, value = autocast(query, key, value)
     plain = not compiling and is_plain(query, key, value, options["sinks"], *tensors.values())
     others = [
-        name for name, value in options.items() if name not in custom_op.OPTIONS and _is_on(name, value)
+        name for name, setting in options.items() if name not in custom_op.OPTIONS and _is_on(name, setting)
     ]
     if others and not (plain or compiling):
         name, off = others[0], OFF[others[0]]
