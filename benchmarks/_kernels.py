@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
+from attnreg.backends.cudnn.problem import Slot
 from attnreg.core import registry
-from attnreg.core.backends.cudnn.problem import Slot
 from attnreg.core.torchlib import captured
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnreg.core.backends.cudnn.problem import Problem
+    from attnreg.backends.cudnn.problem import Problem
     from attnreg.core.contract.backend import Call
     from attnreg.tools.bench.sides import Tensors
 
@@ -60,7 +60,7 @@ def _fa2(call: Call) -> Direct:
 
 
 def _fa4(call: Call) -> Direct:
-    from attnreg.core.backends.fa4.package import functions
+    from attnreg.backends.fa4.package import functions
 
     run_forward, run_backward = functions()
     shared = {

@@ -154,7 +154,7 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
         rows["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
         rows["offsets compared at every call"] = compared_at_every_call
         with contextlib.suppress(ImportError):
-            trials = importlib.import_module("attnreg.core.backends.fa4.trials")
+            trials = importlib.import_module("attnreg.backends.fa4.trials")
             rows["FA4's launches by arguments"] = replaced(trials.Trials, "launcher", lambda *_: None)
     return rows
 

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnreg.core.backends import cpu
-from attnreg.core.backends.cpu import choice, compiled
-from attnreg.core.backends.cpu.flash import Flash
+from attnreg.backends import cpu
+from attnreg.backends.cpu import choice, compiled
+from attnreg.backends.cpu.flash import Flash
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.tools.bench.report import save, show, show_machine
 from attnreg.tools.measure import Case, Inputs, Sample, inputs

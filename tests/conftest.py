@@ -23,12 +23,12 @@ from support.fake_cudnn import select_by
 
 import attnreg
 from attnreg import _autoload
+from attnreg.backends import cudnn as cudnn_backend
+from attnreg.backends import math as math_backend
+from attnreg.backends.cpu import compiled as cpu_compiled
+from attnreg.backends.cudnn import rounding
 from attnreg.core import aten, registry
 from attnreg.core.aten import bypassed
-from attnreg.core.backends import cudnn as cudnn_backend
-from attnreg.core.backends import math as math_backend
-from attnreg.core.backends.cpu import compiled as cpu_compiled
-from attnreg.core.backends.cudnn import rounding
 from attnreg.core.dispatch import call_cache, counters, scope, trace
 from attnreg.core.launching import offsets
 from attnreg.core.policy import current as policy

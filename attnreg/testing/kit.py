@@ -226,7 +226,7 @@ def _place(error: Exception) -> str:
     ours, torchs = Path(__file__).parents[1], Path(torch.__file__ or "").parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "core" / "backends")
+        of_library = path.is_relative_to(ours) and not path.is_relative_to(ours / "backends")
         if not of_library and not path.is_relative_to(torchs):
             return f"{path.name}:{frame.lineno}: "
     return ""

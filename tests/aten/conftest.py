@@ -10,10 +10,10 @@ import torch
 from support import cuda_ops, efficient_ops
 from support.kernels import tables
 
+from attnreg.backends.cpu import compiled
 from attnreg.core import aten
 from attnreg.core.aten import cudnn, efficient, flash
 from attnreg.core.aten.routing import router
-from attnreg.core.backends.cpu import compiled
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured
 

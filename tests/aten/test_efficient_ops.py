@@ -13,9 +13,9 @@ from support.known import know
 from support.packages import on_cpu
 
 import attnreg
+from attnreg.backends import efficient as backend
+from attnreg.backends import math
 from attnreg.core.aten.efficient import ALONE
-from attnreg.core.backends import efficient as backend
-from attnreg.core.backends import math
 from attnreg.core.policy import current as policy
 from attnreg.core.times import traces
 from attnreg.core.torchlib import captured

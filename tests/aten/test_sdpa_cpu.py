@@ -24,7 +24,7 @@ from support.dense import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg.core.backends.cpu import choice
+from attnreg.backends.cpu import choice
 
 pytestmark = pytest.mark.usefixtures("routers", "one_thread")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.cpu_calls import refuse
 
-from attnreg.core.backends.cpu import choice
+from attnreg.backends.cpu import choice
 from attnreg.core.contract.backend import Kernels
 
 

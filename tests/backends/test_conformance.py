@@ -8,10 +8,10 @@ import torch
 from support import gpu
 from support.chosen_cases import is_among_fewer
 
+from attnreg.backends import cpu as cpu_backend
+from attnreg.backends import math as math_backend
+from attnreg.backends.cpu import bfloat16
 from attnreg.core import registry
-from attnreg.core.backends import cpu as cpu_backend
-from attnreg.core.backends import math as math_backend
-from attnreg.core.backends.cpu import bfloat16
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.contract.spec import Device
 from attnreg.testing import Conformance

@@ -11,9 +11,9 @@ from support.cpu_calls import CAUSAL, OPEN, assert_same, contiguous, dense, ragg
 from support.truth import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnreg.core.backends.cpu import bfloat16, choice, padding, torch_path
-from attnreg.core.backends.cpu.flash import Flash
-from attnreg.core.backends.cpu.sequences import sequences_of
+from attnreg.backends.cpu import bfloat16, choice, padding, torch_path
+from attnreg.backends.cpu.flash import Flash
+from attnreg.backends.cpu.sequences import sequences_of
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.tools.measure.inputs import inputs
 

@@ -15,9 +15,9 @@ from support.sdpa import attend
 from support.truth import assert_accurate
 
 import attnreg
+from attnreg.backends import cpu
+from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.core import registry
-from attnreg.core.backends import cpu
-from attnreg.core.backends.cpu import choice, compiled, torch_path
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.policy.lockfile import Lockfile, Row

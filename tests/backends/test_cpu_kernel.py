@@ -21,8 +21,8 @@ from support.truth import assert_accurate
 from torch._subclasses import FakeTensorMode
 
 import attnreg
-from attnreg.core.backends.cpu import compiled
-from attnreg.core.backends.cpu.flash import Flash
+from attnreg.backends.cpu import compiled
+from attnreg.backends.cpu.flash import Flash
 from attnreg.core.contract.backend import Call
 from attnreg.errors import InvalidInputError
 from attnreg.tools.measure.inputs import inputs
@@ -249,7 +249,7 @@ def run(code, file):
     prelude = """
 import ctypes, resource, sys, torch
 from attnreg.core.contract.backend import Call
-from attnreg.core.backends.cpu.compiled import CompiledKernel
+from attnreg.backends.cpu.compiled import CompiledKernel
 torch.set_num_threads(2)
 kernel = CompiledKernel.of(ctypes.CDLL(sys.argv[1]))
 """

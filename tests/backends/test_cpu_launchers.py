@@ -11,8 +11,8 @@ import torch
 from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, refuse, solved
 from support.native_calls import launched, results_of, status_of
 
-from attnreg.core.backends.cpu import choice, sequences
-from attnreg.core.backends.cpu.problem import NativeKind
+from attnreg.backends.cpu import choice, sequences
+from attnreg.backends.cpu.problem import NativeKind
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.launching.launchers import NativeLauncher
 from attnreg.tools.measure.inputs import inputs

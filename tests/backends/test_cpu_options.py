@@ -10,10 +10,10 @@ from support import truth
 from support.cpu_calls import CAUSAL, OPEN, assert_same, dense, ragged, solved
 from support.truth import assert_accurate
 
-from attnreg.core.backends import cpu as cpu_backend
-from attnreg.core.backends import math as math_backend
-from attnreg.core.backends.cpu import compiled, torch_path
-from attnreg.core.backends.cpu.flash import Flash
+from attnreg.backends import cpu as cpu_backend
+from attnreg.backends import math as math_backend
+from attnreg.backends.cpu import compiled, torch_path
+from attnreg.backends.cpu.flash import Flash
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError, UnsupportedInputError

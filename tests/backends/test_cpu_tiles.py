@@ -18,7 +18,7 @@ from support.cpu_calls import (
 )
 from support.truth import assert_accurate
 
-from attnreg.core.backends.cpu import choice, compiled
+from attnreg.backends.cpu import choice, compiled
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.torchlib import building
 from attnreg.tools.measure.inputs import inputs

@@ -9,7 +9,7 @@ from support.chosen_cases import is_for_fakes
 from support.packages import gpu_spec, on_cpu, verified
 
 import attnreg
-from attnreg.core.backends import efficient
+from attnreg.backends import efficient
 from attnreg.core.dispatch.planning import Native, decide, entries_with_native
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy

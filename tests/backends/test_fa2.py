@@ -14,8 +14,8 @@ from support.packages import SHORT, gpu_spec, on_cpu, verified
 from support.sinks import assert_kernels_are_accurate
 
 import attnreg
-from attnreg.core.backends import fa2
-from attnreg.core.backends.fa2 import flash_attn_package, native
+from attnreg.backends import fa2
+from attnreg.backends.fa2 import flash_attn_package, native
 from attnreg.core.launching.launchers import OpLauncher
 from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.registry.entry import Entry

@@ -12,8 +12,8 @@ from support import packages, truth
 from support.packages import SHORT, gpu_spec, on_cpu, verified
 
 import attnreg
+from attnreg.backends import fa3
 from attnreg.core import registry
-from attnreg.core.backends import fa3
 from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.cli.info import collected

@@ -10,8 +10,8 @@ from support.truth import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from attnreg.core.backends import math as reference
-from attnreg.core.backends.math import batch, mask
+from attnreg.backends import math as reference
+from attnreg.backends.math import batch, mask
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError

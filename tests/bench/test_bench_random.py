@@ -10,7 +10,7 @@ import torch
 from support.command_line import invoke
 from support.known import know
 
-from attnreg.core.backends import math as math_backend
+from attnreg.backends import math as math_backend
 from attnreg.tools.bench import random_shapes
 from attnreg.tools.bench.losses import ALL, BY_DEVICE, BY_HOST, losses, percentile, summary, worst_of
 from attnreg.tools.bench.random_shapes import draw

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 import pytest
 from support.command_line import invoke
 
-from attnreg.core.backends import math as math_backend
+from attnreg.backends import math as math_backend
 from attnreg.core.registry import discovery
 
 

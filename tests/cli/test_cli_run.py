@@ -73,7 +73,7 @@ def test_a_program_that_imports_only_torch_runs_on_the_backend(here):
 
 PICKY = """
     from attnreg import Backend, Capabilities
-    from attnreg.core.backends.math import BACKEND as reference
+    from attnreg.backends.math import BACKEND as reference
 
     BACKEND = Backend(
         name="picky", forward=Capabilities(devices=("cpu",), dtypes=("float16",)), load=reference.load

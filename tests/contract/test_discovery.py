@@ -25,7 +25,7 @@ ROOT = Path(attnreg.__file__).parent
 # What a plugin's module holds: the reference under another name.
 SOURCE = """\
 import attnreg
-from attnreg.core.backends.math import BACKEND as MATH
+from attnreg.backends.math import BACKEND as MATH
 
 BACKEND = attnreg.Backend(name={name!r}, forward=MATH.forward, backward=MATH.backward, load=MATH.load)
 """
@@ -60,20 +60,20 @@ def found(name):
 
 def backend_names():
     """Return the files and folders of the package that are backends."""
-    return {path.stem for path in (ROOT / "core" / "backends").glob("[!_]*") if path.suffix in ("", ".py")}
+    return {path.stem for path in (ROOT / "backends").glob("[!_]*") if path.suffix in ("", ".py")}
 
 
 def test_every_file_or_folder_is_a_backend_unless_its_name_begins_with_an_underscore():
-    origins = {entry.origin for entry in discover() if entry.origin.startswith("attnreg.core.backends.")}
-    assert origins == {f"attnreg.core.backends.{name}" for name in backend_names()}
+    origins = {entry.origin for entry in discover() if entry.origin.startswith("attnreg.backends.")}
+    assert origins == {f"attnreg.backends.{name}" for name in backend_names()}
     assert {"math", "fa3"} < backend_names()
 
 
 def test_a_file_added_to_a_copy_of_the_package_is_a_backend_and_no_other_file_has_to_change(tmp_path):
     copy = tmp_path / "attnreg"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("*.pyc.*"))
-    (copy / "core" / "backends" / "extra.py").write_text(SOURCE.format(name="Extra"), encoding="utf-8")
-    (copy / "core" / "backends" / "broken.py").write_text("1 / 0", encoding="utf-8")
+    (copy / "backends" / "extra.py").write_text(SOURCE.format(name="Extra"), encoding="utf-8")
+    (copy / "backends" / "broken.py").write_text("1 / 0", encoding="utf-8")
     run = forked(
         # As `import torch` does at its end.
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); torch._import_device_backends()\n"
@@ -87,7 +87,7 @@ def test_a_file_added_to_a_copy_of_the_package_is_a_backend_and_no_other_file_ha
     assert run.stderr == ""
     assert run.stdout.splitlines() == [
         f"{copy / '__init__.py'} True {{'Extra': {{'forward': 1, 'backward': 0}}}}",
-        "attnreg.core.backends.broken failed to load: ZeroDivisionError: division by zero",
+        "attnreg.backends.broken failed to load: ZeroDivisionError: division by zero",
     ]
 
 
@@ -206,9 +206,9 @@ def test_of_two_backends_of_one_name_the_first_is_used_and_a_warning_names_both_
     names = attnreg.list_backends()
     assert [name in names for name in ("Extra", "eXTRA", "math", "Math")] == [True, False, True, False]
     assert registry.find("EXTRA").origin == first
-    assert registry.find("math").origin == "attnreg.core.backends.math"
+    assert registry.find("math").origin == "attnreg.backends.math"
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", f"two backends are named 'Math': attnreg.core.backends.math is used, {third} is not"),
+        ("WARNING", f"two backends are named 'Math': attnreg.backends.math is used, {third} is not"),
         ("WARNING", f"two backends are named 'eXTRA': {first} is used, {second} is not"),
     ]
 

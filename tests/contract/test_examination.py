@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnreg
-from attnreg.core.backends import math as math_backend
+from attnreg.backends import math as math_backend
 from attnreg.core.dispatch.state import state
 
 

@@ -12,9 +12,9 @@ from support.dense import assert_right, with_gradients
 from support.known import know
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core import aten
 from attnreg.core.aten import routing
-from attnreg.core.backends import math as math_backend
 from attnreg.core.dispatch import call_cache, counters, scope
 from attnreg.core.torchlib import captured
 

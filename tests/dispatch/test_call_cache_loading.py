@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from support.compiled_files import whole
 
 import attnreg
+from attnreg.backends.cpu import choice
 from attnreg.core import aten, registry
-from attnreg.core.backends.cpu import choice
 from attnreg.core.dispatch import call_cache
 from attnreg.core.policy import current as policy
 from attnreg.core.times.points import Front

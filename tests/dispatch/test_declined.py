@@ -14,8 +14,8 @@ from support import truth
 from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core import aten
-from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch.declined import retry_on_decline

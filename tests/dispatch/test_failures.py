@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
+from attnreg.backends import math as math_backend
+from attnreg.backends.cpu import compiled
 from attnreg.core import aten
-from attnreg.core.backends import math as math_backend
-from attnreg.core.backends.cpu import compiled
 from attnreg.core.dispatch.counters import Failure
 from attnreg.core.launching.launchers import AddressLauncher, Prepared
 from attnreg.core.policy import ranks

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import attnreg
 from attnreg import flash_attn
-from attnreg.core.backends import math
+from attnreg.backends import math
 from attnreg.core.dispatch import call_cache
 from attnreg.errors import UnsupportedInputError
 

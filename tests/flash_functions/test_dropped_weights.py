@@ -9,7 +9,7 @@ from support.packed_calls import offsets
 
 import attnreg
 from attnreg import UnsupportedInputError, flash_attn
-from attnreg.core.backends import math
+from attnreg.backends import math
 from attnreg.tools.measure.reference import attend
 
 HEADS, KEY_HEADS, DIM, DIM_V, P = 4, 2, 8, 6, 0.3

@@ -10,7 +10,7 @@ from support import truth
 
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError
-from attnreg.core.backends.cpu import compiled
+from attnreg.backends.cpu import compiled
 from attnreg.core.torchlib import modes
 from attnreg.flash_attn import attention, flash_attn_with_kvcache
 from attnreg.tools.measure.reference import attend

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support import gpu
 
+from attnreg.backends import fa4
 from attnreg.core import registry
-from attnreg.core.backends import fa4
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.dispatch.planning import device_of
 from attnreg.errors import UnsupportedInputError

@@ -10,8 +10,8 @@ from support import gpu, launchers
 from test_gpu_accuracy import CAUSAL, OPEN, dense, kernels, ragged
 
 import attnreg
-from attnreg.core.backends.cudnn import lengths
-from attnreg.core.backends.cudnn.problem import RaggedOffset
+from attnreg.backends.cudnn import lengths
+from attnreg.backends.cudnn.problem import RaggedOffset
 from attnreg.core.launching.launchers import AddressLauncher
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.reference import attention

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
-from attnreg.core.backends import efficient
+from attnreg.backends import efficient
 from attnreg.core.policy import current as policy
 from attnreg.testing import Conformance
 from attnreg.tools.measure import QUICK, Case

@@ -10,9 +10,9 @@ import torch
 from support import gpu
 
 import attnreg
+from attnreg.backends.fa2 import flash_attn_package as fa2_package
+from attnreg.backends.fa2.native import PAGES
 from attnreg.core import registry
-from attnreg.core.backends.fa2 import flash_attn_package as fa2_package
-from attnreg.core.backends.fa2.native import PAGES
 from attnreg.testing import Conformance
 from attnreg.tools.measure import QUICK, Case, inputs
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from support import gpu, truth
 
+from attnreg.backends.fa4 import adapter
 from attnreg.core import registry
-from attnreg.core.backends.fa4 import adapter
 from attnreg.core.contract.backend import Call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.only_for("FA4")]

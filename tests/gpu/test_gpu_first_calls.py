@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import attnreg
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.core import registry
-from attnreg.core.backends.fa4 import compiled_kinds
 
 pytestmark = pytest.mark.gpu
 

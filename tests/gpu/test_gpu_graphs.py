@@ -9,11 +9,11 @@ import torch
 from support import gpu
 from support.launchers import packed_arguments
 
+from attnreg.backends import cudnn
+from attnreg.backends.cudnn import rounding
+from attnreg.backends.fa2 import native
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.core import registry
-from attnreg.core.backends import cudnn
-from attnreg.core.backends.cudnn import rounding
-from attnreg.core.backends.fa2 import native
-from attnreg.core.backends.fa4 import compiled_kinds
 from attnreg.core.contract.backend import Call
 from attnreg.core.launching.launchers import OpLauncher
 from attnreg.core.torchlib.readback import AsyncReadback

@@ -6,8 +6,8 @@ from support import gpu, truth
 from support.sinks import assert_accurate, by_the_formula
 
 import attnreg
-from attnreg.core.backends import fa4
-from attnreg.core.backends.fa4 import adapter, trials
+from attnreg.backends import fa4
+from attnreg.backends.fa4 import adapter, trials
 from attnreg.flash_attn import flash_attn_func
 from attnreg.testing import Conformance
 from attnreg.tools.measure import Case

@@ -8,8 +8,8 @@ from support import gpu, truth
 
 import attnreg
 from attnreg import flash_attn
+from attnreg.backends.fa4 import WRONG_GRADIENTS
 from attnreg.core import registry
-from attnreg.core.backends.fa4 import WRONG_GRADIENTS
 from attnreg.errors import UnsupportedInputError
 from attnreg.testing import Conformance
 from attnreg.tools.measure import Case

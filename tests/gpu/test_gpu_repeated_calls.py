@@ -10,8 +10,8 @@ from support import gpu, truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
+from attnreg.backends.fa4.compiled_kinds import MANY
 from attnreg.core import registry
-from attnreg.core.backends.fa4.compiled_kinds import MANY
 from attnreg.core.contract.backend import Call
 from attnreg.errors import UnsupportedInputError
 

@@ -4,8 +4,8 @@ import pytest
 from support.known import know
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core import aten, registry
-from attnreg.core.backends import math as math_backend
 from attnreg.core.policy import current as policy
 
 

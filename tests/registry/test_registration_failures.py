@@ -113,7 +113,7 @@ def test_a_second_backend_of_a_name_is_refused_with_both_origins_and_the_first_s
     before = everything()
     here = rf"registered at {re.escape(__file__)}:\d+"
     removed = ", or that the first one's handle is removed before"
-    for name, origin, further in (("MINE", here, removed), ("Math", "attnreg.core.backends.math", "")):
+    for name, origin, further in (("MINE", here, removed), ("Math", "attnreg.backends.math", "")):
         with pytest.raises(RegistrationError) as error:
             attnreg.register_backend(fake(name).backend)
         assert re.fullmatch(

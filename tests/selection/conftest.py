@@ -7,8 +7,8 @@ from support.known import know
 from support.packed_calls import attend
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core import registry
-from attnreg.core.backends import math as math_backend
 from attnreg.core.times import adaptive, turns
 
 

@@ -11,9 +11,9 @@ from support.known import know
 from support.policies import SPEC, decided
 
 import attnreg
+from attnreg.backends import cpu as cpu_backend
+from attnreg.backends import math as math_backend
 from attnreg.core import registry
-from attnreg.core.backends import cpu as cpu_backend
-from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch.counters import Fallback
 from attnreg.core.dispatch.state import state

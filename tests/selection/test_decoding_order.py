@@ -3,7 +3,7 @@
 import pytest
 from support.packages import gpu_spec
 
-from attnreg.core.backends import cudnn, fa2, fa4
+from attnreg.backends import cudnn, fa2, fa4
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from support.known import know
 from support.sdpa import attend
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core import registry
-from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.state import state

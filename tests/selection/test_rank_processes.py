@@ -11,8 +11,8 @@ import torch.distributed as dist
 from support.processes import Forked
 from support.tuned import point, spec_with, table
 
+from attnreg.backends.cpu import compiled
 from attnreg.core import registry
-from attnreg.core.backends.cpu import compiled
 from attnreg.core.contract.spec import Device
 from attnreg.core.times.environments import environment
 

@@ -4,7 +4,7 @@ import torch
 from support import truth
 
 import attnreg
-from attnreg.core.backends import math
+from attnreg.backends import math
 
 CAUSAL, OPEN = (-1, 0), (-1, -1)
 

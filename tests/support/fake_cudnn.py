@@ -13,7 +13,7 @@ from math import nan
 import torch
 from support import one_sequence
 
-from attnreg.core.backends.cudnn import adapter, execution_plans
+from attnreg.backends.cudnn import adapter, execution_plans
 from attnreg.core.launching import offsets
 from attnreg.tools.measure import Case, inputs
 

@@ -12,7 +12,7 @@ import types
 import torch
 from support import one_sequence, packages
 
-from attnreg.core.backends.fa2 import flash_attn_package
+from attnreg.backends.fa2 import flash_attn_package
 
 MASK = (
     "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, "

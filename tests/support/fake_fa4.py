@@ -27,8 +27,8 @@ from support.fake_fa4_kernels import (
 )
 
 from attnreg import Call, Device
-from attnreg.core.backends.fa4 import BACKEND, compiled_kinds
-from attnreg.core.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import BACKEND, compiled_kinds
+from attnreg.backends.fa4 import package as fa4_package
 
 # The package
 

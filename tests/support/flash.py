@@ -6,7 +6,7 @@ import torch
 from support import one_sequence, ranks
 
 import attnreg
-from attnreg.core.backends import math as math_backend
+from attnreg.backends import math as math_backend
 from attnreg.core.contract.backend import Kernels
 
 FORWARD = math_backend.BACKEND.load().forward

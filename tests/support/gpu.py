@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn as torch_varlen_attn
 from torch.profiler import ProfilerActivity, profile
 
 import attnreg
-from attnreg.core.backends.fa2.native import PAGES
+from attnreg.backends.fa2.native import PAGES
 
 BF16 = torch.bfloat16
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
-from attnreg.core.backends import math
+from attnreg.backends import math
 from attnreg.parallel import agreement, context, machine
 
 

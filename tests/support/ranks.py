@@ -13,7 +13,7 @@ from support import truth
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnreg
-from attnreg.core.backends import math
+from attnreg.backends import math
 from attnreg.parallel import by_heads, parts
 
 PATIENCE = 60.0  # seconds after which a call hangs

@@ -5,8 +5,8 @@ import itertools
 import torch
 from support.dense import random_like
 
+from attnreg.backends import math as math_backend
 from attnreg.core.adaptation.sinks import grad_of_sinks
-from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.varlen.sinks import with_sinks
 from attnreg.tools.measure.rule import compare

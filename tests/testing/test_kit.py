@@ -9,8 +9,8 @@ from support.sinks import Counting
 
 import attnreg
 from attnreg import Range
+from attnreg.backends import math as math_backend
 from attnreg.core import aten
-from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
 from attnreg.testing import Conformance, check_backend
@@ -63,7 +63,7 @@ def test_a_failure_has_the_line_that_repeats_it(fake):
 
 MODULE = """
 from attnreg import Backend, Capabilities, Kernels
-from attnreg.core.backends.math import BACKEND as MATH
+from attnreg.backends.math import BACKEND as MATH
 
 def load():
     kernels = MATH.load()

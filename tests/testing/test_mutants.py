@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.sinks import Counting
 
-from attnreg.core.backends import math as math_backend
+from attnreg.backends import math as math_backend
 from attnreg.core.contract.backend import KEYED_BY, Backend
 from attnreg.testing import Conformance
 from attnreg.testing.cases import selected

@@ -20,7 +20,7 @@ def test_a_named_backend_adds_a_test_for_each_check(tmp_path):
 def test_what_is_wrong_fails_with_the_line_that_repeats_it(tmp_path):
     (tmp_path / "conftest.py").write_text(
         "import attnreg\n"
-        "from attnreg.core.backends.math import BACKEND, EVERYTHING, forward\n"
+        "from attnreg.backends.math import BACKEND, EVERYTHING, forward\n"
         "def halves(q, k, v, call):\n"
         "    out, lse = forward(q, k, v, call._replace(scale=0.125))\n"
         "    return out, lse\n"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from support import fake_cudnn
 
-from attnreg.core.backends import cudnn
-from attnreg.core.backends.fa2 import flash_attn_package as fa2_package
-from attnreg.core.backends.fa4 import package as fa4_package
+from attnreg.backends import cudnn
+from attnreg.backends.fa2 import flash_attn_package as fa2_package
+from attnreg.backends.fa4 import package as fa4_package
 from attnreg.core.contract.backend import Backend, Call
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.dispatch.state import state
@@ -204,5 +204,5 @@ def test_a_cudnn_plan_keeps_no_tensor_of_the_call(monkeypatch):
         assert plans.built == {"forward": 1, "backward": 0}
 
     assert call_with_tensors(planned)() is None
-    monkeypatch.setattr("attnreg.core.backends.cudnn.execution_plans.run_in_thread", lambda run: run())
+    monkeypatch.setattr("attnreg.backends.cudnn.execution_plans.run_in_thread", lambda run: run())
     assert call_with_tensors(planned)() is not None

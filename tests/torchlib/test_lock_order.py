@@ -12,8 +12,8 @@ from support.processes import forked
 
 import attnreg
 from attnreg import flash_attn
+from attnreg.backends import math
 from attnreg.core import registry
-from attnreg.core.backends import math
 from attnreg.core.policy import current as policy
 from attnreg.core.torchlib import locks
 
@@ -196,7 +196,7 @@ import faulthandler, random, sys, threading, time
 from pathlib import Path
 import torch, torch.nn.functional as F
 import attnreg
-from attnreg.core.backends import math
+from attnreg.backends import math
 from attnreg.flash_attn import flash_attn_varlen_func
 from attnreg.core.torchlib import building, captured
 

@@ -8,7 +8,7 @@ import torch
 from support.tuned import spec_with
 
 from attnreg import Device
-from attnreg.core.backends.fa4 import compiled_kinds
+from attnreg.backends.fa4 import compiled_kinds
 from attnreg.core.times.traces import Recorded
 from attnreg.tools.tuning.representatives import Kind, recorded_kinds, small, tensors_of, without_lengths
 

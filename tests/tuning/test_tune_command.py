@@ -9,8 +9,8 @@ from support.command_line import invoke, words
 from support.tuned import off_by, raising, spec_with, watched
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core import registry
-from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.policy import current as policy
 from attnreg.core.registry.entry import Entry

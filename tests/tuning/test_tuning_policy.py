@@ -12,8 +12,8 @@ from support.known import know
 from support.tuned import point, spec_with, table, took
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core import registry
-from attnreg.core.backends import math as math_backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.planning import Native

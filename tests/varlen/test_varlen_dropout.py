@@ -6,7 +6,7 @@ from support import truth
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
-from attnreg.core.backends.cpu import compiled
+from attnreg.backends.cpu import compiled
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.tools.measure.reference import attend as reference
 

@@ -7,7 +7,7 @@ from support.packed_calls import CAUSAL, LENGTHS_K, LENGTHS_Q, LSE, offsets, ran
 from torch._dynamo import compiled_autograd
 
 import attnreg
-from attnreg.core.backends.cpu import compiled
+from attnreg.backends.cpu import compiled
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 # Which results a loss is made of.

@@ -10,7 +10,7 @@ from support.sinks import assert_accurate, by_the_formula
 from torch._dynamo import compiled_autograd
 
 import attnreg
-from attnreg.core.backends.cpu import compiled
+from attnreg.backends.cpu import compiled
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 HEADS = 4

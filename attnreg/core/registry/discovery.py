@@ -1,4 +1,4 @@
-"""Finding backends: the modules of `attnreg/core/backends/` and the entry points `attnreg.backends`.
+"""Finding backends: the modules of `attnreg/backends/` and the entry points `attnreg.backends`.
 
 Backends are imported at the first call of `discover`, not at import. A broken backend never hides the others:
 it becomes an `Entry` that keeps the exception, so that `info` and `explain` can show it.
@@ -16,7 +16,7 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib.isolation import strip_tracebacks
 from attnreg.errors import RegistrationError
 
-FOLDER, GROUP = "attnreg.core.backends", "attnreg.backends"
+FOLDER, GROUP = "attnreg.backends", "attnreg.backends"
 
 
 def discover() -> list[Entry]:

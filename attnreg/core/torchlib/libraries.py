@@ -90,7 +90,7 @@ CPU_KERNEL = Library(
     "attnreg_cpu",
     "cpu_kernel",
     "the CPU kernel",
-    ROOT / "core" / "backends" / "cpu" / "kernel" / "module.cpp",
+    ROOT / "backends" / "cpu" / "kernel" / "module.cpp",
     ("-O3", "-ffp-contract=fast"),
     ("c10", "torch_cpu"),
     TRY_LIBRARY,

@@ -25,8 +25,8 @@ ORDER = (
     "core.dispatch.trace._lock",
     "core.times.turns.lock",
     "core.policy.ranks._lock",  # other ranks are waited for behind it
-    "core.backends.cudnn.execution_plans._building",
-    "core.backends.fa4.adapter._compile_lock",
+    "backends.cudnn.execution_plans._building",
+    "backends.fa4.adapter._compile_lock",
     "core.aten.bypassed._lock",
     "core.varlen.autograd._lock",
     "core.dispatch.scope._lock",

@@ -3,7 +3,7 @@
 import pytest
 from support import fake_cudnn
 
-from attnreg.core.backends import cudnn
+from attnreg.backends import cudnn
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from support.sinks import assert_kernels_are_accurate
 from support.truth import assert_accurate
 
 from attnreg import Device
-from attnreg.core.backends import cudnn
-from attnreg.core.backends.cudnn import rounding
+from attnreg.backends import cudnn
+from attnreg.backends.cudnn import rounding
 from attnreg.core.launching import rows
 from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib.readback import AsyncReadback

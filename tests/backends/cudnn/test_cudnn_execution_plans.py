@@ -15,10 +15,10 @@ from support.fake_cudnn import ragged
 from support.truth import assert_accurate
 
 from attnreg import BackendUnavailableError, UnsupportedInputError
-from attnreg.core.backends.cudnn import adapter, execution_plans, rounding
-from attnreg.core.backends.cudnn.graph import ExecutionPlan
-from attnreg.core.backends.cudnn.problem import PlanKind, Slot
-from attnreg.core.backends.cudnn.rounding import exact, round_lengths, shared
+from attnreg.backends.cudnn import adapter, execution_plans, rounding
+from attnreg.backends.cudnn.graph import ExecutionPlan
+from attnreg.backends.cudnn.problem import PlanKind, Slot
+from attnreg.backends.cudnn.rounding import exact, round_lengths, shared
 from attnreg.tools.measure import Case
 
 

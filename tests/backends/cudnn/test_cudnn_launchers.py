@@ -9,7 +9,7 @@ import torch
 from support import fake_cudnn, launchers
 from support.fake_cudnn import ragged
 
-from attnreg.core.backends.cudnn import execution_plans, rounding
+from attnreg.backends.cudnn import execution_plans, rounding
 from attnreg.core.contract.backend import Call
 from attnreg.core.launching.launchers import AddressLauncher
 from attnreg.core.torchlib import layout

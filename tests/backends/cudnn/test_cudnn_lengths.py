@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.fake_cudnn import ragged
 
-from attnreg.core.backends.cudnn import adapter, lengths
-from attnreg.core.backends.cudnn.graph import ExecutionPlan
-from attnreg.core.backends.cudnn.problem import RaggedOffset, Slot
+from attnreg.backends.cudnn import adapter, lengths
+from attnreg.backends.cudnn.graph import ExecutionPlan
+from attnreg.backends.cudnn.problem import RaggedOffset, Slot
 from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import AddressLauncher
 

@@ -7,8 +7,8 @@ import types
 import pytest
 from support import fake_fa4, fake_fa4_kernels
 
-from attnreg.core.backends.fa4 import BACKEND, adapter, compiled_kinds, launches, softcap
-from attnreg.core.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds, launches, softcap
+from attnreg.backends.fa4 import package as fa4_package
 
 
 @pytest.fixture(autouse=True)

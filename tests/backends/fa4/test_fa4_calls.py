@@ -15,8 +15,8 @@ from support.packages import SHORT
 from support.truth import varlen as true_varlen
 
 from attnreg import BackendUnavailableError, Call
-from attnreg.core.backends.fa4 import BACKEND, adapter
-from attnreg.core.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import BACKEND, adapter
+from attnreg.backends.fa4 import package as fa4_package
 from attnreg.core.launching.offsets import find_unused
 from attnreg.core.torchlib.layout import aligned
 from attnreg.tools.measure import QUICK, measure

@@ -8,7 +8,7 @@ from support import fake_fa4_kernels, one_sequence, truth
 from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, entered, packed, true_results
 
 from attnreg import Call
-from attnreg.core.backends.fa4 import adapter, compiled_kinds, launches
+from attnreg.backends.fa4 import adapter, compiled_kinds, launches
 from attnreg.core.launching import launchers as contract_launchers
 from attnreg.core.torchlib.layout import uninitialized
 

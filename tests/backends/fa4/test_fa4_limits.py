@@ -7,7 +7,7 @@ from support.fake_fa4 import call_of, dense, offered
 from support.packages import gpu_spec
 
 from attnreg import Device, UnsupportedInputError
-from attnreg.core.backends.fa4 import BACKEND, adapter, compiled_kinds
+from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.registry.entry import Entry
 from attnreg.tools.measure import QUICK

@@ -15,8 +15,8 @@ from support.fake_fa4 import Package, call_of, dense, dense_call
 from support.refusals import refusal
 
 from attnreg import BackendUnavailableError
-from attnreg.core.backends.fa4 import BACKEND
-from attnreg.core.backends.fa4 import package as fa4_package
+from attnreg.backends.fa4 import BACKEND
+from attnreg.backends.fa4 import package as fa4_package
 
 SWITCH, FOLDER = fa4_package.SWITCH, fa4_package.FOLDER
 

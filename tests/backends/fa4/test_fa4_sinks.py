@@ -9,7 +9,7 @@ from support.fake_fa4 import BOTH, NEITHER, both
 from support.sinks import by_the_formula
 
 from attnreg import AttentionSpec, Device
-from attnreg.core.backends.fa4 import BACKEND, adapter, compiled_kinds
+from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
 from attnreg.core.registry.entry import Entry
 from attnreg.errors import UnsupportedInputError
 

@@ -5,7 +5,7 @@ import torch
 from support.fake_fa4 import both, dense, dense_call
 
 from attnreg import Call
-from attnreg.core.backends.fa4 import BACKEND, compiled_kinds
+from attnreg.backends.fa4 import BACKEND, compiled_kinds
 
 
 @pytest.mark.parametrize("version", ["4.0.0b36", "4.0.0b35"])

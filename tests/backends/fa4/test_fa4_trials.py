@@ -11,7 +11,7 @@ import torch
 from support import fake_fa4
 from support.fake_fa4 import BOTH, NEITHER, count_tried, dense_call, entered, packed
 
-from attnreg.core.backends.fa4 import BACKEND, adapter, trials, watching
+from attnreg.backends.fa4 import BACKEND, adapter, trials, watching
 from attnreg.core.torchlib.readback import PENDING, AsyncReadback
 
 KIND = "bfloat16, head dim 16"
@@ -52,7 +52,7 @@ def test_a_release_that_is_not_listed_is_never_tried_and_says_so_once(
 
 
 def test_on_other_gpus_than_hopper_each_call_goes_through_the_package(rounds, package, monkeypatch):
-    monkeypatch.setattr("attnreg.core.backends.fa4.compiled_kinds.major_of", lambda device: 10)
+    monkeypatch.setattr("attnreg.backends.fa4.compiled_kinds.major_of", lambda device: 10)
     tried = count_tried(package)
     assert rounds(4) == [BOTH] * 4
     assert tried == []

@@ -1,0 +1,139 @@
+"""cuDNN: NVIDIA's attention kernels, as graphs of nvidia-cudnn-frontend.
+
+This module declares what cuDNN can run; read adapter.py next. A call passes these modules in order:
+
+- `problem`: what an execution plan depends on.
+- `rounding`: rounds lengths, so that ragged batches share execution plans.
+- `execution_plans`: the execution plans that exist.
+- `graph`: builds an execution plan.
+- `lengths`: derives an execution plan's inputs from offsets.
+
+README.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from importlib.util import find_spec
+
+import torch
+
+from attnreg.backends.cudnn.adapter import backward, forward, specialize
+from attnreg.backends.cudnn.execution_plans import ExecutionPlans
+from attnreg.core.contract.backend import Backend, Kernels
+from attnreg.core.contract.capabilities import GRID, Capabilities, Range
+from attnreg.core.contract.lengths import Cut
+from attnreg.core.contract.spec import AttentionSpec
+
+PACKAGE = "nvidia-cudnn-frontend"
+
+FORWARD = Capabilities(
+    devices=("cuda",),
+    dtypes=("float16", "bfloat16"),
+    compute_capability=((8, 0), (12, 1)),
+    head_dim=Range(8, 256, 8),
+    head_dim_v=Range(8, 256, 8),
+    batch=Range(0, GRID),
+    heads=Range(0, GRID),
+    varlen=True,
+    gqa=True,
+    causal=True,
+    window=True,
+    seqused_k=True,
+    deterministic=True,
+    capture=True,
+)
+# On Hopper cuDNN's deterministic backward allocates B * H * S_q * S_k * 2 bytes.
+BACKWARD = replace(FORWARD, deterministic=False, delta_from_out=True)
+
+
+def _unavailable() -> str | None:
+    if _frontend_by(installed) is None:
+        return f"{PACKAGE} isn't installed"
+    if find_spec("cudnn") is None:
+        return f"{PACKAGE} is installed, but its module cudnn is missing"
+    return None if torch.cuda.is_available() else "torch finds no CUDA GPU here"
+
+
+def _version() -> str | None:
+    """Return cuDNN's version, then the frontend's: faults of kernels depend on cuDNN's."""
+    number, frontend = torch.backends.cudnn.version(), _frontend_by(installed)  # type: ignore[no-untyped-call]
+    if number is None or frontend is None:
+        return None
+    major, rest = divmod(number, 10000)
+    return f"{major}.{rest // 100}.{rest % 100} (frontend {frontend})"
+
+
+# Cached: reading the package's metadata takes a millisecond, and each decision may need the version.
+@functools.cache
+def _frontend_by(ask: Callable[[str], str]) -> str | None:
+    try:
+        return ask(PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    reasons = []
+    masked = spec.window != (-1, -1)
+    if not spec.varlen and masked and spec.max_q > spec.max_k:
+        reasons.append(
+            f"a masked dense call must have no more queries than keys, got {spec.max_q} and {spec.max_k}"
+        )
+    if not spec.varlen and spec.seqused_k:
+        reasons.append("seqused_k must be None with dense tensors, got a tensor")
+    if not spec.varlen and spec.max_q == spec.max_k == 1:
+        reasons.append("query and key must not both have length 1, got 1 and 1")
+    size, capability = max(spec.head_dim, spec.head_dim_v), spec.device.capability
+    if size > 128 and capability is not None and capability[0] not in (9, 10):
+        reasons.append(f"head_dim must be 8 to 128 on compute capability {capability[0]}.x, got {size}")
+    if spec.head_dim > 192 and spec.head_dim_v != spec.head_dim:
+        # cuDNN 9.19 on an H200: a wrong gradient of the query with 256 and 128.
+        reasons.append(
+            f"head_dim above 192 must be the value's too, got {spec.head_dim} and {spec.head_dim_v}"
+        )
+    return tuple(reasons)
+
+
+def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield the lengths at which the reasons of `_refuses` change for calls of the spec's kind."""
+    if not spec.varlen:
+        yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
+        if spec.window != (-1, -1):
+            yield Cut(((1, ("max_q",)), (-1, ("max_k",))), at=1)
+
+
+def _builds(spec: AttentionSpec) -> bool:
+    """Whether each new shape gets an execution plan of its own."""
+    return not spec.varlen
+
+
+def _load() -> Kernels:
+    import cudnn
+
+    cudnn.backend_version()  # raises if the library is missing, unlike the import
+    plans = ExecutionPlans(cudnn)
+    return Kernels(
+        functools.partial(forward, plans),
+        functools.partial(backward, plans),
+        functools.partial(specialize, plans),
+    )
+
+
+BACKEND = Backend(
+    name="cuDNN",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=_load,
+    unavailable=_unavailable,
+    version=_version,
+    refuses=_refuses,
+    install="pip install 'attnreg[cudnn]'",
+    priority=20,
+    cuts=_cuts,
+    builds=_builds,
+)

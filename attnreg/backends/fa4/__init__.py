@@ -1,0 +1,188 @@
+"""FA4: FlashAttention 4, the CuTe kernels of the package flash-attn-4 for Hopper and Blackwell.
+
+This module declares what FA4 can run. Read `adapter` next: it maps the contract's calls to the package's.
+`package` has the import and the releases, `launches` the launches that skip the package's Python. README.md
+has the reasons. The package is imported when the backend loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from attnreg.backends.fa4 import compiled_kinds
+from attnreg.backends.fa4.adapter import load
+from attnreg.backends.fa4.package import TESTED_RELEASES, installed, unavailable
+from attnreg.core.contract.backend import Backend
+from attnreg.core.contract.capabilities import GRID, Capabilities, Range
+from attnreg.core.contract.lengths import Cut, cut_of_decoding
+from attnreg.core.contract.spec import AttentionSpec
+
+# Unequal head dims of query and value whose backward compiles for Hopper and is right. With (128, 64) some
+# packed gradients of 4.0.0b36 on an H200 differ from run to run.
+UNEQUAL = ((192, 128), (256, 128))
+
+# Head dims above 128 whose forward with pages is right. With 4.0.0b36 on an H200 outputs of (256, 80) differ
+# from run to run, and so do outputs with tiles of 144 keys (`_key_tile`). Head dims of 144 to 176 and 208 to
+# 240 end in an illegal memory access.
+PAGED = ((192, 128), (192, 192), (256, 128), (256, 256))
+
+# Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
+WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
+
+
+class _FA4Forward(Capabilities):
+    """The declared fields, and a forward's limits that no field can express."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or (*_pages(spec), *_not_yet_compiled(spec, "forward"))
+
+
+class _FA4Backward(Capabilities):
+    """The declared fields, and a backward's limits that no field can express."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or (*_gradients(spec), *_not_yet_compiled(spec, "backward"))
+
+
+# From flash_attn/cute/interface.py of 4.0.0b36: `_validate_head_dims` and the assertions of both
+# functions. It has no backward for compute capability 8.x, where FA2's forward is faster.
+_BOTH: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((9, 0), (12, 1)),
+    "head_dim": Range(8, 256, 8),
+    "head_dim_v": Range(8, 256, 8),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "num_splits"), True),
+    **dict.fromkeys(("softcap", "grad_lse", "sinks", "deterministic", "batch_invariant", "capture"), True),
+}
+FORWARD = _FA4Forward(**_BOTH, page_size=Range(16, 256, 16))
+BACKWARD = _FA4Backward(**_BOTH)
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    return tuple(_in_both(spec))
+
+
+def _in_both(spec: AttentionSpec) -> Iterator[str]:
+    major = _major(spec)
+    dims = (spec.head_dim, spec.head_dim_v)
+    if spec.num_splits not in (None, 1):  # a backward's spec has None
+        yield f"num_splits must be 1 or None, got {spec.num_splits}"
+    if not spec.varlen and spec.batch > GRID:
+        yield f"batch of dense tensors must be at most {GRID}, got {spec.batch}"
+    if not spec.varlen and spec.heads_q > GRID:
+        yield f"query heads of dense tensors must be at most {GRID}, got {spec.heads_q}"
+    if major in (10, 11) and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+        yield f"head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got {dims}"
+    if major == 12 and max(dims) > 128:
+        yield f"head dims must be up to 128 on sm_12x, got {dims}"
+    # 4.0.0b36 on an H200: an illegal memory access, with (8, 96), (40, 128), (64, 192) and others.
+    if major == 9 and dims[1] > dims[0]:
+        yield f"head_dim of the value must be at most the query's, {dims[0]}, got {dims[1]}"
+
+    if spec.sinks:
+        yield from _with_sinks(spec)
+
+    # tests/gpu/test_gpu_batch_invariant.py got equal bits from these calls with 4.0.0b36 on an H200, and
+    # tries no others.
+    tried = major == 9 and not spec.seqused_k and spec.page_size is None and not spec.softcap
+    if spec.batch_invariant and not tried:
+        yield "batch-invariant only on compute capability 9.0, without seqused_k, block_table and softcap"
+
+
+def _with_sinks(spec: AttentionSpec) -> Iterator[str]:
+    """Yield why the package doesn't count the sinks of a call; attnreg then rescales the kernel's results."""
+    if not spec.device.simulated and installed() not in TESTED_RELEASES:
+        yield f"sinks must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
+    if _major(spec) == 12:
+        yield "sinks must be None on sm_12x: no gradient of them"
+    if _major(spec) in (10, 11) and spec.head_dim == 256:
+        yield "sinks must be None with head_dim 256 on sm_10x and sm_11x: no gradient of them"
+    if spec.softcap:
+        yield f"sinks must be None with a softcap, which no test has tried, got {spec.softcap}"
+
+
+def _pages(spec: AttentionSpec) -> Iterator[str]:
+    if spec.page_size is None:
+        return
+    if _major(spec) == 12:
+        yield "block_table must be None on sm_12x: no paged key-value cache"
+    dims = spec.head_dim, spec.head_dim_v
+    if dims[0] % 16 or dims[1] % 16:
+        yield f"head dims must be multiples of 16 with pages, got {dims}"
+    elif _major(spec) == 9 and dims[0] > 128 and dims not in PAGED:
+        yield f"head dims above 128 must be one of {', '.join(map(str, PAGED))} with pages, got {dims}"
+    elif _key_tile(spec) == 144:
+        yield f"head_dim must not be 65 to 96 with pages and an open mask, got {dims[0]}"
+    # Pages of a tile's size are loaded whole, unwritten keys included. A NaN in these would spread, and a
+    # pool of pages can't be copied at each call.
+    elif spec.page_size == _key_tile(spec):
+        yield f"page size must not be that of a key tile, got {spec.page_size}"
+
+
+def _gradients(spec: AttentionSpec) -> Iterator[str]:
+    major, dims = _major(spec), (spec.head_dim, spec.head_dim_v)
+    if major == 9 and dims[0] in WRONG_GRADIENTS:
+        wrong = ", ".join(map(str, WRONG_GRADIENTS))
+        yield f"head_dim must not be {wrong}, whose gradients are wrong, got {dims[0]}"
+    if major == 12 and spec.deterministic:
+        yield "not deterministic on sm_12x, and deterministic algorithms are on"
+    if major == 9 and dims[0] > dims[1] and spec.heads_q != spec.heads_k:
+        yield f"head_dim of the value must be the query's where heads are shared, {dims[0]}, got {dims[1]}"
+    elif major == 9 and dims[0] > dims[1] and dims not in UNEQUAL:
+        yield f"head dims that differ must be one of {', '.join(map(str, UNEQUAL))}, got {dims}"
+
+
+def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
+    # A simulated GPU has no record of kinds that have run.
+    if not spec.capturing or spec.device.simulated:
+        return
+    family = compiled_kinds.family_of_spec(direction, spec)
+    kind = family, family.class_of(spec.batch, spec.max_q, spec.max_k)
+    if kind not in compiled_kinds.have_run:
+        yield "this kind of call has to run once before it can be recorded in a CUDA graph"
+
+
+def _major(spec: AttentionSpec) -> int:
+    return spec.device.capability[0] if spec.device.capability else 0
+
+
+def _key_tile(spec: AttentionSpec) -> int:
+    """Return the number of keys that the forward loads at once; 128 except on Hopper."""
+    if _major(spec) != 9:
+        return 128
+    return compiled_kinds.key_tile(
+        spec.head_dim, spec.head_dim_v, spec.causal or spec.windowed, local=spec.windowed
+    )
+
+
+def _priority(spec: AttentionSpec) -> int:
+    """Return the priority: behind cuDNN for decoding, where a call copies the values first."""
+    return 15 if spec.decodes else 30
+
+
+def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield the lengths at which this module's reasons or priority change for calls of the spec's kind."""
+    if not spec.varlen:
+        yield Cut.of("batch", at=GRID + 1)
+    if spec.seqused_k:
+        yield Cut.of("max_q", at=cut_of_decoding(spec))
+
+
+BACKEND = Backend(
+    name="FA4",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=load,
+    unavailable=unavailable,
+    version=installed,
+    refuses=_refuses,
+    install="pip install 'attnreg[fa4]'",
+    # The fastest of packed batches on an H200, forward and backward (docs/benchmarks.md).
+    priority=_priority,
+    cuts=_cuts,
+    compiles=True,
+)

@@ -1,0 +1,308 @@
+"""FA4's forward and backward: the contract's calls mapped to those of flash-attn-4.
+
+Layouts, LSE, sinks and masks are the contract's already. The adapter handles three differences:
+
+- The package's open side of a window is None.
+- The package never writes rows past the last offset.
+- Rows of no sequence have to be finite (`launching.offsets`). They are set to zero in a copy, because only
+  the GPU knows where a packed batch ends. Once it has reported that no such rows exist, nothing is copied any
+  more.
+
+A NaN within a sequence of a packed batch can still spread to the previous sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.backends.fa4 import compiled_kinds, softcap
+from attnreg.backends.fa4.compiled_kinds import Family
+from attnreg.backends.fa4.launches import Launch, LauncherArguments
+from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
+from attnreg.backends.fa4.trials import Trials
+from attnreg.core.contract.backend import Call, Kernels, Launcher
+from attnreg.core.contract.spec import Direction
+from attnreg.core.launching.offsets import empty_results, facts, find_unused
+from attnreg.core.torchlib.layout import aligned, stream_of
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
+
+# The package's compiler crashes when two threads use it at once. Every call of the package holds this lock,
+# also if its kind is compiled: only the package knows which call will compile, and the lock costs 0.1 µs of
+# 90. Autograd runs backwards on its own threads, so both directions share the lock. Launches by arguments
+# don't need it.
+_compile_lock = open_after_fork(threading.RLock())
+
+_NOTHING = contextlib.nullcontext()
+
+# A first call of a kind that takes longer, in seconds, is logged.
+LONG = 1.0
+
+log = logging.getLogger("attnreg")
+
+
+def load() -> Kernels:
+    """Import flash-attn-4 and return its kernels.
+
+    Raises:
+        BackendUnavailableError: the release's functions have other arguments than the adapter expects.
+    """
+    adapter = _Adapter(*functions(), release_is_tested(), Trials())
+    return Kernels(adapter.forward, adapter.backward, adapter.specialize)
+
+
+class _Adapter(NamedTuple):
+    """The package's two functions, and the trials of launches that skip their Python."""
+
+    run_forward: Callable[..., Any]
+    run_backward: Callable[..., Any]
+    tested_release: bool
+    trials: Trials
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the output, in the query's dtype, and the LSE in float32, (B, H, S) or (H, T).
+
+        Query and key are (B, S, H, D) or packed (T, H, D), the value has D_v; with pages key and value are
+        (pages, page size, H, D). All are float16 or bfloat16.
+
+        Raises:
+            UnsupportedInputError: a CUDA graph is captured, and no call of this kind has run.
+            BackendUnavailableError: the first call of a kind failed, but not by an error of the device.
+        """
+        inputs = query, key, value
+        if query.numel() == 0 or key.numel() == 0:
+            return empty_results(query, value, call)
+        family = compiled_kinds.family_of("forward", query, key, value, call)
+        launched = self._try_launch(family, inputs, call)
+        if launched is not None:
+            out, lse = launched
+            return out, lse
+        call = _with_dense_integers(call)
+        # 0 would let the package choose, and fail on Hopper where it chooses more than one.
+        options = self._options(family, call) | {"num_splits": 1, "return_lse": True}
+        if not _none_unused(query, key, call):
+            # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
+            _, unused_keys = find_unused(query, key, call)
+            # Filled before the call: clearing unused rows afterwards would take two passes over the output
+            # and a mask.
+            options["out"], options["lse"] = empty_results(query, value, call)
+            (value,) = _blanked(unused_keys, options["out"], value)
+        if call.block_table is not None:
+            options["page_table"] = call.block_table
+        tensors = {"q": query, "k": key, "v": value} | _sinks_and_offsets(call)
+        out, lse = self._run(family, PackageCall("forward", self.run_forward, tensors, options), inputs, call)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value, and of sinks if the call has any. See `Kernels`.
+
+        Gradients have the shapes and dtypes of their inputs. `grad_out` and `out` are like a forward's
+        output, `lse` like its LSE. Raises as `forward` does.
+        """
+        if query.numel() == 0 or key.numel() == 0:
+            return tuple(_make_zeros(x) for x in (query, key, value, call.sinks) if x is not None)
+        lse = lse.contiguous()  # another backend's forward may give it other strides
+        inputs = grad_out, query, key, value, out, lse
+        family = compiled_kinds.family_of("backward", query, key, value, call, grad_out, out)
+        launched = self._try_launch(family, inputs, call)
+        if launched is not None:
+            return launched
+        call = _with_dense_integers(call)
+        options = self._options(family, call) | {"deterministic": call.repeatable}
+        if call.grad_lse is not None:
+            options["dlse"] = call.grad_lse.float().contiguous()
+        if not _none_unused(query, key, call):
+            # In a backward each row is a factor of a sum over a whole tile: all four tensors have to be
+            # finite.
+            unused_queries, unused_keys = find_unused(query, key, call)
+            options |= {"dq": _make_zeros(query), "dk": _make_zeros(key), "dv": _make_zeros(value)}
+            query, grad_out = _blanked(unused_queries, options["dq"], query, grad_out)
+            key, value = _blanked(unused_keys, options["dk"], key, value)
+        tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
+        package_call = PackageCall("backward", self.run_backward, tensors | _sinks_and_offsets(call), options)
+        return self._run(family, package_call, inputs, call)
+
+    def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
+        """Return the launcher of a call's kind; None if the package has to run it. See `launchers`."""
+        *grad_out, query, key, value = tensors[:-2] if direction == "backward" else tensors
+        family = compiled_kinds.family_of(direction, query, key, value, call, *grad_out, *tensors[4:5])
+        return self._launcher(family, tensors, call)
+
+    def _try_launch(
+        self, family: Family, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...] | None:
+        """Launch a call by its arguments and return the results; None if that isn't possible."""
+        launch = self._launcher(family, inputs, call)
+        if launch is None:
+            return None
+        with _current(inputs[0].device):
+            return launch(*_launch_arguments(inputs, call))
+
+    def _launcher(self, family: Family, inputs: tuple[Tensor, ...], call: Call) -> Launch | None:
+        """Return the function that launches calls of a kind by their arguments; None if none may."""
+        if not (self.tested_release and family.major == 9 and _is_plain(inputs, call)):
+            return None
+        of_lengths = family.class_of(compiled_kinds.batch_of(inputs[0], call), call.max_q, call.max_k)
+        if not self.trials.look(family, of_lengths):
+            return None
+        return self.trials.launcher(family, _arguments(self._options(family, call), call))
+
+    def _run(
+        self, family: Family, package_call: PackageCall, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...]:
+        """Call the package, one thread at a time, on the tensors' device; never compile in a CUDA graph."""
+        query = package_call.tensors["q"]
+        of_lengths = family.class_of(compiled_kinds.batch_of(query, call), call.max_q, call.max_k)
+        new, capturing = (family, of_lengths) not in compiled_kinds.have_run, _capturing(query)
+        if new and capturing:
+            raise UnsupportedInputError(
+                f"FA4 has to run this kind of {family.direction} once before it can be recorded in a CUDA "
+                "graph"
+            )
+        tried, begun = not capturing and self._launcher(family, inputs, call) is not None, time.monotonic()
+        try:
+            with _compile_lock, _current(query.device), quiet() if new else _NOTHING:
+                if tried:
+                    arguments, launch_arguments = (
+                        _arguments(package_call.options, call),
+                        _launch_arguments(inputs, call),
+                    )
+                    results = self.trials.run(family, of_lengths, arguments, package_call, launch_arguments)
+                else:
+                    results = package_call()
+        except Exception as error:
+            if not new or isinstance(error, BackendUnavailableError):
+                raise
+            problem = f"{release()} has loaded, but its first {family.direction} of this kind failed"
+            if is_of_device(error):
+                error.add_note(problem)
+                raise
+            # Failed launches are errors of the device. This error comes from the package's compiler or its
+            # checks.
+            raise BackendUnavailableError(f"{problem}: {type(error).__name__}: {error}") from error
+        if new:
+            compiled_kinds.have_run.update(((family, of_lengths), (family.as_of_spec(), of_lengths)))
+            seconds = time.monotonic() - begun
+            if seconds > LONG:
+                log.info("FA4 compiled a %s in %.1f s: %s", family.direction, seconds, family)
+        return results
+
+    def _options(self, family: Family, call: Call) -> dict[str, Any]:
+        """Return the keywords of a function, without its tensors."""
+        return _options(call) | softcap.options(family, call, own=self.tested_release)
+
+
+def _options(call: Call) -> dict[str, Any]:
+    """Return the keywords that both functions have."""
+    left, right = call.window
+    # The package takes a negative bound literally; only None is an open side.
+    causal = left < 0 and right == 0
+    return {
+        "softmax_scale": call.scale,
+        "causal": causal,
+        "window_size_left": left if left >= 0 else None,
+        "window_size_right": right if right >= 0 and not causal else None,
+        "seqused_k": call.seqused_k,
+        "max_seqlen_q": call.max_q,
+        "max_seqlen_k": call.max_k,
+    }
+
+
+def _sinks_and_offsets(call: Call) -> dict[str, Tensor]:
+    """Return a call's sinks and offsets, as far as it has them, by the package's keywords."""
+    tensors = {SINKS: call.sinks, "cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def _with_dense_integers(call: Call) -> Call:
+    """Return a call whose integer tensors have a last stride of 1, as the package asserts for any size."""
+    copies = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+        if (tensor := getattr(call, name)) is not None and tensor.stride(-1) != 1
+    }
+    return call._replace(**copies) if copies else call
+
+
+def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
+    """Whether the package would run a call without copies, and `launches` lists its launches."""
+    offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
+    options = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
+    if any(x is not None for x in options) or call.dropout or len(offsets) == 1:
+        return False
+    further = [*inputs[5:], *_sinks_and_offsets(call).values()]  # the LSE of a backward, sinks, offsets
+    # Compiled functions depend on repeated dimensions. A packed call may run on a copy without repeated
+    # dimensions.
+    repeats = call.cu_seqlens_q is None
+    return (
+        all(aligned(x, repeats) for x in inputs[:5])
+        and all(x.data_ptr() % 16 == 0 for x in further)
+        and all(x.stride(0) == 1 for x in offsets)
+    )
+
+
+def _arguments(options: dict[str, Any], call: Call) -> LauncherArguments:
+    """Return the arguments of compiled functions that the package's keywords determine."""
+    left, right = options["window_size_left"], options["window_size_right"]
+    return LauncherArguments(options["softmax_scale"], left, right, call.window)
+
+
+def _launch_arguments(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
+    """Return the arguments of a launcher. Every row of a call with sinks is known to see a key."""
+    arguments: list[Any] = [*inputs, *_sinks_and_offsets(call).values()]
+    if call.cu_seqlens_q is not None:
+        query, key = inputs[:2] if len(inputs) == 3 else inputs[1:3]
+        known = call.sinks is not None or _none_unused(query, key, call)
+        arguments += call.max_q, call.max_k, known
+    return arguments
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a device the current device, for which kernels are compiled and on which they are launched."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+def _none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether every row is known to belong to a sequence and to count."""
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None
+    return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
+
+
+def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return copies with zeros in the marked rows; without `rows` the tensors themselves.
+
+    `rows` is boolean, (T,) or (B, S); `zeros` is any tensor of the same dtype that begins with 0.
+    """
+    if rows is None:
+        return tensors
+    # A view of a filled tensor, because a Python number would cost a further launch.
+    rows, zero = rows[..., None, None], zeros.as_strided((), ())
+    return tuple(torch.where(rows, zero, tensor) for tensor in tensors)
+
+
+def _make_zeros(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(tensor.shape)

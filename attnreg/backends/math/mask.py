@@ -1,0 +1,165 @@
+"""Which scores of a group count, and what is added to them, tile by tile.
+
+A tile is a slice of rows (queries) and a slice of columns (keys) of the padded score matrix. Only a single
+tile of the matrix exists at a time. Tiles that the window excludes are skipped, so the work grows with the
+window, not with the square of the length.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.backends.math.batch import Group
+from attnreg.core.contract.backend import Call
+from attnreg.errors import InvalidInputError
+
+TILE_QUERIES = 256
+TILE_KEYS = 512
+
+# The lower 32 bits of an int64.
+_WORD = 0xFFFFFFFF
+
+
+class Tile(NamedTuple):
+    """A part of the score matrix; boolean `visible` broadcasts to its scores, None if all of them count."""
+
+    rows: slice
+    cols: slice
+    visible: Tensor | None
+
+
+class Mask:
+    """The hidden scores of a group, and what is added to its visible scores."""
+
+    def __init__(self, call: Call, group: Group, heads: int) -> None:
+        self.call = call
+        self.group = group
+        self.heads = heads
+        self.width_q, self.width_k = group.queries.width, group.keys.width
+        self.shift = self.width_k - self.width_q
+        self.device = group.keys.rows.device
+
+    def row_blocks(self) -> Iterator[slice]:
+        """Yield the rows in blocks."""
+        return _blocks(0, self.width_q, TILE_QUERIES)
+
+    def tiles(self, rows: slice) -> Iterator[Tile]:
+        """Yield the tiles of some rows, without those that the window hides entirely."""
+        left, right = self.call.window
+        low = max(0, rows.start + self.shift - left) if left >= 0 else 0
+        high = min(self.width_k, rows.stop + self.shift + right) if right >= 0 else self.width_k
+        for cols in _blocks(low, high, TILE_KEYS):
+            parts = [*self._conditions(rows, cols)]
+            yield Tile(rows, cols, functools.reduce(operator.and_, parts) if parts else None)
+
+    def added(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
+        """Return the bias and slopes that are added to the scaled scores of a tile, or None."""
+        bias, slopes = self._bias(tile.rows, tile.cols), self.call.alibi_slopes
+        if bias is not None and bias.dtype == torch.bool:
+            bias = None
+        if slopes is None:
+            return bias
+        slopes = (slopes[None] if slopes.dim() == 1 else slopes[self.group.batch]).to(dtype)
+        alibi = -slopes[:, :, None, None] * self._distance(tile.rows, tile.cols).abs()
+        return alibi if bias is None else alibi + bias
+
+    def kept(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
+        """Return the factors of dropout: 0 where a weight is dropped, else 1 / (1 - p)."""
+        p, rng_state = self.call.dropout, self.call.rng_state
+        if p == 0.0:
+            return None
+        if rng_state is None:
+            raise InvalidInputError(f"rng_state: got None with dropout_p {p}, expected a seed and an offset")
+        # Rows and columns are counted from the end, so that a weight's number doesn't depend on padding.
+        survives = _survivors(
+            rng_state,
+            p,
+            self._numbers(self.group.batch),
+            torch.arange(self.heads, device=self.device),
+            self.width_q - 1 - self._numbers(tile.rows),
+            self.width_k - 1 - self._numbers(tile.cols),
+        )
+        return survives.to(dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+    def _conditions(self, rows: slice, cols: slice) -> Iterator[Tensor]:
+        """Yield the conditions for a score to count, without conditions that all scores meet."""
+        left, right = self.call.window
+        if left >= 0 and cols.start < rows.stop - 1 + self.shift - left:
+            yield (self._distance(rows, cols) <= left)[None, None]
+        if right >= 0 and cols.stop - 1 > rows.start + self.shift + right:
+            yield (self._distance(rows, cols) >= -right)[None, None]
+        if self.group.queries.padded:
+            yield (self.group.queries.positions[:, rows] >= 0)[:, None, :, None]
+        if self.group.keys.padded:
+            yield (self.group.keys.positions[:, cols] >= 0)[:, None, None, :]
+        bias = self._bias(rows, cols)
+        if bias is not None:
+            # A key at -inf is hidden, not merely unlikely: its NaN must not reach the output.
+            yield bias if bias.dtype == torch.bool else bias != -torch.inf
+
+    def _bias(self, rows: slice, cols: slice) -> Tensor | None:
+        bias = self.call.attn_bias
+        if bias is None:
+            return None
+        bias = bias[(None,) * (4 - bias.dim())]
+        for dim, part in ((0, self.group.batch), (2, rows)):
+            bias = bias.narrow(dim, part.start, part.stop - part.start) if bias.shape[dim] > 1 else bias
+        if bias.shape[3] == 1:
+            return bias
+        if not self.group.keys.padded:
+            return bias[..., cols]
+        places = self.group.keys.positions[:, None, None, cols].clamp(min=0)
+        return bias.take_along_dim(places, dim=3)
+
+    def _distance(self, rows: slice, cols: slice) -> Tensor:
+        """Return the distance from each key to each query, positive for earlier keys, (rows, cols)."""
+        return self._numbers(rows)[:, None] + self.shift - self._numbers(cols)
+
+    def _numbers(self, part: slice) -> Tensor:
+        return torch.arange(part.start, part.stop, device=self.device)
+
+
+def _blocks(low: int, high: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, high)) for start in range(low, high, size))
+
+
+def _survivors(
+    rng_state: Tensor, p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor
+) -> Tensor:
+    """Return which weights (b, H, rows, cols) are kept; each is dropped with probability `p`.
+
+    A weight has its own random number: a hash of the random state, (2,) uint64, and of the numbers of its
+    batch, head, row and column. So any part of the mask can be computed again on any device. The backward
+    needs only the random state from the forward, which is never read on the host. `Dropout` in the cpu
+    backend's kernel/options.h is the same function.
+    """
+    places = (batch[:, None, None, None], heads[:, None, None], rows[:, None])
+    step, start = (_key(rng_state, lane, *places) for lane in (1, 2))
+    # An odd step visits every word once: no two columns of a row collide before the hash.
+    drawn = _hash((cols * (step | 1) + start) & _WORD)
+    return drawn >= round(p * 2**32)
+
+
+def _key(rng_state: Tensor, lane: int, *places: Tensor) -> Tensor:
+    """Return 32 random bits, as int64, for each row of the mask; each lane has different bits."""
+    seed, offset = rng_state.view(torch.int64).unbind()
+    key = _hash((seed & _WORD) ^ lane)
+    for word in (seed >> 32, offset, offset >> 32, *places):
+        key = _hash(key ^ (word & _WORD))
+    return key
+
+
+def _hash(word: Tensor) -> Tensor:
+    """Mix 32 bits in an int64: both constants are below 2**31, so that nothing overflows.
+
+    The constants are from https://github.com/skeeto/hash-prospector/issues/19.
+    """
+    word = (word ^ (word >> 16)) * 0x21F0AAAD & _WORD
+    word = (word ^ (word >> 15)) * 0x735A2D97 & _WORD
+    return word ^ (word >> 15)
