@@ -54,16 +54,13 @@ def replaced(where: object, name: str, value: object) -> Context:
     return functools.partial(mock.patch.object, where, name, value)
 
 
-def described_as_function(*kinds: type) -> Context:
-    """Make C++ call launchers of these kinds as functions of Python."""
-    original = call_cache.described
-
-    def described(kept: Any) -> Any:
-        if isinstance(kept, call_cache.Kept) and isinstance(kept.launcher, kinds):
-            kept = kept._replace(launcher=kept.launcher.__call__)
-        return original(kept)
-
-    return replaced(call_cache, "described", described)
+@contextlib.contextmanager
+def called_as_functions(*kinds: type) -> Iterator[None]:
+    """Make C++ call launchers of these kinds as functions of Python: it tells launchers apart by `form`."""
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(kind, "form", "callable"))
+        yield
 
 
 @contextlib.contextmanager
@@ -143,14 +140,14 @@ def mechanisms(gpu: bool) -> dict[str, Context]:
         f"{ALL_ON}, once more": contextlib.nullcontext,
         "call cache": call_cache.paused,
         "launchers of backends": replaced(call_cache, "_specialized", lambda *_: None),
-        "launchers in C++": described_as_function(OpLauncher, AddressLauncher),
+        "launchers in C++": functools.partial(called_as_functions, OpLauncher, AddressLauncher),
         "autograd node in C++": gradients_in_python,
     }
     if not gpu:
         rows["views in C++"] = views_in_python
     else:
-        rows["torch's op in C++"] = described_as_function(OpLauncher)
-        rows["kernels on addresses in C++"] = described_as_function(AddressLauncher)
+        rows["torch's op in C++"] = functools.partial(called_as_functions, OpLauncher)
+        rows["kernels on addresses in C++"] = functools.partial(called_as_functions, AddressLauncher)
         rows["facts of offsets"] = replaced(offsets, "needs_graph_memory", lambda *_: True)
         rows["offsets compared at every call"] = compared_at_every_call
         with contextlib.suppress(ImportError):

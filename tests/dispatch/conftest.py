@@ -83,7 +83,7 @@ class Plan:
         self.meanwhile()
         if not self.keeps:
             return None
-        return call_cache.described(Kept(getattr(self, direction), self.plan, **{**further, **self.options}))
+        return Kept(getattr(self, direction), self.plan, **{**further, **self.options})
 
     def counted(self):
         counters.collect()

@@ -168,14 +168,10 @@ def _register(
     def results_alone(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)[0]
 
-    def with_kept(*args: Any, **kwargs: Any) -> Any:
-        results, kept = function(*args, **kwargs)
-        return results, call_cache.described(kept)
-
     with warnings.catch_warnings():
         # Torch warns, once per process, that a kernel is overridden: that is the purpose here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         if isinstance(library, torch.library.Library):
             library.impl(op, results_alone, key)  # type: ignore[no-untyped-call]
         else:
-            library.add_router(op, key, tuple(layout), with_kept)
+            library.add_router(op, key, tuple(layout), function)

@@ -25,7 +25,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import Direction
 from attnreg.core.dispatch import call_cache, calls, counters, scope
-from attnreg.core.dispatch.call_cache import Kept, kept_for
+from attnreg.core.dispatch.call_cache import PASSES_ALL, Kept, PassesAll, kept_for
 from attnreg.core.dispatch.declined import NOBODY, Declined, retry_on_decline
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice
@@ -38,7 +38,7 @@ TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 # An op's results, and how the call cache runs further calls. True means that nothing is registered, so that
 # torch's own kernel runs every call of the op.
-RouterResult = tuple[Any, Kept | bool | None]
+RouterResult = tuple[Any, Kept | PassesAll | None]
 
 
 class OpLayout(NamedTuple):
@@ -209,7 +209,7 @@ def router(
             return no_gradients, None
         choice = scope.read_token(getattr(parsed, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
-            return original(*args, **kwargs), True
+            return original(*args, **kwargs), PASSES_ALL
         check_in_memory(**parsed._asdict())
         call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
         return retry_on_decline(lambda declined: serve(parsed, call._replace(declined=declined)))

@@ -26,13 +26,8 @@ from attnreg.core.dispatch import counters, scope
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import (
-    AddressLauncher,
-    FunctionLauncher,
     Launcher,
-    NativeLauncher,
-    OpLauncher,
     places_of,
-    with_lengths,
 )
 from attnreg.core.launching.validation import check_values, every_row_sees_a_key
 from attnreg.core.settings import environment
@@ -57,11 +52,11 @@ _has_routers = False  # whether the routers over torch's ops are the module's
 
 
 class Kept(NamedTuple):
-    """How the call cache is to run further calls like one that a plan has run.
+    """How the call cache is to run further calls like one that Python has run. C++ reads it by names.
 
     Attributes:
         launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
-        plan: what ran it: it has what to add to at each call, and says whether an error declines one.
+        plan: the plan that ran the call. It has the counters, and says whether an error declines a call.
         is_final: whether Python need not be asked for a better launcher from time to time.
         auxiliary: what an aten op returns behind the kernel's results: None, numbers, with `MAX_Q` and
             `MAX_K` for lengths, and models of the tensors, on the device "meta", whose values are never read.
@@ -76,6 +71,46 @@ class Kept(NamedTuple):
     auxiliary: tuple[Any, ...] = ()
     counts_sinks: bool = False
     cuts: tuple[Cut, ...] = ()
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether nothing is registered: see `PassesAll`."""
+        return False
+
+    @property
+    def counters(self) -> tuple[counters.Counter, ...]:
+        """What each call adds to."""
+        return self.plan.counters
+
+    @property
+    def decline_reason(self) -> Callable[[BaseException], str | None]:
+        """The function that returns why the backend declines a call, of an error; None if it doesn't."""
+        return self.plan.sinks_decline_reason if self.counts_sinks else self.plan.decline_reason
+
+    @property
+    def length_places(self) -> tuple[tuple[int, int], ...]:
+        """Where lengths are among the auxiliary outputs, as `launchers.places_of` returns it."""
+        return places_of(self.auxiliary)
+
+    @property
+    def cuts_as_numbers(self) -> tuple[tuple[object, ...], ...]:
+        """All cuts of the kind of calls, as `_cuts_as_numbers` returns them."""
+        kind = self.plan.kind
+        return _cuts_as_numbers((*(OF_ALL if kind is None else kind.cuts), *self.cuts))
+
+    @property
+    def detail(self) -> int:
+        """The number of the `Detail` of the call's class of lengths."""
+        return 0 if self.plan.kind is None else int(self.plan.kind.detail_of(self.plan.key))
+
+
+class PassesAll:
+    """Says that nothing is registered: all calls of all routed ops are torch's own."""
+
+    passes_all = True
+
+
+PASSES_ALL = PassesAll()
 
 
 def kept_for(
@@ -207,32 +242,8 @@ def set_plans(
         _module.set_plans(*_plans)
 
 
-def described(kept: Kept | bool | None) -> Any:
-    """Return what is to be kept as plain tuples, as the module reads it."""
-    if not isinstance(kept, Kept):
-        return kept
-    launcher: Any = kept.launcher
-    name = _FORMS.get(type(launcher))
-    if name is not None:
-        launcher = name, launcher, *launcher.described()
-    plan, kind = kept.plan, kept.plan.kind
-    decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
-    auxiliary = tuple(with_lengths(kept.auxiliary, 0, 0)), places_of(kept.auxiliary)
-    cuts = _described_cuts((*(OF_ALL if kind is None else kind.cuts), *kept.cuts))
-    classes = cuts, 0 if kind is None else int(kind.detail_of(plan.key))
-    return launcher, plan.counters, decline_reason, kept.is_final, *auxiliary, kept.counts_sinks, classes
-
-
-_FORMS = {
-    OpLauncher: "op",
-    NativeLauncher: "native",
-    AddressLauncher: "addresses",
-    FunctionLauncher: "function",
-}
-
-
 @functools.lru_cache(maxsize=256)
-def _described_cuts(cuts: tuple[Cut, ...]) -> tuple[tuple[object, ...], ...]:
+def _cuts_as_numbers(cuts: tuple[Cut, ...]) -> tuple[tuple[object, ...], ...]:
     """Return cuts as plain tuples: the lengths of a product as bits, numbers as the module computes them."""
     return tuple(
         (

@@ -19,7 +19,8 @@ the sinks, if the call has any; both offsets (the same tensor twice if the first
 `max_k`; whether every row is known to belong to a sequence and to see a key. If that isn't known, the
 launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
 function does, save that a forward's LSE may have any strides, and it calls no op of aten's that attnreg
-routes. Any function will do; the classes below spare the call cache every Python object of a tensor.
+routes. Any function will do; the classes below spare the call cache every Python object of a tensor. C++
+tells them apart by `form` and reads their attributes by name (`csrc/described.h`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import ctypes
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class OpLauncher:
         window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
     """
 
+    form = "op"
     __slots__ = ("_run", "key", "op", "options", "rest", "results", "window")
 
     def __init__(
@@ -92,10 +94,10 @@ class OpLauncher:
         self.window = window
         self._run = captured.kernel(op, key)
 
-    def described(self) -> tuple[Any, ...]:
-        """Return all of it, as the compiled call cache takes it."""
-        rest = tuple(with_lengths(self.rest, 0, 0))
-        return self.op, self.key, rest, self.options, self.results, places_of(self.rest), self.window
+    @property
+    def length_places(self) -> tuple[tuple[int, int], ...]:
+        """Where lengths are among `rest`, as `places_of` returns it."""
+        return places_of(self.rest)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the results for the arguments of a launcher."""
@@ -147,14 +149,11 @@ class NativeLauncher:
         keep: what owns the memory there.
     """
 
+    form: ClassVar = "native"
     run: Callable[..., tuple[Tensor, ...] | None]
     function: int
     context: int = 0
     keep: object = None
-
-    def described(self) -> tuple[Any, ...]:
-        """Return all of it, as the compiled call cache takes it."""
-        return self.function, self.context
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""
@@ -175,13 +174,10 @@ class FunctionLauncher:
             tensor, rows past the last offset are zeros: the function reads them, and a NaN would spread.
     """
 
+    form: ClassVar = "function"
     run: Callable[..., tuple[Tensor, ...] | None]
     window: tuple[int, int]
     finite: tuple[tuple[int, int], ...] = ()
-
-    def described(self) -> tuple[Any, ...]:
-        """Return all of it, as the compiled call cache takes it."""
-        return self.run, self.window, self.finite
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""
@@ -241,13 +237,10 @@ class AddressLauncher:
         window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
     """
 
+    form: ClassVar = "addresses"
     run: Callable[..., tuple[Tensor, ...] | None]
     prepare: Callable[..., Prepared | None]
     window: tuple[int, int] = (-1, -1)
-
-    def described(self) -> tuple[Any, ...]:
-        """Return all of it, as the compiled call cache takes it."""
-        return self.prepare, self.window
 
     def on_addresses(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results as the compiled call cache has them, by addresses; None if it can't."""

@@ -187,8 +187,8 @@ def _kept(plan: Plan, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, 
     return kept_for(plan, tensors, call, cuts=cuts)
 
 
-# The call cache calls these two for what it doesn't keep, below its autograd node. `described` says what it
-# is to keep. Sinks are None where the cache itself counts them afterwards.
+# The call cache calls these two for what it doesn't keep, below its autograd node. Sinks are None where the
+# cache itself counts them afterwards.
 def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
     lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward, sinks) = rest[:4], rest[4:]
     check_is_whole(lengths[0], query)
@@ -198,7 +198,7 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, .
     call = call_of(query, lengths, scale, bound)
     inputs, chosen = (query, key, value), scope.by_number(choice)
     results, kept = run("forward", inputs, call, chosen, needs_backward, sinks, cuts_of_window(*bound))
-    return *results, call_cache.described(kept)
+    return *results, kept
 
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
@@ -208,7 +208,7 @@ def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     call = call_of(tensors[1], lengths, scale, bound, grad_lse=grad_lse)
     chosen, cuts = scope.by_number(choice), cuts_of_window(*bound)
     grads, kept = run("backward", tensors, call, chosen, sinks=sinks, cuts=cuts)
-    return grads, call_cache.described(kept)
+    return grads, kept
 
 
 call_cache.set_plans(_plan, _plan_backward, with_sinks, grad_of_sinks)

@@ -1,4 +1,4 @@
-// What Python returns to be kept, as `call_cache.described` makes it.
+// What Python returns to be kept: `call_cache.Kept` and the launchers of `launching/launchers.py`, read by name.
 
 #pragma once
 
@@ -31,94 +31,144 @@ inline const std::pair<c10::OperatorHandle, c10::SafeKernelFunction>* capture(co
   return &native_kernels.emplace(key + op, std::make_pair(*handle, kernel)).first->second;
 }
 
-// Places with 0 for the longest query or 1 for the longest key, as `launchers.places_of` returns them.
-inline std::vector<std::pair<size_t, bool>> places_of(PyObject* places) {
-  std::vector<std::pair<size_t, bool>> read;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); i++) {
+// An attribute of an object of Python's.
+inline Object attribute(PyObject* object, const char* name) {
+  Object value = owned(PyObject_GetAttrString(object, name));
+  if (!value) {
+    throw_error_of_python();
+  }
+  return value;
+}
+
+inline Object tuple_attribute(PyObject* object, const char* name) {
+  Object value = attribute(object, name);
+  TORCH_CHECK(PyTuple_Check(value.get()), "attnreg: ", name, ": got a ", Py_TYPE(value.get())->tp_name, ", expected a tuple");
+  return value;
+}
+
+inline int64_t number_attribute(PyObject* object, const char* name) {
+  const int64_t number = PyLong_AsLongLong(attribute(object, name).get());
+  if (number == -1 && PyErr_Occurred()) {
+    throw_error_of_python();
+  }
+  return number;
+}
+
+inline bool flag_attribute(PyObject* object, const char* name) {
+  return number_attribute(object, name) != 0;
+}
+
+inline void* address_attribute(PyObject* object, const char* name) {
+  void* address = PyLong_AsVoidPtr(attribute(object, name).get());
+  if (!address && PyErr_Occurred()) {
+    throw_error_of_python();
+  }
+  return address;
+}
+
+inline std::string text_attribute(PyObject* object, const char* name) {
+  const Object value = attribute(object, name);
+  const char* text = PyUnicode_AsUTF8(value.get());
+  if (!text) {
+    throw_error_of_python();
+  }
+  return text;
+}
+
+inline Window window_attribute(PyObject* launcher) {
+  long long left = -1, right = -1;
+  if (!PyArg_ParseTuple(tuple_attribute(launcher, "window").get(), "LL", &left, &right)) {
+    throw_error_of_python();
+  }
+  return {left, right};
+}
+
+// Pairs of a place and a number that is 0 or 1: which length, or whose rows.
+inline std::vector<std::pair<size_t, bool>> places_attribute(PyObject* object, const char* name) {
+  const Object places = tuple_attribute(object, name);
+  std::vector<std::pair<size_t, bool>> pairs;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places.get()); i++) {
     Py_ssize_t place = 0;
     int of_keys = 0;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "np", &place, &of_keys)) {
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places.get(), i), "np", &place, &of_keys)) {
       throw_error_of_python();
     }
-    read.emplace_back(static_cast<size_t>(place), of_keys != 0);
+    pairs.emplace_back(static_cast<size_t>(place), of_keys != 0);
   }
-  return read;
+  return pairs;
 }
 
 // An op's arguments behind some tensors: some by place, some by name, the others as they are by default.
-inline std::vector<c10::IValue> arguments_behind(
-    const c10::FunctionSchema& schema, size_t tensors, PyObject* rest, PyObject* options) {
-  std::vector<c10::IValue> found;
+inline std::vector<c10::IValue> arguments_behind(const c10::FunctionSchema& schema, size_t tensors, PyObject* launcher) {
+  const Object rest = tuple_attribute(launcher, "rest"), options = attribute(launcher, "options");
+  TORCH_CHECK(PyDict_Check(options.get()), "attnreg: options: got a ", Py_TYPE(options.get())->tp_name, ", expected a dict");
+  std::vector<c10::IValue> values;
   const auto& arguments = schema.arguments();
   Py_ssize_t by_name = 0;
   for (size_t i = tensors; i < arguments.size(); i++) {
     const auto place = static_cast<Py_ssize_t>(i - tensors);
-    PyObject* given = place < PyTuple_GET_SIZE(rest) ? PyTuple_GET_ITEM(rest, place)
-                                                      : PyDict_GetItemString(options, arguments[i].name().c_str());
-    by_name += given && place >= PyTuple_GET_SIZE(rest);
-    TORCH_CHECK(given || arguments[i].default_value(), "attnreg: ", schema.name(), " got no ", arguments[i].name());
-    found.push_back(given ? from_python(given, arguments[i].type()) : *arguments[i].default_value());
+    const bool by_place = place < PyTuple_GET_SIZE(rest.get());
+    PyObject* value = by_place ? PyTuple_GET_ITEM(rest.get(), place)
+                               : PyDict_GetItemString(options.get(), arguments[i].name().c_str());
+    by_name += value && !by_place;
+    TORCH_CHECK(value || arguments[i].default_value(), "attnreg: ", schema.name(), " got no ", arguments[i].name());
+    values.push_back(value ? from_python(value, arguments[i].type()) : *arguments[i].default_value());
   }
-  const bool all = tensors + PyTuple_GET_SIZE(rest) <= arguments.size() && by_name == PyDict_GET_SIZE(options);
+  const bool all = tensors + PyTuple_GET_SIZE(rest.get()) <= arguments.size() && by_name == PyDict_GET_SIZE(options.get());
   TORCH_CHECK(all, "attnreg: ", schema.name(), " got arguments that it doesn't take");
-  return found;
+  return values;
 }
 
 // `tensors` is how many a launcher is given.
-inline void read_op_launcher(PyObject* described, size_t tensors, Entry& entry) {
-  const char *op = nullptr, *key = nullptr, *kind = nullptr;
-  PyObject *launcher = nullptr, *rest = nullptr, *options = nullptr, *places = nullptr;
-  Py_ssize_t results = 0;
-  long long left = -1, right = -1;
-  if (!PyArg_ParseTuple(described, "sOssO!O!nO!(LL)", &kind, &launcher, &op, &key, &PyTuple_Type, &rest, &PyDict_Type,
-                        &options, &results, &PyTuple_Type, &places, &left, &right)) {
-    throw_error_of_python();
-  }
-  const auto* captured = capture(op, key);
+inline void read_op_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
+  const auto* captured = capture(text_attribute(launcher, "op"), text_attribute(launcher, "key"));
   if (!captured) {
     entry.python = held(launcher);  // which has a kernel of its own
     return;
   }
-  entry.window = {left, right};
+  entry.window = window_attribute(launcher);
   entry.op = std::make_shared<const OpLauncher>(
-      captured->first, captured->second, arguments_behind(captured->first.schema(), tensors, rest, options),
-      static_cast<size_t>(results), places_of(places));
+      captured->first, captured->second, arguments_behind(captured->first.schema(), tensors, launcher),
+      static_cast<size_t>(number_attribute(launcher, "results")), places_attribute(launcher, "length_places"));
 }
 
-inline void read_native_launcher(PyObject* described, Entry& entry) {
-  const char* kind = nullptr;
-  PyObject *launcher = nullptr, *function = nullptr, *context = nullptr;
-  if (!PyArg_ParseTuple(described, "sOO!O!", &kind, &launcher, &PyLong_Type, &function, &PyLong_Type, &context)) {
-    throw_error_of_python();
-  }
+inline void read_native_launcher(PyObject* launcher, Entry& entry) {
   entry.native = std::make_shared<const NativeLauncher>(
-      reinterpret_cast<NativeFunction>(PyLong_AsVoidPtr(function)), PyLong_AsVoidPtr(context), held(launcher));
+      reinterpret_cast<NativeFunction>(address_attribute(launcher, "function")), address_attribute(launcher, "context"),
+      held(launcher));
 }
 
-inline void read_address_launcher(PyObject* described, Entry& entry) {
-  const char* kind = nullptr;
-  PyObject *launcher = nullptr, *prepare = nullptr;
-  long long left = -1, right = -1;
-  if (!PyArg_ParseTuple(described, "sOO(LL)", &kind, &launcher, &prepare, &left, &right)) {
-    throw_error_of_python();
-  }
+inline void read_address_launcher(PyObject* launcher, Entry& entry) {
   auto addresses = std::make_shared<AddressLauncher>();
-  addresses->prepare = held(prepare);
-  entry.window = {left, right};
+  addresses->prepare = held(attribute(launcher, "prepare").get());
+  entry.window = window_attribute(launcher);
   entry.addresses = std::move(addresses);
 }
 
-inline void read_function_launcher(PyObject* described, Entry& entry) {
-  const char* kind = nullptr;
-  PyObject *launcher = nullptr, *run = nullptr, *finite = nullptr;
-  long long left = -1, right = -1;
-  if (!PyArg_ParseTuple(described, "sOO(LL)O!", &kind, &launcher, &run, &left, &right, &PyTuple_Type, &finite)) {
-    throw_error_of_python();
-  }
-  entry.python = held(run);
-  entry.window = {left, right};
+inline void read_function_launcher(PyObject* launcher, Entry& entry) {
+  entry.python = held(attribute(launcher, "run").get());
+  entry.window = window_attribute(launcher);
   entry.clears = true;
-  entry.finite = places_of(finite);
+  entry.finite = places_attribute(launcher, "finite");
+}
+
+// `tensors` is how many the launcher is given.
+inline void read_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
+  if (launcher == Py_None) {
+    return;
+  }
+  const std::string form = PyObject_HasAttrString(launcher, "form") ? text_attribute(launcher, "form") : "";
+  if (form == "op") {
+    read_op_launcher(launcher, tensors, entry);
+  } else if (form == "native") {
+    read_native_launcher(launcher, entry);
+  } else if (form == "function") {
+    read_function_launcher(launcher, entry);
+  } else if (form == "addresses") {
+    read_address_launcher(launcher, entry);
+  } else {
+    entry.python = held(launcher);
+  }
 }
 
 // Read the cuts of a kind of calls: pairs of terms, each a coefficient and lengths as bits, and of a number.
@@ -145,49 +195,33 @@ inline Classes read_classes(PyObject* cuts) {
 
 // Keep what Python has returned for a call with this key and so many tensors, sinks aside; `schema` is the op's, null for `varlen_attn`.
 inline void keep_described(
-    const Key& key, const Lengths& lengths, uint64_t generation, PyObject* described, size_t tensors, const c10::FunctionSchema* schema) {
-  if (!PyTuple_Check(described)) {
-    if (described == Py_True) {
-      const std::unique_lock lock(guard);
-      passing = passing || generation == cache.generation;
-    }
+    const Key& key, const Lengths& lengths, uint64_t generation, PyObject* kept, size_t tensors, const c10::FunctionSchema* schema) {
+  if (kept == Py_None) {
     return;
   }
-  PyObject *launcher = nullptr, *counters = nullptr, *decline_reason = nullptr;
-  PyObject *auxiliary = nullptr, *places = nullptr, *cuts = nullptr;
-  int is_final = 0, counts_sinks = 0, detail = 0;
-  if (!PyArg_ParseTuple(described, "OO!OpO!O!p(O!i)", &launcher, &PyTuple_Type, &counters, &decline_reason, &is_final,
-                        &PyTuple_Type, &auxiliary, &PyTuple_Type, &places, &counts_sinks, &PyTuple_Type, &cuts, &detail)) {
-    throw_error_of_python();
+  if (flag_attribute(kept, "passes_all")) {
+    const std::unique_lock lock(guard);
+    passing = passing || generation == cache.generation;
+    return;
   }
   auto entry = std::make_shared<Entry>();
-  entry->tallies = tallies_of(counters);
-  entry->decline_reason = held(decline_reason);
-  entry->is_final = is_final != 0;
-  entry->counts_sinks = counts_sinks != 0;
-  if (PyTuple_Check(launcher)) {
-    const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(launcher, 0));
-    if (kind == std::string("op")) {
-      read_op_launcher(launcher, tensors + counts_sinks, *entry);
-    } else if (kind == std::string("native")) {
-      read_native_launcher(launcher, *entry);
-    } else if (kind == std::string("function")) {
-      read_function_launcher(launcher, *entry);
-    } else {
-      read_address_launcher(launcher, *entry);
-    }
-  } else if (launcher != Py_None) {
-    entry->python = held(launcher);
-  }
-  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(auxiliary));
+  entry->tallies = tallies_of(tuple_attribute(kept, "counters").get());
+  entry->decline_reason = held(attribute(kept, "decline_reason").get());
+  entry->is_final = flag_attribute(kept, "is_final");
+  entry->counts_sinks = flag_attribute(kept, "counts_sinks");
+  read_launcher(attribute(kept, "launcher").get(), tensors + entry->counts_sinks, *entry);
+  const Object auxiliary = tuple_attribute(kept, "auxiliary");
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(auxiliary.get()));
   const size_t returned = schema ? schema->returns().size() : 0;
   TORCH_CHECK(count <= returned, "attnreg: got ", count, " auxiliary outputs, expected at most ", returned);
   for (size_t i = 0; i < count; i++) {
-    PyObject* output = PyTuple_GET_ITEM(auxiliary, static_cast<Py_ssize_t>(i));
+    PyObject* output = PyTuple_GET_ITEM(auxiliary.get(), static_cast<Py_ssize_t>(i));
     entry->auxiliary.push_back(from_python(output, schema->returns()[returned - count + i].type()));
   }
-  entry->lengths = places_of(places);
-  keep(key, lengths, generation, read_classes(cuts), static_cast<Detail>(detail), std::move(entry));
+  entry->lengths = places_attribute(kept, "length_places");
+  const Classes classes = read_classes(tuple_attribute(kept, "cuts_as_numbers").get());
+  const auto detail = static_cast<Detail>(number_attribute(kept, "detail"));
+  keep(key, lengths, generation, classes, detail, std::move(entry));
 }
 
 }  // namespace attnreg
