@@ -22,6 +22,7 @@ import torch
 
 from attnreg.core.torchlib.libraries import TRY_MODULE, Library, compile_library
 from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import interleaved, per_call
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ TRIAL = Library(
     ("-O2",),
     ("c10", "torch_cpu", "torch_python"),
     TRY_MODULE,
+)
+CASE = Case(
+    name="way", lens_q=(7, 9), lens_k=(7, 9), varlen=True, heads=(2, 2), dims=(16, 16), one_cu_seqlens=True
 )
 FUNCTION, OP, AGAIN = "a function of a module", "an op of the dispatcher", "the same function again"
 
@@ -50,10 +54,11 @@ def load() -> Any:
 
 
 def calls_of(module: Any, device: torch.device, with_gradient: bool) -> dict[str, Callable[[], object]]:
-    """Return a call by each way, of 16 tokens with 2 heads of 16: nearly all of its time is the host's."""
-    query, key, value = (torch.randn(16, 2, 16, device=device).requires_grad_(with_gradient) for _ in "qkv")
-    cu_seqlens = torch.tensor([0, 7, 16], dtype=torch.int32, device=device)
-    rest = (cu_seqlens, cu_seqlens, 9, 9, True, -1, -1, None, False, 0)
+    """Return a call of `CASE` by each way; nearly all of its time is the host's."""
+    query, key, value, *_, call = inputs(CASE, device)
+    for tensor in (query, key, value):
+        tensor.requires_grad_(with_gradient)
+    rest = (call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, True, -1, -1, None, False, 0)
     op = torch.ops.attnreg_trial.varlen_attn.default
     function = module.call_directly
 
