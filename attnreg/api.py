@@ -19,6 +19,7 @@ from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import scope, trace
 from attnreg.core.policy import current as policy
+from attnreg.core.policy.sources import keeps_native
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
@@ -139,14 +140,21 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
 
     Raises:
         ConfigError: the file can't be read, or a value is wrong. The message has file, line, key, and what
-            was got and expected.
+            was got and expected. For a file with the line `on_error = "native"`, and with
+            ATTNREG_ON_ERROR=native, the message is logged instead.
         RegistrationError: the routers can't be installed.
 
     An error changes nothing.
     """
     registry.entries()  # discovers, which it mustn't do behind the lock
     with registry.lock:
-        fresh = policy.changed_by(path_or_settings)
+        try:
+            fresh = policy.changed_by(path_or_settings)
+        except ConfigError as error:
+            if not isinstance(path_or_settings, str | os.PathLike) or not keeps_native(path_or_settings):
+                raise
+            policy.leave_out(error)
+            return
         aten.ensure()
         policy.apply(fresh)
         serving.follow()

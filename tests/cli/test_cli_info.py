@@ -62,7 +62,7 @@ def test_info_has_a_row_for_every_state_of_a_backend(call, fake, plugins, monkey
 def test_info_shows_an_unreadable_environment_as_a_row(call, monkeypatch, variable, value, problem):
     monkeypatch.setenv(variable, value)
     result = call("info")
-    assert result.exit_code == 0
+    assert result.exit_code == 2
     assert problem in words(result)
     assert f"{variable} {value!r}" in words(result)
     assert "calls refused: see the problems above" in words(result)

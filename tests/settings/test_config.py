@@ -76,11 +76,11 @@ def test_an_empty_file_gives_the_defaults(write, text):
     assert settings == Settings() == settings_from({})
     assert settings.model_dump() == {
         "strict": False, "disabled": (), "log_level": "warning", "policy": "measured",
-        "masks": "as_given", "tuned": None, "devices": {},
+        "masks": "as_given", "on_error": "raise", "tuned": None, "devices": {},
     }  # fmt: skip
 
 
-KEYS = "unknown key, expected one of strict, disabled, log_level, policy, masks, tuned, devices"
+KEYS = "unknown key, expected one of strict, disabled, log_level, policy, masks, on_error, tuned, devices"
 KINDS = "expected 'cpu', 'cuda', another device type of torch or 'sm_NN'"
 LEVELS = "expected 'debug', 'info', 'warning' or 'error'"
 ONCE = "expected each name once: [0] is the same name, as case doesn't matter"

@@ -104,7 +104,9 @@ def test_all_problems_are_listed_one_on_each_line():
 
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])
 def test_variables_of_others_are_left_alone_and_give_the_defaults(name):
-    assert read({name: "x"}) == Environment() == ((), (), None, None, "", "", None, None, "", "", "", None)
+    assert (
+        read({name: "x"}) == Environment() == ((), (), None, None, "", "", None, None, "", "", "", None, "")
+    )
 
 
 def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkeypatch):

@@ -26,6 +26,7 @@ from attnreg.core.policy.sources import (
     check_names,
     checked,
     disabled,
+    keeps_native,
     log_level,
     only_records,
     read,
@@ -46,6 +47,7 @@ log = logging.getLogger("attnreg")
 
 _sources: Sources | None = None
 _unreadable: AttnregError | None = None
+_left_out = ""  # the fault of settings that `on_error = "native"` has left out
 _active = False
 _watchers = 0
 
@@ -53,7 +55,8 @@ _watchers = 0
 def sources() -> Sources:
     """Return the settings in force; the first call reads the environment and its file.
 
-    If they can't be read, every call raises the same `ConfigError` until `reload` succeeds.
+    If they can't be read, every call raises the same `ConfigError` until `reload` succeeds; with
+    `on_error = "native"` no settings are in force instead.
     """
     global _sources, _unreadable
     if _sources is None and _unreadable is None:
@@ -67,10 +70,29 @@ def sources() -> Sources:
                 # error.
                 _sources = reread(needs_record=False)
             except AttnregError as error:
-                _unreadable = copy(error)
-                raise
+                if not keeps_native():
+                    _unreadable = copy(error)
+                    raise
+                leave_out(error)
+                _sources = Sources()
             _take_effect(Sources(), _sources)
         return _sources
+
+
+def leave_out(error: AttnregError) -> None:
+    """Log an error of settings that `on_error = "native"` leaves out, and keep it for `left_out`."""
+    global _left_out
+    _left_out = str(error)
+    log.error(
+        "attnreg's settings are left out, as on_error = \"native\" asks: torch's own kernels run unless the "
+        "program itself registers a backend. %s",
+        error,
+    )
+
+
+def left_out() -> str:
+    """Return the fault of the settings that `on_error = "native"` has left out; empty if there is none."""
+    return _left_out
 
 
 def disabled_backends() -> dict[str, str]:
@@ -173,9 +195,9 @@ def reread(needs_record: bool = True) -> Sources:
 
 def apply(fresh: Sources) -> None:
     """Put checked settings in force."""
-    global _sources, _unreadable
+    global _sources, _unreadable, _left_out
     with registry.lock:
-        before, _sources, _unreadable = _sources or Sources(), fresh, None
+        before, _sources, _unreadable, _left_out = _sources or Sources(), fresh, None, ""
         registry.changed()
     _take_effect(before, fresh)
 
@@ -183,14 +205,14 @@ def apply(fresh: Sources) -> None:
 def set_aside() -> Callable[[], None]:
     """Put no settings in force; return a function that restores the earlier settings, or their error."""
     with registry.lock:
-        was, trouble = _sources, _unreadable
+        was, trouble, fault = _sources, _unreadable, _left_out
         apply(Sources())
 
     def back() -> None:
-        global _sources, _unreadable
+        global _sources, _unreadable, _left_out
         with registry.lock:
             apply(was or Sources())
-            _sources, _unreadable = was, trouble
+            _sources, _unreadable, _left_out = was, trouble, fault
 
     return back
 

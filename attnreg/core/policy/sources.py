@@ -6,9 +6,12 @@ Reading puts nothing in force; `current` keeps the settings in force.
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnreg.core import registry
@@ -16,7 +19,7 @@ from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.lockfile import Lockfile
 from attnreg.core.policy.lockfile import load as load_lock
 from attnreg.core.settings import environment
-from attnreg.core.settings.environment import AS_GIVEN, REFERENCE, Environment
+from attnreg.core.settings.environment import AS_GIVEN, NATIVE, ON_ERROR, REFERENCE, Environment
 from attnreg.core.times.table import load as load_table
 from attnreg.core.times.tables import Named
 from attnreg.core.times.traces import check_writable
@@ -103,6 +106,25 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
         with _named(LOCK):
             lock = load_lock(variables.lock)
     return replace(fresh, tables=tuple(tables), lock=lock)
+
+
+# The line of a settings file, at the top level or not: the file may be no TOML.
+_NATIVE_LINE = re.compile(r"""^\s*on_error\s*=\s*(["'])native\1\s*(#.*)?$""", re.MULTILINE)
+
+
+def keeps_native(file: str | os.PathLike[str] | None = None) -> bool:
+    """Whether faulty settings are to be left out, so that torch's own kernels run.
+
+    ATTNREG_ON_ERROR decides. Without it the line `on_error = "native"` decides, of the settings file `file`
+    or else of ATTNREG_CONFIG's. Neither is read as settings are, because the fault may be anywhere.
+    """
+    if wanted := os.environ.get(ON_ERROR, "").strip():
+        return wanted.casefold() == NATIVE
+    try:
+        text = Path(file or os.environ.get("ATTNREG_CONFIG", "").strip()).expanduser().read_text("utf-8-sig")
+    except (OSError, ValueError, RuntimeError):  # no such file, or not UTF-8: an error as by default
+        return False
+    return _NATIVE_LINE.search(text) is not None
 
 
 @contextmanager
@@ -197,7 +219,7 @@ def without_implementation(now: Sources) -> Sources:
     unset = {name: getattr(UNSET, name) for name, value in off.items() if getattr(variables, name) == value}
     return replace(
         now,
-        environment=variables._replace(routers="", build="", as_flash_attn=None, **unset),
+        environment=variables._replace(routers="", build="", as_flash_attn=None, on_error="", **unset),
         program=program,
         file=file,
     )

@@ -103,10 +103,24 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+# What people call devices, with the keys that settings have for them. A GPU's key is its compute capability.
+_OTHER_NAMES = {
+    **dict.fromkeys(("gpu", "nvidia", "rocm", "amd"), "cuda"),
+    **dict.fromkeys(("v100", "volta"), "sm_70"),
+    **dict.fromkeys(("t4", "turing"), "sm_75"),
+    **dict.fromkeys(("a100", "ampere"), "sm_80"),
+    **dict.fromkeys(("a10", "a10g", "a40"), "sm_86"),
+    **dict.fromkeys(("l4", "l40", "l40s", "ada"), "sm_89"),
+    **dict.fromkeys(("h100", "h200", "gh200", "hopper"), "sm_90"),
+    **dict.fromkeys(("b200", "gb200", "blackwell"), "sm_100"),
+}
+
+
 def _device(key: str) -> str:
     if not re.fullmatch(DEVICE_KEY, key):
         arch = re.fullmatch(r"sm[ _-]?([1-9]\d{1,2})[af]?", key.casefold())
-        near = f"; did you mean 'sm_{arch[1]}'?" if arch else did_you_mean(key, DEVICE_TYPES)
+        meant = f"sm_{arch[1]}" if arch else _OTHER_NAMES.get(key.casefold())
+        near = f"; did you mean '{meant}'?" if meant else did_you_mean(key, DEVICE_TYPES)
         raise expected(f"'cpu', 'cuda', another device type of torch or 'sm_NN'{near}")
     return key
 
@@ -178,6 +192,11 @@ class Settings(_Table):
         description="recognise: boolean masks given to F.scaled_dot_product_attention that are padding, "
         "causal, a window or documents run as packed calls without a mask.",
     )
+    on_error: Literal["raise", "native"] = Field(
+        default="raise",
+        description="What a fault in this file, or in a file that it names, does. raise: each call raises "
+        "the error. native: an error is logged, the settings are left out, and torch's own kernels run.",
+    )
     tuned: TableFile | None = Field(
         default=None,
         description="A table measured by `attnreg tune`; relative to the folder of the settings file.",
@@ -246,17 +265,49 @@ def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
 
     A `ConfigError` lists every unknown name with its line, and the known names.
     """
+    _check_named(loaded.origin, (*_disabled(loaded.settings), *_ordered(loaded.settings)), known)
+
+
+def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the names of backends in the data of a file, which may have any form, each with its key."""
+    devices = data.get("devices")
+    tables = devices.items() if isinstance(devices, dict) else ()
+    orders = ((("devices", key, "order"), own.get("order")) for key, own in tables if isinstance(own, dict))
+    for key, names in ((("disabled",), data.get("disabled")), *orders):
+        for index, name in enumerate(names if isinstance(names, list) else ()):
+            if isinstance(name, str) and name.strip():
+                yield (*key, index), name.strip()
+
+
+def _check_named(origin: Origin, named: Iterable[tuple[KeyPath, str]], known: Iterable[str]) -> None:
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
     problems = [
-        loaded.origin.problem(
-            key, f"got {name!r}, expected one of {', '.join(names)}{did_you_mean(name, names)}"
-        )
-        for key, name in (*_disabled(loaded.settings), *_ordered(loaded.settings))
+        origin.problem(key, f"got {name!r}, expected one of {', '.join(names)}{did_you_mean(name, names)}")
+        for key, name in named
         if name.casefold() not in keys
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_file(path: str | os.PathLike[str], known: Iterable[str]) -> None:
+    """Check a settings file, and that it names known backends only.
+
+    A `ConfigError` lists every fault. Unknown names of backends are among them, whatever else is wrong.
+    """
+    data, origin = toml_file.read(path)
+    faults = []
+    try:
+        _validated(data, origin)
+    except ConfigError as error:
+        faults = str(error).splitlines()
+    try:
+        _check_named(origin, _named(data), known)
+    except ConfigError as error:
+        faults += str(error).splitlines()
+    if faults:
+        raise ConfigError("\n".join(faults))
 
 
 def schema() -> dict[str, Any]:
@@ -288,7 +339,10 @@ def _problem(detail: ErrorDetails, table: type[_Table], origin: Origin) -> str:
         return origin.problem(key, complaint(detail))
     name, known = str(key[-1]), (table if len(key) == 1 else DeviceSettings).model_fields
     # A frequent mistake: a line that is added after a [table] belongs to it.
-    misplaced = f"; {name!r} belongs above the first [table]" if name in Settings.model_fields else ""
-    near = misplaced or did_you_mean(name, known)
+    near = did_you_mean(name, known)
+    if name in Settings.model_fields:
+        near = f"; {name!r} belongs above the first [table]"
+    elif len(key) == 1 and name in DeviceSettings.model_fields:
+        near = f"; {name!r} belongs to a device, such as [devices.cuda]"
     keys = f"one of {', '.join(known)}" if len(known) > 1 else "".join(known)
     return origin.problem(key, f"unknown key, expected {keys}{near}")

@@ -23,6 +23,8 @@ REFERENCE = "math"
 
 AS_GIVEN, RECOGNISE = "as_given", "recognise"
 
+ON_ERROR, RAISE, NATIVE = "ATTNREG_ON_ERROR", "raise", "native"
+
 
 class Environment(NamedTuple):
     """The values of the variables; one that is unset or blank leaves its field at the default."""
@@ -39,6 +41,7 @@ class Environment(NamedTuple):
     build: str = ""
     transformers: str = ""
     as_flash_attn: bool | None = None
+    on_error: str = ""
 
 
 class Variable(NamedTuple):
@@ -141,6 +144,11 @@ VARIABLES = {
         _one_of("background", "now", "off"),
         "how missing C++ libraries are compiled at the first call: background (the default: a process of low "
         "priority does it), now (the call waits for it) or off",
+    ),
+    ON_ERROR: Variable(
+        _one_of(RAISE, NATIVE),
+        "what a fault in variables, settings files, or files that they name does: raise (the default: each "
+        "call raises the error), or native (an error is logged, and torch's own kernels run without them)",
     ),
     "ATTNREG_AS_FLASH_ATTN": Variable(
         _boolean,

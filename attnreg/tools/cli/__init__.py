@@ -25,7 +25,8 @@ from attnreg.errors import AttnregError
 from attnreg.tools.cli.output import report_errors
 
 COMMANDS = (
-    "info", "explain", "verify", "warmup", "build", "tune", "lock", "run", "config-schema", "demo", "bench",
+    "info", "explain", "verify", "warmup", "build", "tune", "lock", "check", "init", "run", "config-schema",
+    "demo", "bench",
 )  # fmt: skip
 
 # Plain help: the boxes that rich would draw take longer to import than all the rest, and suit no pipe.
@@ -125,5 +126,6 @@ for _name in COMMANDS:
     if isinstance(_command, typer.Typer):  # it has commands of its own
         app.add_typer(_command, name=_name)
     else:
-        # What follows the first positional argument belongs to the program that `run` is to start.
-        app.command(_name, context_settings={"allow_interspersed_args": False})(report_errors(_command))
+        # What follows the first positional argument of `run` belongs to the program that it is to start.
+        _context = {"allow_interspersed_args": _name != "run"}
+        app.command(_name, context_settings=_context)(report_errors(_command))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from attnreg.errors import AttnregError
 from attnreg.tools.cli.options import AsJson
-from attnreg.tools.cli.output import counted, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +29,7 @@ def info(as_json: AsJson = False) -> None:
     """Show devices, backends, settings, and torch's own choices.
 
     A backend that can't load and settings that can't be read are rows like any other: they don't stop
-    the command.
+    the command. The exit code is 2 if settings can't be read.
 
     Example: attnreg info --json > report.json
     """
@@ -38,6 +40,8 @@ def info(as_json: AsJson = False) -> None:
         print_json(facts)
     else:
         _print(facts)
+    if facts["settings"]["problem"]:
+        raise typer.Exit(USAGE)
 
 
 def collected() -> dict[str, Any]:
@@ -54,6 +58,7 @@ def collected() -> dict[str, Any]:
         in_force = policy.current()
     except AttnregError as error:
         problem = str(error)
+    left_out = policy.left_out()
     devices = [(planning.device_of(device), named) for device, named in facts.devices()]
     return {
         "versions": facts.versions(),
@@ -65,7 +70,8 @@ def collected() -> dict[str, Any]:
                 {"setting": name, "value": value, "source": source}
                 for name, value, source in _settings(in_force)
             ],
-            "problem": problem,
+            "problem": problem or left_out,
+            "left_out": bool(left_out),
         },
         "tables": [{"device": named["device"], **_table(device, in_force)} for device, named in devices],
         "routers": {
@@ -165,11 +171,11 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
         return
     if sources.lock is not None:
         yield "lock", f"{sources.lock.path}, {counted(len(sources.lock.rows), 'row')}", "ATTNREG_LOCK"
-    for key in ("policy", "masks", "record"):
+    for key in ("policy", "masks", "on_error", "record"):
         if value := getattr(sources.environment, key):
             yield key, str(value), f"ATTNREG_{key.upper()}"
     for loaded in sources.loaded:
-        for key in ("log_level", "policy", "masks", "tuned"):
+        for key in ("log_level", "policy", "masks", "on_error", "tuned"):
             if (value := getattr(loaded.settings, key)) and key in loaded.settings.model_fields_set:
                 yield key, str(value), loaded.origin.describe((key,))
         if loaded.origin.path is not None:
@@ -186,7 +192,7 @@ def _print(facts: dict[str, Any]) -> None:
     table("Environment", _variable_rows(facts["settings"]["variables"]))
     table("Settings in force, highest precedence first", _setting_rows(facts["settings"]))
     table("Measured tables", _table_rows(facts["tables"]))
-    table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]["problem"]))
+    table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]))
     compiled = facts["compiled"]
     libraries = (
         (
@@ -227,7 +233,9 @@ def _variable_rows(variables: list[dict[str, Any]]) -> Rows:
 def _setting_rows(settings: dict[str, Any]) -> Rows:
     for line in settings["problem"].splitlines():
         yield "problem", line
-    if settings["problem"]:
+    if settings["left_out"]:
+        yield "", 'these settings are left out, as on_error = "native" asks'
+    elif settings["problem"]:
         yield "", "attention calls are refused until this is corrected"
     for setting in settings["in_force"]:
         yield setting["setting"], f"{setting['value']}, by {setting['source']}"
@@ -243,14 +251,16 @@ def _table_rows(reports: list[dict[str, Any]]) -> Rows:
             yield "", line
 
 
-def _router_rows(routers: dict[str, Any], problem: str) -> Rows:
+def _router_rows(routers: dict[str, Any], settings: dict[str, Any]) -> Rows:
     compiled, trouble = routers["compiled"], routers["untouched_programs"]
     calls = "run by attnreg's backends" if routers["serving"] else "run by torch, as no backend is selected"
+    if settings["problem"] and not settings["left_out"]:
+        calls = "refused: see the problems above"
     yield "routers", "installed" if routers["installed"] else "not installed"
     yield "repeated calls", f"run by {'Python' if compiled['problem'] else 'the compiled call cache'}"
     if compiled["file"] and compiled["problem"]:
         yield "", f"the compiled call cache is not used: {compiled['problem']}"
-    yield "calls", "refused: see the problems above" if problem else calls
+    yield "calls", calls
     if routers["shadowed_by"]:
         yield "shadowed", f"torch.nn.attention has activated {routers['shadowed_by']!r} above the routers"
     yield (

@@ -1,0 +1,167 @@
+"""`attnreg check`: every fault of settings files, lockfiles, tables, recordings and variables, at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from attnreg.errors import AttnregError, ConfigError
+from attnreg.tools.cli.options import AsJson
+from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from attnreg.core.settings.config import Settings
+
+VARIABLES = "variables"
+FILES = "settings (.toml), a lockfile or a table (.json), or a recording (.jsonl)"
+
+Files = Annotated[
+    list[Path] | None, typer.Argument(metavar="FILE...", help=f"Files to check: {FILES}.", show_default=False)
+]
+
+
+class Finding(NamedTuple):
+    """A line about a file or the variables: a fault, or a note on a setting that has no effect."""
+
+    line: str
+    is_fault: bool = True
+
+
+def check(files: Files = None, as_json: AsJson = False) -> None:
+    """Check files and the variables ATTNREG_*, and show all faults.
+
+    The exit code is 2 if there is a fault. The files that variables and settings name are checked as well.
+    Notes are about settings that are right but have no effect; they change no exit code.
+
+    Example: attnreg check rollout.toml lock.json
+    """
+    import_torch()
+    with stdout_to_stderr():
+        results = [_result(str(file), _of_file(file)) for file in files or ()]
+        results.append(_result(VARIABLES, _of_variables()))
+    if as_json:
+        print_json({"checked": results})
+    else:
+        _print(results)
+    if any(result["faults"] for result in results):
+        raise typer.Exit(USAGE)
+
+
+def _result(name: str, findings: Iterable[Finding]) -> dict[str, Any]:
+    """Return the faults and the notes on a file, or on the variables, as plain data."""
+    each_once = list(dict.fromkeys(findings))
+    faults = [finding.line for finding in each_once if finding.is_fault]
+    return {"name": name, "faults": faults, "notes": [x.line for x in each_once if not x.is_fault]}
+
+
+def _faults(read: Callable[[Any], object], value: object, prefix: str = "") -> Iterator[Finding]:
+    """Yield the lines of the error that `read` raises for a value."""
+    try:
+        read(value)
+    except AttnregError as error:
+        yield from (Finding(f"{prefix}{line}") for line in str(error).splitlines())
+
+
+def _of_file(file: Path) -> Iterator[Finding]:
+    from attnreg.core.times import traces
+
+    if file.suffix == ".toml":
+        yield from _of_settings(file)
+    elif file.suffix == ".json":
+        yield from _faults(_load_json, file)
+    elif file.suffix == ".jsonl":
+        yield from _faults(traces.read, file)
+    else:
+        yield Finding(f"{file}: got the suffix {file.suffix!r}, expected {FILES}")
+
+
+def _load_json(file: Path) -> object:
+    """Load a lockfile or a measured table; raises ConfigError if the file is neither."""
+    from attnreg.core.policy import lockfile
+    from attnreg.core.times import table as measured
+
+    try:
+        begin = file.read_text("utf-8", "replace")[:4096]
+    except OSError as error:
+        raise ConfigError(f"{file.absolute()}: can't be read: {error.strerror or error}") from error
+    name = re.search(r'"format"\s*:\s*"([^"]*)"', begin)
+    if name is not None and name[1] == lockfile.FORMAT:
+        return lockfile.load(file)
+    if name is not None and name[1] == measured.FORMAT:
+        return measured.load(file)
+    got = f"the format {name[1]!r}" if name else "no format"
+    raise ConfigError(f"{file.absolute()}: got {got}, expected {lockfile.FORMAT!r} or {measured.FORMAT!r}")
+
+
+def _of_settings(file: Path) -> Iterator[Finding]:
+    """Yield the faults of a settings file and of the table that it names, and notes."""
+    from attnreg.core import registry
+    from attnreg.core.settings import config
+    from attnreg.core.times import table as measured
+
+    names = [entry.name for entry in registry.entries().values()]
+    yield from _faults(lambda file: config.check_file(file, names), file)
+    try:
+        loaded = config.load(file)
+    except ConfigError:
+        return
+    if loaded.settings.tuned is not None:
+        source = loaded.origin.describe(("tuned",))
+        yield from _faults(measured.load, loaded.settings.tuned, f"{source}: tuned: ")
+    yield from (Finding(loaded.origin.problem(*note), False) for note in _without_effect(loaded.settings))
+
+
+def _without_effect(settings: Settings) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the key of each setting that has no effect, with the reason."""
+    from attnreg.core.settings.environment import REFERENCE
+
+    for device, own in settings.devices.items():
+        if settings.strict and REFERENCE in (name.casefold() for name in own.order):
+            key = ("devices", device, "order")
+            yield key, f"names {REFERENCE!r}, which runs every call: strict = true refuses no call here"
+
+
+def _of_variables() -> Iterator[Finding]:
+    """Yield the faults of the variables and of the files that they name, and notes."""
+    from attnreg.core import registry
+    from attnreg.core.policy import lockfile
+    from attnreg.core.policy.sources import Sources, check_names, read
+    from attnreg.core.settings import environment
+    from attnreg.core.times import traces
+
+    if faults := list(_faults(environment.read, os.environ)):
+        yield from faults
+        return
+    variables = environment.read()
+    findings: list[Finding] = []
+    for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
+        for name in names:
+            findings += _faults(registry.find, name, f"{variable}: ")
+    if variables.lock is not None:
+        findings += _faults(lockfile.load, variables.lock, "ATTNREG_LOCK: ")
+    if variables.record is not None:
+        findings += _faults(traces.check_writable, variables.record, "ATTNREG_RECORD: ")
+    if variables.config is not None:
+        findings += _of_settings(variables.config)
+    if not any(finding.is_fault for finding in findings):
+        # Only settings that can be read can contradict each other.
+        findings += _faults(lambda before: check_names(read(before)), Sources())
+    yield from findings
+
+
+def _print(results: list[dict[str, Any]]) -> None:
+    rows = (
+        (result["name"], counted(len(result["faults"]), "fault") if result["faults"] else "right")
+        for result in results
+    )
+    table("Checked", rows)
+    for kind in ("faults", "notes"):
+        if lines := [line for result in results for line in result[kind]]:
+            # Lines stay whole, so that a search finds them.
+            typer.echo("\n".join([kind.capitalize(), *(f"  {line}" for line in lines), ""]))

@@ -1,0 +1,128 @@
+"""Promises of `attnreg check` and `attnreg init`: all faults at once, and a file that is right."""
+
+import json
+
+import pytest
+
+from attnreg.core.policy import lockfile
+from attnreg.core.times import table as measured
+from attnreg.tools.cli.init import FOLDER
+
+KNOWN = "cpu, cuDNN, efficient, FA2, FA3, FA4, math"
+
+
+def faults_of(result):
+    """Return the faults of each file, from the JSON of a run."""
+    return {one["name"]: one["faults"] for one in json.loads(result.stdout)["checked"]}
+
+
+def test_every_fault_of_a_settings_file_is_shown_with_its_line_and_a_hint(call, tmp_path):
+    file = tmp_path / "rollout.toml"
+    file.write_text(
+        'order = ["FA2"]\npolcy = "order"\n[devices.H100]\norder = ["FA9"]\n[devices.gpu]\norder = ["math"]\n'
+    )
+    result = call("check", str(file), "--json")
+    assert result.exit_code == 2
+    assert [line.removeprefix(f"{file}:").partition(": ")[0] for line in faults_of(result)[str(file)]] == [
+        *"12354"
+    ]
+    hints = (
+        "'order' belongs to a device, such as [devices.cuda]",
+        "'policy'?",
+        "'sm_90'?",
+        "'cuda'?",
+        "'FA4'?",
+    )
+    for line, hint in zip(faults_of(result)[str(file)], hints, strict=True):
+        assert line.endswith(hint)
+    shown = call("check", str(file))
+    assert (shown.exit_code, "  rollout.toml  5 faults" in shown.stdout) == (
+        2,
+        False,
+    )  # the path as it was given
+    assert all(f"  {line}\n" in shown.stdout for line in faults_of(result)[str(file)]), "lines stay whole"
+
+
+def test_files_and_variables_that_are_right_have_no_fault(call, tmp_path):
+    file = tmp_path / "new.toml"
+    assert call("init", str(file)).exit_code == 0
+    result = call("check", str(file), "--json")
+    assert (result.exit_code, faults_of(result)) == (0, {str(file): [], "variables": []})
+
+
+def test_faults_of_all_variables_and_of_the_files_that_they_name_are_shown_at_once(
+    call, monkeypatch, tmp_path
+):
+    settings, lock = tmp_path / "site.toml", tmp_path / "lock.json"
+    settings.write_text("strict = 3\n")
+    lock.write_text(json.dumps({"format": measured.FORMAT}))
+    monkeypatch.setenv("ATTNREG_BACKEND", "cpu,maht")
+    monkeypatch.setenv("ATTNREG_DISABLE", "nothing")
+    monkeypatch.setenv("ATTNREG_CONFIG", str(settings))
+    monkeypatch.setenv("ATTNREG_LOCK", str(lock))
+    result = call("check", "--json")
+    assert result.exit_code == 2
+    names, disabled, locked, strict = faults_of(result)["variables"]
+    assert (
+        names == f"ATTNREG_BACKEND: no backend is named 'maht'; did you mean 'math'? known backends: {KNOWN}"
+    )
+    assert disabled == f"ATTNREG_DISABLE: no backend is named 'nothing'; known backends: {KNOWN}"
+    assert locked.startswith(f"ATTNREG_LOCK: {lock}: ")
+    assert strict == f"{settings}:1: strict: got 3, expected true or false"
+    monkeypatch.setenv("ATTNREG_BACKND", "cpu")
+    assert "ATTNREG_BACKND: unknown variable" in faults_of(call("check", "--json"))["variables"][0]
+
+
+def test_variables_that_contradict_a_file_are_a_fault(call, monkeypatch, tmp_path):
+    file = tmp_path / "site.toml"
+    file.write_text('disabled = ["cpu"]\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(file))
+    monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
+    asked = "ATTNREG_BACKEND asks for 'cpu', but it is disabled by site.toml:1"
+    assert faults_of(call("check", "--json"))["variables"] == [asked]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("x.json", "{}", f": got no format, expected {lockfile.FORMAT!r} or {measured.FORMAT!r}"),
+        ("x.json", '{"format": "cheese"}', f": got the format 'cheese', expected {lockfile.FORMAT!r}"),
+        ("x.json", json.dumps({"format": lockfile.FORMAT}), ": "),
+        ("x.jsonl", "[]\n", ":1: "),
+        ("x.txt", "", ": got the suffix '.txt', expected settings (.toml), a lockfile or a table"),
+        ("x.toml", "strict =", ":1: not TOML: "),
+    ],
+    ids=["no format", "another format", "an empty lockfile", "a recording", "a suffix", "no TOML"],
+)
+def test_a_file_that_is_none_of_attnregs_is_a_fault(call, tmp_path, name, text, fault):
+    file = tmp_path / name
+    file.write_text(text)
+    result = call("check", str(file), "--json")
+    assert result.exit_code == 2
+    assert faults_of(result)[str(file)][0].startswith(f"{file}{fault}")
+
+
+def test_strict_settings_that_refuse_nothing_are_a_note(call, tmp_path):
+    file = tmp_path / "site.toml"
+    file.write_text('strict = true\n[devices.cuda]\norder = ["FA4", "Math"]\n')
+    result = call("check", str(file))
+    note = f"{file}:3: devices.cuda.order: names 'math', which runs every call: strict = true refuses no call"
+    assert (result.exit_code, f"Notes\n  {note} here\n" in result.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("template", ["default", "cpu", "hopper", "blackwell"])
+def test_init_writes_a_template_with_its_comments(call, tmp_path, template):
+    file = tmp_path / "attnreg.toml"
+    assert call("init", str(file), "--template", template).exit_code == 0
+    assert file.read_text("utf-8") == (FOLDER / f"{template}.toml").read_text("utf-8")
+    again = call("init", str(file))
+    assert (again.exit_code, again.stderr) == (
+        2,
+        f"attnreg: {file}: exists, expected the name of a new file\n",
+    )
+
+
+def test_init_names_the_templates(call, tmp_path):
+    result = call("init", str(tmp_path / "x.toml"), "--template", "hoper")
+    expected = "got 'hoper', expected one of blackwell, cpu, default, hopper; did you mean 'hopper'?"
+    assert (result.exit_code, result.stderr) == (2, f"attnreg: --template: {expected}\n")
