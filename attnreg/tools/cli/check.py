@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 
 def check(files: Files = None, as_json: AsJson = False) -> None:
-    """Check files and the variables ATTNREG_*, and show all faults.
+    """Check files and variables, and show all faults.
 
     The exit code is 2 if there is a fault. The files that variables and settings name are checked as well.
     Notes are about settings that are right but have no effect; they change no exit code.

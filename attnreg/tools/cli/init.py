@@ -19,7 +19,9 @@ Template = Annotated[
 
 
 def init(file: Out = Path("attnreg.toml"), template: Template = "default") -> None:
-    """Write a settings file with comments; an existing file stays as it is.
+    """Write a settings file with comments.
+
+    An existing file stays as it is.
 
     Example: attnreg init rollout.toml --template hopper
     """
