@@ -26,7 +26,7 @@ venv: $(READY) ## set up .venv, as every other target does when it has to
 $(READY): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "attnreg needs Python 3.11 or later, got $(PYTHON): make PYTHON=/path/to/python3.11"; exit 1; }
-	@echo "setting up .venv: once, a few hundred megabytes"
+	@echo "setting up .venv: once, a few hundred megabytes with the CPU build of torch"
 	@"$(PYTHON)" -m venv .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --requirement constraints.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \

@@ -270,6 +270,19 @@ def test_a_torch_that_is_too_old_is_one_error_whatever_else_it_lacks(monkeypatch
     assert tables() == before
 
 
+def test_a_torch_that_is_newer_than_any_that_was_tested_is_one_warning(monkeypatch, caplog):
+    captured._warn_of_newer.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.16.0a0+git1")
+        for _ in range(2):
+            captured.check_version()
+    captured._warn_of_newer.cache_clear()
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert message.startswith(
+        "torch 2.16.0a0+git1 is newer than 2.15, the newest version that attnreg was tested"
+    )
+
+
 TOO_OLD = """
 import sys, torch
 torch.__version__ = "2.8.1"

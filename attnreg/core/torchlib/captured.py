@@ -39,10 +39,26 @@ _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
 _warned_of = ""  # the implementation above the routers that the last warning named
 
 
+# The oldest version that attnreg supports, and the newest that its tests were run with (docs/versions.md).
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
 def check_version() -> None:
-    """Raise RegistrationError if torch is older than 2.11, the oldest version that attnreg supports."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+    """Raise RegistrationError if torch is too old; log a warning, once, if it is newer than was tested."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version < OLDEST:
         raise _make_version_error()
+    if version > NEWEST:
+        _warn_of_newer()
+
+
+@functools.cache
+def _warn_of_newer() -> None:
+    log.warning(
+        "torch %s is newer than 2.15, the newest version that attnreg was tested with; `attnreg verify` "
+        "compares its backends with float64 here",
+        torch.__version__,
+    )
 
 
 def capture(op: str, key: str) -> Callable[..., Any] | None:
