@@ -50,7 +50,10 @@ class Packing(NamedTuple):
 
 
 def read(numbers: Tensor) -> Tensor:
-    """Copy numbers to the CPU. Nothing else here waits for the device, so tests count the calls."""
+    """Copy numbers, of any shape and dtype, to the CPU.
+
+    Nothing else here waits for the device, so tests count the calls.
+    """
     return numbers.cpu()
 
 
@@ -134,7 +137,11 @@ def starts_of_positions(
 
 
 def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:
-    """Return the packing of a batch without padding by a layer's positions; None as for `pack`."""
+    """Return the packing of a batch without padding by a layer's positions; None as for `pack`.
+
+    `positions` are integers (1 or B, S), or None. `sizes` are the number of rows, and the length of each
+    row's query and key.
+    """
     starts = starts_of_positions(positions, sizes) if is_readable() else None
     return pack([Batch(sizes, None, starts)])[0]
 

@@ -160,7 +160,10 @@ class SharedMask:
         return self.structure.documents is not None and not self._is_packed and not is_readable()
 
     def dense_apart(self, positions: Tensor | None) -> Tensor:
-        """Return `dense` with keys of other documents hidden; a layer's positions tell the documents."""
+        """Return `dense`, bool (B, 1, S_q, S_k), with keys of other documents hidden.
+
+        A layer's `positions`, integers (1 or B, S) or None, tell the documents.
+        """
         if self._dense_apart is None:
             self._dense_apart = apart(self.dense(), self._starts(positions))
         return self._dense_apart

@@ -35,7 +35,10 @@ _kept: dict[tuple[object, ...], _Kept] = {}
 
 
 def read(numbers: Tensor) -> Tensor:
-    """Copy numbers to the CPU. Nothing else here waits for the device, so tests count the calls."""
+    """Copy numbers, of any shape and dtype, to the CPU.
+
+    Nothing else here waits for the device, so tests count the calls.
+    """
     return numbers.cpu()
 
 

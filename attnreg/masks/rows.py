@@ -30,7 +30,10 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[Tensor | None], overlap: str) -> Choice:
-        """Return the choice for calls with these rows, one entry a call; None for all rows."""
+        """Return the choice for calls with these rows, one entry a call; None for all rows.
+
+        Rows are int64 indices, of shape (n,).
+        """
         distinct = {id(indices): indices for indices in rows if indices is not None}
         numbers = {name: number for number, name in enumerate(distinct)}
         return cls(tuple(distinct.values()), tuple(numbers.get(id(indices)) for indices in rows), overlap)

@@ -167,8 +167,12 @@ def balanced(
 ) -> Layout:
     """Spread documents over ranks by cost; a document is cut only where a rank would have too much work.
 
-    `per_token` is the cost of a token outside of attention, in pairs. The most loaded rank may exceed the
-    mean by the share `tolerance` before a document is cut for it.
+    `cu_seq` has integers, (documents + 1,), on any device. `per_token` is the cost of a token outside of
+    attention, in pairs. The most loaded rank may exceed the mean by the share `tolerance` before a document
+    is cut for it.
+
+    Raises:
+        InvalidInputError: an argument has a wrong type or value.
     """
     offsets = checked_offsets(cu_seq, ranks)
     costs = _Costs(offsets, *window(window_size, is_causal), per_token)

@@ -58,7 +58,14 @@ class Kind(NamedTuple):
 
 
 def kind_of(query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, longest: int) -> Kind:
-    """Return the kind of a call whose tensors have passed `check_tensors`."""
+    """Return the kind of a call whose tensors have passed `check_tensors`.
+
+    Query, key and value are (rows, H, D), (rows, H_k, D) and (rows, H_k, D_v). `longest` is the longest
+    document, in tokens.
+
+    Raises:
+        InvalidInputError: the scale, an option, the window or the backend is wrong.
+    """
     bound = bounds(window(arguments.window_size, arguments.is_causal), False, longest, longest)
     shape = Shape(
         query.shape[1], key.shape[1], query.shape[2], value.shape[2], query.element_size(),
@@ -120,7 +127,8 @@ def problem_of(
 ) -> UnsupportedInputError | None:
     """Return the error of the first of this rank's calls that no backend can run, or None.
 
-    It is called before any call runs: afterwards ranks whose calls can run would wait for this rank.
+    It is called before any call runs: afterwards ranks whose calls can run would wait for this rank. The
+    tensors of a call are query, key and value, packed (T, H, D); no value is read.
     """
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)
@@ -147,7 +155,13 @@ def check_refused(refused: dict[str, object]) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor | None, layout: Layout) -> None:
-    """Raise unless offsets equal a layout's; offsets on a GPU are read back, which waits for the GPU."""
+    """Raise unless offsets equal a layout's; offsets on a GPU are read back, which waits for the GPU.
+
+    `offsets` are int32 (documents + 1,).
+
+    Raises:
+        InvalidInputError: they are None, or others; the message has the argument's `name`.
+    """
     got = "None"
     if offsets is not None:
         got = f"shape {tuple(offsets.shape)}, {offsets.dtype} on {offsets.device}"

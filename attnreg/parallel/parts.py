@@ -108,7 +108,10 @@ class Plan(NamedTuple):
 
 
 def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
-    """Return the rows of runs, concatenated; a single run isn't copied."""
+    """Return the rows of runs, concatenated; a single run isn't copied.
+
+    `sources` are tensors (rows, ...) of one dtype, by their numbers (see `Run`); number 0 is among them.
+    """
     dtype = sources[0].dtype
     if len(runs) < 2:
         return sources[runs[0].source][runs[0].begin : runs[0].end] if runs else sources[0][:0]
@@ -182,7 +185,7 @@ def _part(
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device, to a GPU from pinned memory, so that the host doesn't wait."""
+    """Copy a tensor of any shape to a device, to a GPU from pinned memory, so that the host doesn't wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
