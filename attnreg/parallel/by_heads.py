@@ -24,7 +24,7 @@ from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import Places, Run, on_device, taken
-from attnreg.parallel.stepwise import Options, without_values
+from attnreg.parallel.stepwise import KernelOptions, without_values
 
 # The least bytes of a group's query, key and value on a rank: smaller messages cost more time than they hide.
 ENOUGH, MOST_GROUPS = 64 * 2**20, 4
@@ -93,13 +93,13 @@ def _in_order(rows: Tensor, order: Rows) -> Tensor:
     return rows[order] if isinstance(order, Tensor) else taken({0: rows}, order)
 
 
-class Work(NamedTuple):
+class WorkByHeads(NamedTuple):
     """A distributed call, without its tensors."""
 
     batch: WholeBatch
     window: tuple[int, int]
     group: Any
-    options: Options
+    options: KernelOptions
     with_lse: bool
 
     @property
@@ -174,7 +174,7 @@ class AttentionByHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, work: Work
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, work: WorkByHeads
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output (T, H, D_v), and the LSE (H, T) if the call returns it or has sinks, else None.
 
@@ -266,7 +266,7 @@ class AttentionByHeads(torch.autograd.Function):
 
 
 def _backward(
-    work: Work, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
+    work: WorkByHeads, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a group of heads."""
     return run_backward(grad, list(saved), work.call(saved[0]), work.options.choice, grad_lse)

@@ -25,11 +25,11 @@ from attnreg.core.varlen.autograd import run_backward, run_forward
 from attnreg.core.varlen.plans import call_of
 from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
-from attnreg.parallel.parts import Move, Part, Plan, Put, Run, taken
+from attnreg.parallel.parts import Move, Part, Put, Run, StepPlan, taken
 from attnreg.parallel.results import ALL, Sums, put_or_merge, wide
 
 
-class Options(NamedTuple):
+class KernelOptions(NamedTuple):
     """The options that all kernel calls of a distributed call share."""
 
     scale: float | None
@@ -51,9 +51,9 @@ class Work:
             once, so later groups arrive while the first is computed.
     """
 
-    plan: Plan
+    plan: StepPlan
     group: Any
-    options: Options
+    options: KernelOptions
     groups: int = 1
 
     def heads(self, tensor: Tensor, move: Move | None) -> list[slice]:
