@@ -179,7 +179,7 @@ def checked_call(
 ) -> Planned | None:
     """Return the `Call` and the plan of `attend_packed` without a gradient; raise that function's errors.
 
-    The arguments are those of `attend_packed`: `q` is (T_q, H, D), `k` and `v` may be pages. The caller has
+    The arguments are those of `attend_packed`, in its shapes and dtypes: `q` is (T_q, H, D). The caller has
     to run this plan: with the policy "adaptive" the next plan may be another backend's turn. Returns None for
     a call that is traced, or seen by modes or subclasses: its op raises the remaining errors.
     """

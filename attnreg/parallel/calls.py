@@ -60,11 +60,13 @@ class SpreadKind(NamedTuple):
 def kind_of(query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, longest: int) -> SpreadKind:
     """Return the kind of a call whose tensors have passed `check_tensors`.
 
-    Query, key and value are (rows, H, D), (rows, H_k, D) and (rows, H_k, D_v). `longest` is the longest
-    document, in tokens.
+    Query, key and value are (rows, H, D), (rows, H_k, D) and (rows, H_k, D_v), in one floating-point dtype.
+    `longest` is the longest document, in tokens.
 
     Raises:
-        InvalidInputError: the scale, an option, the window or the backend is wrong.
+        InvalidInputError: the scale, an option or the window is wrong.
+        UnknownBackendError: no backend has the name that the call asks for.
+        BackendUnavailableError: that backend can't load here.
     """
     bound = bounds(window(arguments.window_size, arguments.is_causal), False, longest, longest)
     shape = CallShape(
@@ -128,7 +130,7 @@ def problem_of(
     """Return the error of the first of this rank's calls that no backend can run, or None.
 
     It is called before any call runs: afterwards ranks whose calls can run would wait for this rank. The
-    tensors of a call are query, key and value, packed (T, H, D); no value is read.
+    tensors of a call are query, key and value, packed (T, H, D), floating point; no value is read.
     """
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)

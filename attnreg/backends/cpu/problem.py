@@ -86,7 +86,7 @@ def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> N
 
 
 def count_of(q: Tensor, call: Call) -> int:
-    """Return the number of sequences of a call with the query `q`, (B, S, H, D) or packed (T, H, D)."""
+    """Return the number of sequences of a call with query `q`, (B, S, H, D) or (T, H, D) in any dtype."""
     return q.size(0) if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
 
 

@@ -129,7 +129,7 @@ def family_of_spec(direction: str, spec: AttentionSpec) -> Family:
 
 
 def batch_of(query: Tensor, call: Call) -> int:
-    """Return the number of sequences of a call with the query (B, S, H, D) or packed (T, H, D)."""
+    """Return the number of sequences of a call with a query (B, S, H, D) or (T, H, D), in any dtype."""
     return query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
 
 

@@ -92,11 +92,8 @@ class Output:
     def add(self, weighted: Tensor, fade: Tensor, keys: Tensor, values: Tensor) -> None:
         """Add the weighted values of a tile; its keys and values determine the expected rounding.
 
-        Args:
-            weighted: the sums of weighted values, (b, H, rows, D_v).
-            fade: the factor for earlier sums, (b, H, rows, 1).
-            keys: (b, H_k, columns, D).
-            values: (b, H_k, columns, D_v).
+        `weighted` is (b, H, rows, D_v) and `fade`, the factor for earlier sums, (b, H, rows, 1). Keys are (b,
+        H_k, columns, D), values (b, H_k, columns, D_v). All have the dtype of the computation.
         """
         self._sum = self._sum * fade + weighted
         self._longest_key = torch.maximum(self._longest_key, _largest(keys.norm(dim=-1)))

@@ -99,8 +99,8 @@ def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: boo
     """Whether the lengths of a call's tensors fit each other, as far as `check` looks at lengths.
 
     A plan is made once for all lengths of a class, so that this is looked at in each call. Tensors are (B, S,
-    H, D), (B, H, S, D) with `bhsd`, or packed (T, H, D). With a `block_table` key and value are pages,
-    (pages, page size, H, D).
+    H, D), (B, H, S, D) with `bhsd`, or packed (T, H, D), in any dtype. With a `block_table` key and value are
+    pages, (pages, page size, H, D).
     """
     if call.cu_seqlens_q is None:
         rows = 2 if bhsd else 1
@@ -120,7 +120,7 @@ def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: boo
 def lengths_of(query: Tensor, key: Tensor, call: Call) -> Lengths:
     """Return the lengths of a checked call.
 
-    Query and key are (B, S, H, D) or packed (T, H, D); with a `block_table` the key is pages.
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. With a `block_table` the key is pages.
     """
     if call.cu_seqlens_q is None:
         batch = query.shape[0]
@@ -173,7 +173,10 @@ def with_aliased_offsets(call: Call) -> Call:
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
-    """Return the softmax scale: as given, else one over the root of the head dim of `query`, (..., D)."""
+    """Return the softmax scale: as given, else one over the root of the head dim of `query`.
+
+    The query is (..., D), in any dtype.
+    """
     return scale if scale is not None else float((query.shape[-1] or 1) ** -0.5)
 
 

@@ -64,7 +64,7 @@ def check_tensors(**given: object) -> None:
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
     """Check a call without `enable_gqa`: it has to have as many key as query heads.
 
-    Query, key and value are (T, H, D); key and value may be pages, (pages, page size, H, D).
+    Query, key and value are (T, H, D), floating point; key and value may be pages, (pages, page size, H, D).
 
     Raises:
         InvalidInputError: the numbers of heads differ, or another argument doesn't fit.

@@ -31,7 +31,8 @@ def may_be_counted(plan: Plan, sinks: Tensor) -> bool:
 
     Not in a plan's first call, so that the kernel has run without them before a CUDA graph is captured, where
     nothing is known of offsets. Of a forward whose LSE the program gets this isn't asked: a kernel's may be
-    infinite where a sink is far above the scores.
+    infinite where a sink is far above the scores. Sinks in another dtype than float16, bfloat16 or float32
+    aren't given.
     """
     if plan.counts_sinks is None or not plan.is_checked:
         return False
