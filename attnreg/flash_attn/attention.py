@@ -102,7 +102,14 @@ class Options(NamedTuple):
         block_table: Tensor | None = None,
         num_splits: int | None = None,
     ) -> Call:
-        """Return the contract's `Call`; for a dense call both offsets are None."""
+        """Return the contract's `Call`; for a dense call both offsets are None.
+
+        `query` is (T_q, H, D), or (B, S_q, H, D) of a dense call. `seqused_k` is int32 (B,), `block_table`
+        int32 (B, pages of a sequence).
+
+        Raises:
+            InvalidInputError: an option has a wrong type or value.
+        """
         bound = window(self.window_size, self.causal)
         options = {
             "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
@@ -172,9 +179,9 @@ def checked_call(
 ) -> Planned | None:
     """Return the `Call` and the plan of `attend_packed` without a gradient; raise that function's errors.
 
-    The caller has to run this plan: with the policy "adaptive" the next plan may be another backend's turn.
-    Returns None for a call that is traced, or seen by modes or subclasses: its op raises the remaining
-    errors.
+    The arguments are those of `attend_packed`, in its shapes and dtypes: `q` is (T_q, H, D). The caller has
+    to run this plan: with the policy "adaptive" the next plan may be another backend's turn. Returns None for
+    a call that is traced, or seen by modes or subclasses: its op raises the remaining errors.
     """
     check_tensors(alibi_slopes=options.alibi_slopes)
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes
@@ -223,7 +230,11 @@ def check_untraced(instead: str) -> None:
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
-    """Check that a tensor is neither nested nor sparse."""
+    """Check that a tensor, of any shape and dtype, is neither nested nor sparse.
+
+    Raises:
+        InvalidInputError: it is; the message has the argument's `name`.
+    """
     if tensor.is_nested or tensor.layout != torch.strided:
         got = "a nested tensor" if tensor.is_nested else str(tensor.layout)
         raise InvalidInputError(f"{name}: got {got}, expected torch.strided")

@@ -34,7 +34,10 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `index_first_axis`, and a view of `input`, for a residual connection."""
+    """Return `index_first_axis`, and a view of `input`, for a residual connection.
+
+    `input` is (rows, ...) of any dtype, `indices` int64 (n,).
+    """
     return index_first_axis(input, indices), input.view_as(input)
 
 

@@ -96,7 +96,16 @@ def check_places(
     used: Tensor,
     new: int,
 ) -> None:
-    """Check which keys a call uses; on a GPU not the numbers, because reading them would wait for it."""
+    """Check which keys a call uses; on a GPU not the numbers, because reading them would wait for it.
+
+    `q` is (B, S_q, H, D). `k_cache` is (sequences, S_k, H_k, D), or pages, (pages, page size, H_k, D).
+    `places` and `leftpad` are integers (B,), `block_table` integers (B, pages of a sequence). Sequences have
+    `used` tokens in the cache, int32 (B,), and get `new` ones each.
+
+    Raises:
+        InvalidInputError: a tensor has another form, or a number is out of range.
+        UnsupportedInputError: the storage of `leftpad` was freed.
+    """
     check_in_memory(cache_leftpad=leftpad)
     if block_table is not None and _is_read(block_table, used):
         counts = (-((used + new) // -k_cache.shape[1])).tolist()

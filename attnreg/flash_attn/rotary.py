@@ -83,7 +83,10 @@ def positions(first: Tensor, count: int) -> Tensor:
 
 
 def check_compiled(name: str, numbers: Tensor, below: int) -> None:
-    """Make compiled code on a CPU raise a `RuntimeError` if numbers aren't within 0 to `below - 1`."""
+    """Make compiled code on a CPU raise a `RuntimeError` if numbers aren't within 0 to `below - 1`.
+
+    `numbers` are integers of any shape.
+    """
     if torch.compiler.is_compiling() and numbers.is_cpu:
         fit = ((numbers >= 0) & (numbers < below)).all()
         # The message hasn't the limit: dynamic code would be compiled anew for each limit.

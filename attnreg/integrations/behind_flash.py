@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
 from attnreg.flash_attn import attention as flash
-from attnreg.integrations.packing import Options, Packing, attend, of_equal_lengths
+from attnreg.integrations.packing import LayerOptions, Packing, attend, of_equal_lengths
 
 NAME = "flash_attention_2"
 
@@ -110,7 +110,7 @@ def flash_attn_varlen_func(
             )
         alone = flash.Options(dropout_p, softmax_scale, causal, (left, right), softcap, None, deterministic)
         return flash.attend_packed(q, k, v, lengths, alone)[0]
-    options = Options(dropout_p, softmax_scale, softcap, s_aux)
+    options = LayerOptions(dropout_p, softmax_scale, softcap, s_aux)
     return attend(q, k, v, Packing(None, None, *lengths), (left, 0 if causal else right), options)
 
 

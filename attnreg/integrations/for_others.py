@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
 from attnreg.integrations.masked import apart, masked
-from attnreg.integrations.packing import Options, Window, starts_of_positions
+from attnreg.integrations.packing import LayerOptions, Window, starts_of_positions
 from attnreg.integrations.shared_mask import SharedMask
 
 
@@ -24,7 +24,7 @@ def attend_for_others(
     value: Tensor,
     mask: SharedMask | Tensor | None,
     window: Window,
-    options: Options,
+    options: LayerOptions,
     others: dict[str, Any],
 ) -> Tensor:
     """Compute a layer's call.

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnreg.integrations.packing import Window
 
 
-class Structure(NamedTuple):
+class MaskFunctionStructure(NamedTuple):
     """A window, (left, right) as for `varlen_attn`, and each token's document number, integers (B, S)."""
 
     window: Window
@@ -28,14 +28,14 @@ def is_bidirectional(mask_function: Callable[..., Any] | None) -> bool:
     return mask_function is bidirectional_mask_function
 
 
-def structure_of(mask_function: Callable[..., Any] | None) -> Structure | None:
+def structure_of(mask_function: Callable[..., Any] | None) -> MaskFunctionStructure | None:
     """Return the structure of a mask function; None if it means more than a window and documents."""
     from transformers import masking_utils as theirs
 
     if mask_function in (None, theirs.causal_mask_function):
-        return Structure((-1, 0))
+        return MaskFunctionStructure((-1, 0))
     if is_bidirectional(mask_function):
-        return Structure((-1, -1))
+        return MaskFunctionStructure((-1, -1))
     parts, nothing = _parts(mask_function), torch.empty(0)
     if len(parts) != 2:
         return None
@@ -44,7 +44,7 @@ def structure_of(mask_function: Callable[..., Any] | None) -> Structure | None:
     for first, second in (parts, parts[::-1]):  # documents come first in transformers 5.23, last in others
         window = _made_by(theirs.sliding_window_overlay(1), first).get("sliding_window")
         if window is not None and second is theirs.causal_mask_function:
-            return Structure((window - 1, 0))
+            return MaskFunctionStructure((window - 1, 0))
         documents = documents_of(first)
         inner = structure_of(_made_by(remapped, second).get("mask_function", second))
         if documents is not None and inner is not None:

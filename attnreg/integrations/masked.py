@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnreg.errors import InvalidInputError
-from attnreg.integrations.packing import Options, is_captured
+from attnreg.integrations.packing import LayerOptions, is_captured
 
 # Without PyTorch's cuDNN kernel: the first call of cuDNN in a thread can't be captured, because it allocates
 # memory (torch 2.11 on an H100).
@@ -18,7 +18,7 @@ _RECORDABLE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def masked(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options, has_run: bool = True
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: LayerOptions, has_run: bool = True
 ) -> Tensor:
     """Compute a call with a dense mask.
 
@@ -69,7 +69,7 @@ def apart(dense: Tensor, starts: Tensor | None) -> Tensor:
     return dense.logical_and(numbers[:, None, :, None] == of_keys[:, None, None, :])
 
 
-def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Options) -> Tensor:
+def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: LayerOptions) -> Tensor:
     """Compute attention by PyTorch operations over the whole matrix of scores; no backend supports this."""
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     scores = (query @ key.transpose(-1, -2)) * scale

@@ -50,7 +50,10 @@ class Packing(NamedTuple):
 
 
 def read(numbers: Tensor) -> Tensor:
-    """Copy numbers to the CPU. Nothing else here waits for the device, so tests count the calls."""
+    """Copy numbers, of any shape and dtype, to the CPU.
+
+    Nothing else here waits for the device, so tests count the calls.
+    """
     return numbers.cpu()
 
 
@@ -82,7 +85,7 @@ def of_equal_lengths(batch: int, length_q: int, length_k: int, device: torch.dev
     return Packing(None, None, cu_seq_q, cu_seq_k, length_q, length_k)
 
 
-class Batch(NamedTuple):
+class UnpackedBatch(NamedTuple):
     """The padding and the documents of a batch, on the device.
 
     Attributes:
@@ -134,12 +137,16 @@ def starts_of_positions(
 
 
 def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:
-    """Return the packing of a batch without padding by a layer's positions; None as for `pack`."""
+    """Return the packing of a batch without padding by a layer's positions; None as for `pack`.
+
+    `positions` are integers (1 or B, S), or None. `sizes` are the number of rows, and the length of each
+    row's query and key.
+    """
     starts = starts_of_positions(positions, sizes) if is_readable() else None
-    return pack([Batch(sizes, None, starts)])[0]
+    return pack([UnpackedBatch(sizes, None, starts)])[0]
 
 
-def pack(batches: list[Batch]) -> list[Packing | None]:
+def pack(batches: list[UnpackedBatch]) -> list[Packing | None]:
     """Return the packing of each batch, with a single read-back for all of them.
 
     A packing is None for a batch without padding whose rows are one document each. If numbers can't be read
@@ -163,7 +170,7 @@ def pack(batches: list[Batch]) -> list[Packing | None]:
     ]
 
 
-def _known(batch: Batch, known: list[Tensor]) -> Packing | None:
+def _known(batch: UnpackedBatch, known: list[Tensor]) -> Packing | None:
     """Return the packing of a batch by the numbers that were read back: facts, starts, or both."""
     rows, length_q, length_k = batch.sizes
     if batch.padding is not None:
@@ -193,7 +200,7 @@ def _last_counted(keys: Tensor) -> Tensor:
     return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
 
-def _padded(batch: Batch, facts: Tensor | None, starts: Tensor | None = None) -> Packing:
+def _padded(batch: UnpackedBatch, facts: Tensor | None, starts: Tensor | None = None) -> Packing:
     """Return the packing of the tokens that count; `facts` and `starts` are numbers read back, or None."""
     (keys, queries), length_q = batch.padding, batch.sizes[1]  # type: ignore[misc]
     total_q = total_k = has_holes = None
@@ -242,7 +249,7 @@ def _of_all(batch: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
 
 
-class Options(NamedTuple):
+class LayerOptions(NamedTuple):
     """A layer's options, besides its tensors and its mask; sinks are (H,)."""
 
     dropout: float
@@ -252,7 +259,7 @@ class Options(NamedTuple):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: LayerOptions
 ) -> Tensor:
     """Compute attention over the sequences of a packing.
 

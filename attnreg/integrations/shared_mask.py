@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from attnreg.errors import UnsupportedInputError
-from attnreg.integrations.mask_functions import Structure, documents_of, is_bidirectional, structure_of
+from attnreg.integrations.mask_functions import (
+    MaskFunctionStructure,
+    documents_of,
+    is_bidirectional,
+    structure_of,
+)
 from attnreg.integrations.masked import apart
 from attnreg.integrations.packing import (
-    Batch,
     Packing,
+    UnpackedBatch,
     Window,
     is_readable,
     pack,
@@ -65,7 +70,7 @@ class SharedMask:
         self,
         sizes: tuple[int, int, int],
         length_k: int,
-        structure: Structure | None,
+        structure: MaskFunctionStructure | None,
         padding: tuple[Tensor, Tensor | None] | None,
         is_overlaid: bool,
         make_dense: Callable[[], Any],
@@ -137,8 +142,8 @@ class SharedMask:
                 mask._packing, mask._is_packed = packing, True
         return self._packing
 
-    def _batch(self, positions: Tensor | None) -> Batch:
-        return Batch(self.sizes, self.padding, self._starts(positions) if is_readable() else None)
+    def _batch(self, positions: Tensor | None) -> UnpackedBatch:
+        return UnpackedBatch(self.sizes, self.padding, self._starts(positions) if is_readable() else None)
 
     def _starts(self, positions: Tensor | None) -> Tensor | None:
         if self.padding is None and self.structure is not None and self.structure.documents is not None:
@@ -160,7 +165,10 @@ class SharedMask:
         return self.structure.documents is not None and not self._is_packed and not is_readable()
 
     def dense_apart(self, positions: Tensor | None) -> Tensor:
-        """Return `dense` with keys of other documents hidden; a layer's positions tell the documents."""
+        """Return `dense`, bool (B, 1, S_q, S_k), with keys of other documents hidden.
+
+        A layer's `positions`, integers (1 or B, S) or None, tell the documents.
+        """
         if self._dense_apart is None:
             self._dense_apart = apart(self.dense(), self._starts(positions))
         return self._dense_apart
@@ -212,7 +220,7 @@ def shared_mask(
     if is_plain and not (use_vmap or is_chunked):
         # `local_size` of a causal window includes the token itself; of a bidirectional window it doesn't.
         left = -1 if local_size is None else local_size - (1 if allow_is_causal_skip else 0)
-        structure = Structure((left, 0 if allow_is_causal_skip else left))
+        structure = MaskFunctionStructure((left, 0 if allow_is_causal_skip else left))
     elif not (use_vmap or torch.compiler.is_compiling()):
         structure = structure_of(mask_function)
     sizes, keys = (batch_size, q_length, kv_length), None
@@ -234,8 +242,8 @@ def shared_mask(
 
 
 def _aligned(
-    sizes: tuple[int, int, int], q_offset: int, kv_offset: int, structure: Structure
-) -> tuple[tuple[int, int, int], Structure | None]:
+    sizes: tuple[int, int, int], q_offset: int, kv_offset: int, structure: MaskFunctionStructure
+) -> tuple[tuple[int, int, int], MaskFunctionStructure | None]:
     """Return the sizes without unused keys; no structure if the keys don't end with the queries."""
     batch, length_q, length_k = sizes
     if structure.window == (-1, -1):

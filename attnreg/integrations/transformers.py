@@ -23,7 +23,7 @@ from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInpu
 from attnreg.integrations import behind_flash
 from attnreg.integrations.for_others import attend_for_others
 from attnreg.integrations.masked import masked
-from attnreg.integrations.packing import Options, Packing, Window, attend, by_positions, of_equal_lengths
+from attnreg.integrations.packing import LayerOptions, Packing, Window, attend, by_positions, of_equal_lengths
 from attnreg.integrations.shared_mask import SharedMask, shared_mask
 
 __all__ = ["install"]
@@ -122,7 +122,7 @@ def attention(
         _check_sizes(attention_mask, (query.shape[0], query.shape[2], key.shape[2]))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
-    window, options = (left, 0 if causal else left), Options(dropout, scaling, softcap or 0.0, s_aux)
+    window, options = (left, 0 if causal else left), LayerOptions(dropout, scaling, softcap or 0.0, s_aux)
     return _attend(query, key, value, attention_mask, window, options, others), None
 
 
@@ -132,7 +132,7 @@ def _attend(
     value: Tensor,
     mask: SharedMask | Tensor | None,
     window: Window,
-    options: Options,
+    options: LayerOptions,
     others: dict[str, Any],
 ) -> Tensor:
     if is_for_others():
@@ -169,7 +169,7 @@ def _attend(
     return _packed(query, key, value, packing.on(query.device), window, options)
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: Options) -> Tensor:
+def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: LayerOptions) -> Tensor:
     """Compute a call without padding, by PyTorch's own function if that has all of the options."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
     left = -1 if window[0] >= length_k - 1 else window[0]
@@ -188,7 +188,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: O
 
 
 def _packed(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: Options
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, window: Window, options: LayerOptions
 ) -> Tensor:
     """Compute a call as packed sequences; the output of padding is 0."""
     batch, heads, length, _ = query.shape

@@ -24,18 +24,21 @@ from attnreg.masks.structure import Sizes, Structure, describe, structure_of
 _MOST_KEPT = 64
 
 
-class _Kept(NamedTuple):
+class _KeptStructure(NamedTuple):
     owner: weakref.ref[Tensor]
     storage: object  # kept alive, because the address of a freed storage is reused
     structure: Structure | str
 
 
 _lock = open_after_fork(threading.Lock())
-_kept: dict[tuple[object, ...], _Kept] = {}
+_kept: dict[tuple[object, ...], _KeptStructure] = {}
 
 
 def read(numbers: Tensor) -> Tensor:
-    """Copy numbers to the CPU. Nothing else here waits for the device, so tests count the calls."""
+    """Copy numbers, of any shape and dtype, to the CPU.
+
+    Nothing else here waits for the device, so tests count the calls.
+    """
     return numbers.cpu()
 
 
@@ -63,7 +66,7 @@ def find(mask: Tensor, sizes: Sizes) -> Structure | str:
         for oldest in [*_kept][: max(len(_kept) + 1 - _MOST_KEPT, 0)]:
             _kept.pop(oldest, None)
         gone: Callable[[Any], object] = lambda _: _kept.pop(key, None)  # noqa: E731 - it needs no name
-        _kept[key] = _Kept(weakref.ref(owner, gone), owner.untyped_storage(), structure)
+        _kept[key] = _KeptStructure(weakref.ref(owner, gone), owner.untyped_storage(), structure)
     return structure
 
 

@@ -15,7 +15,7 @@ from attnreg.core.torchlib.modes import differentiable_once
 APART, OVERLAPPING, REPEATED = "apart", "overlapping", "repeated"
 
 
-class Choice(NamedTuple):
+class RowChoice(NamedTuple):
     """The rows of a tensor (B * S, H, D) that packed calls read.
 
     Attributes:
@@ -29,8 +29,11 @@ class Choice(NamedTuple):
     overlap: str
 
     @classmethod
-    def of(cls, rows: Sequence[Tensor | None], overlap: str) -> Choice:
-        """Return the choice for calls with these rows, one entry a call; None for all rows."""
+    def of(cls, rows: Sequence[Tensor | None], overlap: str) -> RowChoice:
+        """Return the choice for calls with these rows, one entry a call; None for all rows.
+
+        Rows are int64 indices, of shape (n,).
+        """
         distinct = {id(indices): indices for indices in rows if indices is not None}
         numbers = {name: number for number, name in enumerate(distinct)}
         return cls(tuple(distinct.values()), tuple(numbers.get(id(indices)) for indices in rows), overlap)
@@ -50,7 +53,9 @@ class Choice(NamedTuple):
         return of_all
 
 
-def chosen(tensors: Sequence[Tensor], choices: Sequence[Choice], differentiable: bool) -> list[list[Tensor]]:
+def chosen(
+    tensors: Sequence[Tensor], choices: Sequence[RowChoice], differentiable: bool
+) -> list[list[Tensor]]:
     """Return, for each tensor (B * S, H, D), the rows that each packed call reads, (rows, H, D)."""
     if not any(choice.rows for choice in choices):
         return [[x] * len(choice.of_call) for x, choice in zip(tensors, choices, strict=True)]
@@ -71,7 +76,7 @@ def joined(count: int, rows: Sequence[Tensor], results: Sequence[Tensor], differ
     return all_rows  # type: ignore[no-any-return]
 
 
-def _taken(choices: Sequence[Choice], *tensors: Tensor) -> tuple[Tensor, ...]:
+def _taken(choices: Sequence[RowChoice], *tensors: Tensor) -> tuple[Tensor, ...]:
     pairs = zip(tensors, choices, strict=True)
     return tuple(x.index_select(0, rows) for x, choice in pairs for rows in choice.rows)
 
@@ -80,7 +85,7 @@ def _taken(choices: Sequence[Choice], *tensors: Tensor) -> tuple[Tensor, ...]:
 # itself. A single gradient for all packed calls saves one pass over it for each call.
 class _Chosen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, choices: Sequence[Choice], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, choices: Sequence[RowChoice], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.choices, ctx.shapes = choices, [x.shape for x in tensors]
         return _taken(choices, *tensors)
 

@@ -37,8 +37,8 @@ def sequences(low: Tensor, high: Tensor) -> list[Sequences] | str:
     Query t of a sequence sees those of its keys that are within the window.
 
     Args:
-        low: int64 (queries,), the first key of each query. It rises within a document.
-        high: int64 (queries,), the last key of each query. It rises within a document.
+        low: int64 of shape (queries,), the first key of each query. It rises within a document.
+        high: int64 of shape (queries,), the last key of each query. It rises within a document.
     """
     by_low, by_high = low.diff(), high.diff()
     joined = low[1:] <= high[:-1]

@@ -32,7 +32,7 @@ from attnreg.core.varlen.front import varlen_attn
 from attnreg.errors import AttnregError
 from attnreg.masks.cache import find
 from attnreg.masks.rows import chosen, joined
-from attnreg.masks.structure import Part, Structure
+from attnreg.masks.structure import MaskPart, Structure
 
 LEFT = "as given: "
 
@@ -122,7 +122,7 @@ def _fits(call: SdpaCall, mask: Tensor) -> bool:
     )
 
 
-def spec_of(call: SdpaCall, part: Part) -> AttentionSpec:
+def spec_of(call: SdpaCall, part: MaskPart) -> AttentionSpec:
     """Return the spec of one of the packed calls that replace a call."""
     query, key, value = autocast(*call[:3])
     return AttentionSpec(
@@ -173,7 +173,7 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
     return out.view(batch, length, heads, -1).transpose(1, 2)
 
 
-def _run(call: SdpaCall, part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _run(call: SdpaCall, part: MaskPart, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     result: Any = varlen_attn(
         query, key, value, part.cu_seq_q, part.cu_seq_k, part.max_q, part.max_k, scale=call.scale,
         window_size=part.window, enable_gqa=True, dropout_p=call.dropout_p,

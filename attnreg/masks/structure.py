@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.masks.rows import APART, OVERLAPPING, REPEATED, Choice
+from attnreg.masks.rows import APART, OVERLAPPING, REPEATED, RowChoice
 from attnreg.masks.sequences import Sequences, sequences
 
 Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
@@ -24,7 +24,7 @@ Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
 MOST_ELEMENTS = 2**27
 
 
-class Part(NamedTuple):
+class MaskPart(NamedTuple):
     """One packed call: sequences with the same window.
 
     Attributes:
@@ -59,7 +59,7 @@ class Structure:
     """
 
     seen: str
-    parts: tuple[Part, ...]
+    parts: tuple[MaskPart, ...]
     is_causal: bool | None
     shares: tuple[float, float]
     refused: dict[tuple[object, ...], str]
@@ -75,14 +75,14 @@ class Structure:
                 moved[id(value)] = value.to(device)
             return moved[id(value)]
 
-        return replace(self, parts=tuple(Part(*map(move, part)) for part in self.parts))
+        return replace(self, parts=tuple(MaskPart(*map(move, part)) for part in self.parts))
 
     @cached_property
-    def choices(self) -> tuple[Choice, Choice]:
+    def choices(self) -> tuple[RowChoice, RowChoice]:
         """The queries, and the keys, that each packed call reads."""
         overlap = REPEATED if any(part.repeats for part in self.parts) else OVERLAPPING
-        queries = Choice.of([part.rows_q for part in self.parts], APART)
-        return queries, Choice.of([part.rows_k for part in self.parts], overlap)
+        queries = RowChoice.of([part.rows_q for part in self.parts], APART)
+        return queries, RowChoice.of([part.rows_k for part in self.parts], overlap)
 
 
 def describe(mask: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) 
     return Structure(_seen(made, shares, documents), made, is_causal, shares, {})
 
 
-def _part(of: Sequences, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place: bool) -> Part:
+def _part(of: Sequences, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place: bool) -> MaskPart:
     """Return the packed call of sequences with the same window."""
     batch, length_q, length_k = sizes
     ends = of.counts.cumsum(0)
@@ -162,12 +162,12 @@ def _part(of: Sequences, rows: Tensor, key_rows: Tensor, sizes: Sizes, in_place:
     if in_place and (offsets := _in_place((rows_q, of.lengths, totals[0]), (rows_k, of.counts, totals[1]))):
         of_all_q, of_all_k = offsets
         longest = int(of_all_q.diff().max()), int(of_all_k.diff().max())
-        return Part(None, None, False, of_all_q.int(), of_all_k.int(), *longest, of.window)
+        return MaskPart(None, None, False, of_all_q.int(), of_all_k.int(), *longest, of.window)
     # A single tensor if both are equal, as in self-attention without padding.
     cu_seq_q = cu_seq_k = _offsets(of.lengths).int()
     if not torch.equal(of.lengths, of.counts):
         cu_seq_k = _offsets(of.counts).int()
-    return Part(
+    return MaskPart(
         _unless_all(rows_q, totals[0]), _unless_all(rows_k, totals[1]), repeats,
         cu_seq_q, cu_seq_k, int(of.lengths.max()), int(of.counts.max()), of.window,
     )  # fmt: skip
@@ -196,13 +196,13 @@ def _in_place(*sides: tuple[Tensor, Tensor, int]) -> tuple[Tensor, Tensor] | Non
     return torch.cat([none, of_q[is_new]]), torch.cat([none, of_k[is_new]])
 
 
-def _with_shared_keys(parts: list[Part]) -> tuple[Part, ...]:
+def _with_shared_keys(parts: list[MaskPart]) -> tuple[MaskPart, ...]:
     """Make packed calls with equal keys share a tensor of indices, so that the keys are copied once.
 
     Under a causal mask with padding two calls have equal keys: queries before the padding, and queries in it,
     which see all keys.
     """
-    shared: list[Part] = []
+    shared: list[MaskPart] = []
     for part in parts:
         rows = part.rows_k
         if rows is not None:
@@ -220,7 +220,7 @@ def _unless_all(rows: Tensor, count: int) -> Tensor | None:
     return None if len(rows) == count and torch.equal(rows, torch.arange(count)) else rows
 
 
-def _seen(parts: tuple[Part, ...], shares: tuple[float, float], documents: bool) -> str:
+def _seen(parts: tuple[MaskPart, ...], shares: tuple[float, float], documents: bool) -> str:
     """Return the kind of a mask, for messages."""
     windows = {part.window for part in parts}
     has_window = any(left >= 0 or right > 0 for left, right in windows)
@@ -234,7 +234,7 @@ def _seen(parts: tuple[Part, ...], shares: tuple[float, float], documents: bool)
     return ", ".join(word for word, is_so in words.items() if is_so) or "nothing hidden"
 
 
-def _is_causal(parts: tuple[Part, ...], sizes: Sizes) -> bool | None:
+def _is_causal(parts: tuple[MaskPart, ...], sizes: Sizes) -> bool | None:
     """Return the `is_causal` that alone equals the mask; None if neither value does."""
     (batch, length_q, length_k), part = sizes, parts[0]
     is_all = len(parts) == 1 and part.rows_q is None and part.rows_k is None

@@ -17,8 +17,8 @@ from attnreg.parallel.estimates import (
     ALL_TO_ALL,
     BACKWARD,
     RING,
+    CallShape,
     Rates,
-    Shape,
     estimates,
 )
 from attnreg.parallel.layout import (
@@ -42,7 +42,7 @@ PAIRS_PER_WIDTH = 6
 PAIRS_PER_BOUND = 64
 # Layouts are made before a call's heads are known, so they are compared for the heads of a large model in 16
 # bits. Between nodes each GPU has a network card of 400 Gbit/s.
-SHAPE = Shape(heads=64, heads_k=8, dim=128, dim_v=128, bytes_each=2, needs_backward=True)
+SHAPE = CallShape(heads=64, heads_k=8, dim=128, dim_v=128, bytes_each=2, needs_backward=True)
 RANKS_OF_NODE, LINK_OF_NODES = 8, 45e9
 # "contiguous" has unequal work, so it has to be faster by this share: only all_to_all evens the work out, and
 # a program's heads may not be divisible by the ranks.
@@ -167,8 +167,12 @@ def balanced(
 ) -> Layout:
     """Spread documents over ranks by cost; a document is cut only where a rank would have too much work.
 
-    `per_token` is the cost of a token outside of attention, in pairs. The most loaded rank may exceed the
-    mean by the share `tolerance` before a document is cut for it.
+    `cu_seq` has integers, (documents + 1,), on any device. `per_token` is the cost of a token outside of
+    attention, in pairs. The most loaded rank may exceed the mean by the share `tolerance` before a document
+    is cut for it.
+
+    Raises:
+        InvalidInputError: an argument has a wrong type or value.
     """
     offsets = checked_offsets(cu_seq, ranks)
     costs = _Costs(offsets, *window(window_size, is_causal), per_token)

@@ -24,7 +24,7 @@ from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.parts import Places, Run, on_device, taken
-from attnreg.parallel.stepwise import Options, without_values
+from attnreg.parallel.stepwise import KernelOptions, without_values
 
 # The least bytes of a group's query, key and value on a rank: smaller messages cost more time than they hide.
 ENOUGH, MOST_GROUPS = 64 * 2**20, 4
@@ -93,13 +93,13 @@ def _in_order(rows: Tensor, order: Rows) -> Tensor:
     return rows[order] if isinstance(order, Tensor) else taken({0: rows}, order)
 
 
-class Work(NamedTuple):
+class WorkByHeads(NamedTuple):
     """A distributed call, without its tensors."""
 
     batch: WholeBatch
     window: tuple[int, int]
     group: Any
-    options: Options
+    options: KernelOptions
     with_lse: bool
 
     @property
@@ -141,7 +141,10 @@ class Work(NamedTuple):
         return _heads(_in_order(pending.wait(), self.batch.in_order), sizes)
 
     def send_back(self, tensors: Sequence[Tensor], groups: int) -> Pending:
-        """Send every rank the results of a group for its tokens."""
+        """Send every rank the results of a group for its tokens.
+
+        `tensors` are (tokens of all ranks, heads, D) each, in one dtype.
+        """
         flat = [x.flatten(1) for x in tensors]
         rows = _in_order(flat[0] if len(flat) == 1 else torch.cat(flat, 1), self.batch.by_rank)
         receives = [self.here] * self.ranks
@@ -171,8 +174,19 @@ class AttentionByHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, work: Work
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, work: WorkByHeads
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the output (T, H, D_v), and the LSE (H, T) if the call returns it or has sinks, else None.
+
+        The output has the query's dtype. The LSE is float32, or float64 for a float64 query.
+
+        Args:
+            ctx: autograd's context.
+            query: this rank's rows, (T, H, D), floating point.
+            key, value: this rank's rows, (T, H_k, D) and (T, H_k, D_v), in the query's dtype.
+            sinks: (H,), floating point, or None.
+            work: the distributed call.
+        """
         inputs, ranks = _repeated(query, key, value, work.ranks), work.ranks
         most = max(work.batch.rows) * sum(x.shape[1] * x.shape[2] for x in inputs) * query.element_size()
         heads = [x.shape[1] // ranks for x in inputs]
@@ -211,6 +225,10 @@ class AttentionByHeads(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks, in their shapes and dtypes; None for `work`.
+
+        `grad_out` is (T, H, D_v), `grad_lse` (H, T), each None for none.
+        """
         work, shapes, saved, groups = ctx.work, ctx.shapes, ctx.saved_tensors, ctx.groups
         of_sinks = None
         if ctx.needs_input_grad[3] and not (grad_out is None and grad_lse is None):
@@ -248,7 +266,7 @@ class AttentionByHeads(torch.autograd.Function):
 
 
 def _backward(
-    work: Work, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
+    work: WorkByHeads, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a group of heads."""
     return run_backward(grad, list(saved), work.call(saved[0]), work.options.choice, grad_lse)

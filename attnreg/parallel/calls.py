@@ -23,9 +23,9 @@ from attnreg.core.launching.validation import check_scale, checked_number
 from attnreg.core.selection.render import refuse
 from attnreg.core.varlen.plans import check_sinks, window
 from attnreg.errors import InvalidInputError, UnsupportedInputError
-from attnreg.parallel.estimates import Shape
+from attnreg.parallel.estimates import CallShape
 from attnreg.parallel.layout import Layout
-from attnreg.parallel.stepwise import Options
+from attnreg.parallel.stepwise import KernelOptions
 from attnreg.tools.explanation import explain
 
 
@@ -42,10 +42,10 @@ class Arguments(NamedTuple):
     backend: str | None
 
 
-class Kind(NamedTuple):
+class SpreadKind(NamedTuple):
     """The fields that calls of one kind share; a call runs only if they are equal on all ranks."""
 
-    shape: Shape
+    shape: CallShape
     window: tuple[int, int]
     dtype: str
     device: str
@@ -57,10 +57,19 @@ class Kind(NamedTuple):
     backend: str
 
 
-def kind_of(query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, longest: int) -> Kind:
-    """Return the kind of a call whose tensors have passed `check_tensors`."""
+def kind_of(query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, longest: int) -> SpreadKind:
+    """Return the kind of a call whose tensors have passed `check_tensors`.
+
+    Query, key and value are (rows, H, D), (rows, H_k, D) and (rows, H_k, D_v), in one floating-point dtype.
+    `longest` is the longest document, in tokens.
+
+    Raises:
+        InvalidInputError: the scale, an option or the window is wrong.
+        UnknownBackendError: no backend has the name that the call asks for.
+        BackendUnavailableError: that backend can't load here.
+    """
     bound = bounds(window(arguments.window_size, arguments.is_causal), False, longest, longest)
-    shape = Shape(
+    shape = CallShape(
         query.shape[1], key.shape[1], query.shape[2], value.shape[2], query.element_size(),
         wants_gradient(query, key, value),
     )  # fmt: skip
@@ -71,7 +80,7 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor, arguments: Arguments, lon
     chosen = scope.current() if arguments.backend is None else scope.exclusive(arguments.backend)
     backends = "any" if chosen is None or chosen.preference is None else " or ".join(chosen.preference.names)
     gradients = query.requires_grad, key.requires_grad, value.requires_grad
-    return Kind(
+    return SpreadKind(
         shape, bound, canonical_dtype(query.dtype), query.device.type, scale, softcap,
         arguments.sinks is not None, arguments.with_lse, gradients, backends,
     )  # fmt: skip
@@ -116,11 +125,12 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, arguments: Argument
 
 
 def problem_of(
-    calls: Iterable[tuple[Tensor, Tensor, Tensor, Call]], options: Options
+    calls: Iterable[tuple[Tensor, Tensor, Tensor, Call]], options: KernelOptions
 ) -> UnsupportedInputError | None:
     """Return the error of the first of this rank's calls that no backend can run, or None.
 
-    It is called before any call runs: afterwards ranks whose calls can run would wait for this rank.
+    It is called before any call runs: afterwards ranks whose calls can run would wait for this rank. The
+    tensors of a call are query, key and value, packed (T, H, D), floating point; no value is read.
     """
     for query, key, value, call in calls:
         spec = spec_of(query, key, value, call, options.needs_backward)
@@ -147,7 +157,13 @@ def check_refused(refused: dict[str, object]) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor | None, layout: Layout) -> None:
-    """Raise unless offsets equal a layout's; offsets on a GPU are read back, which waits for the GPU."""
+    """Raise unless offsets equal a layout's; offsets on a GPU are read back, which waits for the GPU.
+
+    `offsets` are int32 (documents + 1,).
+
+    Raises:
+        InvalidInputError: they are None, or others; the message has the argument's `name`.
+    """
     got = "None"
     if offsets is not None:
         got = f"shape {tuple(offsets.shape)}, {offsets.dtype} on {offsets.device}"
@@ -197,7 +213,7 @@ def _first_pieces(layout: Layout) -> str:
     return "rank by rank from " + ", ".join(pieces or "none" for pieces in first)
 
 
-def texts(kind: Kind, device: torch.device, method: str) -> dict[str, str]:
+def texts(kind: SpreadKind, device: torch.device, method: str) -> dict[str, str]:
     """Return the text of a call that ranks compare, besides the layout."""
     fields = {name: str(field) for name, field in zip(kind._fields[1:], kind[1:], strict=True)}
     fields |= {name: str(field) for name, field in kind.shape._asdict().items()}

@@ -20,11 +20,10 @@ from attnreg.core.varlen.spread import spread_over
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.parallel.agreement import refuse
 from attnreg.parallel.batch import SpreadBatch
-from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch
-from attnreg.parallel.by_heads import Work as WorkByHeads
+from attnreg.parallel.by_heads import AttentionByHeads, WholeBatch, WorkByHeads
 from attnreg.parallel.calls import (
     Arguments,
-    Kind,
+    SpreadKind,
     check_longest,
     check_refused,
     check_tensors,
@@ -39,7 +38,7 @@ from attnreg.parallel.methods import Choice, check_possible, choose, explain_con
 from attnreg.parallel.needs import Needs
 from attnreg.parallel.parts import prepared
 from attnreg.parallel.steps import gathering, rotating
-from attnreg.parallel.stepwise import Options, StepwiseAttention, Work
+from attnreg.parallel.stepwise import KernelOptions, StepwiseAttention, Work
 
 __all__ = ["ContextParallel"]
 
@@ -73,7 +72,7 @@ class ContextParallel(SpreadBatch):
         super().__init__(group, layout)
         self.method, self.taken = method, Counter[str]()
         self._rates, self._memory = rates, memory
-        self._agreed: dict[Kind, str] = {}  # the method of each kind
+        self._agreed: dict[SpreadKind, str] = {}  # the method of each kind
         self._before: list[Any] = []
         self._balanced_for = balanced_for  # the window that the layout was made for
 
@@ -194,7 +193,7 @@ class ContextParallel(SpreadBatch):
         return out, lse if rest.with_lse else None
 
     def _compared(
-        self, kind: Kind, rest: Arguments, tensors: tuple[Tensor, Tensor, Tensor]
+        self, kind: SpreadKind, rest: Arguments, tensors: tuple[Tensor, Tensor, Tensor]
     ) -> Work | WorkByHeads:
         """Return the work of a call that the ranks compare before it runs.
 
@@ -226,7 +225,7 @@ class ContextParallel(SpreadBatch):
                 _warn_of_another_window(balanced_for, kind.window)
         return work
 
-    def _methods(self, kind: Kind, device: torch.device) -> list[str]:
+    def _methods(self, kind: SpreadKind, device: torch.device) -> list[str]:
         """Return the methods to try for a call, in order; a single one unless the method is "auto"."""
         if self.method != "auto":  # no estimate is needed
             check_possible(self.method, kind.shape, self.layout.ranks)
@@ -235,17 +234,19 @@ class ContextParallel(SpreadBatch):
         choice = choose(self._needs(kind.window), kind.shape, self.method, here.rates, here.memory)
         return [choice.method, *choice.others]
 
-    def _work(self, method: str, kind: Kind, rest: Arguments, device: torch.device) -> Work | WorkByHeads:
+    def _work(
+        self, method: str, kind: SpreadKind, rest: Arguments, device: torch.device
+    ) -> Work | WorkByHeads:
         choice = scope.current() if rest.backend is None else scope.exclusive(rest.backend)
         needs_backward = kind.shape.needs_backward
-        options = Options(kind.scale, kind.softcap, choice, needs_backward, self._before_backward)
+        options = KernelOptions(kind.scale, kind.softcap, choice, needs_backward, self._before_backward)
         plan = self._plan(method, kind.window, device)
         if method != ALL_TO_ALL:
             groups = 1 if method == RING else self._gathered_groups(kind, device)
             return Work(plan, self.group, options, groups)
         return WorkByHeads(plan, kind.window, self.group, options, rest.with_lse)
 
-    def _gathered_groups(self, kind: Kind, device: torch.device) -> int:
+    def _gathered_groups(self, kind: SpreadKind, device: torch.device) -> int:
         def count_groups() -> int:
             # Only with "auto" do ranks measure rates, and compare rates that a program passed.
             rates = self._machine(device).rates if self.method == "auto" else Rates()

@@ -65,7 +65,7 @@ class Rates:
         return 2 * size / self.memory
 
 
-class Shape(NamedTuple):
+class CallShape(NamedTuple):
     """The properties of a call that its cost depends on, besides the layout and the window."""
 
     heads: int
@@ -130,7 +130,7 @@ class _Call:
             forward's.
     """
 
-    def __init__(self, needs: Needs, shape: Shape, rates: Rates) -> None:
+    def __init__(self, needs: Needs, shape: CallShape, rates: Rates) -> None:
         self.needs, self.layout, self.shape, self.rates = needs, needs.layout, shape, rates
         seconds = shape.flops_of_pair / rates.flops
         self.received = [rows * shape.row_k for rows in needs.moved.sum(1).tolist()]
@@ -155,7 +155,7 @@ def _most(table: Tensor) -> list[int]:
     return most
 
 
-def estimates(needs: Needs, shape: Shape, rates: Rates) -> tuple[Estimate, ...]:
+def estimates(needs: Needs, shape: CallShape, rates: Rates) -> tuple[Estimate, ...]:
     """Return the estimate of a call by each method."""
     call = _Call(needs, shape, rates)
     return _all_to_all(call), _all_gather(call), _ring(call)
@@ -191,7 +191,7 @@ def _all_to_all(call: _Call) -> Estimate:
     return Estimate(ALL_TO_ALL, seconds, received, sent, call.most * held, refusal)
 
 
-def gathered_groups(needs: Needs, shape: Shape, rates: Rates) -> int:
+def gathered_groups(needs: Needs, shape: CallShape, rates: Rates) -> int:
     """Return into how many groups all_gather cuts heads; the same number on all ranks."""
     seconds, received = shape.flops_of_pair / rates.flops, needs.moved.sum(1).tolist()
     pairs = needs.pairs.sum(1).tolist()

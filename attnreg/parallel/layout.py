@@ -149,7 +149,12 @@ def _sum(begin: Rows, end: Rows) -> Rows:
 
 
 def checked_offsets(cu_seq: Sequence[int] | Tensor, ranks: int) -> tuple[int, ...]:
-    """Return offsets (documents + 1,) as integers; reading a tensor on a GPU waits for the GPU."""
+    """Return offsets (documents + 1,) as integers; reading a tensor on a GPU waits for the GPU.
+
+    Raises:
+        InvalidInputError: they aren't integers that begin with 0 and never decrease, or `ranks` is no number
+            from 1 on.
+    """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise InvalidInputError(f"ranks: got {ranks!r}, expected a number from 1 on")
     numbers = cu_seq.tolist() if isinstance(cu_seq, Tensor) else cu_seq
@@ -192,7 +197,10 @@ def _chunks(cu_seq: tuple[int, ...], count: int) -> list[list[Piece]]:
 
 
 def contiguous(cu_seq: Sequence[int] | Tensor, ranks: int) -> Layout:
-    """Return a layout of equal numbers of consecutive tokens, rank after rank."""
+    """Return a layout of equal numbers of consecutive tokens, rank after rank.
+
+    `cu_seq` has integers, (documents + 1,), on any device. Raises as `checked_offsets` does.
+    """
     offsets = checked_offsets(cu_seq, ranks)
     return Layout(offsets, tuple(map(joined, _chunks(offsets, ranks))))
 
@@ -200,7 +208,8 @@ def contiguous(cu_seq: Sequence[int] | Tensor, ranks: int) -> Layout:
 def zigzag(cu_seq: Sequence[int] | Tensor, ranks: int) -> Layout:
     """Cut the batch into two chunks for each rank; rank i has chunk i, and chunk i from the end.
 
-    With one document and a causal mask all ranks then have the same work.
+    With one document and a causal mask all ranks then have the same work. `cu_seq` has integers, (documents +
+    1,), on any device. Raises as `checked_offsets` does.
     """
     offsets = checked_offsets(cu_seq, ranks)
     chunks = _chunks(offsets, 2 * ranks)

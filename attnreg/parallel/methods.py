@@ -16,7 +16,7 @@ from attnreg.core.contract.spec import canonical_dtype
 from attnreg.core.varlen.plans import window
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.parallel.by_heads import unsupported
-from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, Estimate, Rates, Shape, estimates
+from attnreg.parallel.estimates import ALL_GATHER, ALL_TO_ALL, RING, CallShape, Estimate, Rates, estimates
 from attnreg.parallel.layout import Layout
 from attnreg.parallel.needs import Needs
 
@@ -91,14 +91,14 @@ def check_asked(method: object, rates: object, memory: object) -> None:
         raise InvalidInputError(f"memory: got {memory!r}, expected a number of bytes")
 
 
-def check_possible(method: str, shape: Shape, ranks: int) -> None:
+def check_possible(method: str, shape: CallShape, ranks: int) -> None:
     """Raise `InvalidInputError` if the requested method can't run a call."""
     refusal = unsupported(shape.heads, shape.heads_k, ranks) if method == ALL_TO_ALL else ""
     if refusal:
         raise InvalidInputError(f"method: got {method!r}, but {refusal}")
 
 
-def choose(needs: Needs, shape: Shape, method: str, rates: Rates, memory: int | None) -> Choice:
+def choose(needs: Needs, shape: CallShape, method: str, rates: Rates, memory: int | None) -> Choice:
     """Return the choice of a method, with the estimates of all.
 
     Raises:
@@ -178,6 +178,6 @@ def explain_context_parallel(
         raise InvalidInputError(
             f"dtype: got {dtype!r}, expected one of torch's for floating-point numbers, such as bfloat16"
         )
-    shape = Shape(heads, heads_k, head_dim, head_dim_v, torch_dtype.itemsize, needs_backward)
+    shape = CallShape(heads, heads_k, head_dim, head_dim_v, torch_dtype.itemsize, needs_backward)
     needs = Needs(layout, *window(window_size, is_causal))
     return choose(needs, shape, method, rates, memory)

@@ -76,14 +76,14 @@ class Move(NamedTuple):
     receives: list[int]
 
 
-class Prepared(NamedTuple):
+class PreparedStep(NamedTuple):
     """A step; `move` is None if it needs no communication."""
 
     move: Move | None
     parts: list[Part]
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """All steps of a rank.
 
     Attributes:
@@ -97,7 +97,7 @@ class Plan(NamedTuple):
         whole_k: the sources (see `Run`) of which every key gets a gradient.
     """
 
-    steps: list[Prepared]
+    steps: list[PreparedStep]
     backward: list[int]
     keeps: bool
     is_long: bool
@@ -108,7 +108,10 @@ class Plan(NamedTuple):
 
 
 def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
-    """Return the rows of runs, concatenated; a single run isn't copied."""
+    """Return the rows of runs, concatenated; a single run isn't copied.
+
+    `sources` are tensors (rows, ...) of one dtype, by their numbers (see `Run`); number 0 is among them.
+    """
     dtype = sources[0].dtype
     if len(runs) < 2:
         return sources[runs[0].source][runs[0].begin : runs[0].end] if runs else sources[0][:0]
@@ -119,14 +122,14 @@ def taken(sources: dict[int, Tensor], runs: Sequence[Run]) -> Tensor:
 
 def prepared(
     steps: Sequence[Step], layout: Layout, rank: int, device: torch.device, keeps: bool = False
-) -> Plan:
+) -> StepPlan:
     """Return the plan of a rank's steps, with its tensors on a device.
 
     A backward that keeps the received keys begins with them, so that their gradients travel back while the
     rest is computed.
     """
     own = [(begin, end) for _, begin, end in layout.pieces[rank]]
-    of_own, prepared_steps = Places({0: own}), list[Prepared]()
+    of_own, prepared_steps = Places({0: own}), list[PreparedStep]()
     for number, step in enumerate(steps):
         received = list(itertools.chain.from_iterable(step.receives))
         of_keys = Places({0: own, number: received}) if received else of_own
@@ -136,7 +139,7 @@ def prepared(
             sends, receives = ([row_count(ranges) for ranges in x] for x in (step.sends, step.receives))
             rows = of_own.runs(itertools.chain.from_iterable(step.sends))
             move = Move(tuple(rows), sends, receives)
-        prepared_steps.append(Prepared(move, parts))
+        prepared_steps.append(PreparedStep(move, parts))
     backward = list(range(len(prepared_steps)))[:: -1 if keeps else 1]
     return _with_puts(prepared_steps, backward, keeps, row_count(own))
 
@@ -182,11 +185,11 @@ def _part(
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to a device, to a GPU from pinned memory, so that the host doesn't wait."""
+    """Copy a tensor of any shape to a device, to a GPU from pinned memory, so that the host doesn't wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _with_puts(steps: list[Prepared], backward: list[int], keeps: bool, rows: int) -> Plan:
+def _with_puts(steps: list[PreparedStep], backward: list[int], keeps: bool, rows: int) -> StepPlan:
     sizes = {0: rows} | {n: sum(step.move.receives) for n, step in enumerate(steps) if step.move is not None}
     places = [(n, m) for n, step in enumerate(steps) for m in range(len(step.parts))]
     outs, results = _puts([steps[n].parts[m].queries for n, m in places], sizes)
@@ -207,7 +210,9 @@ def _with_puts(steps: list[Prepared], backward: list[int], keeps: bool, rows: in
         (n, m) for n, step in enumerate(steps) for m, part in enumerate(step.parts) if part.copies_keys
     )
     fills_all_rows = bool((results[0] > 0).all())
-    return Plan(steps, backward, keeps, is_long, is_long_k, kept if keeps else (), fills_all_rows, whole_k)
+    return StepPlan(
+        steps, backward, keeps, is_long, is_long_k, kept if keeps else (), fills_all_rows, whole_k
+    )
 
 
 def _puts(

@@ -35,7 +35,10 @@ class Sums:
         return self._value
 
     def put(self, puts: Sequence[Put], new: Tensor, heads: slice = ALL) -> None:
-        """Write or add results of a call, (rows, these heads, ...)."""
+        """Write or add results of a call, (rows, heads, ...), in any dtype.
+
+        `heads` says which heads of the sums these are.
+        """
         if self._value is None and self._is_all(puts) and new.shape[:2] == self._like.shape[:2]:
             self._value = new.to(self._dtype)
             return
@@ -52,7 +55,10 @@ class Sums:
         return len(puts) == 1 and puts[0].is_first and puts[0].run.end - puts[0].run.begin == len(self._like)
 
     def merge(self, put: Put, kept: Tensor, new: Tensor, share: Tensor, heads: slice) -> None:
-        """Replace the present rows by their sum with new rows, each times a factor: `kept` and `share`."""
+        """Replace the present rows by their sum with new rows, each times a factor: `kept` and `share`.
+
+        `new` is (rows, heads, D), in any dtype. The factors are of the rows of `put`, (rows, heads).
+        """
         (_, begin, end), at, _ = put
         old = self.value[begin:end, heads]
         torch.add(old * kept[..., None], new[at : at + end - begin] * share[..., None], out=old)

@@ -25,11 +25,11 @@ from attnreg.core.varlen.autograd import run_backward, run_forward
 from attnreg.core.varlen.plans import call_of
 from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
-from attnreg.parallel.parts import Move, Part, Plan, Put, Run, taken
+from attnreg.parallel.parts import Move, Part, Put, Run, StepPlan, taken
 from attnreg.parallel.results import ALL, Sums, put_or_merge, wide
 
 
-class Options(NamedTuple):
+class KernelOptions(NamedTuple):
     """The options that all kernel calls of a distributed call share."""
 
     scale: float | None
@@ -51,9 +51,9 @@ class Work:
             once, so later groups arrive while the first is computed.
     """
 
-    plan: Plan
+    plan: StepPlan
     group: Any
-    options: Options
+    options: KernelOptions
     groups: int = 1
 
     def heads(self, tensor: Tensor, move: Move | None) -> list[slice]:
@@ -151,6 +151,17 @@ class StepwiseAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, work: Work
     ) -> tuple[Tensor, Tensor]:
+        """Return the output (T, H, D_v) and the LSE (H, T) of this rank's queries.
+
+        The output has the query's dtype. The LSE is float32, or float64 for a float64 query.
+
+        Args:
+            ctx: autograd's context.
+            query: this rank's rows, (T, H, D), floating point.
+            key, value: this rank's rows, (T, H_k, D) and (T, H_k, D_v), in the query's dtype.
+            sinks: (H,), floating point, or None.
+            work: the distributed call.
+        """
         out, lse, kept = _forward(query, key, value, work)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
@@ -164,6 +175,10 @@ class StepwiseAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks, in their shapes and dtypes; None for `work`.
+
+        `grad_out` is (T, H, D_v), `grad_lse` (H, T), each None for none.
+        """
         query, key, value, out, lse, sinks, *kept = ctx.saved_tensors
         of_sinks = None
         if ctx.needs_input_grad[3] and not (grad_out is None and grad_lse is None):

@@ -25,7 +25,7 @@ from attnreg.core.selection.render import refuse
 from attnreg.core.torchlib import building
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.tools.tuning import representatives
-from attnreg.tools.tuning.representatives import Kind
+from attnreg.tools.tuning.representatives import RepresentedKind
 
 __all__ = ["FirstCall", "warmup"]
 
@@ -118,7 +118,7 @@ def warmup(
     return results
 
 
-def run_decided(kind: Kind, direction: Direction) -> list[FirstCall]:
+def run_decided(kind: RepresentedKind, direction: Direction) -> list[FirstCall]:
     """Run one direction of a kind on each backend that would run one of its calls now.
 
     A backend that doesn't run it after all makes way for the next, as it does in calls.
@@ -142,7 +142,7 @@ def run_decided(kind: Kind, direction: Direction) -> list[FirstCall]:
     return list(results.values())
 
 
-def _run(kind: Kind, direction: Direction, entry: Entry) -> FirstCall:
+def _run(kind: RepresentedKind, direction: Direction, entry: Entry) -> FirstCall:
     """Run one direction of a kind on the backend that the program names."""
     policy = state().policy
     disabled_by = policy.disabled.get(entry.name.casefold(), "")
@@ -205,7 +205,7 @@ def _calls(
         yield spec, (*arguments, call)
 
 
-def _kind(described: AttentionSpec | Mapping[str, Any], device: str | torch.device | None) -> Kind:
+def _kind(described: AttentionSpec | Mapping[str, Any], device: str | torch.device | None) -> RepresentedKind:
     """Return the kind that a program describes, on a device of this machine."""
     if not isinstance(described, AttentionSpec | Mapping):
         raise InvalidInputError(f"kind: got {described!r}, expected an AttentionSpec or a dict of its fields")

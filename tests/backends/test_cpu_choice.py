@@ -20,7 +20,7 @@ from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.core import registry
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import AttentionSpec, Device
-from attnreg.core.policy.lockfile import Lockfile, Row
+from attnreg.core.policy.lockfile import Lockfile, LockfileRow
 from attnreg.core.times import traces
 from attnreg.core.times.environments import _environment, environment, matched
 from attnreg.core.times.table import Environment
@@ -348,7 +348,7 @@ def test_a_lock_of_the_compiled_kernel_is_refused_where_torchs_kernel_runs(
     (one,) = traces.read(tmp_path / "trace.jsonl")
     here = environment(one.spec.device, registry.entries())
     assert here.backends["cpu"] == f"{torch.__version__} (compiled kernel)"
-    rows = (Row(one.spec, "forward", "cpu", "a test"),)
+    rows = (LockfileRow(one.spec, "forward", "cpu", "a test"),)
     Lockfile(tmp_path / "lock.json", "cpu", here, rows).save()
     monkeypatch.setenv("ATTNREG_LOCK", str(tmp_path / "lock.json"))
     attnreg.reload()

@@ -173,7 +173,7 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
 
     monkeypatch.setattr(Timer, "back_to_back", clock)
     batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
-    runner = selection.Runner(sides.Side(batch.with_attnreg, batch.sets, sides.by_default), True)
+    runner = selection.SideTimer(sides.Side(batch.with_attnreg, batch.sets, sides.by_default), True)
     assert runner.measure(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
     assert ran == [2, 1] * 3
 

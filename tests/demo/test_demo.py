@@ -16,7 +16,7 @@ from support.processes import COMMAND, forked
 import attnreg
 from attnreg.tools.demo import batches
 from attnreg.tools.demo.batches import corpus, draw
-from attnreg.tools.demo.train import LAYERS, LAYOUTS, TOLERANCE, ByteTransformer, Result, Step
+from attnreg.tools.demo.train import LAYERS, LAYOUTS, TOLERANCE, ByteTransformer, Result, TrainingStep
 
 DOCUMENTS = [b"ab", b"a longer document", b"and one between"]
 
@@ -53,7 +53,7 @@ def result():
         query = torch.empty(2, 4, 8, 16)
         return Result(
             steps=tuple(
-                Step(lengths=(100, 50), loss=loss, seconds={"packed": packed, "padded": padded})
+                TrainingStep(lengths=(100, 50), loss=loss, seconds={"packed": packed, "padded": padded})
                 for loss in losses
             ),
             ran=attnreg.stats(),

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import attnreg
 from attnreg.errors import InvalidInputError
 from attnreg.integrations import masked
-from attnreg.integrations.packing import Options
+from attnreg.integrations.packing import LayerOptions
 
 # transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
 # the results by a thousand times as much.
@@ -346,7 +346,7 @@ def test_only_a_capture_of_masked_calls_that_were_packed_before_leaves_cudnn_out
     monkeypatch.setattr(masked, "is_captured", lambda: is_captured)
     query, mask = torch.randn(1, 2, 5, 8), torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     for has_run in (True, False):
-        out = masked.masked(query, query, query, mask, Options(0.0, None, 0.0, None), has_run=has_run)
+        out = masked.masked(query, query, query, mask, LayerOptions(0.0, None, 0.0, None), has_run=has_run)
         expected = sdpa(query, query, query, is_causal=True).transpose(1, 2)
         torch.testing.assert_close(out, expected)
     assert of_calls == [True, not is_captured]

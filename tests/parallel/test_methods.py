@@ -14,7 +14,7 @@ import torch
 import attnreg
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.context import ContextParallel
-from attnreg.parallel.estimates import Rates, Shape
+from attnreg.parallel.estimates import CallShape, Rates
 from attnreg.parallel.layout import Layout, contiguous
 from attnreg.parallel.needs import Needs
 from attnreg.parallel.spans import row_count
@@ -220,7 +220,7 @@ def test_a_rate_that_a_machine_cannot_have_is_an_error(rate, said):
 
 def test_a_method_by_name_costs_no_estimate(monkeypatch):
     """Its plan is made for each new batch all the same; an estimate for many ranks would take longer."""
-    context, shape = object.__new__(ContextParallel), Shape(4, 4, 64, 64, 2, True)
+    context, shape = object.__new__(ContextParallel), CallShape(4, 4, 64, 64, 2, True)
     context.layout = contiguous([0, 100], 3)
     kind = SimpleNamespace(shape=shape, window=(-1, 0))
     monkeypatch.setattr("attnreg.parallel.context.choose", None)  # a call of it would raise

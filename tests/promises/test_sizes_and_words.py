@@ -13,7 +13,7 @@ LONGER_PAGES = {"docs/faults.md": 203}
 MODULES_OUTSIDE_OF_ROOMS = 9
 
 # What may be called `Turn`: backends that take turns at the calls of a kind.
-TURNS = {"attnreg/core/selection/protocols.py", "attnreg/core/times/turns.py"}
+TURNS = {"attnreg/core/selection/protocols.py"}
 
 # The most lines of a function without its signature and docstring, and functions that have more: only ever
 # less, until they keep the limit.
@@ -70,6 +70,22 @@ def test_no_functions_body_is_longer_than_its_limit():
 def test_modules_are_in_rooms():
     outside = sorted(file.name for file in (ROOT / "attnreg").glob("*.py"))
     assert len(outside) <= MODULES_OUTSIDE_OF_ROOMS, outside
+
+
+def class_names(source):
+    """Return the names of a module's classes, also of those within functions and classes."""
+    return [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+
+
+def test_no_two_classes_have_the_same_name():
+    source = "class A:\n    class B: ...\n\n\ndef f():\n    class A: ...\n"
+    assert sorted(class_names(source)) == ["A", "A", "B"]
+    files_of = {}
+    for file in sorted((ROOT / "attnreg").rglob("*.py")):
+        for name in class_names(file.read_text("utf-8")):
+            files_of.setdefault(name, []).append(file.relative_to(ROOT).as_posix())
+    assert len(files_of) > 200
+    assert {name: files for name, files in files_of.items() if len(files) > 1} == {}
 
 
 def test_one_thing_is_called_a_turn():

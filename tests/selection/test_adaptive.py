@@ -19,7 +19,7 @@ from attnreg.core.times import adaptive
 from attnreg.core.times.kinds import kind_of, size_of
 from attnreg.core.times.points import Measured
 from attnreg.core.times.table import load
-from attnreg.core.times.tables import Tables
+from attnreg.core.times.tables import NamedTables
 from attnreg.core.times.turns import MOST_CALLS, MOST_TURNS, Seen, Turns
 from attnreg.flash_attn import flash_attn_with_kvcache
 
@@ -246,7 +246,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_start(taking, runs,
 def by_table(monkeypatch, *candidates):
     """Have a table in force that predicts these for every call."""
     predicted = Prediction("a table", candidates)
-    monkeypatch.setattr(Tables, "predict", lambda self, spec, direction, builders=frozenset(): predicted)
+    monkeypatch.setattr(NamedTables, "predict", lambda self, spec, direction, builders=frozenset(): predicted)
 
 
 @pytest.mark.parametrize("first", [Candidate("first", 100.0), Candidate("first", trouble="wrong: gives NaN")])

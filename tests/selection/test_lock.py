@@ -17,7 +17,7 @@ from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
 from attnreg.core.policy import lockfile
-from attnreg.core.policy.lockfile import Lock
+from attnreg.core.policy.lockfile import LockInForce
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, tied_to
 from attnreg.core.times import traces
@@ -170,8 +170,8 @@ def test_packed_calls_are_locked_too(locked_varlen, packed, ran):
 
 
 def test_a_repeated_call_does_not_look_into_the_lock(replaying, monkeypatch):
-    looked_up, expected = [], Lock.expected
-    monkeypatch.setattr(Lock, "expected", lambda *given: looked_up.append(given) or expected(*given))
+    looked_up, expected = [], LockInForce.expected
+    monkeypatch.setattr(LockInForce, "expected", lambda *given: looked_up.append(given) or expected(*given))
     replaying()
     for _ in range(4):
         attend(8)

@@ -19,10 +19,10 @@ from attnreg import RanksDifferError
 from attnreg.core import registry
 from attnreg.core.contract.spec import Device
 from attnreg.core.policy import ranks
-from attnreg.core.policy.lockfile import Lock, Lockfile, Row
+from attnreg.core.policy.lockfile import Lockfile, LockfileRow, LockInForce
 from attnreg.core.selection.decision import Policy, Preference
 from attnreg.core.times.environments import environment
-from attnreg.core.times.tables import Named, Tables
+from attnreg.core.times.tables import Named, NamedTables
 from attnreg.core.torchlib import job_store
 
 CPU = Device("cpu")
@@ -59,8 +59,8 @@ def rank(monkeypatch):
 def chosen_by(*points, name="t.json", preferences=(), disabled=(), lock=None, **changes):
     here = dataclasses.replace(environment(CPU, registry.entries()), **changes)
     measured = dataclasses.replace(table(*points, name=name), environment=here)
-    tables = Tables((Named(measured, "attnreg.toml:3"),), registry.entries) if points else None
-    replaying = None if lock is None else Lock(lock, registry.entries)
+    tables = NamedTables((Named(measured, "attnreg.toml:3"),), registry.entries) if points else None
+    replaying = None if lock is None else LockInForce(lock, registry.entries)
     return Policy(preferences, dict.fromkeys(disabled, "a file"), tables=tables, lock=replaying)
 
 
@@ -68,7 +68,7 @@ def locked(*backends, path="lock.json"):
     """Return a lockfile with a forward for each of these backends, of another length each."""
     spec = spec_with()
     rows = (
-        Row(dataclasses.replace(spec, max_q=spec.max_q + number), "forward", backend, "a test")
+        LockfileRow(dataclasses.replace(spec, max_q=spec.max_q + number), "forward", backend, "a test")
         for number, backend in enumerate(backends)
     )
     return Lockfile(Path(path), "cpu", environment(CPU, registry.entries()), tuple(rows))

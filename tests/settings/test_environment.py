@@ -9,7 +9,7 @@ import pytest
 from support.refusals import refusal
 
 from attnreg.core.settings import environment
-from attnreg.core.settings.environment import VARIABLES, Environment, read
+from attnreg.core.settings.environment import VARIABLES, EnvironmentSettings, read
 
 
 def test_every_variable_is_read(monkeypatch, tmp_path):
@@ -19,7 +19,7 @@ def test_every_variable_is_read(monkeypatch, tmp_path):
         "POLICY": "order", "RECORD": "trace.jsonl", "LOCK": "lock.json", "ROUTERS": "Compiled",
         "BUILD": "Now", "MASKS": "Recognise",
     }  # fmt: skip
-    assert read({f"ATTNREG_{name}": value for name, value in environ.items()}) == Environment(
+    assert read({f"ATTNREG_{name}": value for name, value in environ.items()}) == EnvironmentSettings(
         backend=("fa4", "CuDNN", "my kernel"),
         disable=("FA2",),
         config=tmp_path / "attnreg.toml",
@@ -36,7 +36,7 @@ def test_every_variable_is_read(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", VARIABLES)
 @pytest.mark.parametrize("blank", ["", "  ", "\t"])
 def test_a_blank_variable_is_unset(name, blank):
-    assert read({name: blank}) == Environment()
+    assert read({name: blank}) == EnvironmentSettings()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,9 @@ def test_all_problems_are_listed_one_on_each_line():
 @pytest.mark.parametrize("name", ["ATTNREG", "MY_ATTNREG_BACKEND", "BACKEND"])
 def test_variables_of_others_are_left_alone_and_give_the_defaults(name):
     assert (
-        read({name: "x"}) == Environment() == ((), (), None, None, "", "", None, None, "", "", "", None, "")
+        read({name: "x"})
+        == EnvironmentSettings()
+        == ((), (), None, None, "", "", None, None, "", "", "", None, "")
     )
 
 
@@ -117,7 +119,7 @@ def test_the_environment_of_the_process_is_read_at_the_call_not_at_import(monkey
 
 
 def test_the_table_of_variables_fills_every_field_and_describes_each_in_one_line():
-    assert {name.removeprefix("ATTNREG_").lower() for name in VARIABLES} == set(Environment._fields)
+    assert {name.removeprefix("ATTNREG_").lower() for name in VARIABLES} == set(EnvironmentSettings._fields)
     assert all(variable.description and "\n" not in variable.description for variable in VARIABLES.values())
 
 

@@ -10,7 +10,13 @@ from support.tuned import spec_with
 from attnreg import Device
 from attnreg.backends.fa4 import compiled_kinds
 from attnreg.core.times.traces import Recorded
-from attnreg.tools.tuning.representatives import Kind, recorded_kinds, small, tensors_of, without_lengths
+from attnreg.tools.tuning.representatives import (
+    RepresentedKind,
+    recorded_kinds,
+    small,
+    tensors_of,
+    without_lengths,
+)
 
 CPU = Device("cpu")
 
@@ -108,7 +114,7 @@ def test_calls_without_anything_to_compute_are_left_out_and_a_large_recording_is
 def test_a_kind_without_lengths_is_decided_at_usual_ones():
     fields = {"dtype": "bf16", "heads_q": 4, "head_dim": 64, "window": (1024, 0)}
     kind = without_lengths(fields, CPU)
-    assert isinstance(kind, Kind) and kind.spec.window == (128, 0)
+    assert isinstance(kind, RepresentedKind) and kind.spec.window == (128, 0)
     assert lengths_of(kind.spec) == (2, 512, 512, 1024, 1024)
     assert [(call.max_q, call.max_k, call.window) for call in kind.calls] == [
         (n, n, (1024, 0)) for n in (512, 2048, 16384)

@@ -306,7 +306,7 @@ def test_the_gpus_own_table_of_near_versions_is_a_nearer_prior_than_that_of_anot
 
 def test_the_table_of_another_architecture_is_no_prior(shipped, known):
     ship(shipped, known, "NVIDIA Test 8000", device="NVIDIA Test 8000", compute_capability="8.0")
-    assert decided_on_the_gpu(known) == ("first", "default order for sm_90", tables.Report())
+    assert decided_on_the_gpu(known) == ("first", "default order for sm_90", tables.TableReport())
 
 
 def test_a_named_table_that_is_a_prior_is_said_once_and_leads_those_that_ship(here, shipped, known, caplog):

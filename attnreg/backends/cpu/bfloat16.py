@@ -44,7 +44,10 @@ _SMALLEST = 1e-6
 
 
 def takes(q: Tensor, call: Call) -> bool:
-    """Return whether `backward` can run a call; it divides by the scale, which must not be too small."""
+    """Return whether `backward` can run a call with the query `q`, (B, S, H, D) or packed (T, H, D).
+
+    The query has to be bfloat16. `backward` divides by the scale, which must not be too small.
+    """
     fits = q.dtype == torch.bfloat16 and call.attn_bias is None and abs(call.scale) >= _SMALLEST
     return fits and _is_fast()
 

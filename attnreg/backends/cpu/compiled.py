@@ -79,7 +79,11 @@ class CompiledKernel(NamedTuple):
     def specialize(
         self, direction: Direction, tensors: tuple[Tensor, ...], call: Call
     ) -> NativeLauncher | None:
-        """Return a launcher for further calls of a kind, or None where such calls would copy tensors."""
+        """Return a launcher for further calls of a kind, or None where such calls would copy tensors.
+
+        `tensors` are query, key and value, of a backward (grad_out, query, key, value, out, lse), in the
+        shapes and dtypes of `forward` and `backward`: (B, S, H, D) or (T, H, D).
+        """
         is_forward = direction == "forward"
         read, lse = tensors[:5], tensors[5:]  # a forward has no LSE
         if any(x.stride(-1) != 1 for x in read) or any(x.dtype != torch.float32 for x in lse):

@@ -46,7 +46,12 @@ class Flash(NamedTuple):
         band: Band | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return output and LSE."""
+        """Return output (B, H, S_q, D_v), in the query's dtype, and LSE (B, H, S_q), in `lse_dtype`.
+
+        Query, key and value are (B, H, S, D) in one floating-point dtype. Row i sees key j if `j - i` is
+        within the `band`; without one it sees all keys. `bias` broadcasts to (B, H, S_q, S_k), as `additive`
+        returns it.
+        """
         causal, mask = _mask(q, k, band, bias)
         if causal and scale < LEAST_SCALE:
             # The kernel multiplies the -inf of its causal mask by the scale, too: NaN, or hidden keys count.
@@ -59,10 +64,11 @@ class Flash(NamedTuple):
     def backward(
         self, tensors: Sequence[Tensor], scale: float, band: Band | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value.
+        """Return the gradients of query, key and value, in their shapes and dtype.
 
-        `tensors` are the output's gradient, query, key, value, output and LSE. Output and LSE may belong to
-        more keys than are passed: the gradients are then the share of the passed keys.
+        `tensors` are the output's gradient, query, key, value, output, each (B, H, S, D), and the LSE (B, H,
+        S_q). Output and LSE may belong to more keys than are passed: the gradients are then the share of the
+        passed keys. Scale, band and bias are as in `forward`.
         """
         grad_out, q, k, v, out, lse = tensors
         causal, mask = _mask(q, k, band, bias)
@@ -80,12 +86,15 @@ class Flash(NamedTuple):
 
 
 def lse_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the LSE, in which the backward is computed."""
+    """Return the dtype of the LSE, in which the backward is computed, for a query of any shape."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def forward_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a forward's computation: not float16, whose products are up to ten times slower."""
+    """Return the dtype of a forward's computation, for a query of any shape.
+
+    It isn't float16, whose products are up to ten times slower.
+    """
     return x.dtype if x.dtype == torch.bfloat16 else lse_dtype(x)
 
 

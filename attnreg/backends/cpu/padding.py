@@ -63,7 +63,10 @@ class RowPlaces(NamedTuple):
         return rows
 
     def write(self, flat: Tensor, rows: Tensor) -> None:
-        """Write rows, (sequences * key heads, rows, D), to the flat tensor that `zeros` returns."""
+        """Write rows, (sequences * key heads, rows, D) in any dtype, to the flat tensor that `zeros` returns.
+
+        `flat` is (tokens * heads + 1, D) in the dtype of `rows`.
+        """
         wide = _WIDEST if rows.size(2) * rows.itemsize % _WIDEST.itemsize == 0 else rows.dtype
         flat.view(wide).index_copy_(0, self.target.flatten(), rows.flatten(0, 1).view(wide))
 

@@ -52,7 +52,7 @@ def gathered_backward(function: Callable[..., Results]) -> Callable[..., Any]:
 def check_pages(k: Tensor, table: Tensor, call: Call) -> None:
     """Raise InvalidInputError if a call reads a page that doesn't exist.
 
-    `k` is (pages, page size, H, D), `table` (B, pages of a sequence) of integers.
+    `k` is (pages, page size, H, D) in any dtype, `table` (B, pages of a sequence) of integers.
     """
     starts = torch.arange(table.size(1), device="cpu") * k.size(1)
     wanted = table[_lengths(k, table, call)[:, None] > starts]

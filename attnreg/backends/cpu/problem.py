@@ -68,7 +68,10 @@ class NativeKind(ctypes.Structure):
 
 
 def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> NativeKind:
-    """Return the kind of a call; its forwards within `torchs_calls` are declined by the library."""
+    """Return the kind of a call; its forwards within `torchs_calls` are declined by the library.
+
+    `q` is (B, S, H, D) or packed (T, H, D), in a dtype of `DTYPES`. Raises as `NativeKind.add_options` does.
+    """
     kind = NativeKind(
         DTYPES[q.dtype],
         call.scale,
@@ -83,7 +86,7 @@ def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> N
 
 
 def count_of(q: Tensor, call: Call) -> int:
-    """Return the number of sequences of a call."""
+    """Return the number of sequences of a call with query `q`, (B, S, H, D) or (T, H, D) in any dtype."""
     return q.size(0) if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1
 
 

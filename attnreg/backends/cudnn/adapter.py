@@ -140,7 +140,11 @@ def _run(plans: ExecutionPlans, problem: Problem, tensors: tuple[Tensor, ...], c
 def specialize(
     plans: ExecutionPlans, direction: Direction, tensors: tuple[Tensor, ...], call: Call
 ) -> Launcher | None:
-    """Return a launcher for all calls of a call's kind; see `Kernels.specialize`."""
+    """Return a launcher for all calls of a call's kind; see `Kernels.specialize`.
+
+    `tensors` are query, key and value, of a backward (grad_out, query, key, value, out, lse), in the shapes
+    and dtypes of `forward` and `backward`: (B, S, H, D) or (T, H, D).
+    """
     kind = kind_of(direction, tensors, call)
     if call.seqused_k is not None or not (kind.heads_q and kind.heads_k):
         return None

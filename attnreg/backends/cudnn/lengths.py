@@ -63,8 +63,8 @@ def lengths_of(
 ) -> BatchLengths:
     """Return the lengths of a packed batch, derived once and cached while the offsets exist unchanged.
 
-    The offsets' device must be the current device, and `stream` a stream of it. The tensors are described at
-    `BatchLengths`.
+    The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are on the current device, and `stream` is a
+    stream of it. The tensors of the result are described at `BatchLengths`.
     """
     offsets = cu_seqlens_q, cu_seqlens_k, seqused_k
     return derived_from(offsets, stream, ("cuDNN", batch), partial(BatchLengths, read, batch, stream))

@@ -138,14 +138,21 @@ class Problem(NamedTuple):
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether a call has no score to compute; no graph can describe such a call."""
+    """Whether a call has no score to compute; no graph can describe such a call.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype.
+    """
     if call.cu_seqlens_q is not None and call.cu_seqlens_q.shape[0] < 2:
         return True
     return not (query.numel() and key.numel() and call.max_q and call.max_k)
 
 
 def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> PlanKind:
-    """Return the kind of a call on a function's tensors."""
+    """Return the kind of a call on a function's tensors.
+
+    They are query, key and value, of a backward (grad_out, query, key, value, ...), each (B, S, H, D) or
+    packed (T, H, D), float16 or bfloat16.
+    """
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
     packed = call.cu_seqlens_q is not None
     one_offsets = call.cu_seqlens_q is call.cu_seqlens_k and call.seqused_k is None
@@ -157,7 +164,11 @@ def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> Plan
 
 
 def problem_of(kind: PlanKind, tensors: Sequence[Tensor], call: Call) -> Problem:
-    """Return the problem of a call of a kind on a function's tensors."""
+    """Return the problem of a call of a kind on a function's tensors.
+
+    They are (query, key, value), of a backward (grad_out, query, key, value, out), each (B, S, H, D) or
+    packed (T, H, D), float16 or bfloat16.
+    """
     query, key = tensors[:2] if kind.direction == "forward" else tensors[1:3]
     batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     strides = tuple([x.stride() for x in tensors])

@@ -71,7 +71,10 @@ def _every_row_counts(query: Tensor, key: Tensor, call: Call) -> bool:
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether a call has no score to compute; the kernels refuse some of these calls."""
+    """Whether a call has no score to compute; the kernels refuse some of these calls.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype; the key may be pages.
+    """
     sequences = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     return not (query.numel() and key.numel() and sequences and call.max_q and call.max_k)
 
@@ -79,7 +82,8 @@ def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
 def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether the host knows that each query sees a key and no row is unused: nothing needs conversion.
 
-    Facts that the device reports aren't used: clearing rows takes the host less time than looking these up.
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. Facts that the device reports aren't
+    used: clearing rows takes the host less time than looking these up.
     """
     if call.cu_seqlens_q is None:
         return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
@@ -124,7 +128,11 @@ class TorchKernels:
         return grads[0], grads[1], grads[2]
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
-        """Return a launcher where a call needs only the kernel; see `Kernels.specialize`."""
+        """Return a launcher where a call needs only the kernel; see `Kernels.specialize`.
+
+        `tensors` are query, key and value, of a backward (grad_out, query, key, value, out, lse), in the
+        layouts and dtypes of `forward`: (B, S, H, D) or (T, H, D).
+        """
         query, key = tensors[:2] if direction == "forward" else tensors[1:3]
         further = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
         if call.dropout or any(option is not None for option in further):

@@ -129,12 +129,15 @@ def family_of_spec(direction: str, spec: AttentionSpec) -> Family:
 
 
 def batch_of(query: Tensor, call: Call) -> int:
-    """Return the number of sequences of a call."""
+    """Return the number of sequences of a call with a query (B, S, H, D) or (T, H, D), in any dtype."""
     return query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
 
 
 def repeated_dims(*tensors: Tensor) -> Repeated:
-    """Return which dimensions of each tensor have stride 0, on which compiled functions depend."""
+    """Return which dimensions of each tensor have stride 0, on which compiled functions depend.
+
+    Tensors have any shape and dtype; the result has None for a tensor without such a dimension.
+    """
     return tuple(
         tuple(step == 0 for step in strides) if 0 in strides else None
         for strides in (tensor.stride() for tensor in tensors)

@@ -85,7 +85,11 @@ class _WatchedCache:
 def compare(
     expected: Sequence[TakenFunctions], got: Sequence[TakenFunctions], call_tensors: tuple[Tensor, ...]
 ) -> None:
-    """Raise RefutedError if `got` has other functions than `expected`, or other arguments."""
+    """Raise RefutedError if `got` has other functions than `expected`, or other arguments.
+
+    `call_tensors` are the tensors of the call, of any shape and dtype: arguments are compared by their places
+    among these.
+    """
     if [theirs[:2] for theirs in expected] != [theirs[:2] for theirs in got]:
         names = ", ".join(theirs.by for theirs in expected)
         raise RefutedError(

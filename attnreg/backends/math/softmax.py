@@ -37,7 +37,10 @@ class Softmax:
         return weights, fade
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Return the weights of a tile relative to the peak."""
+        """Return the weights of a tile relative to the peak, in the shape of the scores.
+
+        `scores` are (b, H, rows, columns), in the dtype of the computation, float32 or float64.
+        """
         return (scores - self._anchor).exp_()
 
     @property
@@ -72,7 +75,10 @@ class ForwardResults(NamedTuple):
         return share.where(has_more, 1.0)
 
     def delta(self, rows: slice, grad_out: Tensor) -> Tensor:
-        """Return the sum that the softmax's backward subtracts in rows that see further keys."""
+        """Return the sum that the softmax's backward subtracts in rows that see further keys.
+
+        It is (b, H, rows, 1), in the dtype of `grad_out`, which is (b, H, rows, D_v).
+        """
         return (self.out[:, :, rows] * grad_out).sum(-1, keepdim=True)
 
 
@@ -84,7 +90,11 @@ class Output:
         self._longest_key = self._largest_value = previous.new_zeros(())
 
     def add(self, weighted: Tensor, fade: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Add the weighted values of a tile; its keys and values determine the expected rounding."""
+        """Add the weighted values of a tile; its keys and values determine the expected rounding.
+
+        `weighted` is (b, H, rows, D_v) and `fade`, the factor for earlier sums, (b, H, rows, 1). Keys are (b,
+        H_k, columns, D), values (b, H_k, columns, D_v). All have the dtype of the computation.
+        """
         self._sum = self._sum * fade + weighted
         self._longest_key = torch.maximum(self._longest_key, _largest(keys.norm(dim=-1)))
         self._largest_value = torch.maximum(self._largest_value, _largest(values))

@@ -82,7 +82,7 @@ def with_padding(kernel: Callable[..., Any], direction: Direction) -> Callable[.
 
 
 def with_zeros(x: Tensor, dim: int) -> Tensor:
-    """Return a copy with zeros in further columns, up to a head dim of `dim`."""
+    """Return a copy of `x`, (..., D) in any dtype, as (..., dim), with zeros in the further columns."""
     wide = x.new_empty((*x.shape[:-1], dim))
     wide[..., : x.shape[-1]].copy_(x)
     wide[..., x.shape[-1] :].zero_()

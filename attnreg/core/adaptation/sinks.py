@@ -43,10 +43,16 @@ def rescaled(out: Tensor, lse: Tensor, sinks: Tensor, batch_invariant: bool = Fa
 def grad_of_sinks(
     grad_out: Tensor | None, results: Sequence[Tensor], sinks: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
-    """Return the gradient of sinks; `results` are what `rescaled` has returned.
+    """Return the gradient of sinks, (H,), in their dtype.
 
-    That of a score is its weight times (gradient of the weight - rowsum(grad_out * out) + grad_lse), and the
-    weight of a sink has no gradient, as it has no value.
+    The gradient of a score is its weight times (gradient of the weight - rowsum(grad_out * out) + grad_lse).
+    The weight of a sink has no gradient, because it has no value.
+
+    Args:
+        grad_out: (T, H, D_v), in the dtype of the output; None for none.
+        results: what `rescaled` has returned: the output (T, H, D_v) and the LSE (H, T), float32 or float64.
+        sinks: (H,), floating point.
+        grad_lse: (H, T), floating point; None for none.
     """
     out, lse = results
     of_rows = 0.0 if grad_lse is None else grad_lse.to(lse.dtype)

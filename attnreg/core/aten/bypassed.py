@@ -82,7 +82,7 @@ def selected(
 ) -> Native | Bypassed:
     """Return the kernel that torch's selector chooses for a call of `F.scaled_dot_product_attention`.
 
-    The arguments are the fields of `SdpaCall`.
+    The arguments are the fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))

@@ -59,8 +59,8 @@ def why_torchs(
 ) -> str:
     """Return why a call on a CPU runs torch's own kernels; empty if it runs the flash op.
 
-    Query, key and value are nested tensors (B, H, ragged length, D). `leading` is a choice for this call
-    alone, in place of the scoped choice.
+    Query, key and value are jagged nested tensors (B, H, S, D) whose length S is ragged, floating point.
+    `leading` is a choice for this call alone, in place of the scoped choice.
     """
     if not _selects_backend(query, leading):
         return "nothing asks for a backend"

@@ -124,13 +124,14 @@ def kept_for(
 
     Args:
         plan: what ran it.
-        tensors: what its kernel was given.
+        tensors: the arguments of its kernel, in the contract's shapes and dtypes: query, key and value, (B,
+            S, H, D) or packed (T, H, D). A backward has grad_out before them, output and LSE after them.
         call: its other arguments, with both offsets of a packed call.
         auxiliary, cuts: see `Kept`.
 
     Returns:
-        None for options that the call cache leaves out (`Option.cached`), and for a first call, whose
-        results were only just checked.
+        None for options that the call cache leaves out (`Option.cached`), and for a first call, whose results
+        were only just checked.
     """
     if load() is None or not plan.is_checked or not all(row.cached for row in options_on(call)):
         return None

@@ -98,7 +98,9 @@ def _heads_of(x: Tensor, bhsd: bool) -> tuple[int, ...]:
 def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: bool) -> bool:
     """Whether the lengths of a call's tensors fit each other, as far as `check` looks at lengths.
 
-    A plan is made once for all lengths of a class, so that this is looked at in each call.
+    A plan is made once for all lengths of a class, so that this is looked at in each call. Tensors are (B, S,
+    H, D), (B, H, S, D) with `bhsd`, or packed (T, H, D), in any dtype. With a `block_table` key and value are
+    pages, (pages, page size, H, D).
     """
     if call.cu_seqlens_q is None:
         rows = 2 if bhsd else 1
@@ -116,7 +118,10 @@ def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: boo
 
 
 def lengths_of(query: Tensor, key: Tensor, call: Call) -> Lengths:
-    """Return the lengths of a checked call."""
+    """Return the lengths of a checked call.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. With a `block_table` the key is pages.
+    """
     if call.cu_seqlens_q is None:
         batch = query.shape[0]
         return Lengths(batch, call.max_q, call.max_k, batch * call.max_q, batch * call.max_k)
@@ -139,7 +144,16 @@ def every_dense_row_sees_a_key(call: Call) -> bool:
 
 
 def keys_used(seqused_k: Tensor | None, cu_seq_k: Tensor | None, block_table: Tensor | None) -> Tensor | None:
-    """Return how many keys of each sequence count; with pages offsets of the keys say so, too."""
+    """Return how many keys of each sequence count; with pages offsets of the keys say so, too.
+
+    Args:
+        seqused_k: int32 (B,), or None for all keys.
+        cu_seq_k: int32 (B + 1,), offsets of the keys, or None.
+        block_table: int32 (B, pages of a sequence), or None without pages.
+
+    Returns:
+        int32 (B,), or None for all keys.
+    """
     if block_table is None or seqused_k is not None or cu_seq_k is None:
         return seqused_k
     return cu_seq_k.diff()
@@ -159,12 +173,15 @@ def with_aliased_offsets(call: Call) -> Call:
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
-    """Return the softmax scale: as given, else one over the root of the head dim."""
+    """Return the softmax scale: as given, else one over the root of the head dim of `query`.
+
+    The query is (..., D), in any dtype.
+    """
     return scale if scale is not None else float((query.shape[-1] or 1) ** -0.5)
 
 
 def wants_gradient(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether autograd records this call; true below autograd as well as above."""
+    """Whether autograd records a call of tensors of any shape; true below autograd as well as above."""
     return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 

@@ -19,6 +19,18 @@ def run_with_dropout(
 
     Seed and offset come from the device's default generator. Where the kernel declines the call, the
     generator is put back: the same state has to draw the same mask, whichever backend was tried before.
+
+    Args:
+        plan: its kernel runs.
+        query, key, value: in the contract's shapes and dtypes, (B, S, H, D) or packed (T, H, D).
+        call: the other arguments, with a dropout above 0.
+
+    Returns:
+        The output and the LSE as in the contract; seed and offset as uint64 (2,), which the kernel may have
+        overwritten.
+
+    Raises:
+        DeclinedError: the kernel can't run the call.
     """
     generator = generator_of(query)
     before = None if query.is_cuda and torch.cuda.is_current_stream_capturing() else generator.get_state()
@@ -33,7 +45,10 @@ def run_with_dropout(
 
 
 def generator_of(query: Tensor) -> torch.Generator:
-    """Return the default generator of the tensor's device, which the mask of dropout comes from."""
+    """Return the default generator of a tensor's device, from which the mask of dropout comes.
+
+    The tensor has any shape and dtype.
+    """
     return torch.cuda.default_generators[query.device.index] if query.is_cuda else torch.default_generator
 
 

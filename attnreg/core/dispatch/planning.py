@@ -206,7 +206,11 @@ _SPEC_FIELDS = frozenset(field.name for field in fields(AttentionSpec))
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backward: bool) -> AttentionSpec:
-    """Return the spec of a call in the contract's layout."""
+    """Return the spec of a call in the contract's layout.
+
+    Query, key and value are (B, S, H, D) or packed (T, H, D), floating point. With a `block_table` key and
+    value are pages, (pages, page size, H, D).
+    """
     varlen, paged = call.varlen, call.block_table is not None
     capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     batch = query.shape[0] if call.cu_seqlens_q is None else len(call.cu_seqlens_q) - 1

@@ -236,7 +236,7 @@ def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
 
 
 def read_token(tensor: Tensor) -> ScopedChoice | None:
-    """Return the choice that a tensor carries, or None; reads no element."""
+    """Return the choice that a tensor, of any shape and dtype, carries, or None; reads no element."""
     stored = tensor.untyped_storage().nbytes()
     if stored % 2:  # marked where it is, so that it spans as many elements as it has
         found = _by_mark.get(stored - tensor.nbytes)

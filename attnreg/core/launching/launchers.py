@@ -118,7 +118,12 @@ class PackedCall(NamedTuple):
     all_rows_see_keys: bool
 
     def cleared(self, results: tuple[Tensor, ...], window: tuple[int, int]) -> tuple[Tensor, ...]:
-        """Return a forward's or a backward's results after clearing rows that a kernel left as they were."""
+        """Return a forward's or a backward's results after clearing rows that a kernel left as they were.
+
+        Results are changed in place: the output (T_q, H, D_v) and the LSE (H, T_q) in float32, or the
+        gradients of query, key and value, (T, H, D) each, in dtypes of 16 or 32 bits. `window` is (left,
+        right) as in `Call`.
+        """
         if self.all_rows_see_keys:
             return results
         if len(results) == FORWARD - 1:

@@ -31,7 +31,17 @@ def check_in_memory(**given: object) -> None:
 
 
 def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call, sinks: Tensor | None) -> None:
-    """Check all tensors of a forward or backward call with `check_in_memory`, sinks and options included."""
+    """Check all tensors of a forward or backward call with `check_in_memory`, sinks and options included.
+
+    Args:
+        tensors: query, key and value; for a backward (grad_out, query, key, value, output, LSE). Any shape
+            will do.
+        call: the other arguments.
+        sinks: (H,), or None.
+
+    Raises:
+        UnsupportedInputError: the storage of a tensor was freed.
+    """
     names = _OF_FORWARD if len(tensors) == len(_OF_FORWARD) else _OF_BACKWARD
     check_in_memory(
         **dict(zip(names, tensors, strict=True)), cu_seq_q=call.cu_seqlens_q, cu_seq_k=call.cu_seqlens_k,

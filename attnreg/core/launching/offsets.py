@@ -102,9 +102,10 @@ def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]
 def derived_from(
     tensors: tuple[Tensor | None, ...], stream: int, purpose: tuple[object, ...], make: Callable[..., T]
 ) -> T:
-    """Return `make(*tensors)`, of offsets and `seqused_k`, cached per purpose until they change.
+    """Return `make(*tensors)`, cached per purpose until the tensors change.
 
-    `make` must not refer to a tensor.
+    Tensors are offsets, int32 (B + 1,), and `seqused_k`, int32 (B,). `stream` is the CUDA stream that the
+    result is computed on, 0 on a CPU. `make` must not refer to a tensor.
 
     Raises:
         InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile.
@@ -214,7 +215,10 @@ def facts(call: Call, tokens_q: int, tokens_k: int, stream: int) -> Facts:
 
 
 def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, stream: int) -> Facts:
-    """Return the known properties of the sequences of two offsets, without `seqused_k`."""
+    """Return the known properties of the sequences of two offsets, int32 (B + 1,), without `seqused_k`.
+
+    `stream` is the CUDA stream of the call.
+    """
     pair, tokens = (cu_seqlens_q, cu_seqlens_k), (tokens_q, tokens_k)
     if cu_seqlens_q.is_cpu or needs_graph_memory(cu_seqlens_q) or any(x.is_inference() for x in pair):
         return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
@@ -238,7 +242,11 @@ class Unused(NamedTuple):
 
 
 def find_unused(query: Tensor, key: Tensor, call: Call) -> Unused:
-    """Return which query rows and key rows no sequence counts."""
+    """Return which query rows and key rows no sequence counts.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. The masks are bool, (T_q,) of queries
+    and (T_k,) of keys. Of a dense call with `seqused_k` the mask of keys is (B, S_k).
+    """
     tensors, paged = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k), call.block_table is not None
     if call.cu_seqlens_q is None and (call.seqused_k is None or paged):
         return Unused(None, None)
@@ -269,7 +277,17 @@ def _find(
 
 
 def empty_results(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of rows that see no key."""
+    """Return output and LSE of rows that see no key: zeros and -inf.
+
+    Args:
+        query: (B, S_q, H, D) or packed (T_q, H, D).
+        value: (..., D_v).
+        call: says whether the call is packed.
+
+    Returns:
+        The output (B, S_q, H, D_v) or (T_q, H, D_v), in the query's dtype, and the LSE in float32, (B, H,
+        S_q) or (H, T_q).
+    """
     *rows, heads, _ = query.shape
     shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
     out = query.new_zeros((*rows, heads, value.shape[-1]))

@@ -33,13 +33,19 @@ def regular_offsets(batch: int, length: int, like: Tensor, dtype: torch.dtype = 
 
 
 def regular_length(offsets: Tensor) -> int | None:
-    """Return how long each sequence is by offsets that `regular_offsets` made; None of others."""
+    """Return how long each sequence is by offsets that `regular_offsets` made; None of others.
+
+    Offsets are integers (B + 1,).
+    """
     length: int | None = _lengths.get(offsets)  # type: ignore[no-untyped-call]
     return length
 
 
 def fills(offsets: Tensor | None, rows: int) -> bool:
-    """Whether it is known of such offsets that so many rows all belong to a sequence."""
+    """Whether it is known of offsets that so many rows all belong to a sequence.
+
+    Offsets are integers (B + 1,), or None.
+    """
     if offsets is None or (length := regular_length(offsets)) is None:
         return False
     return length * (len(offsets) - 1) == rows

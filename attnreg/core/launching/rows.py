@@ -120,11 +120,12 @@ def blanked(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def facts(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k: int, place: Tensor | None = None
 ) -> Tensor:
-    """Return on the device, as two numbers in uint8, whether no row is unused and every row sees a key.
+    """Return on the device, as uint8 (2,), whether no row is unused and whether every row sees a key.
 
     No row is unused if every row belongs to a sequence, and each sequence has both queries and keys or
     neither. Every row sees a key, also under a causal mask, if moreover no sequence has fewer keys than
-    queries. The device writes them to `place` as well, two numbers in uint8 in pinned memory.
+    queries. Offsets are int32 (B + 1,). The device writes both numbers to `place` as well, uint8 (2,) in
+    pinned memory.
     """
     if _runs(FACTS, cu_seqlens_q, cu_seqlens_k):
         result = torch.empty(2, dtype=torch.uint8, device=cu_seqlens_q.device)

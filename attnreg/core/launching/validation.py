@@ -23,7 +23,17 @@ from attnreg.errors import InvalidInputError, RegistrationError
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
-    """Check that ranks, dtypes, devices, head counts and lengths of a call fit each other."""
+    """Check that ranks, dtypes, devices, head counts and lengths of a call fit each other.
+
+    Args:
+        query: (B, S_q, H, D) or packed (T_q, H, D), floating point.
+        key, value: (B, S_k, H_k, D) and (B, S_k, H_k, D_v), or packed (T_k, H_k, D) and (T_k, H_k, D_v), of
+            the query's dtype. With a `block_table` they are pages, (pages, page size, H_k, D).
+        call: the other arguments, in the shapes and dtypes of `Call`.
+
+    Raises:
+        InvalidInputError: an argument doesn't fit.
+    """
     tensors = {"query": query, "key": key, "value": value}
     for what in ("dtype", "device"):
         if len({getattr(tensor, what) for tensor in tensors.values()}) > 1:
@@ -111,7 +121,8 @@ def _check_integers(name: str, tensor: Tensor, query: Tensor, rank: int) -> None
 def check_values(query: Tensor, key: Tensor, call: Call) -> None:
     """Check the values of a packed call's integer tensors, which have to be on the CPU.
 
-    Offsets may end before the last token (the rest is output 0 and gradient 0), never after it.
+    Query and key are (T, H, D), the key may be pages (pages, page size, H_k, D). Offsets are int32 (B + 1,).
+    They may end before the last token (the rest is output 0 and gradient 0), never after it.
 
     Raises `InvalidInputError` if offsets don't start at 0, decrease or end past the last token; a sequence is
     longer than `max_q` or `max_k`; `seqused_k` counts more keys, or `block_table` has other pages, than there
@@ -168,7 +179,11 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
 
 
 def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether each row of a packed call on a CPU belongs to a sequence, none with fewer keys than queries."""
+    """Whether each row of a packed call on a CPU belongs to a sequence, none with fewer keys than queries.
+
+    Query and key are (T, H, D), in any dtype. Without the offsets of either, or with `seqused_k`, the result
+    is False.
+    """
     if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.seqused_k is not None:
         return False
     queries, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()

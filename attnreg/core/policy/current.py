@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attnreg.core import registry
-from attnreg.core.policy.lockfile import Lock
+from attnreg.core.policy.lockfile import LockInForce
 from attnreg.core.policy.sources import (
     Sources,
     check_names,
@@ -35,8 +35,8 @@ from attnreg.core.policy.sources import (
 )
 from attnreg.core.policy.sources import policy as decides_by
 from attnreg.core.selection.decision import Policy, Preference
-from attnreg.core.times.adaptive import Adaptive
-from attnreg.core.times.tables import Tables
+from attnreg.core.times.adaptive import AdaptiveTimes
+from attnreg.core.times.tables import NamedTables
 from attnreg.core.torchlib import building, captured
 from attnreg.errors import AttnregError, BuildError
 
@@ -115,13 +115,13 @@ def current() -> Policy:
     adaptive = None
     batch_invariant = decides_by(now)[0] == "batch_invariant"
     if decides_by(now)[0] != "order" and not batch_invariant:
-        tables = Tables(now.tables, registry.entries, _compiled(now))
+        tables = NamedTables(now.tables, registry.entries, _compiled(now))
         if decides_by(now)[0] == "adaptive" and now.lock is None:
-            adaptive = Adaptive(tables, registry.entries, disabled(now))
+            adaptive = AdaptiveTimes(tables, registry.entries, disabled(now))
     only_recording = serves(now) and only_records(now) and not _active and not registry.registrations()
     # A preferred backend doesn't change calls that torch sends to another op. Tables, if requested, do.
     by_measurement = bool(decides_by(now)[1] or now.tables)
-    lock = Lock(now.lock, registry.entries) if now.lock is not None else None
+    lock = LockInForce(now.lock, registry.entries) if now.lock is not None else None
     return Policy(
         tuple(_preferences(now)), disabled(now), strict(now), tables, only_recording, lock, by_measurement,
         adaptive, batch_invariant,

@@ -28,7 +28,7 @@ NOWHERE = Device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LockfileRow:
     """One direction of a call, the backend that runs it, and the source of this decision."""
 
     spec: AttentionSpec
@@ -59,7 +59,7 @@ class Lockfile:
     path: Path
     device: str
     environment: table.Environment
-    rows: tuple[Row, ...]
+    rows: tuple[LockfileRow, ...]
 
     @property
     def digest(self) -> str:
@@ -96,7 +96,7 @@ def load(path: Path) -> Lockfile:
     return table.read_whole(file, "a file of `attnreg lock`", read)
 
 
-def _row(data: object, place: str, locked: table.Environment, device: Device) -> Row:
+def _row(data: object, place: str, locked: table.Environment, device: Device) -> LockfileRow:
     row = with_keys(data, ("spec", "direction", "backend", "source"), place)
     known = ("one of environment.backends", lambda name: isinstance(name, str) and name in locked.backends)
     checked(row["direction"], f"{place}.direction", one_of(*DIRECTIONS))
@@ -108,7 +108,7 @@ def _row(data: object, place: str, locked: table.Environment, device: Device) ->
     except (InvalidInputError, TypeError) as error:
         within = "" if str(error).startswith("spec") else "spec: "
         raise Malformed(f"{place}.{within}{error}") from None
-    return Row(spec, row["direction"], row["backend"], row["source"])
+    return LockfileRow(spec, row["direction"], row["backend"], row["source"])
 
 
 def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
@@ -119,7 +119,7 @@ def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Di
     return replace(spec.of_any_batch() if spec.batch_invariant else spec, device=NOWHERE), direction
 
 
-class Lock:
+class LockInForce:
     """A lockfile in force; the versions of `entries` have to equal the file's."""
 
     def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
@@ -141,7 +141,7 @@ class Lock:
         differs = dict.fromkeys(filter(None, (self.differences(device, name) for name in backends)))
         return f"{VARIABLE}: {'; '.join(differs)}: calls on this device are refused" if differs else ""
 
-    def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
+    def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[LockfileRow, str]:
         """Return the row of one direction of a call, and its name for messages.
 
         Raises:

@@ -42,7 +42,7 @@ LONGEST_WAIT_S = 60.0
 LONGEST_WITHDRAWAL_S = 5.0
 
 
-class Inputs(NamedTuple):
+class ChoiceInputs(NamedTuple):
     """The inputs of a rank's choices for one kind of device, as text.
 
     Attributes:
@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
     lock: str
     table_name: str
 
-    def differences(self, other: Inputs) -> str:
+    def differences(self, other: ChoiceInputs) -> str:
         """Return how these inputs differ from another rank's, or an empty string."""
         parts = list(zip(self._fields[1:4], self[1:4], other[1:4], strict=True))
         if self.table != other.table:
@@ -120,7 +120,7 @@ def place() -> str:
     return f"on rank {distributed.get_rank()} (ranks that choose differently don't agree bitwise): "
 
 
-def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inputs:
+def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> ChoiceInputs:
     shared = {name: entry for name, entry in entries.items() if not entry.own}
     loading = environment(device, shared).backends
     requested = [
@@ -132,7 +132,7 @@ def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> Inp
     requested += ['policy = "adaptive"'] if policy.adaptive is not None else []
     requested += [BATCH_INVARIANT] if policy.batch_invariant else []
     table, table_name = _table(policy, device)
-    return Inputs(
+    return ChoiceInputs(
         table,
         ", ".join(f"{name} {loading[name] or ''}".strip() for name in sorted(loading)) or "none",
         ", ".join(requested) or "nothing",
@@ -147,7 +147,7 @@ def _table(policy: Policy, device: Device) -> tuple[str, str]:
     return policy.tables.identity(device)
 
 
-def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
+def _compare(store: Any, rank: int, place: str, inputs: ChoiceInputs) -> str:
     """Return a sentence on how this rank differs from the first rank; empty if it doesn't."""
     host, key = socket.gethostname(), f"attnreg/{place}"
     mine = json.dumps({"id": uuid.uuid4().hex, "rank": rank, "host": host, "inputs": inputs})
@@ -159,7 +159,7 @@ def _compare(store: Any, rank: int, place: str, inputs: Inputs) -> str:
         )
         first = json.loads(records[0])
         _seen.add(first["id"])
-        different = inputs.differences(Inputs(*first["inputs"]))
+        different = inputs.differences(ChoiceInputs(*first["inputs"]))
     except Exception as error:  # noqa: BLE001 - the store may be gone or stalled, or another version's
         with contextlib.suppress(Exception):  # a log handler that raises must not fail a call
             log.warning("this job's ranks can't compare what their choices of kernels depend on: %s", error)

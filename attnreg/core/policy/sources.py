@@ -19,7 +19,7 @@ from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.lockfile import Lockfile
 from attnreg.core.policy.lockfile import load as load_lock
 from attnreg.core.settings import environment
-from attnreg.core.settings.environment import AS_GIVEN, NATIVE, ON_ERROR, REFERENCE, Environment
+from attnreg.core.settings.environment import AS_GIVEN, NATIVE, ON_ERROR, REFERENCE, EnvironmentSettings
 from attnreg.core.times.table import load as load_table
 from attnreg.core.times.tables import Named
 from attnreg.core.times.traces import check_writable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("attnreg")
 
-UNSET = Environment()
+UNSET = EnvironmentSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Sources:
     `program` and `file` were passed to `configure`, `environment_file` is ATTNREG_CONFIG's.
     """
 
-    environment: Environment = UNSET
+    environment: EnvironmentSettings = UNSET
     program: LoadedSettings | None = None
     environment_file: LoadedSettings | None = None
     file: LoadedSettings | None = None
@@ -227,4 +227,4 @@ def without_implementation(now: Sources) -> Sources:
 
 def only_records(now: Sources) -> bool:
     """Whether settings request nothing, or only recording."""
-    return without_implementation(now) == Sources(Environment(record=now.environment.record))
+    return without_implementation(now) == Sources(EnvironmentSettings(record=now.environment.record))

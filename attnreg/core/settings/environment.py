@@ -1,8 +1,8 @@
 """The environment variables `ATTNREG_*`.
 
-`read` turns them into an `Environment` or raises an error that lists what is wrong with them. It is called
-when settings are needed, never at import. Names of backends are kept as they were written; the registry
-checks whether they exist.
+`read` turns them into an `EnvironmentSettings` or raises an error that lists what is wrong with them. It is
+called when settings are needed, never at import. Names of backends are kept as they were written; the
+registry checks whether they exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AS_GIVEN, RECOGNISE = "as_given", "recognise"
 ON_ERROR, RAISE, NATIVE = "ATTNREG_ON_ERROR", "raise", "native"
 
 
-class Environment(NamedTuple):
+class EnvironmentSettings(NamedTuple):
     """The values of the variables; one that is unset or blank leaves its field at the default."""
 
     backend: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class Environment(NamedTuple):
 class Variable(NamedTuple):
     """How the text of a variable is parsed, and a line for the documentation.
 
-    It sets the field of `Environment` that has its name without the prefix, in lower case.
+    It sets the field of `EnvironmentSettings` that has its name without the prefix, in lower case.
     """
 
     parse: Callable[[str], object]
@@ -162,7 +162,7 @@ VARIABLES = {
 }
 
 
-def read(environ: Mapping[str, str] = os.environ) -> Environment:
+def read(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
     """Parse the variables; a `ConfigError` has one line for each problem.
 
     It is one if a value is wrong, two contradict each other, or a name that starts with `ATTNREG_` is no
@@ -182,7 +182,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
             values[name.removeprefix(PREFIX).lower()] = VARIABLES[name].parse(text)
         except ValueError as error:
             problems.append(f"{name}: {error}")
-    environment = Environment(**values)
+    environment = EnvironmentSettings(**values)
     disabled = {name.casefold() for name in environment.disable}
     problems += [
         f"ATTNREG_BACKEND and ATTNREG_DISABLE: both name {name}, expected it in one of them only"

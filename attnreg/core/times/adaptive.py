@@ -28,9 +28,9 @@ from attnreg.core.times.kinds import kind_of, size_of
 from attnreg.core.times.lookup import predict, predict_both
 from attnreg.core.times.points import Point
 from attnreg.core.times.table import Environment, Table, load
-from attnreg.core.times.tables import Tables, file_name
+from attnreg.core.times.tables import NamedTables, file_name
 from attnreg.core.times.traces import DIRECTIONS
-from attnreg.core.times.turns import MOST_CALLS, Cell, Turn, Turns, cell_of, lock
+from attnreg.core.times.turns import MOST_CALLS, Cell, TimedTurn, Turns, cell_of, lock
 from attnreg.core.torchlib import caches, job_store, locks
 from attnreg.errors import AttnregError
 
@@ -166,7 +166,7 @@ def from_nothing() -> Iterator[None]:
         _learned, _keeps = before
 
 
-class Adaptive:
+class AdaptiveTimes:
     """The policy, for one state of the registry and the settings.
 
     `disabled` are names of backends that get no turns. Times are kept separately for each set of disabled
@@ -174,7 +174,7 @@ class Adaptive:
     """
 
     def __init__(
-        self, tables: Tables, entries: Callable[[], Mapping[str, Entry]], disabled: Iterable[str] = ()
+        self, tables: NamedTables, entries: Callable[[], Mapping[str, Entry]], disabled: Iterable[str] = ()
     ) -> None:
         self._tables, self._entries, self._disabled = tables, entries, sorted(disabled)
         self._environments: dict[Device, tuple[str, Environment]] = {}
@@ -212,7 +212,7 @@ class Adaptive:
 
     def turn(
         self, spec: AttentionSpec, direction: Direction, able: Sequence[str], predicted: Prediction | None
-    ) -> Turn | None:
+    ) -> TimedTurn | None:
         """Return the turn that a call is; None if it is none.
 
         Backends that are `able` to run the call, the first choice first, take turns. Excluded are the
@@ -237,8 +237,8 @@ class Adaptive:
                 if not waits or turns.calls >= MOST_CALLS or here.is_over(spec.of("backward"), "backward"):
                     return None
                 turns.calls += 1
-                return Turn(turns, "", spec)
-            return Turn(turns, "" if turns.role == "follows" else turns.next(names), spec)
+                return TimedTurn(turns, "", spec)
+            return TimedTurn(turns, "" if turns.role == "follows" else turns.next(names), spec)
 
     def notes(self, spec: AttentionSpec, direction: Direction) -> Iterator[str]:
         """Yield a sentence on how many turns of such calls have been taken."""

@@ -32,7 +32,7 @@ CALLS_PER_SHAPE = 100_000
 USUAL_HOST = 1.3
 
 
-class Source(NamedTuple):
+class SourcePoint(NamedTuple):
     """A point that a prediction is made from.
 
     Attributes:
@@ -108,7 +108,7 @@ def predict(
         without = ", without sinks" * (kind.extras.count("sinks") > index.family.extras.count("sinks"))
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}{without}")
     points = tuple(
-        Source(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)
+        SourcePoint(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)
         for distance, (place, point, _) in near
         for itself in (distance < EXACT and point.place == (kind, size),)
     )

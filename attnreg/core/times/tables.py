@@ -77,7 +77,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TableReport:
     """The table in force on a device, notes on it, and a sentence with the reasons for each refused table."""
 
     in_force: Named | None = None
@@ -85,7 +85,7 @@ class Report:
     refused: tuple[str, ...] = ()
 
 
-class Tables:
+class NamedTables:
     """The tables that settings name; the first request for a device compares them with it.
 
     Args:
@@ -100,7 +100,7 @@ class Tables:
         self.compiled = compiled
         self._named = named
         self._entries = entries
-        self._reports: dict[Device, Report] = {}
+        self._reports: dict[Device, TableReport] = {}
         # The last predictions: a plan requests both directions of a call in succession.
         self._last: tuple[object, dict[Direction, Prediction | None]] | None = None
 
@@ -127,7 +127,7 @@ class Tables:
             last = self._last = call, predict_both(table.kinds, spec, str(table), self.compiled, builders)
         return last[1][direction]
 
-    def report(self, device: Device) -> Report:
+    def report(self, device: Device) -> TableReport:
         """Return the table in force on a device, and why other tables aren't."""
         if device not in self._reports:
             self._reports[device] = self._compared(device)
@@ -153,8 +153,8 @@ class Tables:
             return ""
         return f"{table} has nothing of this kind: {kind_of(spec, direction)}"
 
-    def _compared(self, device: Device) -> Report:
-        report, refused, warned = Report(), [], []
+    def _compared(self, device: Device) -> TableReport:
+        report, refused, warned = TableReport(), [], []
         for named in self._meant_for(device):
             measured = named.table.environment
             if device.simulated:
@@ -162,7 +162,7 @@ class Tables:
             else:
                 match = matched(measured, environment(device, self._entries()))
             if not match.differences:
-                report = Report(named, tuple(f"{named}: {note}" for note in match.notes))
+                report = TableReport(named, tuple(f"{named}: {note}" for note in match.notes))
                 break
             if match.refused:
                 problem = f"{named} is refused: {'; '.join(match.refused)}"
@@ -171,12 +171,12 @@ class Tables:
                 problem = f"{named} is only a prior: {'; '.join(match.near)}"
                 if report.in_force is None:
                     notes = (problem, *(f"{named}: {note}" for note in match.notes))
-                    report = Report(named.as_prior, notes)
+                    report = TableReport(named.as_prior, notes)
             if named.source:
                 warned.append((problem, named))
         if report.in_force is None:
             # A table for another type of device is no error, but a note.
-            report = Report(
+            report = TableReport(
                 notes=tuple(
                     f"{named} was measured on a {'GPU' if named.of_gpu else 'CPU'}: it doesn't apply to "
                     f"{device.type}"

@@ -160,7 +160,7 @@ class Turns:
         return Point(self.kind, self.size, results)
 
 
-class Turn:
+class TimedTurn:
     """A call that a backend runs in its turn; without a backend the turn is nobody's."""
 
     def __init__(self, turns: Turns, backend: str, spec: AttentionSpec) -> None:

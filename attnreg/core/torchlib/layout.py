@@ -84,7 +84,7 @@ def _is_large(x: Tensor) -> bool:
 
 
 def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """Return a tensor with these strides, in elements; a copy only where needed."""
+    """Return a tensor, of any shape and dtype, with these strides, in elements; a copy only where needed."""
     if x.stride() == tuple(strides):
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
@@ -112,7 +112,7 @@ def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
 
 
 def stream_of(tensor: Tensor) -> int:
-    """Return the current CUDA stream of a tensor's device, as its raw handle."""
+    """Return the current CUDA stream of a tensor's device, as its raw handle. Any shape will do."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 
 
@@ -128,6 +128,8 @@ def inductor_is_running() -> bool:
 
 def needs_graph_memory(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured, or Inductor's CUDA-graph trees are in use.
+
+    The tensor, of any shape and dtype, says on which device; on a CPU the result is False.
 
     Graph trees run a function once in the graph's pool before they capture it, and check afterwards that no
     tensor is left in the pool. Their replays return the same tensors each time, with new values at the same

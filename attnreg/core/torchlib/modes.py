@@ -20,8 +20,8 @@ _AUTOCASTS = frozenset(
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors of a CPU or a GPU that no mode, subclass or function transform handles.
 
-    A lazily negated tensor isn't plain, because its numbers in memory have the opposite sign. Zeros without
-    memory aren't plain either.
+    Tensors have any shape and dtype; None is ignored. A lazily negated tensor isn't plain, because its
+    numbers in memory have the opposite sign. Zeros without memory aren't plain either.
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False

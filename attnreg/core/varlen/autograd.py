@@ -44,8 +44,14 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE, as the kernel has laid them out.
 
-    A kernel that counts sinks is given them unless the program gets the LSE: see `sinks.may_be_counted`.
-    `plan` is one that was made for this call, without a gradient.
+    Query, key and value are packed (T, H, D) or dense (B, S, H, D), in one floating-point dtype. Output and
+    LSE have the contract's shapes and dtypes.
+
+    A kernel that counts sinks, (H,), is given them unless the program gets the LSE: see
+    `sinks.may_be_counted`. `plan` is one that was made for this call, without a gradient.
+
+    Raises:
+        UnsupportedInputError: no backend can run the call.
     """
     needs_backward = wants_gradient(query, key, value)
     if needs_backward or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
@@ -67,7 +73,12 @@ def run_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
     """Return output, LSE, and for a backward the random state and the choice, which dropout ties.
 
-    `first` is the plan to run, if one was made; where its kernel declines there is another.
+    Shapes and dtypes are those of `attend`; `inputs` are query, key and value. The random state is uint64
+    (2,), None without dropout. `first` is the plan to run, if one was made; where its kernel declines there
+    is another.
+
+    Raises:
+        UnsupportedInputError: no backend can run the call.
     """
     made = [] if first is None else [first]
 
@@ -179,10 +190,14 @@ def run_backward(
     grad_lse: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value; `tensors` are those, the output and the LSE.
+    """Return the gradients of query, key and value, in their shapes and dtype.
 
-    `call` has what the forward's had. The gradient of `sinks` comes fourth if they are given, without a
-    gradient of the LSE.
+    `tensors` are query, key, value, the output and the LSE, as in `attend`. `grad_out` and `grad_lse` have
+    the shapes and dtypes of output and LSE. `call` has what the forward's had. The gradient of `sinks`, (H,),
+    comes fourth if they are given, without a gradient of the LSE.
+
+    Raises:
+        UnsupportedInputError: no backend can run the call.
     """
     grad_lse = None if grad_lse is None else _in_memory(grad_lse)
     call = call._replace(deterministic=call.deterministic or wants_deterministic(), grad_lse=grad_lse)

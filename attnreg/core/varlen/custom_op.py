@@ -234,6 +234,11 @@ class Transformable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return a gradient for each argument of the op, None for those that have none.
+
+        `grads` are the gradients of the output (T_q, H, D_v), of the LSE (H, T_q), in their dtypes, and of
+        the forward's third result, or None.
+        """
         return _gradients(_TransformableBackward.apply, ctx, *grads)
 
 

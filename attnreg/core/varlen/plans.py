@@ -62,7 +62,13 @@ def check_tensors(**given: object) -> None:
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
-    """Check a call without `enable_gqa`: it has to have as many key as query heads."""
+    """Check a call without `enable_gqa`: it has to have as many key as query heads.
+
+    Query, key and value are (T, H, D), floating point; key and value may be pages, (pages, page size, H, D).
+
+    Raises:
+        InvalidInputError: the numbers of heads differ, or another argument doesn't fit.
+    """
     if query.shape[1:2] != key.shape[-2:-1]:
         # What is wrong otherwise is the better message: a key of other dimensions has no heads to compare.
         cu_seq_q, cu_seq_k, max_q, max_k = lengths
@@ -74,7 +80,11 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> 
 
 
 def check_sinks(query: Tensor, sinks: Tensor) -> None:
-    """Check sinks: one floating-point number for each head of the query, on its device."""
+    """Check sinks, (H,), floating point: one for each head of the query, (T_q, H, D), on its device.
+
+    Raises:
+        InvalidInputError: shape, dtype, layout or device is another.
+    """
     check_tensors(query=query, sinks=sinks)
     got = f"shape {tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}"
     fits = sinks.shape == query.shape[1:2] and sinks.device == query.device
@@ -147,9 +157,15 @@ def run(
 ) -> tuple[tuple[Tensor, ...], Kept | None]:
     """Look up the plan of a call and run it; returns the results, and how the call cache is to repeat it.
 
-    `tensors` are what the kernels of that direction take: query, key and value, for a backward those between
-    the gradient and the output with its LSE. With `sinks`, which the kernel may be given, they are counted,
-    and a backward's results have their gradient. `cuts` are as in `Kept`.
+    With `sinks`, (H,), which the kernel may be given, they are counted, and a backward's results have their
+    gradient. `cuts` are as in `Kept`.
+
+    `tensors` are what the kernels of that direction take: query, key and value, (T, H, D); for a backward
+    (grad_out, query, key, value, output, LSE), with the LSE (H, T_q). Shapes and dtypes of the results are
+    the contract's.
+
+    Raises:
+        UnsupportedInputError: no backend can run the call, or a tensor isn't in memory.
     """
     query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
     check_all_in_memory(tensors, call, sinks)

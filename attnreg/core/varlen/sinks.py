@@ -27,11 +27,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def may_be_counted(plan: Plan, sinks: Tensor) -> bool:
-    """Whether the kernel of a plan is given sinks, if it is known that every row sees a key.
+    """Whether the kernel of a plan is given sinks, (H,), if it is known that every row sees a key.
 
     Not in a plan's first call, so that the kernel has run without them before a CUDA graph is captured, where
     nothing is known of offsets. Of a forward whose LSE the program gets this isn't asked: a kernel's may be
-    infinite where a sink is far above the scores.
+    infinite where a sink is far above the scores. Sinks in another dtype than float16, bfloat16 or float32
+    aren't given.
     """
     if plan.counts_sinks is None or not plan.is_checked:
         return False
@@ -44,6 +45,13 @@ def counted(plan: Plan, tensors: tuple[Tensor, ...], call: Call, sinks: Tensor) 
     """Return the results of a plan's kernel with sinks counted by itself; None where they are to be rescaled.
 
     A backward's have the gradient of sinks, too. A kernel that can't run with sinks isn't given any again.
+
+    Args:
+        plan: its kernel runs.
+        tensors: the kernel's tensors, in the contract's shapes and dtypes: (T, H, D), and a backward's LSE
+            (H, T_q).
+        call: the other arguments, without sinks.
+        sinks: (H,), floating point.
     """
     if not may_be_counted(plan, sinks) or not _every_row_sees_a_key(tensors, call):
         return None
@@ -73,5 +81,8 @@ def _every_row_sees_a_key(tensors: tuple[Tensor, ...], call: Call) -> bool:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `rescaled` does, by the policy that is in force."""
+    """Do what `rescaled` does, by the policy that is in force.
+
+    `out` is (T_q, H, D_v), `lse` (H, T_q), `sinks` (H,), floating point.
+    """
     return rescaled(out, lse, sinks, wants_batch_invariant())

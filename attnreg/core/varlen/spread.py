@@ -26,7 +26,7 @@ _whole_batches: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def note_whole_batch(offsets: Tensor, tokens: int) -> None:
-    """Remember that offsets are of a whole batch, which ranks have parts of."""
+    """Remember that offsets, int32 (B + 1,), are of a whole batch, which ranks have parts of."""
     _whole_batches[offsets] = tokens
 
 
@@ -73,7 +73,15 @@ def attend(
     backend: str | None,
     returns_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of a call of `varlen_attn` that is spread over ranks."""
+    """Return output and LSE of a call of `varlen_attn` that is spread over ranks.
+
+    They are (T_q, H, D_v) and (H, T_q). Query, key and value are this rank's rows, (T, H, D), in one
+    floating-point dtype. `lengths` are both offsets, int32 (B + 1,), and both longest lengths. `mask` is
+    (is_causal, window_size, scale, enable_gqa).
+
+    Raises:
+        InvalidInputError: `mesh` or `group` is wrong, or an option can't be spread.
+    """
     if mesh is not None:
         raise InvalidInputError(
             f"mesh: got {mesh!r}, expected None: give it to attnreg.context_parallel(mesh, cu_seq), and what "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnreg.core.dispatch.counters import reset_stats
 from attnreg.core.varlen import front
-from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import FORWARD, Shape
 from attnreg.tools.bench.sides import STEPS, Side, Tensors, in_words, ran, wrong_backend
 from attnreg.tools.measure import Inputs, Sample, copies, copies_beyond_the_cache
@@ -222,7 +222,7 @@ def timed(
     return rows
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Table:
+def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> PrintedTable:
     """Return the rows of one case and step as a table; ratios are to the side `against`."""
     header = ("side", "ms", f"x {against}", "TFLOP/s", "of matmul", "of allowed", "ran")
     cells = [
@@ -233,7 +233,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Table:
         )
         for row in rows
     ]  # fmt: skip
-    return Table(title, header, cells)
+    return PrintedTable(title, header, cells)
 
 
 def _who_ran(row: Mapping[str, Any]) -> str:

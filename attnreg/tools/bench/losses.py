@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnreg.tools.bench.report import Table
+from attnreg.tools.bench.report import PrintedTable
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 from attnreg.tools.bench.summary import CHOSEN, FIXED, Row
 
@@ -79,7 +79,7 @@ def worst_of(rows: Sequence[Row], step: str) -> list[dict[str, Any]]:
     return sorted(shapes, key=lambda row: -row["loss"])[:WORST]
 
 
-def tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[Table]:
+def tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[PrintedTable]:
     """Return the sums, separate for each bound of a call if both occur, and the most that is lost."""
     numbers, result_tables = ("mean", "median", "p90", "p99", "worst"), []
     for step in (FORWARD, BOTH):
@@ -92,11 +92,11 @@ def tables(summed: Sequence[Row], worst: Mapping[str, Sequence[Row]]) -> list[Ta
                 if row["bound"] == bound
             ]
             title = f"{step}, {bound}: time over that of the best backend"
-            result_tables.append(Table(title, ("chosen", *numbers, f"above {MUCH}", "shapes"), rows))
+            result_tables.append(PrintedTable(title, ("chosen", *numbers, f"above {MUCH}", "shapes"), rows))
         cells = [
             (f"{row['number']}: {row['case']}", f"{row['loss']:.2f}", row["ran"], row["best"])
             for row in worst[step]
         ]
         header = ("shape", "loss", "by measurement", "best")
-        result_tables.append(Table(f"{step}: the most that is lost", header, cells))
+        result_tables.append(PrintedTable(f"{step}: the most that is lost", header, cells))
     return result_tables

@@ -32,7 +32,7 @@ from attnreg.core import registry
 from attnreg.tools.bench import overhead_cpu
 from attnreg.tools.bench.compare import Batch, checked
 from attnreg.tools.bench.fronts import SHAPES
-from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BOTH, dense, packed
 from attnreg.tools.bench.sides import (
     Front,
@@ -108,7 +108,7 @@ def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> Non
         for name, steps in rounds.items()
     }
     rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
-    job.tables.append(Table(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
+    job.tables.append(PrintedTable(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
     if job.device.type == "cuda" and batch.shape.varlen:
         job.summary += [
             aim(side, step, medians[step], taken.get(TORCH, {}).get(step))

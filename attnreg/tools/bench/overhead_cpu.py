@@ -24,7 +24,7 @@ from attnreg.core import registry
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.varlen.front import varlen_attn
-from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 from attnreg.tools.bench.sides import WARM_UP, by_default, called_directly, torch_alone
 from attnreg.tools.measure.timing import interleaved, median_ratio, per_call
@@ -47,7 +47,7 @@ def answer(title: str, job: Job, answers: dict[str, Any]) -> None:
         results.append({"name": name, "microseconds": median, "added": added, "ratio": ratio})
         rows.append((name, f"{median:.2f}", f"{added:+.2f}", f"{ratio:.3f}"))
     answers[key] = results
-    job.tables.append(Table(title, ("call", "µs", f"above {base}", "ratio"), rows))
+    job.tables.append(PrintedTable(title, ("call", "µs", f"above {base}", "ratio"), rows))
 
 
 def _measured(within: Context, calls: int, run: Callable[[], object]) -> Callable[[], float]:

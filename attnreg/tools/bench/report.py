@@ -28,7 +28,7 @@ T = TypeVar("T")
 PACKAGES = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend")
 
 
-class Table(NamedTuple):
+class PrintedTable(NamedTuple):
     """A table; the first column is text, the others are numbers."""
 
     title: str
@@ -67,7 +67,7 @@ class Job:
     advance: Callable[[int, int, str], None] = lambda *_: None
     left_out: list[str] = field(default_factory=list)
     kept: Any = None
-    tables: list[Table] = field(default_factory=list)
+    tables: list[PrintedTable] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)
 
     @property

@@ -15,7 +15,7 @@ import torch
 from attnreg import api
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, timed
-from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import Shape, sdpa_grid
 from attnreg.tools.bench.sides import STEPS, Side, settings, table_in_force, torch_alone
 from attnreg.tools.measure.timing import matmul_rate
@@ -62,7 +62,7 @@ def _panel(shape: Shape) -> str:
     return f"head dim {shape.dim}{', causal' if shape.causal else ''}"
 
 
-def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> Table:
+def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> PrintedTable:
     """Return milliseconds, a case to a row and a side to a column; attnreg's also as times torch's."""
     here = [row for row in rows if (row["step"], row["panel"]) == (step, panel)]
     times = {(row["case"], row["side"]): row for row in here}
@@ -77,7 +77,7 @@ def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> Table:
         shown = (f"{row['milliseconds']:.3f}" if row else "-" for row in side_rows)
         cells.append((case.replace("\n", ", "), *shown, *last))
     header = ("ms", *(side.replace("attnreg, ", "") for side in sides), "x torch", "of matmul")
-    return Table(f"{panel}, {step}", header, cells)
+    return PrintedTable(f"{panel}, {step}", header, cells)
 
 
 def _mean_gains(rows: list[dict[str, Any]]) -> list[str]:

@@ -30,7 +30,7 @@ from attnreg.core.dispatch import counters, planning
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, rows_in_time
-from attnreg.tools.bench.report import Job, Table
+from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
 from attnreg.tools.bench.sides import Side
 from attnreg.tools.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gains, ratios, summary
@@ -70,12 +70,12 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     right = checked(batch, strategies(batch, job), job)
     if CHOSEN not in right:
         return None
-    runners = {name: Runner(right_side.side, shape.backward) for name, right_side in right.items()}
+    runners = {name: SideTimer(right_side.side, shape.backward) for name, right_side in right.items()}
     for name, (side, backward) in _direct(batch, job).items():
         if wrong := batch.verdict(side.results(backward), side.sets).wrong:
             job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
         else:
-            runners[DIRECTLY + name] = Runner(side, backward)
+            runners[DIRECTLY + name] = SideTimer(side, backward)
     measured = interleaved(
         {name: functools.partial(runner.measure, job.device) for name, runner in runners.items()}, job.rounds
     )
@@ -138,7 +138,7 @@ def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
     return direct_sides
 
 
-class Runner:
+class SideTimer:
     """Times a side in each direction, all directions in a round.
 
     A graph of autograd has a call for each set of tensors, as a model has layers. Autograd's thread wakes up
@@ -173,7 +173,7 @@ class Runner:
             yield BACKWARD, lambda: sides.layers_backward(outs, sets, retain_graph=True), len(sets)
 
 
-def _tables(results: dict[str, Any]) -> list[Table]:
+def _tables(results: dict[str, Any]) -> list[PrintedTable]:
     """Return the means, the gains over torch, and a row for each case."""
     result_tables = []
     rows_of = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
@@ -184,20 +184,20 @@ def _tables(results: dict[str, Any]) -> list[Table]:
             cells = [rows_of.get((direction, yardstick, name, group)) for group in GROUPS]
             rows.append((name, *(f"{row['mean']:.3f} / {row['worst']:.2f}" if row else "-" for row in cells)))
         title = f"{direction}: time over that of the {yardstick}, geometric mean / worst"
-        result_tables.append(Table(title, ("strategy", *GROUPS), rows))
+        result_tables.append(PrintedTable(title, ("strategy", *GROUPS), rows))
     gained = [
         (f"{r['group']}, {r['direction']}", f"{r['mean']:.2f}", f"{r['worst']:.2f}", str(r["cases"]))
         for r in results["gains"]
     ]
     result_tables.append(
-        Table("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained)
+        PrintedTable("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained)
     )
     directions = dict.fromkeys(name for row in results["rows"] for name in row["directions"])
     result_tables += [_cases(direction, results["rows"]) for direction in directions]
     return result_tables
 
 
-def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
+def _cases(direction: str, rows: list[dict[str, Any]]) -> PrintedTable:
     here = [row for row in rows if direction in row["directions"]]
     names = list(dict.fromkeys(name for row in here for name in row["directions"][direction]["front"]))
     cells = []
@@ -210,4 +210,4 @@ def _cases(direction: str, rows: list[dict[str, Any]]) -> Table:
         shown = ("-" if time is None else f"{time:.1f}" for time in (*times, directly))
         cells.append((row["case"], which, *shown))
     short = [name.removeprefix("attnreg, ").removeprefix(FIXED) for name in names]
-    return Table(f"{direction}, µs", ("case", "chosen", *short, "called directly"), cells)
+    return PrintedTable(f"{direction}, µs", ("case", "chosen", *short, "called directly"), cells)

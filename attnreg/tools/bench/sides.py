@@ -23,7 +23,7 @@ from attnreg.core import aten, registry
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.counters import stats
 from attnreg.core.policy import current as policy
-from attnreg.core.times.tables import Report, Tables
+from attnreg.core.times.tables import NamedTables, TableReport
 from attnreg.errors import ConfigError
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 from attnreg.tools.measure.timing import calls_for, timer_for
@@ -254,7 +254,9 @@ def table_in_force(device: torch.device, table: Path | None = None) -> str:
     """
     with settings("measured", table):
         tables = policy.current().tables
-        report = tables.report(planning.device_of(device)) if isinstance(tables, Tables) else Report()
+        report = (
+            tables.report(planning.device_of(device)) if isinstance(tables, NamedTables) else TableReport()
+        )
     named = report.in_force is not None and bool(report.in_force.source)
     if table is not None and not named:
         reason = "; ".join(report.refused) or f"it is of another kind of device than {device.type}"

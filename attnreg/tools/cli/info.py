@@ -130,10 +130,10 @@ def _backend(entry: Entry, in_force: Policy) -> dict[str, Any]:
 
 def _table(device: Device, in_force: Policy) -> dict[str, Any]:
     """Return which measured table decides on a device, and why others don't."""
-    from attnreg.core.times.tables import Report, Tables
+    from attnreg.core.times.tables import NamedTables, TableReport
 
     tables = in_force.tables
-    report = tables.report(device) if isinstance(tables, Tables) else Report()
+    report = tables.report(device) if isinstance(tables, NamedTables) else TableReport()
     return {
         "in_force": None if report.in_force is None else str(report.in_force),
         "points": 0 if report.in_force is None else len(report.in_force.table.points),

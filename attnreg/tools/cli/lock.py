@@ -70,7 +70,7 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
     """Decide which backend runs each call of a trace, and write the lockfile."""
     from attnreg.core import registry
     from attnreg.core.dispatch.state import state
-    from attnreg.core.policy.lockfile import FORMAT, Lockfile, Row
+    from attnreg.core.policy.lockfile import FORMAT, Lockfile, LockfileRow
     from attnreg.core.times import traces
     from attnreg.core.times.environments import environment
 
@@ -88,7 +88,7 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
             f'--from: got {trace}, recorded without policy = "batch_invariant", expected one recorded with '
             "it, as packed calls have other windows then: set ATTNREG_POLICY=batch_invariant for both"
         )
-    rows: dict[tuple[AttentionSpec, Direction], Row] = {}
+    rows: dict[tuple[AttentionSpec, Direction], LockfileRow] = {}
     refused = []
     # Any backend may run empty calls. A row may stand for all batches: then calls that aren't empty decide.
     for call in sorted(recorded, key=lambda call: call.spec.empty):
@@ -98,7 +98,7 @@ def _lock(trace: Path, out: Path, device: str) -> tuple[Lockfile, Refused]:
                 refused.append((spec, decision))
             else:
                 held = spec.of_any_batch() if spec.batch_invariant else spec
-                row = Row(held, decision.direction, decision.backend, decision.source)
+                row = LockfileRow(held, decision.direction, decision.backend, decision.source)
                 rows.setdefault((held, decision.direction), row)
     locked = tuple(rows.values())
     file = Lockfile(out.absolute(), place.type, environment(place, registry.entries()), locked)

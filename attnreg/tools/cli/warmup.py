@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from attnreg.core.contract.spec import AttentionSpec
-    from attnreg.tools.tuning.representatives import Kind
+    from attnreg.tools.tuning.representatives import RepresentedKind
     from attnreg.tools.warmup import FirstCall
 
     # What the progress bar says of it, and what runs it.
@@ -104,7 +104,7 @@ def _check_given(
         )
 
 
-def _calls(specs: list[AttentionSpec]) -> Iterator[Kind]:
+def _calls(specs: list[AttentionSpec]) -> Iterator[RepresentedKind]:
     """Yield calls that are run with their own lengths, in both directions."""
     from attnreg.tools.tuning import representatives
 
@@ -114,7 +114,7 @@ def _calls(specs: list[AttentionSpec]) -> Iterator[Kind]:
 
 def _kinds(
     heads: list[str], head_dims: list[str], dtypes: list[str], place: torch.device, facts: dict[str, Any]
-) -> Iterator[Kind]:
+) -> Iterator[RepresentedKind]:
     """Yield a kind without lengths, in both directions, for each heads, head dim and dtype."""
     from attnreg.core.dispatch import planning
     from attnreg.tools.tuning import representatives
@@ -129,7 +129,7 @@ def _kinds(
         yield representatives.without_lengths(fields, planning.device_of(place))
 
 
-def _recorded(trace: Path, place: torch.device) -> list[Kind]:
+def _recorded(trace: Path, place: torch.device) -> list[RepresentedKind]:
     """Return the kinds of a recording's calls on this type of device."""
     from attnreg.core.dispatch import planning
     from attnreg.tools.tuning import representatives
@@ -138,11 +138,11 @@ def _recorded(trace: Path, place: torch.device) -> list[Kind]:
     return representatives.recorded_kinds(recorded, planning.device_of(place))
 
 
-def _forwards(kinds: list[Kind]) -> list[Kind]:
+def _forwards(kinds: list[RepresentedKind]) -> list[RepresentedKind]:
     return [kind._replace(directions=("forward",)) for kind in kinds if "forward" in kind.directions]
 
 
-def _jobs(kinds: Iterable[Kind], named: tuple[str, ...], place: torch.device) -> Iterator[Job]:
+def _jobs(kinds: Iterable[RepresentedKind], named: tuple[str, ...], place: torch.device) -> Iterator[Job]:
     """Yield what runs each kind on each backend that is named, else on all that serve the device."""
     entries = [
         (entry, against)
@@ -161,7 +161,7 @@ def _once(*job: Any) -> list[FirstCall]:
     return [run_once(*job)]
 
 
-def _jobs_as_decided(kinds: Iterable[Kind]) -> Iterator[Job]:
+def _jobs_as_decided(kinds: Iterable[RepresentedKind]) -> Iterator[Job]:
     """Yield what runs each kind on the backends that its calls would run on."""
     from attnreg.tools.warmup import run_decided
 

@@ -1,9 +1,9 @@
 """Real text for the demo, found in every Python installation, as batches in two layouts.
 
 A document is a docstring of the standard library, its licence, or a file of attnreg. No document is chosen
-for its length, and a document longer than the model's context is cut. A `Layout` of a batch has all that a
-model trains on, attention included, so the model is the same for both. Each layout is written as a user of
-attnreg or of plain torch would write it.
+for its length, and a document longer than the model's context is cut. A `BatchLayout` has all that a model
+trains on, attention included, so the model is the same for both. Each layout is written as a user of attnreg
+or of plain torch would write it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _text(path: Path) -> str:
         return ""  # Debian has the licence elsewhere; an embedded Python has its modules in an archive
 
 
-class Layout(NamedTuple):
+class BatchLayout(NamedTuple):
     """One batch of documents, as the model takes it."""
 
     tokens: Tensor  # Bytes, int64, (T,) or (B, S).
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def packed(documents: list[bytes], device: torch.device) -> Layout:
+def packed(documents: list[bytes], device: torch.device) -> BatchLayout:
     """Lay the documents end to end, (T,), and attend through `attnreg.varlen_attn`."""
     tokens, targets = (torch.cat(rows).to(device) for rows in _shifted(documents))
     lengths = [len(document) - 1 for document in documents]
@@ -88,10 +88,10 @@ def packed(documents: list[bytes], device: torch.device) -> Layout:
         assert isinstance(out, torch.Tensor)
         return out
 
-    return Layout(tokens, positions, targets, attend)
+    return BatchLayout(tokens, positions, targets, attend)
 
 
-def padded(documents: list[bytes], device: torch.device) -> Layout:
+def padded(documents: list[bytes], device: torch.device) -> BatchLayout:
     """Pad the documents to the longest, (B, S), and attend through `F.scaled_dot_product_attention`.
 
     The padding is at the end, where a causal mask hides it from all text, so `is_causal` is enough.
@@ -105,7 +105,7 @@ def padded(documents: list[bytes], device: torch.device) -> Layout:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
-    return Layout(tokens, positions, targets, attend)
+    return BatchLayout(tokens, positions, targets, attend)
 
 
 def _shifted(documents: list[bytes]) -> tuple[list[Tensor], list[Tensor]]:

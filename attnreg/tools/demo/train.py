@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import attnreg
 from attnreg import Explanation, Stats
-from attnreg.tools.demo.batches import Layout, packed, padded
+from attnreg.tools.demo.batches import BatchLayout, packed, padded
 
 LAYOUTS = {"packed": packed, "padded": padded}
 
@@ -65,7 +65,7 @@ class ByteTransformer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.logits = nn.Linear(WIDTH, 256, bias=False)
 
-    def forward(self, batch: Layout) -> Tensor:
+    def forward(self, batch: BatchLayout) -> Tensor:
         """Return the mean cross entropy per byte of text, in nats; padding is not counted."""
         hidden = self.bytes(batch.tokens) + self.positions(batch.positions)
         for block in self.blocks:
@@ -75,7 +75,7 @@ class ByteTransformer(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TrainingStep:
     """The losses and times of one batch."""
 
     lengths: tuple[int, ...]  # of the documents, in bytes to predict
@@ -87,7 +87,7 @@ class Step:
 class Result:
     """All steps, and what attnreg has to say about them."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[TrainingStep, ...]
     ran: Stats  # how often each backend ran
     why: Explanation  # which backend was chosen for the last batch
 
@@ -123,7 +123,9 @@ class Result:
         return self.throughput("packed") / self.throughput("padded")
 
 
-def train(batches: Iterable[list[bytes]], context: int, device: torch.device, seed: int) -> Iterator[Step]:
+def train(
+    batches: Iterable[list[bytes]], context: int, device: torch.device, seed: int
+) -> Iterator[TrainingStep]:
     """Yield a step per batch, from the same weights for both layouts."""
     torch.manual_seed(seed)
     model = ByteTransformer(context).to(device)
@@ -136,10 +138,10 @@ def train(batches: Iterable[list[bytes]], context: int, device: torch.device, se
             layout = LAYOUTS[name](documents, device)
             loss[name], seconds[name] = _update(models[name], optimizers[name], layout)
         order.reverse()  # neither is always the one with warm caches
-        yield Step(lengths=tuple(len(text) - 1 for text in documents), loss=loss, seconds=seconds)
+        yield TrainingStep(lengths=tuple(len(text) - 1 for text in documents), loss=loss, seconds=seconds)
 
 
-def _update(model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout) -> tuple[float, float]:
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, layout: BatchLayout) -> tuple[float, float]:
     """Take one step; return the loss before it, and how long it took."""
     _synchronize(layout.tokens.device)
     start = time.perf_counter()
@@ -156,7 +158,7 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def explain_step(step: Step, device: torch.device) -> Explanation:
+def explain_step(step: TrainingStep, device: torch.device) -> Explanation:
     """Return which backend attnreg chooses for the packed attention of a step, and why."""
     query = torch.empty(sum(step.lengths), HEADS, HEAD_DIM, device=device, requires_grad=True)
     offsets = torch.tensor([0, *step.lengths], device=device).cumsum(0, dtype=torch.int32)

@@ -29,7 +29,7 @@ BLOCKS = 8
 ROWS = 16
 
 
-class Part(NamedTuple):
+class SamplePart(NamedTuple):
     """A key head of one sequence with the query heads that share it."""
 
     sequence: int
@@ -60,9 +60,9 @@ class Sample:
             for part in self._parts()
         }
 
-    def errors(self, results: Mapping[str, Tensor]) -> dict[Part, dict[str, Error]]:
+    def errors(self, results: Mapping[str, Tensor]) -> dict[SamplePart, dict[str, Error]]:
         """Return the error of each result in each part; `results` have the contract's shapes."""
-        by_part: dict[Part, dict[str, Error]] = {}
+        by_part: dict[SamplePart, dict[str, Error]] = {}
         for part, (truth, plain) in self._exact.items():
             by_part[part] = {}
             for name, result in results.items():
@@ -91,7 +91,7 @@ class Sample:
         wrong = next((text for error, text in errors if not error.passed), "")
         return Verdict(max((error.share for error, _ in errors), default=0.0), wrong)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[SamplePart]:
         lens = list(zip(self._case.lens_q, self._case.lens_k, strict=True))
         filled = [number for number, pair in enumerate(lens) if all(pair)]
         last = self._case.heads[1] - 1
@@ -99,9 +99,11 @@ class Sample:
             return []
         longest = max(filled, key=lens.__getitem__)
         shortest = min(reversed(filled), key=lens.__getitem__)
-        return list(dict.fromkeys((Part(longest, 0), Part(shortest, last), Part(filled[-1], last))))
+        return list(
+            dict.fromkeys((SamplePart(longest, 0), SamplePart(shortest, last), SamplePart(filled[-1], last)))
+        )
 
-    def _rows(self, part: Part, name: str, x: Tensor) -> Tensor:
+    def _rows(self, part: SamplePart, name: str, x: Tensor) -> Tensor:
         """Return what belongs to a part: (S, heads, dim), or (S, heads) of the LSE."""
         group = self._case.heads[0] // self._case.heads[1]
         of_keys = name in ("k", "v", "dk", "dv")
@@ -113,7 +115,7 @@ class Sample:
             return (x[heads, here] if self._case.varlen else x[part.sequence, heads]).mT
         return (x[here] if self._case.varlen else x[part.sequence])[:, heads]
 
-    def _bias(self, part: Part, head: int, rows: slice) -> Tensor | None:
+    def _bias(self, part: SamplePart, head: int, rows: slice) -> Tensor | None:
         """Return what a call without packed sequences adds to the scores of some rows of a query head."""
         if (bias := self._inputs.call.attn_bias) is None:
             return None
@@ -122,7 +124,7 @@ class Sample:
         return bias.expand(sizes)[part.sequence, part.head * group + head, rows]
 
     @torch.enable_grad()  # a caller may have turned it off for the kernels
-    def _computed(self, part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _computed(self, part: SamplePart, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the results of a part, computed in one dtype a query head and some rows at a time."""
         inputs, call = self._inputs, self._inputs.call
         named = (("q", inputs.q), ("k", inputs.k), ("v", inputs.v), ("q", inputs.grad_out))

@@ -36,7 +36,7 @@ MOST_DECISIONS = 64
 _FIELDS = {field.name: field.default for field in fields(AttentionSpec) if field.name != "device"}
 
 
-class Kind(NamedTuple):
+class RepresentedKind(NamedTuple):
     """One kind of call.
 
     Attributes:
@@ -50,12 +50,12 @@ class Kind(NamedTuple):
     calls: tuple[AttentionSpec, ...]
 
 
-def one_call(spec: AttentionSpec) -> Kind:
+def one_call(spec: AttentionSpec) -> RepresentedKind:
     """Return the kind of a call that is run with its own lengths."""
-    return Kind(spec, _directions(spec), (spec,))
+    return RepresentedKind(spec, _directions(spec), (spec,))
 
 
-def without_lengths(given_fields: Mapping[str, Any], device: Device) -> Kind:
+def without_lengths(given_fields: Mapping[str, Any], device: Device) -> RepresentedKind:
     """Return the kind that fields of a spec describe; lengths that aren't among them are chosen.
 
     Raises:
@@ -88,10 +88,10 @@ def without_lengths(given_fields: Mapping[str, Any], device: Device) -> Kind:
         for n in USUAL_LENGTHS
         if n >= spec.max_q
     )
-    return Kind(_with_window(spec), _directions(spec), tuple(calls) or (spec,))
+    return RepresentedKind(_with_window(spec), _directions(spec), tuple(calls) or (spec,))
 
 
-def recorded_kinds(recorded: Iterable[Recorded], device: Device) -> list[Kind]:
+def recorded_kinds(recorded: Iterable[Recorded], device: Device) -> list[RepresentedKind]:
     """Return the kinds of recorded calls as if they were made on this device, in their order.
 
     Each is run in the directions that were recorded.
@@ -107,7 +107,7 @@ def recorded_kinds(recorded: Iterable[Recorded], device: Device) -> list[Kind]:
         directions += ["backward"] if any(call.backward for call in group) else []
         calls = [call.spec for call in group]
         some = calls[:: -(-len(calls) // MOST_DECISIONS)]
-        kinds.append(Kind(small(max(calls, key=_size)), tuple(directions), tuple(some)))
+        kinds.append(RepresentedKind(small(max(calls, key=_size)), tuple(directions), tuple(some)))
     return kinds
 
 

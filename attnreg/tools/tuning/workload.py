@@ -64,7 +64,7 @@ GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WorkloadKind:
     """One kind of call, the (batch, max_q, max_k) of each of its sizes, and whether most models make it.
 
     `heads` are those of query and key; `varlen` says whether the sequences are packed.
@@ -140,20 +140,22 @@ def _halving(count: int) -> list[int]:
 def _quick_gpu(device: Device) -> Iterator[AttentionSpec]:
     for ratio, varlen, window, shapes in QUICK:
         for shape, dim in product(shapes, QUICK_DIMS):
-            yield from Kind(dim, (QUICK_HEADS, QUICK_HEADS // ratio), window, varlen, (shape,)).specs(device)
+            yield from WorkloadKind(dim, (QUICK_HEADS, QUICK_HEADS // ratio), window, varlen, (shape,)).specs(
+                device
+            )
 
 
-def _gpu() -> Iterator[Kind]:
+def _gpu() -> Iterator[WorkloadKind]:
     """Yield the kinds of a GPU, the most usual first."""
     dims = ((128, 16), (64, 16), (96, 16), (256, 8), (192, 8), (32, 16))
     for (dim, heads), ratio in product(dims, (1, 4, 8)):
         usual, both = dim in (64, 128) and ratio < 8, (heads, heads // ratio)
         for varlen, window in product((False, True), (CAUSAL, FULL)):
             shapes = _squares(usual, uneven=window == FULL and not varlen)
-            yield Kind(dim, both, window, varlen, shapes, usual=usual)
+            yield WorkloadKind(dim, both, window, varlen, shapes, usual=usual)
         if dim in (64, 96, 128):
             for queries, window in DECODES:
-                yield Kind(dim, both, window, False, _decodes(usual, window == FULL, queries))
+                yield WorkloadKind(dim, both, window, False, _decodes(usual, window == FULL, queries))
 
 
 def _squares(fine: bool, uneven: bool) -> Iterator[tuple[int, int, int]]:
@@ -185,15 +187,15 @@ def _decodes(fine: bool, uneven: bool, queries: int) -> Iterator[tuple[int, int,
         yield batch, queries, keys
 
 
-def _cpu(full: bool) -> Iterator[Kind]:
+def _cpu(full: bool) -> Iterator[WorkloadKind]:
     """Yield the kinds of a CPU, in sizes that take it milliseconds."""
     lengths = (32, 64, 128, 256, 512, 1024) if full else (64, 512)
     squares = tuple((2, length, length) for length in lengths)
     kinds = product(("float32", "bfloat16"), (64, 128) if full else (64,), (1, 4) if full else (1,))
     for dtype, dim, ratio in kinds:
         for varlen, window in product((False, True), (CAUSAL, FULL)):
-            yield Kind(dim, (4, 4 // ratio), window, varlen, squares, dtype)
-        yield Kind(dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
+            yield WorkloadKind(dim, (4, 4 // ratio), window, varlen, squares, dtype)
+        yield WorkloadKind(dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
 
 
 def unmeasurable(spec: AttentionSpec) -> str:

@@ -19,7 +19,7 @@ from attnreg import api
 from attnreg.core.dispatch import call_cache
 from attnreg.flash_attn import flash_attn_with_kvcache
 from attnreg.tools.bench.compare import Batch
-from attnreg.tools.bench.fresh.turns import NEW, SAME, Row, Stream, Way
+from attnreg.tools.bench.fresh.turns import NEW, SAME, FreshRow, Stream, Way
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
 from attnreg.tools.bench.sides import Front, by_default, forward, results, settings, torch_alone
@@ -116,7 +116,7 @@ def settings_of(device: str) -> list[Setting]:
     return [*wanted, Setting("dense", SDPA, case, shapes)]
 
 
-def rows(job: Job) -> list[Row]:
+def rows(job: Job) -> list[FreshRow]:
     """Return the rows of the job's parts; of each part the first rows where that is enough."""
     wanted = [setting for setting in settings_of(job.device.type) if job.wants(setting.part)]
     if job.quick:
@@ -124,13 +124,13 @@ def rows(job: Job) -> list[Row]:
     return [_row(setting, step, job) for setting in wanted for step in setting.steps]
 
 
-def _row(setting: Setting, step: str, job: Job) -> Row:
+def _row(setting: Setting, step: str, job: Job) -> FreshRow:
     shapes = setting.shapes()
 
     def draw() -> Batch:
         return Batch(next(shapes), job.device)
 
-    return Row(
+    return FreshRow(
         setting.part, setting.case, step, _sides(setting, step, job),
         {SAME: Stream(draw, repeats=True), NEW: Stream(draw)},
         functools.partial(_verdict, setting.front), f"torch's {setting.front}",

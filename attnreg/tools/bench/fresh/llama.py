@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnreg import api
 from attnreg.tools.bench.fresh.attention import OURS
-from attnreg.tools.bench.fresh.turns import SAME, Row, Stream, Way
+from attnreg.tools.bench.fresh.turns import SAME, FreshRow, Stream, Way
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH
 from attnreg.tools.bench.sides import settings, torch_alone
@@ -121,7 +121,7 @@ def _results(model: Any, inputs: dict[str, Tensor], last: int) -> list[Tensor]:
     return [out.logits[0, -last:].detach(), model.model.layers[0].self_attn.q_proj.weight.grad]
 
 
-def rows(job: Job) -> list[Row]:
+def rows(job: Job) -> list[FreshRow]:
     """Return a row for each number of tokens, if the job wants them and transformers is installed."""
     if not job.wants("transformers"):
         return []
@@ -132,7 +132,7 @@ def rows(job: Job) -> list[Row]:
     return [_row(model, tokens, job) for tokens in TOKENS[job.device.type][: 1 if job.quick else None]]
 
 
-def _row(model: Model, tokens: int, job: Job) -> Row:
+def _row(model: Model, tokens: int, job: Job) -> FreshRow:
     chance = random.Random(tokens)
 
     def draw() -> Documents:
@@ -150,7 +150,7 @@ def _row(model: Model, tokens: int, job: Job) -> Row:
     sizes = SIZES[job.device.type]
     layers, width = sizes["num_hidden_layers"], sizes["hidden_size"]
     case = f"a Llama of {layers} layers, {width} wide, {COUNT} packed documents, {tokens:,} tokens"
-    return Row(
+    return FreshRow(
         "transformers", case, BOTH,
         {name: Way(functools.partial(model.prepared, how), within) for name, (how, within) in ways.items()},
         {SAME: Stream(draw, repeats=True), DOCUMENTS: Stream(draw), TOTALS: Stream(draw_total)},

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attnreg.tools.bench.fresh.attention import OURS
-from attnreg.tools.bench.report import Table
+from attnreg.tools.bench.report import PrintedTable
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -15,9 +15,11 @@ NOISE = 1.03
 HEADER = ("side", "lengths", "ms", "p95", "slowest", "/ same", "/ torch's", "first", "ran")
 
 
-def tables(rows: Rows) -> list[Table]:
+def tables(rows: Rows) -> list[PrintedTable]:
     """Return a table for each row of the benchmark: a line for each side and stream."""
-    return [Table(f"{case}, {step}", HEADER, list(map(_cells, here))) for (case, step), here in _each(rows)]
+    return [
+        PrintedTable(f"{case}, {step}", HEADER, list(map(_cells, here))) for (case, step), here in _each(rows)
+    ]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

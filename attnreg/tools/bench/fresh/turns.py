@@ -50,7 +50,7 @@ class Way:
     """One side.
 
     Attributes:
-        prepared: returns the call for a batch; it returns what `Row.verdict` takes.
+        prepared: returns the call for a batch; it returns what `FreshRow.verdict` takes.
         within: the context of a turn.
         wanted: the backend that has to run every call, if only one may.
     """
@@ -61,7 +61,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Row:
+class FreshRow:
     """One kind of call, made by several sides.
 
     Attributes:
@@ -139,7 +139,7 @@ class _Turns:
         return taken
 
 
-def measured(row: Row, job: Job) -> list[dict[str, Any]]:
+def measured(row: FreshRow, job: Job) -> list[dict[str, Any]]:
     """Check each side, time those that are right, and check them once more.
 
     Returns a dictionary for each side and stream; times are milliseconds.
@@ -192,7 +192,7 @@ def _figures(
     }
 
 
-def _first_calls(row: Row, side: Way, clock: _Clock) -> First:
+def _first_calls(row: FreshRow, side: Way, clock: _Clock) -> First:
     """Make a side's first calls, all of new lengths, and compare some with float64."""
     _, new = list(row.streams.values())[:2]
     taken, errors = [], []
@@ -215,14 +215,14 @@ def _first_calls(row: Row, side: Way, clock: _Clock) -> First:
     return First(taken, max(errors))
 
 
-def _check(row: Row, side: Way, clock: _Clock) -> None:
+def _check(row: FreshRow, side: Way, clock: _Clock) -> None:
     """Compare one further call of new lengths with float64."""
     batch = list(row.streams.values())[1].draw()
     with side.within():
         _error(row, batch, clock.time(side.prepared(batch))[1])
 
 
-def _error(row: Row, batch: Any, results: list[Tensor]) -> float:
+def _error(row: FreshRow, batch: Any, results: list[Tensor]) -> float:
     error, wrong = row.verdict(batch, results)
     if wrong:
         raise _WrongError(f"WRONG: {wrong}; ran {_in_words(_ran(), row.step)}")
