@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from attnreg.core import registry
 from attnreg.core.contract.backend import Call
+from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
 from attnreg.core.contract.options import options_on
 from attnreg.core.dispatch import counters, scope
@@ -111,10 +113,14 @@ def kept_for(
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
     # A function of its own, as `benchmarks/ablation.py` switches it off.
     try:
-        return plan.specialize(tensors, call)  # type: ignore[misc]
-    except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
-        log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
+        launcher = plan.specialize(tensors, call)  # type: ignore[misc]
+        if launcher is not None and not callable(launcher):
+            raise TypeError(f"returned {one_line([reprlib.repr(launcher)])}, expected a launcher or None")
+        _describe_launcher(launcher)
+    except BaseException as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
+        plan.count_bad_launcher(error)
         return None
+    return launcher
 
 
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
@@ -211,16 +217,18 @@ def described(kept: Kept | bool | None) -> Any:
     """Return what is to be kept as plain tuples, as the module reads it."""
     if not isinstance(kept, Kept):
         return kept
-    launcher: Any = kept.launcher
-    name = _FORMS.get(type(launcher))
-    if name is not None:
-        launcher = name, launcher, *launcher.described()
+    launcher = _describe_launcher(kept.launcher)
     plan, kind = kept.plan, kept.plan.kind
     decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
     auxiliary = tuple(with_lengths(kept.auxiliary, 0, 0)), places_of(kept.auxiliary)
     cuts = _described_cuts((*(OF_ALL if kind is None else kind.cuts), *kept.cuts))
     classes = cuts, 0 if kind is None else int(kind.detail_of(plan.key))
     return launcher, plan.counters, decline_reason, kept.is_final, *auxiliary, kept.counts_sinks, classes
+
+
+def _describe_launcher(launcher: Launcher | None) -> Any:
+    name = _FORMS.get(type(launcher))
+    return launcher if name is None else (name, launcher, *launcher.described())  # type: ignore[union-attr]
 
 
 _FORMS = {

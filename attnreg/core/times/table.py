@@ -97,10 +97,14 @@ def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
         raise ConfigError(f"{file}: can't be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: got no JSON ({error}), expected {expected}") from error
+    except RecursionError:
+        raise ConfigError(f"{file}: got JSON that is nested too deeply, expected {expected}") from None
     try:
         return read(data)
     except Malformed as error:
         raise ConfigError(f"{file}: {error}") from None
+    except RecursionError:  # of a value, where it is hashed or compared
+        raise ConfigError(f"{file}: got JSON that is nested too deeply, expected {expected}") from None
 
 
 def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> dict[str, Any]:

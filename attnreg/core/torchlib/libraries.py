@@ -43,7 +43,7 @@ loader.exec_module(importlib.util.module_from_spec(spec))
 TRY_LIBRARY = """
 import ctypes, torch
 library = ctypes.CDLL(file)
-library.attnreg_forward, library.attnreg_backward
+library.attnreg_forward, library.attnreg_backward, library.attnreg_library
 """
 
 
@@ -264,6 +264,7 @@ def _make_arguments(library: Library, output: Path) -> list[str]:
     return [
         *library.all_flags(),
         f'-DATTNREG_CUDART="{runtime}"',
+        f'-DATTNREG_LIBRARY="{target(library).stem}"',
         *(f"-I{folder}" for folder in includes),
         *(str(library.main), "-o", str(output)),
         f"-L{inside / 'lib'}",

@@ -64,6 +64,12 @@ inline std::vector<c10::IValue> arguments_behind(
   return found;
 }
 
+// A function of Python's to keep.
+inline Object held_function(PyObject* function) {
+  TORCH_CHECK_TYPE(PyCallable_Check(function), "got a ", Py_TYPE(function)->tp_name, ", expected a function");
+  return held(function);
+}
+
 // `tensors` is how many a launcher is given.
 inline void read_op_launcher(PyObject* described, size_t tensors, Entry& entry) {
   const char *op = nullptr, *key = nullptr, *kind = nullptr;
@@ -91,8 +97,13 @@ inline void read_native_launcher(PyObject* described, Entry& entry) {
   if (!PyArg_ParseTuple(described, "sOO!O!", &kind, &launcher, &PyLong_Type, &function, &PyLong_Type, &context)) {
     throw_error_of_python();
   }
-  entry.native = std::make_shared<const NativeLauncher>(
-      reinterpret_cast<NativeFunction>(PyLong_AsVoidPtr(function)), PyLong_AsVoidPtr(context), held(launcher));
+  auto* const address = reinterpret_cast<NativeFunction>(PyLong_AsVoidPtr(function));
+  void* const of_context = PyLong_AsVoidPtr(context);
+  if (PyErr_Occurred()) {
+    throw_error_of_python();
+  }
+  TORCH_CHECK(address, "NativeLauncher.function: got 0, expected an address");
+  entry.native = std::make_shared<const NativeLauncher>(address, of_context, held(launcher));
 }
 
 inline void read_address_launcher(PyObject* described, Entry& entry) {
@@ -103,7 +114,7 @@ inline void read_address_launcher(PyObject* described, Entry& entry) {
     throw_error_of_python();
   }
   auto addresses = std::make_shared<AddressLauncher>();
-  addresses->prepare = held(prepare);
+  addresses->prepare = held_function(prepare);
   entry.window = {left, right};
   entry.addresses = std::move(addresses);
 }
@@ -115,7 +126,7 @@ inline void read_function_launcher(PyObject* described, Entry& entry) {
   if (!PyArg_ParseTuple(described, "sOO(LL)O!", &kind, &launcher, &run, &left, &right, &PyTuple_Type, &finite)) {
     throw_error_of_python();
   }
-  entry.python = held(run);
+  entry.python = held_function(run);
   entry.window = {left, right};
   entry.clears = true;
   entry.finite = places_of(finite);
@@ -143,6 +154,24 @@ inline Classes read_classes(PyObject* cuts) {
   return classes;
 }
 
+// Read a launcher of calls with so many tensors, sinks aside.
+inline void read_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
+  if (PyTuple_Check(launcher)) {
+    const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(launcher, 0));
+    if (kind == std::string("op")) {
+      read_op_launcher(launcher, tensors + entry.counts_sinks, entry);
+    } else if (kind == std::string("native")) {
+      read_native_launcher(launcher, entry);
+    } else if (kind == std::string("function")) {
+      read_function_launcher(launcher, entry);
+    } else {
+      read_address_launcher(launcher, entry);
+    }
+  } else if (launcher != Py_None) {
+    entry.python = held_function(launcher);
+  }
+}
+
 // Keep what Python has returned for a call with this key and so many tensors, sinks aside; `schema` is the op's, null for `varlen_attn`.
 inline void keep_described(
     const Key& key, const Lengths& lengths, uint64_t generation, PyObject* described, size_t tensors, const c10::FunctionSchema* schema) {
@@ -165,19 +194,14 @@ inline void keep_described(
   entry->decline_reason = held(decline_reason);
   entry->is_final = is_final != 0;
   entry->counts_sinks = counts_sinks != 0;
-  if (PyTuple_Check(launcher)) {
-    const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(launcher, 0));
-    if (kind == std::string("op")) {
-      read_op_launcher(launcher, tensors + counts_sinks, *entry);
-    } else if (kind == std::string("native")) {
-      read_native_launcher(launcher, *entry);
-    } else if (kind == std::string("function")) {
-      read_function_launcher(launcher, *entry);
-    } else {
-      read_address_launcher(launcher, *entry);
-    }
-  } else if (launcher != Py_None) {
-    entry->python = held(launcher);
+  try {
+    read_launcher(launcher, tensors, *entry);
+  } catch (...) {  // the call itself has run, and must not fail for what is to run the next ones
+    const Object error = error_just_thrown();
+    const Object plan = owned(PyObject_GetAttrString(decline_reason, "__self__"));
+    const Object counted = owned(plan ? PyObject_CallMethod(plan.get(), "count_bad_launcher", "O", error.get()) : nullptr);
+    PyErr_Clear();
+    return;
   }
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(auxiliary));
   const size_t returned = schema ? schema->returns().size() : 0;
