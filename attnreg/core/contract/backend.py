@@ -291,7 +291,7 @@ def _badly_typed(name: str, value: object) -> str:
     """Return what the field should have been, or an empty string."""
     if name == "name":
         named = isinstance(value, str) and value and value == value.strip() and "," not in value
-        if named and not value.isprintable():  # it is part of lines in logs, and of a file's
+        if named and not str(value).isprintable():  # it is part of lines in logs
             return "a name without line ends and control characters"
         return "" if named else "a name without commas and outer spaces"
     if value is None and name in ("backward", "refuses", "cuts", "builds"):

@@ -22,6 +22,9 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import OPTIONS, Direction
 from attnreg.errors import InvalidInputError, RegistrationError
 
+# So much of what a kernel returned instead of a tensor is shown.
+LONGEST_TEXT = 40
+
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
     """Check that ranks, dtypes, devices, head counts and lengths of a call fit each other."""
@@ -285,7 +288,8 @@ def _differences(results: Any, expected: dict[str, _Promise]) -> Iterator[str]:
 def _described(result: Any, device: torch.device) -> str:
     """Return shape and dtype of a result, and what else it is unless it is plain memory on the device."""
     if not isinstance(result, Tensor):
-        return " ".join(f"{reprlib.repr(result)} {type(result)}".split())
+        text = " ".join(reprlib.repr(result)[:LONGEST_TEXT].split())
+        return f"{text} {type(result)}"
     if result.is_nested:
         return "a nested tensor"
     parts = [

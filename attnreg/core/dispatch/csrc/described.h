@@ -197,10 +197,14 @@ inline void keep_described(
   try {
     read_launcher(launcher, tensors, *entry);
   } catch (...) {  // the call itself has run, and must not fail for what is to run the next ones
-    const Object error = error_just_thrown();
     const Object plan = owned(PyObject_GetAttrString(decline_reason, "__self__"));
-    const Object counted = owned(plan ? PyObject_CallMethod(plan.get(), "count_bad_launcher", "O", error.get()) : nullptr);
+    const Object count = owned(plan ? PyObject_GetAttrString(plan.get(), "count_bad_launcher") : nullptr);
     PyErr_Clear();
+    if (!count) {
+      throw;
+    }
+    const Object error = error_just_thrown();
+    call_python(count.get(), {error});
     return;
   }
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(auxiliary));
