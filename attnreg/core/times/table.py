@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from attnreg.core.times.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
 from attnreg.core.torchlib import caches
-from attnreg.errors import ConfigError
+from attnreg.errors import ConfigError, short_repr
 
 T = TypeVar("T")
 
@@ -112,9 +112,9 @@ def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> 
     """Return the data of a file; raises `Malformed` if it has another format or version."""
     if not isinstance(data, dict) or data.get("format") != name:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise Malformed(f"format: got {got!r}, expected {name!r}, as {written}")
+        raise Malformed(f"format: got {short_repr(got)}, expected {name!r}, as {written}")
     if data.get("version") != version:
-        raise Malformed(f"version: got {data.get('version')!r}, expected {version}: {remedy}")
+        raise Malformed(f"version: got {short_repr(data.get('version'))}, expected {version}: {remedy}")
     return data
 
 
