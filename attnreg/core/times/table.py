@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attnreg.core.times.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
-from attnreg.core.torchlib import caches
 from attnreg.errors import ConfigError, short_repr
 
 T = TypeVar("T")
@@ -154,9 +153,16 @@ def write_rows(path: Path, data: dict[str, Any], key: str) -> None:
     write_whole(path, f'{json.dumps(data, indent=1)[:-2]},\n "{key}": [\n  {rows}\n ]\n}}\n')
 
 
+def _resolved(path: Path) -> Path:
+    """Return a path without links; raises OSError for a loop of links."""
+    from attnreg.core.torchlib import caches  # here, as looking a call up needs none of torchlib
+
+    return caches.resolve(path)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old contents or the new, also after an interruption."""
-    target = caches.resolve(path)
+    target = _resolved(path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -190,7 +196,7 @@ def check_writable(path: Path, mark: str = "") -> None:
             raise OSError(0, "is a folder" if path.is_dir() else "isn't a regular file")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(0, "Permission denied")
-        with tempfile.TemporaryFile(dir=caches.resolve(path).parent):
+        with tempfile.TemporaryFile(dir=_resolved(path).parent):
             pass
         begins = path.read_bytes()[:1024] if mark and path.is_file() else b""
     except OSError as error:
