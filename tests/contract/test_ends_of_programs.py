@@ -101,3 +101,25 @@ def test_what_ends_the_program_passes(packed, ended_by_signals, function, by):
         attnreg.explain(*inputs)
         attnreg.core.registry.find("faulty").version()
         attnreg.core.registry.find("faulty").builds(None)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("error", [*FAULTS[:2], KeyboardInterrupt(), None], ids=repr)
+def test_a_launcher_has_the_same_rule(compiled_routers, packed, ended_by_signals, direction, error):
+    run, calls = by_signal if error is None else raising(error), []
+    kernel = getattr(math_backend.BACKEND.load(), direction)
+    expected = {None: SystemExit, KeyboardInterrupt: KeyboardInterrupt}.get(error and type(error))
+
+    def later(*arguments):
+        calls.append(arguments)
+        return kernel(*arguments) if len(calls) < 4 else run()
+
+    inputs = packed([3, 4])
+    with attnreg.register_backend(backend_with(direction, later)):
+        for _ in range(3):
+            attnreg.varlen_attn(*inputs).sum().backward()
+        with pytest.raises(
+            expected or attnreg.RegistrationError, match=None if expected else "faulty breaks the con"
+        ):
+            attnreg.varlen_attn(*inputs).sum().backward()
+    assert len(attnreg.stats().failures) == (not expected)
