@@ -11,6 +11,8 @@ import pytest
 
 import attnreg
 from attnreg.backends import math as math_backend
+from attnreg.testing import check_backend
+from attnreg.tools.measure import Case
 
 
 class OwnError(BaseException):
@@ -123,3 +125,9 @@ def test_a_launcher_has_the_same_rule(compiled_routers, packed, ended_by_signals
         ):
             attnreg.varlen_attn(*inputs).sum().backward()
     assert len(attnreg.stats().failures) == (not expected)
+
+
+def test_the_kit_reports_a_kernel_that_would_end_the_program():
+    case = Case(name="one", dtype="float32", dims=(16, 16), lens_q=(3, 4), lens_k=(3, 4), varlen=True)
+    with pytest.raises(AssertionError, match="SystemExit: 3"):
+        check_backend(backend_with("forward", raising(FAULTS[0])), device="cpu", cases=[case])
