@@ -22,7 +22,13 @@ from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import keeps_native
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
-from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
+from attnreg.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    InvalidInputError,
+    RegistrationError,
+    first_ten,
+)
 from attnreg.masks import serving
 
 if TYPE_CHECKING:  # importing this takes 0.1 s, and most programs need no settings file
@@ -295,13 +301,14 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     named = tuple(Device.parse(str(device)) for device in several)
     single = sorted(str(device) for device in named if device.index is not None)
     if single:
+        got = ", ".join(first_ten(single))
         raise RegistrationError(
-            f"devices: got {', '.join(single)}, expected a kind of device ('cuda', 'sm_90'), not a single one"
+            f"devices: got {got}, expected a kind of device ('cuda', 'sm_90'), not a single one"
         )
     foreign = sorted({device.type for device in named} - set(serves))
     if (foreign or not named) and entry.backend is not None:
         raise RegistrationError(
-            f"devices: got {', '.join(foreign) or 'none'}, expected some of those that "
+            f"devices: got {', '.join(first_ten(foreign)) or 'none'}, expected some of those that "
             f"{entry.name} supports: {', '.join(serves)}"
         )
     return tuple(device.keys[0] for device in named)

@@ -18,15 +18,21 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING
+import reprlib
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+T = TypeVar("T")
+
+# So many entries of a list are shown in a message, and so many names of known backends.
+MOST_LISTED, MOST_KNOWN = 10, 50
 
 __all__ = [
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
     "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError", "did_you_mean",
-    "is_of_device",
+    "first_ten", "is_of_device", "short_repr",
 ]  # fmt: skip
 
 
@@ -102,10 +108,30 @@ _SAYS_UNLOADABLE = (
 )
 
 
+def first_ten(values: Sequence[T], text: Callable[[T], str] = str, most: int = MOST_LISTED) -> list[str]:
+    """Return the texts of the first values of a list, and behind them how many more there are.
+
+    Only the texts that are returned are made.
+    """
+    texts = list(map(text, values[:most]))
+    more = len(values) - len(texts)
+    return [*texts, f"and {more} more ({len(values)} in all)"] if more else texts
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 300, 300, 300
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = MOST_LISTED
+
+
+def short_repr(value: object) -> str:
+    """Return the `repr` of a value, shortened, for messages: it may be of any length and depth."""
+    return _SHORT.repr(value)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest of `known`, or an empty string."""
     by_key = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(word.casefold(), by_key, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word[:100].casefold(), by_key, n=1, cutoff=0.5)
     return f"; did you mean '{by_key[near[0]]}'?" if near else ""
 
 

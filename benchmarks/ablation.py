@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 import attnreg
 from attnreg.core import aten, registry
+from attnreg.core.aten import routing
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.dispatch import call_cache
@@ -87,18 +88,17 @@ def views_in_python() -> Iterator[None]:
 
         return run
 
-    original = call_cache.described
+    original = routing.kept_for
 
-    def described(kept: Any) -> Any:
-        if isinstance(kept, call_cache.Kept) and kept.launcher is not None:
-            kept = kept._replace(launcher=with_views(kept.launcher))
-        return original(kept)
+    def kept_for(*args: Any, **kwargs: Any) -> Any:
+        kept = original(*args, **kwargs)
+        return kept and kept._replace(launcher=with_views(kept.launcher))
 
     plain = {"bhsd": False, "lse_bsh": False, "gradients_bshd": False}
     routes = [route._replace(layout=route.layout._replace(**plain)) for route in aten.ROUTES]
     aten.restore()
     aten.ensure(tuple(routes))
-    with mock.patch.object(call_cache, "described", described):
+    with mock.patch.object(routing, "kept_for", kept_for):
         yield
     aten.restore()
     aten.ensure()

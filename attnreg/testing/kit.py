@@ -18,6 +18,7 @@ from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.core.dispatch.planning import device_of
 from attnreg.core.registry.entry import CHECK_FAILED, Entry
+from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
 from attnreg.testing.classes import difference, of_same_class
@@ -174,7 +175,8 @@ class Conformance:
             if check.front:
                 where = check.case, self.device, self.seed
                 errors = {} if declined else measure_front(check.front, self.backend, *where, not backward)
-        except Exception as error:  # noqa: BLE001 - one check that breaks must not hide the others
+        except BaseException as error:  # noqa: BLE001 - one check that breaks must not hide the others
+            raise_if_of_program(error)
             return Outcome(check, {}, backward, f"{_place(error)}{type(error).__name__}: {error}")
         return Outcome(check, errors, (declined,) if declined else backward, unclear)
 
@@ -221,7 +223,7 @@ class Conformance:
         return ""
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Return the line of the backend's code that an exception comes from, such as "kernels.py:42: "."""
     ours, torchs = Path(__file__).parents[1], Path(torch.__file__ or "").parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

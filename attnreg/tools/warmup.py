@@ -23,6 +23,7 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.core.selection.render import refuse
 from attnreg.core.torchlib import building
+from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.tools.tuning import representatives
 from attnreg.tools.tuning.representatives import RepresentedKind
@@ -181,7 +182,8 @@ def run_once(spec: AttentionSpec, direction: Direction, entry: Entry, against: s
             took = time.perf_counter() - started
     except UnsupportedInputError as error:
         return FirstCall(spec, direction, entry.name, None, str(error), refused=True)
-    except Exception as error:  # noqa: BLE001 - the others are still run
+    except BaseException as error:  # noqa: BLE001 - the others are still run
+        raise_if_of_program(error)
         return FirstCall(spec, direction, entry.name, None, f"{type(error).__name__}: {error}")
     return FirstCall(spec, direction, entry.name, took)
 

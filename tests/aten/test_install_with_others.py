@@ -1,6 +1,7 @@
 """Installing routers with overrides, with the registry of `torch.nn.attention`, and in other torches."""
 
 import itertools
+import json
 import re
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from support.processes import forked
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import _registry as torch_registry
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
 
 import attnreg
 from attnreg.core import aten
@@ -22,6 +24,7 @@ from attnreg.core.aten.routing import OpLayout, Route
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.torchlib import captured
 from attnreg.errors import RegistrationError
+from attnreg.tools.cli import app
 
 pytestmark = pytest.mark.usefixtures("uninstalled")
 
@@ -81,6 +84,64 @@ def test_an_override_above_the_routers_shadows_them_until_it_goes(ran, restored)
         F.scaled_dot_product_attention(*inputs), own, **({"rtol": 0, "atol": 0} if restored else {})
     )
     assert ran() == ({} if restored else {"math": (1, 0)})
+
+
+def override_of_varlen_attn():
+    """Override torch's own op for packed calls on a CPU, as cuDNN's frontend does on a GPU."""
+    import torch.nn.attention.varlen  # which defines it
+
+    library = torch.library.Library("torch_attn", "IMPL")
+    library.impl("_varlen_attn", lambda *_: None, "CPU")
+    return library
+
+
+OTHERS = {
+    f"aten::{FLASH_OP} (CUDA)": lambda: Override(FLASH_OP, "CUDA"),
+    f"aten::{CPU_OP} (CPU)": Override,
+    f"aten::{aten.ABOVE[2]} (CUDA)": lambda: Override(aten.ABOVE[2], "CUDA"),
+    f"aten::{aten.ABOVE[0]} (AutogradCUDA)": lambda: Override(aten.ABOVE[0], "AutogradCUDA"),
+    "aten::scaled_dot_product_attention (CPU)": lambda: Override("scaled_dot_product_attention", "CPU"),
+    "torch_attn::_varlen_attn (CPU)": override_of_varlen_attn,
+}
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_an_override_after_the_routers_is_named_once_and_wherever_users_look(packed, caplog, op):
+    heads = itertools.count(1)
+    attnreg.install()
+    attnreg.varlen_attn(*packed([3, 2], heads=next(heads)))
+    assert caplog.messages == [] and attnreg.stats().overridden == ()
+    other = OTHERS[op]()
+    for _ in range(2):
+        attnreg.varlen_attn(*packed([3, 2], heads=next(heads)))
+    (note,) = attnreg.stats().overridden
+    assert caplog.messages == [note]
+    assert re.fullmatch(
+        rf"\S+/\w+.py overrides {re.escape(op)} above attnreg's routers: calls go there .*", note
+    )
+    assert note in attnreg.explain(*packed([3, 2])).notes
+    assert attnreg.stats().to_dict()["overridden"] == [note]
+    report = json.loads(CliRunner().invoke(app, ["info", "--json"]).stdout)
+    assert report["routers"]["overridden"] == [note]
+    other.remove() if isinstance(other, Override) else other._destroy()
+    attnreg.varlen_attn(*packed([3, 2], heads=next(heads)))
+    assert attnreg.stats().overridden == () and caplog.messages == [note]
+
+
+def test_an_implementation_of_torchs_registry_is_named_with_the_ops_that_it_overrides(fa4, monkeypatch):
+    def cudnn():
+        overrides = [Override(aten.ABOVE[2], "CUDA"), Override(aten.ABOVE[3], "CUDA")]
+        return SimpleNamespace(remove=lambda: [one.remove() for one in overrides])
+
+    monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, "CUDNN", cudnn)
+    attnreg.install()
+    torch_registry.activate_flash_attention_impl("CUDNN")
+    assert attnreg.stats().overridden == (
+        f"torch.nn.attention has 'CUDNN' active above attnreg's routers: aten::{aten.ABOVE[2]} (CUDA), "
+        f"aten::{aten.ABOVE[3]} (CUDA) go there; restore_flash_attention_impl() gives them back",
+    )
+    torch_registry.restore_flash_attention_impl()
+    assert attnreg.stats().overridden == ()
 
 
 # ---- torch's own registry

@@ -46,6 +46,11 @@ def test_a_backend_serves_the_devices_of_either_direction_each_once(forward, bac
 
 BAD = [
     *(("name", value, "a name without commas and outer spaces") for value in ("", " m", "FA2,FA4", None, 4)),
+    *(
+        ("name", value, "a name without line ends and control characters")
+        for value in ("a\nb", "a\tb", "a\x00", "a\x1b[31mred", "a\u2028b", "a\u200bb", "a\x7f")
+    ),
+    *(("name", value, "a name without commas and outer spaces") for value in (" ", "\n", " \t ")),
     *(("forward", value, "Capabilities") for value in (None, {"devices": ("cpu",)}, Capabilities)),
     ("backward", True, "Capabilities or None"),
     *(("load", value, "a function") for value in (None, Kernels(print))),

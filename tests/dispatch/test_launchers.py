@@ -1,7 +1,6 @@
 """Promises of launchers: functions, torch's own kernels and kernels on addresses, run by the call cache."""
 
 import gc
-import logging
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,15 @@ from support.launcher_kinds import (
 )
 
 import attnreg
-from attnreg.core.launching.launchers import MAX_K, MAX_Q, OpLauncher
+from attnreg.core.dispatch import counters
+from attnreg.core.launching.launchers import (
+    MAX_K,
+    MAX_Q,
+    AddressLauncher,
+    FunctionLauncher,
+    NativeLauncher,
+    OpLauncher,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -254,6 +261,17 @@ WRONG = {
     "dtype": (lambda q: (q.double(), lse_of(q)), "Double, expected [2, 6, 2, 8] Float"),
     "LSE's shape": (lambda q: (q, q.sum(-1)), "got the LSE [2, 6, 2] Float, expected [2, 2, 6]"),
     "LSE's dtype": (lambda q: (q, lse_of(q).half()), "got the LSE [2, 2, 6] Half, expected"),
+    "device": (lambda q: (q.to("meta"), lse_of(q)), "on meta, expected [2, 6, 2, 8] Float on cpu"),
+    "layout": (lambda q: (q.to_sparse(), lse_of(q)), "got the output [2, 6, 2, 8] Float Sparse, expected"),
+    "nested": (lambda q: (torch.nested.nested_tensor([q]), lse_of(q)), "got the output a nested tensor, exp"),
+    "negated": (
+        lambda q: (q, torch._neg_view(lse_of(q))),
+        "the LSE [2, 2, 6] Float lazily negated, expected",
+    ),
+    "no tensor but an array": (
+        lambda q: (q.numpy(), lse_of(q)),
+        "a tuple with a numpy.ndarray, expected tensors: number 1",
+    ),
     "no tuple": (lambda q: q, "a launcher returned a Tensor, expected a tuple of tensors or None"),
     "no tensor": (lambda q: (q, 3), "a launcher returned a tuple with a int, expected tensors"),
 }
@@ -261,11 +279,16 @@ WRONG_GRADIENTS = {
     "number of gradients": (lambda g: (g, g), "got 2 results, expected 3"),
     "gradient": (
         lambda g: (g, g[:1], g),
-        "got a gradient [1, 6, 2, 8] Float, expected [2, 6, 2, 8] Float",
+        "got a gradient [1, 6, 2, 8] Float, expected [2, 6, 2, 8] Float, for the key",
+    ),
+    "gradient's device": (
+        lambda g: (g, g, g.to("meta")),
+        "got a gradient [2, 6, 2, 8] Float on meta, expected [2, 6, 2, 8] Float on cpu, for the value",
     ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("what", {**WRONG, **WRONG_GRADIENTS})
 def test_a_wrong_result_is_an_error_that_says_so(op, what):
     returns, message = {**WRONG, **WRONG_GRADIENTS}[what]
@@ -306,13 +329,60 @@ def specializing(fake, specialize):
     return fake("mine", load=lambda: kernels).backend
 
 
-def test_an_error_of_specialize_costs_no_call_and_is_logged(compiled_routers, fake, caplog, ran):
+def exits(*_):
+    raise SystemExit(3)
+
+
+def no_function(form, **fields):
+    """Return a launcher with a wrong field."""
+    right = {"run": forward_function, "function": 1, "prepare": forward_function, "window": (-1, -1)}
+    return form(**{name: right[name] for name in form.__dataclass_fields__ if name in right} | fields)
+
+
+UNUSABLE = {
+    "raises": (fails, "LookupError: of a kernel"),
+    "ends the program": (exits, "SystemExit: 3"),
+    "no function": (lambda *_: 7, "TypeError: returned 7, expected a launcher or None"),
+    "no address": (lambda *_: no_function(NativeLauncher, function="f"), "TypeError: argument 3 must be int"),
+    "address 0": (lambda *_: no_function(NativeLauncher, function=0), "got 0, expected an address"),
+    "nothing to run": (lambda *_: no_function(FunctionLauncher, run=7), "got a int, expected a function"),
+    "nothing to prepare": (
+        lambda *_: no_function(AddressLauncher, prepare=7),
+        "got a int, expected a function",
+    ),
+    "no window": (lambda *_: no_function(AddressLauncher, window=3), "TypeError: argument 4 must be 2-item"),
+}
+
+
+@pytest.mark.parametrize("specialize", UNUSABLE)
+@pytest.mark.parametrize("front", ["dense", "packed"])
+def test_an_unusable_launcher_costs_no_call_and_is_counted_under_its_backend(
+    compiled_routers, fake, caplog, ran, specialize, front, pair
+):
+    specialize, said = UNUSABLE[specialize]
     q, k, v = (x.transpose(1, 2) for x in tensors())
-    with caplog.at_level(logging.INFO, "attnreg"), attnreg.register_backend(specializing(fake, fails)):
+    with attnreg.register_backend(specializing(fake, lambda *_: specialize())):
         for _ in range(4):
-            F.scaled_dot_product_attention(q, k, v)
+            if front == "dense":
+                F.scaled_dot_product_attention(q, k, v)
+            else:
+                attnreg.varlen_attn(*tensors(PACKED), pair, pair, 4, 4)
+    (row,) = attnreg.stats().failures
+    assert (row.backend, row.direction, row.error) == ("mine", "forward", "RegistrationError")
+    assert row.count > 1 and row.message.startswith("mine offers no launcher: ") and said in row.message
+    assert [row.message in line for line in caplog.messages] == [True]
     assert ran() == {"mine": (4, 0)}
-    assert "mine offers no launcher: LookupError: of a kernel" in caplog.text
+
+
+def test_an_interrupt_in_specialize_is_the_programs(compiled_routers, fake):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    q, k, v = (x.transpose(1, 2) for x in tensors())
+    with attnreg.register_backend(specializing(fake, interrupted)):
+        F.scaled_dot_product_attention(q, k, v)
+        with pytest.raises(KeyboardInterrupt):
+            F.scaled_dot_product_attention(q, k, v)
 
 
 def test_specialize_is_given_what_the_kernel_was_and_its_launcher_runs_further_calls(
@@ -373,8 +443,12 @@ def test_a_kernel_of_torchs_is_given_the_rest_by_place_by_name_and_by_default(op
         ((0.5,), {"scales": 1}, "got arguments that it doesn't take"),
     ],
 )
-def test_a_launcher_with_arguments_that_an_op_does_not_take_is_an_error(op, rest, options, message):
+def test_a_launcher_with_arguments_that_an_op_does_not_take_costs_no_call(op, rest, options, message):
     define_kernels()
     op.forward = OpLauncher("attnreg_kernel", "CPU", rest, options, 2)
-    with pytest.raises(RuntimeError, match=f"aten::attnreg_kernel {message}"):
-        op.planned(*tensors())
+    op.plan = op.plan._replace(counters=(counters.call_counter("tests", "forward"),))
+    for _ in range(2):
+        assert op.planned(*tensors())[0]
+    (row,) = attnreg.stats().failures
+    assert (row.backend, row.count) == ("tests", 2)
+    assert re.match(f"tests offers no launcher: RuntimeError: .*aten::attnreg_kernel {message}", row.message)

@@ -15,6 +15,7 @@ from support.compiled_files import stand_in
 from support.processes import forked
 from typer.testing import CliRunner
 
+from attnreg.backends.cpu.compiled import load as cpu_compiled_load
 from attnreg.core.torchlib import background, building, caches, libraries, locks
 from attnreg.errors import BuildError
 from attnreg.tools.cli import app
@@ -325,6 +326,30 @@ def test_the_folders_are_for_this_user_alone_whatever_the_umask_is(cache):
         assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
 
+def test_a_file_that_has_another_library_is_not_loaded_and_cpu_keeps_torchs_kernel(
+    cache, copying, compiler, untried, monkeypatch
+):
+    compiler.does(copying)
+    files = {library: building.build(library) for library in building.LIBRARIES}
+    whole = [file.read_bytes() for file in files.values()]
+    for file, other in zip(files.values(), reversed(whole), strict=True):
+        file.write_bytes(other)
+    for library, load in LOADS:
+        with pytest.raises(
+            BuildError, match=f"^{files[library]} can't be loaded: .*`attnreg build` compiles"
+        ):
+            load()
+    assert cpu_compiled_load() is None
+    monkeypatch.setattr(libraries.torch, "__version__", "9.9")  # what was built before is of another version
+    building.target.cache_clear()
+    for (library, load), contents in zip(LOADS, whole, strict=True):
+        building.target(library).write_bytes(contents)
+        with pytest.raises(
+            BuildError, match=f"it has another library, {files[library].stem}, expected {library.name}"
+        ):
+            load()
+
+
 DAMAGE = {
     "cut off": lambda whole: whole[: len(whole) // 2],
     "empty": lambda whole: b"",
@@ -432,6 +457,9 @@ building.ensure_built()
 for thread in threading.enumerate():
     if thread is not threading.current_thread():
         thread.join()
+if sys.argv[1] == "vanishes":
+    import shutil
+    shutil.rmtree(home)
 with attnreg.register_backend("cpu"):
     torch.nn.functional.scaled_dot_product_attention(q, q, q)
 ends = torch.tensor([0, 8], dtype=torch.int32)
@@ -472,4 +500,36 @@ def test_a_home_folder_that_cannot_be_read_is_one_line(served, tmp_path, case):
 
 def test_a_home_folder_that_is_not_there_is_no_matter(served):
     *_, calls = served(Path(os.devnull) / "nonexistent", "not there")
+    assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
+
+
+@pytest.mark.parametrize("case", ["a loop of links", "a file", "too long"])
+def test_what_cannot_be_a_cache_folder_is_one_line(served, tmp_path, case):
+    home = tmp_path / ("x" * 300 if case == "too long" else "home")
+    if case == "a loop of links":
+        home.symlink_to(home)
+    elif case == "a file":
+        home.touch()
+    problem, calls = served(home, case)
+    assert problem.startswith(f"attnreg runs without its compiled part: {home}")
+    assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"
+
+
+def test_a_loop_of_links_is_an_error_of_the_file_system_in_every_python(cache, tmp_path):
+    cache.parent.mkdir(exist_ok=True)
+    cache.symlink_to(cache)
+    for library, row in zip(building.LIBRARIES, info().values(), strict=True):
+        folder = building.target(library).parent
+        reason = f"{cache} can't be written to, and compiled libraries go to {folder}"
+        assert row == {"state": "not built", "file": None, "reason": reason}
+    with pytest.raises(BuildError, match=f"{cache} can't be written: a link to nothing, or to itself"):
+        building.build(building.CPU_KERNEL)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"), locks.rewriting(cache):
+        pass
+
+
+def test_a_cache_folder_that_vanishes_while_the_program_runs_costs_no_call(served, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    *_, calls = served(home, "vanishes")
     assert calls == "{'cpu': {'forward': 2, 'backward': 0}}"

@@ -223,7 +223,7 @@ def _keep_compiled() -> None:
     try:
         folder = Path(os.environ.get(FOLDER) or caches.folder("fa4"))
         caches.make(folder)
-        folder = folder.resolve()
+        folder = caches.resolve(folder)
         caches.check_writable(folder)
         caches.check_contents(folder)
         _check_locks(folder)

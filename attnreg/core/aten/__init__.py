@@ -95,6 +95,7 @@ def restore() -> None:
         if _remove is not None:
             _remove()
             _remove, captured.call_cache_in_use = None, None
+            captured.watch(())
             registry.changed()
 
 
@@ -152,6 +153,9 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
         getattr(torch.library, "_impls", set()).difference_update(getattr(library, "_op_impls", ()))
     registry.changed()
     restore_choice = nested.install()
+    captured.watch(
+        dict.fromkeys((*(route.op for route, _ in checked), *ABOVE, "scaled_dot_product_attention"))
+    )
 
     def remove_all() -> None:
         restore_choice()  # first: on a CPU the op that it chooses has no kernel without the routers

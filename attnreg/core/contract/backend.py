@@ -227,7 +227,8 @@ class Backend:
     """A named provider of attention kernels.
 
     Attributes:
-        name: how users ask for it; compared without regard to case.
+        name: how users ask for it, printable, without commas and outer spaces; compared without regard to
+            case.
         forward, backward: what each direction can run; `backward=None` if it has none.
         load: imports the provider and returns its kernels; called once, when first needed.
         unavailable: returns why the provider can't load here, or None; cheap, imports nothing; called once.
@@ -290,6 +291,8 @@ def _badly_typed(name: str, value: object) -> str:
     """Return what the field should have been, or an empty string."""
     if name == "name":
         named = isinstance(value, str) and value and value == value.strip() and "," not in value
+        if named and not str(value).isprintable():  # it is part of lines in logs
+            return "a name without line ends and control characters"
         return "" if named else "a name without commas and outer spaces"
     if value is None and name in ("backward", "refuses", "cuts", "builds"):
         return ""

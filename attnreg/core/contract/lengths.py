@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple, Self
 
 from attnreg.core.contract.spec import FEW_ROWS, LENGTHS, AttentionSpec
+from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import RegistrationError
 
 __all__ = ["LENGTHS", "Cut", "Lengths", "reads_of"]
@@ -119,8 +120,8 @@ def reads_of(look: Callable[[AttentionSpec], object], spec: AttentionSpec) -> fr
         outcome = look(_watched(spec, reads))
         if isinstance(outcome, Iterator):
             tuple(outcome)
-    except Exception:  # noqa: BLE001 - a fault of a check is a reason, whoever asks for reasons says so
-        pass
+    except BaseException as error:  # noqa: BLE001 - a fault of a check is a reason, as `Entry.reasons` says
+        raise_if_of_program(error)
     return frozenset(reads)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from attnreg.core import registry
 from attnreg.core.contract.backend import Call
+from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
 from attnreg.core.contract.options import options_on
 from attnreg.core.dispatch import counters, scope
@@ -147,10 +149,13 @@ def kept_for(
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
     # A function of its own, as `benchmarks/ablation.py` switches it off.
     try:
-        return plan.specialize(tensors, call)  # type: ignore[misc]
-    except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
-        log.info("%s offers no launcher: %s: %s", plan.backend, type(error).__name__, error)
+        launcher = plan.specialize(tensors, call)  # type: ignore[misc]
+        if launcher is not None and not callable(launcher):
+            raise TypeError(f"returned {one_line([reprlib.repr(launcher)])}, expected a launcher or None")
+    except BaseException as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
+        plan.count_bad_launcher(error)
         return None
+    return launcher
 
 
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:

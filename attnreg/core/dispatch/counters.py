@@ -17,6 +17,7 @@ from attnreg.core.contract.spec import Direction
 from attnreg.core.registry.entry import SET_ASIDE
 from attnreg.core.selection.decision import Decision
 from attnreg.core.selection.render import fallback_line
+from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import InvalidInputError
 
@@ -111,6 +112,8 @@ class Stats:
         bypassed: calls of `F.scaled_dot_product_attention` that no router saw. They are looked for only by
             `attnreg run --stats`, while calls are recorded, and with `strict`.
         masks: what boolean masks of its calls were recognised as, with `masks = "recognise"`.
+        overridden: sentences about other code that lies above attnreg's routers now. Calls of the ops that it
+            overrides aren't counted.
     """
 
     calls: dict[str, dict[str, int]]
@@ -118,6 +121,7 @@ class Stats:
     failures: tuple[Failure, ...] = ()
     bypassed: tuple[Bypass, ...] = ()
     masks: tuple[MaskSeen, ...] = ()
+    overridden: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data, for JSON."""
@@ -127,6 +131,8 @@ class Stats:
             "failures": [asdict(row) for row in self.failures],
             "bypassed": [asdict(row) for row in self.bypassed],
             "masks": [asdict(row) for row in self.masks],
+            # Hardly any program has such code.
+            **({"overridden": list(self.overridden)} if self.overridden else {}),
         }
 
 
@@ -246,7 +252,8 @@ def stats() -> Stats:
         failures = (Failure(*of, text, c.value) for of, (c, text) in _failures.items() if c.value)
         passed = (Bypass(kernel, reason, c.value) for (kernel, reason), c in _bypassed.items() if c.value)
         masks = (MaskSeen(seen, c.value) for seen, c in _masks.items() if c.value)
-        return Stats(calls, tuple(rows), tuple(failures), tuple(passed), tuple(masks))
+        rest = tuple(rows), tuple(failures), tuple(passed), tuple(masks)
+    return Stats(calls, *rest, captured.shadow_notes())
 
 
 def reset_stats() -> None:

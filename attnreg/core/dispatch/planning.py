@@ -157,7 +157,13 @@ def _instrumented(
         if is_kept:
             now.keep(plan)
 
-    checked = checked_against_contract(_timed(kernel, turn), direction, name, passed)
+    checked = checked_against_contract(
+        entry.kernel(direction),
+        direction,
+        name,
+        passed,
+        lambda plain: _timed(entry.fit_for(spec, direction, plain), turn),
+    )
     return plan._replace(kernel=checked, is_checked=False)
 
 
@@ -326,8 +332,7 @@ def _faster_than_native(
     """Return the function of the backend of that name, if it runs such a call faster than torch's kernel."""
     if entry is None or spec.varlen or entry.unavailable():
         return None
-    replaces = entry.kernels().replaces_native
-    if replaces is None or not replaces(direction, spec) or entry.reasons(spec, direction):
+    if not entry.replaces_native(spec, direction) or entry.reasons(spec, direction):
         return None
     return entry.kernel(direction, spec)
 

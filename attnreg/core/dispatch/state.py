@@ -22,7 +22,13 @@ from attnreg.core.policy import ranks
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.core.selection.protocols import Turn
-from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
+from attnreg.core.torchlib.isolation import raise_if_of_program
+from attnreg.errors import (
+    AttnregError,
+    BackendUnavailableError,
+    RegistrationError,
+    UnsupportedInputError,
+)
 
 log = logging.getLogger("attnreg")
 
@@ -69,7 +75,7 @@ class Plan(NamedTuple):
         """
         try:
             results = self.kernel(*inputs)
-        except Exception as error:
+        except BaseException as error:
             reason = self.decline_reason(error)
             if reason is None:
                 raise
@@ -83,8 +89,15 @@ class Plan(NamedTuple):
     def decline_reason(self, error: BaseException) -> str | None:
         """Return why an error of the kernel, or of a launcher, declines the call; None if it doesn't.
 
-        Counts it as a failure unless the kernel declines, and sets the backend aside where it says so.
+        Counts it as a failure unless the kernel declines, and sets the backend aside where it says so. Raises
+        RegistrationError in the place of one that would end the program, such as SystemExit.
         """
+        if not isinstance(error, Exception):
+            raise_if_of_program(error)
+            got = f"raised {type(error).__name__}: {error}, expected results or an Exception"
+            fault = RegistrationError(f"{self.backend} breaks the contract in its {self.direction}: {got}")
+            counters.failed(self.counters[0], fault)
+            raise fault from error
         if isinstance(error, UnsupportedInputError):
             # The refusal of a call that the kernel itself makes has a table under its headline.
             reason = str(error).partition("\n")[0] if error.rejected else str(error)
@@ -100,6 +113,20 @@ class Plan(NamedTuple):
             reason = self.set_aside(reason)
             registry.changed()
         return reason
+
+    def count_bad_launcher(self, error: BaseException) -> None:
+        """Count an error of `specialize`, or of what it has returned; the call itself has run.
+
+        Raises an error again that was the program's.
+        """
+        raise_if_of_program(error)
+        fault = f"{self.backend} offers no launcher: {type(error).__name__}: {error}"
+        counters.failed(self.counters[0], RegistrationError(fault))
+
+    @property
+    def direction(self) -> Direction:
+        """The direction that its kernel runs."""
+        return self.counters[0].call[1] if self.counters[0].call else "forward"
 
     def sinks_decline_reason(self, error: BaseException) -> str | None:
         """Do what `decline_reason` does for a kernel that was given sinks: it goes on without them."""

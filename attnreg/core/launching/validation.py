@@ -2,17 +2,18 @@
 
 `check` reads only shapes, dtypes and devices, so it runs once per kind of call, when the backend is
 chosen. `check_values` reads values, which on a GPU would mean a synchronization. Results are looked at the
-first time that the kernel of a plan runs: another shape or dtype than promised would give wrong numbers
-further on, or a message about something else.
+first time that the kernel of a plan runs: another shape, dtype, device or layout than promised would give
+wrong numbers further on, or a message about something else.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import OPTIONS, Direction
 from attnreg.errors import InvalidInputError, RegistrationError
+
+# So much of what a kernel returned instead of a tensor is shown.
+LONGEST_TEXT = 40
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
@@ -222,20 +226,43 @@ def _wrong(what: str, got: str, expected: str) -> InvalidInputError:
 
 
 def checked_against_contract(
-    kernel: Callable[..., Any], direction: Direction, backend: str, passed: Callable[[], None]
+    kernel: Callable[..., Any],
+    direction: Direction,
+    backend: str,
+    passed: Callable[[], None],
+    adapt: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda kernel: kernel,
 ) -> Callable[..., Any]:
     """Return the kernel with a look at its results; calls `passed` once they are as promised.
 
-    The returned function raises RegistrationError where they aren't.
+    The returned function raises RegistrationError where they aren't. `adapt` returns what runs the kernel on
+    arguments that it doesn't take itself: it may rely on results that the kernel has promised.
     """
 
     def run(*arguments: Any) -> Any:
-        results = kernel(*arguments)
-        check_results(results, direction, arguments, backend)
+        ran = []
+
+        def note_results(*given: Any) -> Any:
+            results = kernel(*given)
+            ran.append((results, given))
+            return results
+
+        try:
+            returned = adapt(note_results)(*arguments)
+        finally:
+            for results, given in ran:
+                check_results(results, direction, given, backend)
         passed()
-        return results
+        return returned
 
     return run
+
+
+class _Promise(NamedTuple):
+    """What a result has to be: a dense tensor in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def check_results(results: Any, direction: Direction, arguments: tuple[Any, ...], backend: str) -> None:
@@ -243,30 +270,48 @@ def check_results(results: Any, direction: Direction, arguments: tuple[Any, ...]
     if direction == "forward":
         expected = _promised(*arguments)
     else:
-        expected = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
+        models = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
         if arguments[-1].sinks is not None:
-            expected["grad_sinks"] = arguments[-1].sinks
+            models["grad_sinks"] = arguments[-1].sinks
+        expected = {name: _Promise(tuple(x.shape), x.dtype, x.device) for name, x in models.items()}
     problems = "; ".join(_differences(results, expected))
     if problems:
         raise RegistrationError(f"{backend} breaks the contract in its {direction}: {problems}")
 
 
-def _promised(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, Tensor]:
-    """Return what a forward's results have to be like, as tensors without values."""
+def _promised(query: Tensor, key: Tensor, value: Tensor, call: Call) -> dict[str, _Promise]:
+    """Return what a forward's results have to be like."""
     *rows, heads, _ = query.shape
-    meta = query.new_empty(0, device="meta")
     shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return {"out": meta.new_empty((*rows, heads, value.shape[-1])), "lse": meta.new_empty(shape, dtype=dtype)}
+    out = _Promise((*rows, heads, value.shape[-1]), query.dtype, query.device)
+    return {"out": out, "lse": _Promise(shape, dtype, query.device)}
 
 
-def _differences(results: Any, expected: dict[str, Tensor]) -> Iterator[str]:
+def _differences(results: Any, expected: dict[str, _Promise]) -> Iterator[str]:
     if not isinstance(results, tuple) or len(results) != len(expected):
         got = f"{len(results)} values" if isinstance(results, tuple) else type(results).__name__
         yield f"got {got}, expected the tuple ({', '.join(expected)})"
         return
-    for result, (name, model) in zip(results, expected.items(), strict=True):
-        tensor = isinstance(result, torch.Tensor)
-        shape, dtype = (tuple(result.shape), result.dtype) if tensor else (result, type(result))
-        if (shape, dtype) != (tuple(model.shape), model.dtype):
-            yield f"{name}: got {shape} {dtype}, expected {tuple(model.shape)} {model.dtype}"
+    for result, (name, promise) in zip(results, expected.items(), strict=True):
+        wanted = f"{promise.shape} {promise.dtype}"
+        if (got := _described(result, promise.device)) != wanted:
+            is_elsewhere = isinstance(result, Tensor) and result.device != promise.device
+            yield f"{name}: got {got}, expected {wanted}{f' on {promise.device}' if is_elsewhere else ''}"
+
+
+def _described(result: Any, device: torch.device) -> str:
+    """Return shape and dtype of a result, and what else it is unless it is plain memory on the device."""
+    if not isinstance(result, Tensor):
+        text = " ".join(reprlib.repr(result)[:LONGEST_TEXT].split())
+        return f"{text} {type(result)}"
+    if result.is_nested:
+        return "a nested tensor"
+    parts = [
+        f"{tuple(result.shape)} {result.dtype}",
+        "" if result.device == device else f"on {result.device}",
+        "" if result.layout == torch.strided else str(result.layout),
+        "lazily negated" if result.is_neg() else "",
+        "without memory" if result._is_zerotensor() else "",
+    ]
+    return " ".join(filter(None, parts))

@@ -19,7 +19,7 @@ from attnreg.core.times import table
 from attnreg.core.times.environments import environment, matched, matched_simulated
 from attnreg.core.times.points import ANY_TEXT, Malformed, checked, one_of, with_keys
 from attnreg.core.times.traces import DIRECTIONS, spec_from, spec_to
-from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError
+from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError, first_ten
 
 FORMAT = "attnreg lockfile"
 VERSION = 1
@@ -139,7 +139,11 @@ class LockInForce:
             return ""
         backends = dict.fromkeys(row.backend for row in self.file.rows)
         differs = dict.fromkeys(filter(None, (self.differences(device, name) for name in backends)))
-        return f"{VARIABLE}: {'; '.join(differs)}: calls on this device are refused" if differs else ""
+        return (
+            f"{VARIABLE}: {'; '.join(first_ten(list(differs)))}: calls on this device are refused"
+            if differs
+            else ""
+        )
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[LockfileRow, str]:
         """Return the row of one direction of a call, and its name for messages.

@@ -20,7 +20,14 @@ from attnreg.core.contract.backend import Backend
 from attnreg.core.registry.discovery import discover
 from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib.locks import open_after_fork
-from attnreg.errors import RegistrationError, UnknownBackendError, did_you_mean
+from attnreg.errors import (
+    MOST_KNOWN,
+    RegistrationError,
+    UnknownBackendError,
+    did_you_mean,
+    first_ten,
+    short_repr,
+)
 
 log = logging.getLogger("attnreg")
 
@@ -102,13 +109,14 @@ def find(name: str) -> Entry:
     """Return the backend of that name, whatever its case; an `UnknownBackendError` lists the known ones."""
     known = entries()
     names = [other.name for other in known.values()]
+    shown = first_ten(names, most=MOST_KNOWN)
     if not isinstance(name, str):
-        got = f"a Backend named {name.name!r}" if isinstance(name, Backend) else repr(name)
-        raise UnknownBackendError(f"got {got}, expected the name of a backend: {', '.join(names)}")
+        got = f"a Backend named {name.name!r}" if isinstance(name, Backend) else short_repr(name)
+        raise UnknownBackendError(f"got {got}, expected the name of a backend: {', '.join(shown)}")
     entry = known.get(name.strip().casefold())
     if entry is None:
-        hint = did_you_mean(name, names) or ";"
-        raise UnknownBackendError(f"no backend is named {name!r}{hint} known backends: {', '.join(names)}")
+        hint, named = did_you_mean(name, names) or ";", short_repr(name)
+        raise UnknownBackendError(f"no backend is named {named}{hint} known backends: {', '.join(shown)}")
     return entry
 
 

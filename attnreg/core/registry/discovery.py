@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from attnreg.core.contract.backend import Backend
 from attnreg.core.registry.entry import Entry
-from attnreg.core.torchlib.isolation import strip_tracebacks
+from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
 from attnreg.errors import RegistrationError
 
 FOLDER, GROUP = "attnreg.backends", "attnreg.backends"
@@ -41,8 +41,7 @@ def _entry(point: EntryPoint, origin: str) -> Entry:
         found = point.load()
         if not isinstance(found, Backend):
             raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # noqa: BLE001 - the other backends have to load
+        raise_if_of_program(error)
         return Entry(point.name, origin, cause=strip_tracebacks(error))
     return Entry(found.name, origin, found)

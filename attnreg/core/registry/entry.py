@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -13,10 +12,9 @@ from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adap
 from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
-from attnreg.core.contract.options import BOTH
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry import known_issues
-from attnreg.core.torchlib.isolation import strip_tracebacks
+from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
@@ -107,7 +105,8 @@ class Entry:
         """Return its rank in the default order for a call; 0 where it has none, as `reasons` says then."""
         try:
             return self.backend.priority_for(self.adapted(spec, "forward")) if self.backend else 0
-        except Exception:  # noqa: BLE001 - see `reasons`
+        except BaseException as error:  # noqa: BLE001 - see `reasons`
+            raise_if_of_program(error)
             return 0
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
@@ -124,7 +123,8 @@ class Entry:
             if not against and self._set_aside:
                 aside = self._set_aside.get(_without_lengths(spec, direction))
                 against = (aside,) if aside else ()
-        except Exception as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
+        except BaseException as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
+            raise_if_of_program(error)
             against = (f"{CHECK_FAILED}{type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
 
@@ -165,8 +165,7 @@ class Entry:
         cuts = [*limits.cuts()]
         for variant in self._variants(spec.of(direction), direction):
             cuts += known_issues.cuts(self.name, variant)[0]
-            with contextlib.suppress(Exception):  # `unnamed_reads` says so, and the calls are decided exactly
-                cuts += self._declared(variant)
+            cuts += self._declared(variant) or ()  # if they can't be had, the calls are decided exactly
         return tuple(cuts)
 
     def unnamed_reads(
@@ -182,9 +181,7 @@ class Entry:
             return frozenset()
         reads: set[str] = set()
         for variant in self._variants(spec.of(direction), direction):
-            try:
-                declared = self._declared(variant)
-            except Exception:  # noqa: BLE001 - a fault in a backend's cuts must not end the program
+            if (declared := self._declared(variant)) is None:
                 return frozenset(LENGTHS)
             if backend.cuts is not None and (of_cuts := reads_of(backend.cuts, variant)):
                 return of_cuts
@@ -196,9 +193,14 @@ class Entry:
             reads.add("batch")
         return frozenset(reads)
 
-    def _declared(self, spec: AttentionSpec) -> tuple[Cut, ...]:
+    def _declared(self, spec: AttentionSpec) -> tuple[Cut, ...] | None:
+        """Return the backend's cuts; None if its function fails."""
         cuts = self.backend.cuts if self.backend is not None else None
-        return () if cuts is None else check_cuts(cuts(spec), self.name)
+        try:
+            return () if cuts is None else check_cuts(cuts(spec), self.name)
+        except BaseException as error:  # noqa: BLE001 - see `reasons`
+            raise_if_of_program(error)
+            return None
 
     def _variants(self, spec: AttentionSpec, direction: Direction) -> list[AttentionSpec]:
         """Return the specs that limits may be asked about for one of `spec`; see `_against`."""
@@ -227,7 +229,17 @@ class Entry:
         """Whether the backend builds something for each new shape of such calls."""
         try:
             return self.backend is not None and self.backend.builds is not None and self.backend.builds(spec)
-        except Exception:  # noqa: BLE001 - see `reasons`
+        except BaseException as error:  # noqa: BLE001 - see `reasons`
+            raise_if_of_program(error)
+            return False
+
+    def replaces_native(self, spec: AttentionSpec, direction: Direction) -> bool:
+        """Whether the backend's function runs a dense call in the place of torch's kernel of its name."""
+        replaces = self.kernels().replaces_native
+        try:
+            return replaces is not None and replaces(direction, spec)
+        except BaseException as error:  # noqa: BLE001 - see `reasons`
+            raise_if_of_program(error)
             return False
 
     def _limits(self, direction: Direction) -> Capabilities | None:
@@ -237,12 +249,17 @@ class Entry:
 
     def _fit_for(self, spec: AttentionSpec, kernels: Kernels) -> Kernels:
         """Return kernels that are given what this backend's take in place of such a call's tensors."""
-        fit: dict[str, Any] = {"forward": kernels.forward, "backward": kernels.backward}
-        for direction in BOTH:
-            for adaptation, _ in reversed(self.adaptations(spec, direction)):
-                kernel = fit[direction]
-                fit[direction] = None if kernel is None else adaptation.wrap(kernel, direction)
-        return Kernels(fit["forward"], fit["backward"], kernels.specialize, kernels.replaces_native)
+        forward = self.fit_for(spec, "forward", kernels.forward)
+        backward = kernels.backward and self.fit_for(spec, "backward", kernels.backward)
+        return Kernels(forward, backward, kernels.specialize, kernels.replaces_native)
+
+    def fit_for(
+        self, spec: AttentionSpec, direction: Direction, kernel: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return what runs a call on a kernel of this backend, which may take other tensors."""
+        for adaptation, _ in reversed(self.adaptations(spec, direction)):
+            kernel = adaptation.wrap(kernel, direction)
+        return kernel
 
     def adaptations(
         self, spec: AttentionSpec, direction: Direction
@@ -277,7 +294,8 @@ class Entry:
             missing = backend.unavailable()
             if missing and not isinstance(missing, str):  # the reason itself is shown
                 raise TypeError(f"unavailable() returned {missing!r}, expected a reason as text, or none")
-        except Exception as error:  # noqa: BLE001 - as in `reasons`
+        except BaseException as error:  # noqa: BLE001 - as in `reasons`
+            raise_if_of_program(error)
             missing = f"availability check failed: {type(error).__name__}: {error}"
         if not missing:
             return ""
@@ -297,9 +315,8 @@ class Entry:
             Kernels(*kernels)  # which `_replace` doesn't check
             if backend.backward is not None and kernels.backward is None:
                 raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # noqa: BLE001 - kept as the cause
+            raise_if_of_program(error)
             self.cause = strip_tracebacks(error)  # kept for good; its frames may refer to tensors
             return None
         finally:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from attnreg.core.contract.lengths import LENGTHS, Cut
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import did_you_mean
 
 FILE = Path(__file__).with_name("known_issues.toml")
@@ -91,7 +92,8 @@ def text_of(version: Callable[[], str | None]) -> str:
     """Return a provider's version, or an empty string if it has none or the check raises."""
     try:
         return str(version() or "")
-    except Exception:  # noqa: BLE001 - only shown and compared
+    except BaseException as error:  # noqa: BLE001 - only shown and compared
+        raise_if_of_program(error)
         return ""
 
 
@@ -179,7 +181,7 @@ def read(path: Path) -> tuple[tuple[Issue, ...], tuple[str, ...]]:
     issues, problems = [], []
     try:
         rows = tomllib.loads(path.read_text(encoding="utf-8"))["issue"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         return (), (f"{path.name}: {type(error).__name__}: {error}",)
     for number, row in enumerate(rows, 1):
         try:

@@ -1,7 +1,7 @@
 """Settings: from a TOML file with `load`, or from Python with `settings_from`.
 
-Both refuse unknown keys, list every problem on a line of its own and name its key. `load` adds the file and
-the line, and keeps them: a decision can name the line that it comes from.
+Both refuse unknown keys, list the first ten problems on lines of their own, and name their keys. `load` adds
+the file and the line, and keeps them: a decision can name the line that it comes from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from attnreg.core.settings import toml_file
 from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.settings.toml_file import KeyPath, Origin
-from attnreg.errors import ConfigError, did_you_mean
+from attnreg.errors import MOST_KNOWN, ConfigError, did_you_mean, first_ten, short_repr
 
 __all__ = [
     "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
@@ -76,8 +76,12 @@ def complaint(detail: ErrorDetails) -> str:
     kind, got = detail["type"], detail["input"]
     expected = detail.get("ctx", {}).get("expected") or _EXPECTED.get(kind, detail["msg"])
     if kind == "literal_error":
-        expected += did_you_mean(str(got), expected.split("'")[1::2])
-    return f"missing, expected {expected}" if kind == "missing" else f"got {got!r}, expected {expected}"
+        expected += did_you_mean(got if isinstance(got, str) else "", expected.split("'")[1::2])
+    return (
+        f"missing, expected {expected}"
+        if kind == "missing"
+        else f"got {short_repr(got)}, expected {expected}"
+    )
 
 
 def _in_order(names: object) -> object:
@@ -88,15 +92,12 @@ def _in_order(names: object) -> object:
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
-    keys = [name.casefold() for name in names]
+    first: dict[str, int] = {}
+    places = [first.setdefault(name.casefold(), index) for index, name in enumerate(names)]
     repeats = [
-        (
-            (index,),
-            name,
-            f"each name once: [{keys.index(keys[index])}] is the same name, as case doesn't matter",
-        )
-        for index, name in enumerate(names)
-        if keys.index(keys[index]) < index
+        ((index,), names[index], f"each name once: [{place}] is the same name, as case doesn't matter")
+        for index, place in enumerate(places)
+        if place < index
     ]
     if repeats:
         raise refusal(*repeats)
@@ -245,7 +246,7 @@ class LoadedSettings:
 
 
 def load(path: str | os.PathLike[str]) -> LoadedSettings:
-    """Read a settings file; an empty one gives the defaults; a `ConfigError` lists every problem."""
+    """Read a settings file; an empty one gives the defaults; a `ConfigError` lists the problems."""
     data, origin = toml_file.read(path)
     settings = _validated(data, origin)
     if settings.tuned is not None and origin.path is not None:
@@ -263,7 +264,7 @@ def settings_from(value: Settings | Mapping[str, Any]) -> Settings:
 def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     """Check that settings name known backends only; the case of a name doesn't matter.
 
-    A `ConfigError` lists every unknown name with its line, and the known names.
+    A `ConfigError` lists the unknown names with their lines, and the known names.
     """
     _check_named(loaded.origin, (*_disabled(loaded.settings), *_ordered(loaded.settings)), known)
 
@@ -282,13 +283,15 @@ def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 def _check_named(origin: Origin, named: Iterable[tuple[KeyPath, str]], known: Iterable[str]) -> None:
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
-    problems = [
-        origin.problem(key, f"got {name!r}, expected one of {', '.join(names)}{did_you_mean(name, names)}")
-        for key, name in named
-        if name.casefold() not in keys
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    unknown = [(key, name) for key, name in named if name.casefold() not in keys]
+    if unknown:
+        expected = ", ".join(first_ten(names, most=MOST_KNOWN))
+
+        def problem(of: tuple[KeyPath, str]) -> str:
+            near = did_you_mean(of[1], names)
+            return origin.problem(of[0], f"got {short_repr(of[1])}, expected one of {expected}{near}")
+
+        raise ConfigError("\n".join(first_ten(unknown, problem)))
 
 
 def check_file(path: str | os.PathLike[str], known: Iterable[str]) -> None:
@@ -326,7 +329,7 @@ def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:
 def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:
     origin = origin or Origin(call=f"{table.__name__}(...)")
     details = sorted(error.errors(include_url=False), key=lambda detail: origin.line(_key(detail)))
-    return ConfigError("\n".join(_problem(detail, table, origin) for detail in details))
+    return ConfigError("\n".join(first_ten(details, lambda detail: _problem(detail, table, origin))))
 
 
 def _key(detail: ErrorDetails) -> KeyPath:

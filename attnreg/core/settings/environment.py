@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg.errors import ConfigError, did_you_mean
+from attnreg.errors import ConfigError, did_you_mean, first_ten, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,10 +57,12 @@ class Variable(NamedTuple):
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(","))
     if "" in names:
-        raise ValueError(f"got {text!r}, expected a name before and after a comma")
-    for place, name in enumerate(names):
-        if name.casefold() in (earlier.casefold() for earlier in names[:place]):
+        raise ValueError(f"got {short_repr(text)}, expected a name before and after a comma")
+    earlier: set[str] = set()
+    for name in names:
+        if name.casefold() in earlier:
             raise ValueError(f"got {name!r} twice, expected each name once")
+        earlier.add(name.casefold())
     return names
 
 
@@ -68,7 +70,9 @@ def _path(text: str) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"got {text!r}, expected a path (there is no home folder for its ~)") from error
+        raise ValueError(
+            f"got {short_repr(text)}, expected a path (there is no home folder for its ~)"
+        ) from error
 
 
 _BOOLEANS = {
@@ -79,7 +83,7 @@ _BOOLEANS = {
 
 def _boolean(text: str) -> bool:
     if text.casefold() not in _BOOLEANS:
-        raise ValueError(f"got {text!r}, expected one of {', '.join(_BOOLEANS)}")
+        raise ValueError(f"got {short_repr(text)}, expected one of {', '.join(_BOOLEANS)}")
     return _BOOLEANS[text.casefold()]
 
 
@@ -89,7 +93,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.casefold() not in choices:
             near = did_you_mean(text, choices)
-            raise ValueError(f"got {text!r}, expected {', '.join(others)} or {last}{near}")
+            raise ValueError(f"got {short_repr(text)}, expected {', '.join(others)} or {last}{near}")
         return text.casefold()
 
     return parse
@@ -102,7 +106,7 @@ def _switch_or(name: str) -> Callable[[str], str]:
         if text.casefold() == name:
             return name
         if text.casefold() not in _BOOLEANS:
-            raise ValueError(f"got {text!r}, expected one of {', '.join(_BOOLEANS)} or {name}")
+            raise ValueError(f"got {short_repr(text)}, expected one of {', '.join(_BOOLEANS)} or {name}")
         return "1" if _boolean(text) else "0"
 
     return parse
@@ -169,26 +173,31 @@ def read(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
     variable of attnreg.
     """
     values: dict[str, Any] = {}
-    problems = []
+    problems: list[tuple[str, str]] = []
     for name in sorted(environ):
         # In upper or lower case: "attnreg_backend" has no effect on Linux, so it has to be reported.
         if not name.upper().startswith(PREFIX) or not (text := environ[name].strip()):
             continue
         if name not in VARIABLES:
-            known = f"{', '.join(VARIABLES)}{did_you_mean(name, VARIABLES)}"
-            problems.append(f"{name}: unknown variable, expected one of {known}")
+            problems.append((name, ""))
             continue
         try:
             values[name.removeprefix(PREFIX).lower()] = VARIABLES[name].parse(text)
         except ValueError as error:
-            problems.append(f"{name}: {error}")
+            problems.append((name, str(error)))
     environment = EnvironmentSettings(**values)
     disabled = {name.casefold() for name in environment.disable}
     problems += [
-        f"ATTNREG_BACKEND and ATTNREG_DISABLE: both name {name}, expected it in one of them only"
+        ("ATTNREG_BACKEND and ATTNREG_DISABLE", f"both name {name}, expected it in one of them only")
         for name in environment.backend
         if name.casefold() in disabled
     ]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(first_ten(problems, _text_of)))
     return environment
+
+
+def _text_of(problem: tuple[str, str]) -> str:
+    name, what = problem
+    known = f"{', '.join(VARIABLES)}{'' if what else did_you_mean(name, VARIABLES)}"
+    return f"{name}: {what or f'unknown variable, expected one of {known}'}"

@@ -19,6 +19,9 @@ from attnreg.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 
+# The lines of so many keys below each other are known. Settings have three, and a malformed file any number.
+DEEPEST = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -43,7 +46,7 @@ class Origin:
 
     def line(self, key: KeyPath) -> int:
         """Return the line of a key, or else of the table for it; 0 if there is neither."""
-        prefixes = (key[:length] for length in range(len(key), 0, -1))
+        prefixes = (key[:length] for length in range(min(len(key), DEEPEST), 0, -1))
         return next((self.lines[prefix] for prefix in prefixes if prefix in self.lines), 0)
 
 
@@ -124,6 +127,7 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self._lines: dict[KeyPath, int] = {}
         self._text = text
+        self._line, self._offset = 1, 0  # tokens come in order: each line is counted once
         # Reversed: `pop` takes from the end.
         self._tokens = [token for token in _TOKEN.finditer(text) if token.lastgroup != "comment"][::-1]
 
@@ -153,7 +157,7 @@ class _Scanner:
             token = self._tokens.pop()
             quoted = token.lastgroup == "string"
             name = tomllib.loads(f"key = {token.group()}")["key"] if quoted else token.group()
-            table = (*table, name)
+            table = (*table, name)[:DEEPEST]
             self._note(table, token.start())
             if self._next() != ".":
                 return table
@@ -184,4 +188,6 @@ class _Scanner:
         self._tokens.pop()
 
     def _note(self, key: KeyPath, offset: int) -> None:
-        self._lines.setdefault(key, self._text.count("\n", 0, offset) + 1)
+        self._line += self._text.count("\n", self._offset, offset)
+        self._offset = offset
+        self._lines.setdefault(key[:DEEPEST], self._line)

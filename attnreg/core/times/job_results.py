@@ -48,7 +48,7 @@ def read(text: str) -> Point | None:
     """Return a result; None for `NOTHING`, and for text that another version of attnreg has written."""
     try:
         return Point.from_dict(json.loads(text), "the result of another rank")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from attnreg.core.times.kinds import HOST_SHAPES, MANY, MASKS, Kind, Size
+from attnreg.errors import short_repr
 
 
 class Malformed(ValueError):  # noqa: N818 - its message becomes that of a ConfigError
@@ -143,7 +144,7 @@ def checked(value: Any, place: str, *rules: Rule) -> Any:
     """Return a value; raises `Malformed`, with its place in the file, if it breaks a rule."""
     for expected, is_met in rules:
         if not is_met(value):
-            raise Malformed(f"{place}: got {value!r}, expected {expected}")
+            raise Malformed(f"{place}: got {short_repr(value)}, expected {expected}")
     return value
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attnreg.core.times.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
-from attnreg.errors import ConfigError
+from attnreg.errors import ConfigError, short_repr
 
 T = TypeVar("T")
 
@@ -97,19 +97,23 @@ def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
         raise ConfigError(f"{file}: can't be read: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: got no JSON ({error}), expected {expected}") from error
+    except RecursionError:
+        raise ConfigError(f"{file}: got JSON that is nested too deeply, expected {expected}") from None
     try:
         return read(data)
     except Malformed as error:
         raise ConfigError(f"{file}: {error}") from None
+    except RecursionError:  # of a value, where it is hashed or compared
+        raise ConfigError(f"{file}: got JSON that is nested too deeply, expected {expected}") from None
 
 
 def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> dict[str, Any]:
     """Return the data of a file; raises `Malformed` if it has another format or version."""
     if not isinstance(data, dict) or data.get("format") != name:
         got = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise Malformed(f"format: got {got!r}, expected {name!r}, as {written}")
+        raise Malformed(f"format: got {short_repr(got)}, expected {name!r}, as {written}")
     if data.get("version") != version:
-        raise Malformed(f"version: got {data.get('version')!r}, expected {version}: {remedy}")
+        raise Malformed(f"version: got {short_repr(data.get('version'))}, expected {version}: {remedy}")
     return data
 
 
@@ -149,9 +153,16 @@ def write_rows(path: Path, data: dict[str, Any], key: str) -> None:
     write_whole(path, f'{json.dumps(data, indent=1)[:-2]},\n "{key}": [\n  {rows}\n ]\n}}\n')
 
 
+def _resolved(path: Path) -> Path:
+    """Return a path without links; raises OSError for a loop of links."""
+    from attnreg.core.torchlib import caches  # here, as looking a call up needs none of torchlib
+
+    return caches.resolve(path)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old contents or the new, also after an interruption."""
-    target = path.resolve()
+    target = _resolved(path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -185,7 +196,7 @@ def check_writable(path: Path, mark: str = "") -> None:
             raise OSError(0, "is a folder" if path.is_dir() else "isn't a regular file")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(0, "Permission denied")
-        with tempfile.TemporaryFile(dir=path.resolve().parent):
+        with tempfile.TemporaryFile(dir=_resolved(path).parent):
             pass
         begins = path.read_bytes()[:1024] if mark and path.is_file() else b""
     except OSError as error:

@@ -25,7 +25,7 @@ from attnreg.core.times.index import Kinds
 from attnreg.core.times.kinds import PROCESSORS, kind_of
 from attnreg.core.times.lookup import predict, predict_both
 from attnreg.core.times.table import Table, load
-from attnreg.errors import ConfigError
+from attnreg.errors import ConfigError, first_ten
 
 log = logging.getLogger("attnreg")
 
@@ -165,10 +165,10 @@ class NamedTables:
                 report = TableReport(named, tuple(f"{named}: {note}" for note in match.notes))
                 break
             if match.refused:
-                problem = f"{named} is refused: {'; '.join(match.refused)}"
+                problem = f"{named} is refused: {'; '.join(first_ten(match.refused))}"
                 refused.append(problem)
             else:
-                problem = f"{named} is only a prior: {'; '.join(match.near)}"
+                problem = f"{named} is only a prior: {'; '.join(first_ten(match.near))}"
                 if report.in_force is None:
                     notes = (problem, *(f"{named}: {note}" for note in match.notes))
                     report = TableReport(named.as_prior, notes)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.times import table
 from attnreg.core.torchlib import locks
-from attnreg.errors import ConfigError, InvalidInputError
+from attnreg.errors import ConfigError, InvalidInputError, short_repr
 
 log = logging.getLogger("attnreg")
 
@@ -43,7 +43,7 @@ def spec_to(spec: AttentionSpec) -> dict[str, Any]:
 def spec_from(data: object, device: Device) -> AttentionSpec:
     """Return the call of the plain data of `spec_to`; raises `InvalidInputError` if it is no call."""
     if not isinstance(data, dict):
-        raise InvalidInputError(f"spec: got {data!r}, expected an object")
+        raise InvalidInputError(f"spec: got {short_repr(data)}, expected an object")
     if unknown := sorted(data.keys() - (_FIELDS.keys() - {"device"})):
         raise InvalidInputError(f"spec.{unknown[0]}: unknown key")
     try:
@@ -101,7 +101,8 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
             continue
         try:
             call = _parsed(line)
-        except (InvalidInputError, ValueError) as error:
+            hash(call.spec)
+        except (InvalidInputError, ValueError, TypeError, RecursionError) as error:
             if not line.endswith("\n") and number > 1:
                 # The process was killed while it wrote this line.
                 log.warning("%s:%d: left out: the line is incomplete", path, number)
@@ -119,12 +120,12 @@ def _parsed(line: str) -> Recorded:
     where = _with_keys("device", data["device"], ("type", "capability", "name"))
     counts = data["forward"], data["backward"]
     if not all(isinstance(n, int) and n >= 0 for n in counts):
-        raise ValueError(f"counts {counts}")
+        raise ValueError(f"counts {short_repr(counts)}")
     capability = where["capability"]
     if not (capability is None or isinstance(capability, list)):
-        raise ValueError(f"device.capability {capability!r} is no list")
+        raise ValueError(f"device.capability {short_repr(capability)} is no list")
     if wrong := [name for name in ("type", "name") if not isinstance(where[name], str)]:
-        raise ValueError(f"device.{wrong[0]} {where[wrong[0]]!r} is no text")
+        raise ValueError(f"device.{wrong[0]} {short_repr(where[wrong[0]])} is no text")
     device = Device(where["type"], None if capability is None else tuple(capability), name=where["name"])
     return Recorded(spec_from(data["spec"], device), *counts)
 

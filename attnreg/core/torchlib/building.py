@@ -72,7 +72,8 @@ def _load_module(file: Path) -> ModuleType:
     try:
         module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # there is a loader
         loader.exec_module(module)
-    except ImportError as error:
+        _check_identity(CALL_CACHE, module.library)
+    except (ImportError, AttributeError) as error:
         raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
     log.info("repeated calls use the compiled call cache, %s", file)
     return module
@@ -93,10 +94,21 @@ def loaded_cpu_kernel() -> ctypes.CDLL:
 def _load_kernel(file: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(file))
-    except OSError as error:
+        library.attnreg_library.restype = ctypes.c_char_p
+        _check_identity(CPU_KERNEL, library.attnreg_library().decode(errors="replace"))
+    except (OSError, ImportError, AttributeError) as error:
         raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
     log.info("the cpu backend uses the compiled kernel, %s", file)
     return library
+
+
+def _check_identity(library: Library, name: str) -> None:
+    """Raise ImportError unless a file has the library of its name, as after a wrong copy.
+
+    Another library would take the arguments of its functions for something else.
+    """
+    if name != target(library).stem:
+        raise ImportError(f"it has another library, {name}, expected {target(library).stem}")
 
 
 def status(library: Library) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import stat
@@ -26,6 +27,14 @@ def folder(purpose: str) -> Path:
     return Path(base, "attnreg", purpose)
 
 
+def resolve(path: Path, strict: bool = False) -> Path:
+    """Return a path without links, as `Path.resolve` does; raises OSError for a loop of links."""
+    try:
+        return path.resolve(strict=strict)
+    except RuntimeError as error:  # of a loop, up to Python 3.12
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+
+
 @contextlib.contextmanager
 def readable_errors(done: str = "written") -> Iterator[None]:
     """Reword an OSError of the block in attnreg's style: which file can't be written (or read), and why."""
@@ -41,6 +50,8 @@ def readable_errors(done: str = "written") -> Iterator[None]:
 def make(folder: Path) -> None:
     """Create a folder and its missing parents, with access for this user alone whatever the umask is."""
     if not folder.exists():
+        if folder.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, "a link to nothing, or to itself", str(folder))
         make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -51,9 +62,9 @@ def check_writable(folder: Path) -> None:
 
     Creates nothing. Of a folder that doesn't exist, the nearest existing parent is checked.
     """
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     # The owner first: it explains more than "can't be written to".
-    if nearest.is_dir() and (problem := unsafe(nearest.resolve(), to_be_made_in=nearest != folder)):
+    if nearest.is_dir() and (problem := unsafe(resolve(nearest), to_be_made_in=nearest != folder)):
         raise PermissionError(problem)
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         place = "there" if nearest == folder else f"to {folder}"

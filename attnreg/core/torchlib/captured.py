@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from attnreg.core.torchlib.locks import open_after_fork
-from attnreg.errors import RegistrationError
+from attnreg.errors import RegistrationError, first_ten
 
 
 def _make_version_error(what: str = "") -> RegistrationError:
@@ -36,7 +36,16 @@ call_cache_in_use: bool | None = None
 
 _lock = open_after_fork(threading.Lock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
-_warned_of = ""  # the implementation above the routers that the last warning named
+_watched: dict[str, str] = {}  # torch's dump of each op after the routers had been installed
+_warned_of: tuple[str, ...] = ()  # what lay above the routers at the last look
+
+# Torch's own ops for packed calls, above the routers.
+VARLEN_OPS = tuple(f"torch_attn::_varlen_attn{suffix}" for suffix in ("", "_out", "_backward"))
+# The dispatch keys that an attention call comes to. Those for fakes, tracing and transforms are no overrides.
+_KEYS = {
+    *("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA"),
+    *("CompositeImplicitAutograd", "CompositeExplicitAutograd"),
+}
 
 
 # The oldest version that attnreg supports, and the newest that its tests were run with (docs/versions.md).
@@ -112,26 +121,71 @@ def _get_kernel(op: str, key: str) -> Callable[..., Any] | None:
     return functools.partial(kernel.call_boxed, keys)
 
 
+def watch(ops: Iterable[str]) -> None:
+    """Have `overridden` find whatever is registered over these ops from now on; none ends that."""
+    global _watched
+    _watched = {op: torch._C._dispatch_dump(op) for op in (f"aten::{op}" for op in ops)}
+
+
+def overridden() -> dict[str, list[str]]:
+    """Return the ops that other code has overridden since the routers were installed, by the code's file.
+
+    Calls of these ops go there, and reach attnreg only where that code passes them on.
+    """
+    found: dict[str, list[str]] = {}
+    for op in (*_watched, *VARLEN_OPS) if _watched else ():
+        before, now = _watched.get(op, ""), torch._C._dispatch_dump(op)
+        if now == before:
+            continue
+        known = _kernels_in(before)
+        for key, place in _kernels_in(now).items():
+            # Torch declares its op for packed calls in Python, with kernels for all devices.
+            is_declaration = op in VARLEN_OPS and "[alias]" in key and "_library/custom_ops.py:" in place
+            if known.get(key) != place and not is_declaration:
+                name = f"{op} ({key.removesuffix('[alias]')})"
+                found.setdefault(place.rpartition(":")[0] or place, []).append(name)
+    return found
+
+
+def _kernels_in(dump: str) -> dict[str, str]:
+    """Return where the kernels of an op are registered, by the dispatch keys that calls come to."""
+    rows = (line.partition(": registered at ") for line in dump.splitlines())
+    return {
+        key: place.partition(" :: ")[0]
+        for key, _, place in rows
+        if place and key.removesuffix("[alias]") in _KEYS
+    }
+
+
 def shadowed_by() -> str:
     """Return the implementation of `torch.nn.attention` that overrides ops above the routers, or ''."""
     name = torch_registry.current_flash_attention_impl()
     return "" if name in (None, "attnreg") else str(name)
 
 
-def shadow_note() -> str:
-    """Return a sentence for users about the implementation that `shadowed_by` returns, or ''."""
-    name = shadowed_by()
-    return name and (
-        f"torch.nn.attention has {name!r} active above attnreg's routers: the flash ops "
-        "on CUDA go there; restore_flash_attention_impl() gives them back"
+def shadow_notes() -> tuple[str, ...]:
+    """Return a sentence for users about each program or implementation that lies above the routers."""
+    name, found = shadowed_by(), overridden()
+    if name:
+        ops = [op for of_file in found.values() for op in of_file]
+        all_flash = all("_flash_attention" in op for op in ops)
+        what = "the flash ops on CUDA" if all_flash else ", ".join(first_ten(ops))
+        return (
+            f"torch.nn.attention has {name!r} active above attnreg's routers: {what} go there; "
+            "restore_flash_attention_impl() gives them back",
+        )
+    return tuple(
+        f"{file} overrides {', '.join(first_ten(ops))} above attnreg's routers: calls go there first, and "
+        "attnreg can't choose for them until that is removed"
+        for file, ops in found.items()
     )
 
 
 def warn_if_shadowed() -> None:
-    """Warn once about an implementation that was activated after the routers were installed."""
+    """Warn once about what was registered or activated after the routers were installed."""
     global _warned_of
-    name = shadowed_by() if call_cache_in_use is not None else ""
-    if name != _warned_of:
-        _warned_of = name
-        if name:
-            log.warning("%s", shadow_note())
+    notes = shadow_notes() if call_cache_in_use is not None else ()
+    before, _warned_of = _warned_of, notes
+    for note in notes:
+        if note not in before:
+            log.warning("%s", note)

@@ -1,4 +1,4 @@
-"""Prevents an error that a package stores from keeping the tensors of a call alive.
+"""Errors of packages: which of them are the program's own, and how to store one without its tensors.
 
 An error refers to the frames that it passed, each frame to its caller, and a frame to its variables. Some
 packages store an error, or leave it in a reference cycle with its frame. Then the tensors of all callers,
@@ -8,6 +8,7 @@ tensors that its layers had in memory.
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,19 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
+
+
+def raise_if_of_program(error: BaseException) -> None:
+    """Raise an error again that was the program's, not of the backend's function that it interrupted.
+
+    So is Ctrl-C, and whatever a signal handler raises. Every other error, SystemExit and GeneratorExit
+    included, is a fault of that function.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+        raise error
 
 
 def run_in_thread(run: Callable[[], T]) -> T:

@@ -43,7 +43,7 @@ loader.exec_module(importlib.util.module_from_spec(spec))
 TRY_LIBRARY = """
 import ctypes, torch
 library = ctypes.CDLL(file)
-library.attnreg_forward, library.attnreg_backward
+library.attnreg_forward, library.attnreg_backward, library.attnreg_library
 """
 
 
@@ -137,7 +137,7 @@ def check_file(library: Library) -> Path:
     """
     file = target(library)
     try:
-        file = file.resolve(strict=True)
+        file = caches.resolve(file, strict=True)
         problem, status = caches.unsafe(file), file.stat()
         if not problem and not _digest_matches(file, status.st_ino, status.st_size, status.st_mtime_ns):
             problem = f"{file} is damaged, and `attnreg build` compiles it again"
@@ -186,7 +186,7 @@ def compile_library(library: Library) -> Path:
     file, problem = target(library), f"{library.title} can't be compiled"
     try:
         caches.make(file.parent)
-        place = file.parent.resolve()
+        place = caches.resolve(file.parent)
         caches.check_writable(place)
         # Other processes may load the file, or compile it as well: it must appear complete or not at all.
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
@@ -228,7 +228,7 @@ def find() -> list[str]:
 
 def identify_compiler(command: list[str]) -> str:
     """Return a text that differs between compilers and versions, or raise OSError; runs no compiler."""
-    file = Path(command[0]).resolve()
+    file = caches.resolve(Path(command[0]))
     status = file.stat()
     return f"{shlex.join([str(file), *command[1:]])} {status.st_size} {status.st_mtime_ns}"
 
@@ -264,6 +264,7 @@ def _make_arguments(library: Library, output: Path) -> list[str]:
     return [
         *library.all_flags(),
         f'-DATTNREG_CUDART="{runtime}"',
+        f'-DATTNREG_LIBRARY="{target(library).stem}"',
         *(f"-I{folder}" for folder in includes),
         *(str(library.main), "-o", str(output)),
         f"-L{inside / 'lib'}",

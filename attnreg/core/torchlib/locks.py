@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
+from attnreg.core.torchlib import caches
+
 ORDER = (
     "flash_attn.activation._lock",  # an installed flash-attn is imported behind it
     "core.registry.entry._loading",  # a backend's `load` may call attention
@@ -94,7 +96,7 @@ def rewriting(path: Path, seconds: float = 10.0) -> Iterator[None]:
     holder changes. Raises OSError as `lock_file` does. Systems without fcntl have no such locks: there the
     block excludes nobody.
     """
-    target = path.resolve()  # all links to a file share the lock
+    target = caches.resolve(path)  # all links to a file share the lock
     # Not the file itself: it is replaced, and a waiting process would then lock the old file.
     lock = target.with_name(f".{target.name}.lock")
     last, end = None, 0.0

@@ -60,7 +60,7 @@ def counted(plan: Plan, tensors: tuple[Tensor, ...], call: Call, sinks: Tensor) 
     try:
         results: tuple[Tensor, ...] = plan.kernel(*tensors, given)
         check_results(results, direction, (*tensors, given), plan.backend)
-    except Exception as error:
+    except BaseException as error:
         if plan.sinks_decline_reason(error) is None:  # counts it
             raise
         return None

@@ -79,6 +79,7 @@ def collected() -> dict[str, Any]:
             "compiled": _compiled(),
             "serving": policy.is_active(),
             "shadowed_by": captured.shadowed_by(),
+            "overridden": captured.shadow_notes(),
             "untouched_programs": facts.untouched_programs(),
         },
         "compiled": [_library(library) for library in building.LIBRARIES],
@@ -263,6 +264,8 @@ def _router_rows(routers: dict[str, Any], settings: dict[str, Any]) -> Rows:
     yield "calls", calls
     if routers["shadowed_by"]:
         yield "shadowed", f"torch.nn.attention has activated {routers['shadowed_by']!r} above the routers"
+    for note in routers["overridden"]:
+        yield "overridden", note
     yield (
         "programs that import only torch",
         f"can't use attnreg: {trouble}" if trouble else "use attnreg if a variable selects a backend",

@@ -110,6 +110,8 @@ def _print_stats() -> None:
     if counted.masks:
         masks = ((row.seen, str(row.count)) for row in counted.masks)
         table("What boolean masks were", masks, ("mask", "calls"), place=place)
+    for note in counted.overridden:
+        place.print(note, style="bold")
 
 
 def _start(name: str, arguments: list[str], as_module: bool) -> None:

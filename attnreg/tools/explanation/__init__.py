@@ -311,5 +311,4 @@ def _front_notes(front: str, leading: Preference | None) -> Iterator[str]:
     if not state().active and leading is None:
         as_explained = f"{front} runs as explained, " if front else ""
         yield f"nothing asks for a backend: {as_explained}torch's functions run torch's own kernels"
-    if note := captured.shadow_note():
-        yield note
+    yield from captured.shadow_notes()

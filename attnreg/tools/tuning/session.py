@@ -19,7 +19,7 @@ from attnreg.core.times.kinds import Kind, Size, kind_of, size_of
 from attnreg.core.times.points import Front, Point
 from attnreg.core.times.table import Environment, Table, load
 from attnreg.core.torchlib import locks
-from attnreg.errors import ConfigError
+from attnreg.errors import ConfigError, first_ten
 from attnreg.tools.measure.timing import Timer
 from attnreg.tools.tuning.checks import Checks, TimeIsUpError, no_memory, reasons
 from attnreg.tools.tuning.measure import Measurement
@@ -187,5 +187,7 @@ def kept(out: Path, environment: Environment) -> Table:
             return Table(environment, (), out.name)
     table = load(out)
     if differs := matched(table.environment, environment).differences:
-        raise ConfigError(f"{out}: {'; '.join(differs)}: measure into another file, or anew with --fresh")
+        raise ConfigError(
+            f"{out}: {'; '.join(first_ten(differs))}: measure into another file, or anew with --fresh"
+        )
     return table

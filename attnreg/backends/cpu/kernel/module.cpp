@@ -181,6 +181,11 @@ int64_t run_call(const void* context, const NativeCall* call, bool is_forward, B
 
 extern "C" {
 
+// The name of its file, without the suffix: whoever loads the file compares both.
+const char* attnreg_library() {
+  return ATTNREG_LIBRARY;
+}
+
 // Whether bfloat16 is multiplied by AMX where that is possible.
 int64_t attnreg_has_tiles() {
 #ifdef ATTNREG_TILES

@@ -82,18 +82,27 @@ struct Entry {  // how a call is run: by one of the four, or by torch's own kern
   }
 };
 
-// Whether what a kept call has just thrown only declines it, by `Plan.decline_reason`. Not inlined: a hit has nothing of it.
-[[gnu::cold, gnu::noinline]] inline bool is_declined(const Entry& entry) {
-  const WithGil gil;
-  name_backend(entry.decline_reason.get());
+// What has just been thrown, as an error of Python's with its traceback; the caller owns the interpreter's lock.
+inline Object error_just_thrown() {
   PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
   torch::translate_exception_to_python(std::current_exception());
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
-  const Object owners[] = {owned(type), owned(error), owned(traceback)};
-  const Object reason = owned(error ? PyObject_CallOneArg(entry.decline_reason.get(), error) : nullptr);
-  if (!reason && PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
-    throw_error_of_python();  // Ctrl-C, which came meanwhile
+  const Object owners[] = {owned(type), owned(traceback)};
+  if (error && traceback) {
+    PyException_SetTraceback(error, traceback);
+  }
+  return owned(error);
+}
+
+// Whether what a kept call has just thrown only declines it, by `Plan.decline_reason`. Not inlined: a hit has nothing of it.
+[[gnu::cold, gnu::noinline]] inline bool is_declined(const Entry& entry) {
+  const WithGil gil;
+  name_backend(entry.decline_reason.get());
+  const Object error = error_just_thrown();
+  const Object reason = owned(error ? PyObject_CallOneArg(entry.decline_reason.get(), error.get()) : nullptr);
+  if (error && !reason) {
+    throw_error_of_python();  // in its place: what the backend broke, or Ctrl-C, which came meanwhile
   }
   PyErr_Clear();
   // Torch's own kernel of an op has taken the arguments from the stack.
@@ -317,51 +326,43 @@ inline int64_t scoped_choice() {
   return last.choice;
 }
 
-// Run a kept call; false if its launcher can't. `keys` are those of the op's dispatch.
+// Run a kept call; false if its launcher can't. The results are as the contract says. `keys` are those of the op's dispatch.
 inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   const auto device = call.tensors[0].device();
   c10::OptionalDeviceGuard there;
   if (device.is_cuda()) {
     there.reset_device(device);
   }
-  if (entry.native) {
-    return launch(*entry.native, call, results);
-  }
   const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
-  const bool clears = call.is_packed && is_unknown && device.is_cuda();
+  const bool clears = call.is_packed && !entry.native && is_unknown && device.is_cuda();
   const DeviceCode* code = clears ? device_code_of(device) : nullptr;
   if (clears && !code) {
     return false;
   }
-  if (entry.python) {
-    if (!clears) {
-      return launch(entry.python.get(), call, results);
-    }
+  bool done = true;
+  if (entry.native) {
+    done = launch(*entry.native, call, results);
+  } else if (entry.op) {
+    launch(*entry.op, call, keys, results, spare);
+  } else if (entry.addresses) {
+    done = launch(*entry.addresses, call, results);
+  } else if (clears) {
     Tensors tensors(call.tensors.begin(), call.tensors.end());
     for (const auto& [place, of_keys] : entry.finite) {
       tensors[place] = blanked(*code, tensors[place], call.offsets(of_keys));
     }
-    if (!launch(entry.python.get(), Launch{tensors, call.lengths, true, true, true, call.is_forward}, results)) {
-      return false;
-    }
-    clear(*code, call, entry.window, results);
-    return true;
+    done = launch(entry.python.get(), Launch{tensors, call.lengths, true, true, true, call.is_forward}, results);
+  } else {
+    done = launch(entry.python.get(), call, results);
   }
-  if (entry.op) {
-    launch(*entry.op, call, keys, results, spare);
-  } else if (!launch(*entry.addresses, call, results)) {
+  if (!done) {
     return false;
   }
+  check_results(call, results);  // before rows are cleared by their addresses
   if (clears) {
     clear(*code, call, entry.window, results);
   }
   return true;
-}
-
-// Check what a launcher has returned against what the contract says of it.
-inline void check_result(const at::Tensor& got, at::IntArrayRef sizes, at::ScalarType dtype, const char* what) {
-  TORCH_CHECK(got.sizes() == sizes && got.scalar_type() == dtype, "attnreg: a launcher breaks the contract: got ", what,
-              " ", got.sizes(), " ", got.scalar_type(), ", expected ", sizes, " ", dtype);
 }
 
 }  // namespace attnreg

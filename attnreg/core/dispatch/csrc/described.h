@@ -119,6 +119,12 @@ inline std::vector<c10::IValue> arguments_behind(const c10::FunctionSchema& sche
   return values;
 }
 
+// A function of Python's to keep.
+inline Object held_function(PyObject* function) {
+  TORCH_CHECK_TYPE(PyCallable_Check(function), "got a ", Py_TYPE(function)->tp_name, ", expected a function");
+  return held(function);
+}
+
 // `tensors` is how many a launcher is given.
 inline void read_op_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
   const auto* captured = capture(text_attribute(launcher, "op"), text_attribute(launcher, "key"));
@@ -133,20 +139,20 @@ inline void read_op_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
 }
 
 inline void read_native_launcher(PyObject* launcher, Entry& entry) {
-  entry.native = std::make_shared<const NativeLauncher>(
-      reinterpret_cast<NativeFunction>(address_attribute(launcher, "function")), address_attribute(launcher, "context"),
-      held(launcher));
+  auto* const function = reinterpret_cast<NativeFunction>(address_attribute(launcher, "function"));
+  TORCH_CHECK(function, "NativeLauncher.function: got 0, expected an address");
+  entry.native = std::make_shared<const NativeLauncher>(function, address_attribute(launcher, "context"), held(launcher));
 }
 
 inline void read_address_launcher(PyObject* launcher, Entry& entry) {
   auto addresses = std::make_shared<AddressLauncher>();
-  addresses->prepare = held(attribute(launcher, "prepare").get());
+  addresses->prepare = held_function(attribute(launcher, "prepare").get());
   entry.window = window_attribute(launcher);
   entry.addresses = std::move(addresses);
 }
 
 inline void read_function_launcher(PyObject* launcher, Entry& entry) {
-  entry.python = held(attribute(launcher, "run").get());
+  entry.python = held_function(attribute(launcher, "run").get());
   entry.window = window_attribute(launcher);
   entry.clears = true;
   entry.finite = places_attribute(launcher, "finite");
@@ -167,7 +173,7 @@ inline void read_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
   } else if (form == "addresses") {
     read_address_launcher(launcher, entry);
   } else {
-    entry.python = held(launcher);
+    entry.python = held_function(launcher);
   }
 }
 
@@ -209,7 +215,13 @@ inline void keep_described(
   entry->decline_reason = held(attribute(kept, "decline_reason").get());
   entry->is_final = flag_attribute(kept, "is_final");
   entry->counts_sinks = flag_attribute(kept, "counts_sinks");
-  read_launcher(attribute(kept, "launcher").get(), tensors + entry->counts_sinks, *entry);
+  try {
+    read_launcher(attribute(kept, "launcher").get(), tensors + entry->counts_sinks, *entry);
+  } catch (...) {  // the call itself has run, and must not fail for what is to run the next ones
+    const Object error = error_just_thrown();
+    call_python(attribute(attribute(kept, "plan").get(), "count_bad_launcher").get(), {error});
+    return;
+  }
   const Object auxiliary = tuple_attribute(kept, "auxiliary");
   const auto count = static_cast<size_t>(PyTuple_GET_SIZE(auxiliary.get()));
   const size_t returned = schema ? schema->returns().size() : 0;

@@ -131,6 +131,56 @@ inline at::Tensor with_strides(const at::Tensor& x, at::IntArrayRef strides) {
   return x.strides() == strides ? x : at::empty_strided(x.sizes(), strides, x.options()).copy_(x);
 }
 
+// What a message says of a result that isn't as the contract says; of device and layout only what is wrong.
+inline std::string described(const at::Tensor& got, c10::Device device) {
+  if (!got.defined() || got.is_nested()) {
+    return got.defined() ? "a nested tensor" : "nothing";
+  }
+  return c10::str(got.sizes(), " ", got.scalar_type(), got.device() == device ? "" : c10::str(" on ", got.device()),
+                  got.layout() == at::kStrided ? "" : c10::str(" ", got.layout()), got.is_neg() ? " lazily negated" : "",
+                  got._is_zerotensor() ? " without memory" : "");
+}
+
+// Check a result of a launcher against what the contract says of it.
+inline void check_result(const at::Tensor& got, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device, const char* what, const char* of = "") {
+  const bool is_memory = got.defined() && !got.is_nested() && got.device() == device && got.layout() == at::kStrided &&
+      !got.is_neg() && !got._is_zerotensor();
+  if (is_memory && got.sizes() == sizes && got.scalar_type() == dtype) {
+    return;
+  }
+  const bool is_elsewhere = got.defined() && got.device() != device;
+  TORCH_CHECK(false, "attnreg: a launcher breaks the contract: got ", what, " ", described(got, device), ", expected ", sizes, " ",
+              dtype, is_elsewhere ? c10::str(" on ", device) : "", of);
+}
+
+// Check output and LSE of a forward; of a backward the gradients, behind which comes that of sinks.
+inline void check_results(const Launch& call, const Tensors& results) {
+  const size_t expected = call.is_forward ? 2 : call.operands() > 6 ? 4 : 3;
+  TORCH_CHECK(results.size() == expected, "attnreg: a launcher breaks the contract: got ", results.size(),
+              call.is_forward || !call.is_packed ? " results" : " gradients", ", expected ", expected);
+  const c10::Device device = call.query().device();
+  if (call.is_forward) {
+    const at::Tensor& query = call.query();
+    c10::SmallVector<int64_t, 4> out(query.sizes().begin(), query.sizes().end()), lse{query.size(-2), query.size(-3)};
+    out.back() = call.tensors[2].sizes().back();
+    if (!call.is_packed) {
+      lse.insert(lse.begin(), query.size(0));
+    }
+    check_result(results[0], out, query.scalar_type(), device, "the output");
+    check_result(results[1], lse, query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, device, "the LSE");
+    return;
+  }
+  constexpr const char* names[] = {", for the query", ", for the key", ", for the value"};
+  for (size_t i = 0; i < 3; i++) {
+    const at::Tensor& model = call.tensors[1 + i];
+    check_result(results[i], model.sizes(), model.scalar_type(), device, "a gradient", names[i]);
+  }
+  if (expected == 4) {
+    const at::Tensor& sinks = call.tensors[6];
+    check_result(results[3], sinks.sizes(), sinks.scalar_type(), device, "the gradient of sinks");
+  }
+}
+
 // Run one of torch's kernels.
 inline void launch(const OpLauncher& launcher, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   torch::jit::Stack stack;
@@ -249,6 +299,8 @@ inline std::optional<Tensors> derive(
     TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: Prepared.derive returned a list with a ",
                      Py_TYPE(one)->tp_name, ", expected tensors");
     tensors.push_back(THPVariable_Unpack(one));
+    TORCH_CHECK(tensors.back().device() == queries.device(), "attnreg: Prepared.derive returned a tensor on ",
+                tensors.back().device(), ", expected ", queries.device());
     weak.emplace_back(tensors.back().getIntrusivePtr());
   }
   if (seen) {
@@ -386,7 +438,7 @@ inline bool launch(PyObject* function, const Launch& call, Tensors& results) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(returned.get()); i++) {
     PyObject* result = PyTuple_GET_ITEM(returned.get(), i);
     TORCH_CHECK_TYPE(THPVariable_Check(result), "attnreg: a launcher returned a tuple with a ", Py_TYPE(result)->tp_name,
-                     ", expected tensors");
+                     ", expected tensors: number ", i + 1, " of them");
     results.push_back(THPVariable_Unpack(result));
   }
   return true;

@@ -172,5 +172,11 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "attnreg_call_cache", nullptr, 
 
 PyMODINIT_FUNC PyInit_attnreg_call_cache() {
   pthread_atfork(nullptr, nullptr, attnreg::begin_anew_after_fork);
-  return PyModule_Create(&attnreg::definition);
+  PyObject* module = PyModule_Create(&attnreg::definition);
+  // The name of its file, without the suffix: whoever loads the file compares both.
+  if (module && PyModule_AddStringConstant(module, "library", ATTNREG_LIBRARY) != 0) {
+    Py_CLEAR(module);
+    return nullptr;
+  }
+  return module;
 }

@@ -123,6 +123,12 @@ inline c10::IValue from_python(PyObject* value, const c10::TypePtr& type) {
   return static_cast<int64_t>(number);
 }
 
+// The tensor that an object of Python's is. What it is instead may be what a kernel has returned.
+inline const at::Tensor& tensor_of(PyObject* object) {
+  TORCH_CHECK_TYPE(THPVariable_Check(object), "attnreg: a kernel returned a ", Py_TYPE(object)->tp_name, ", expected a tensor");
+  return THPVariable_Unpack(object);
+}
+
 // Call a function; the caller has the lock.
 inline Object call_python(PyObject* function, const std::vector<Object>& arguments) {
   std::vector<PyObject*> given;

@@ -151,7 +151,7 @@ class Router final : public c10::OperatorKernel {
     if (!run(entry, Launch{given, lengths, false, true, true, !layout_.is_backward()}, keys, results, spare)) {
       return false;
     }
-    to_op(layout_, arguments, given, results);
+    to_op(layout_, arguments, results);
     std::vector<c10::IValue> returned(results.begin(), results.end());
     for (const c10::IValue& model : entry.auxiliary) {
       const bool is_tensor = model.isTensor() && model.toTensor().defined();

@@ -53,8 +53,9 @@ inline Tensors planned_forward(
   if (!returned || !PyArg_ParseTuple(returned.get(), "OOO", &out, &lse, &described)) {
     throw_error_of_python();
   }
+  Tensors results{tensor_of(out), tensor_of(lse)};
   keep_described(key, lengths, generation, described, 5, nullptr);
-  return {THPVariable_Unpack(out), THPVariable_Unpack(lse)};
+  return results;
 }
 
 // Count sinks in the results of a kernel; the caller owns the interpreter's lock.

@@ -219,7 +219,7 @@ struct VarlenBackward final : public torch::autograd::Node {
     keep_described(key, lengths, generation, described, tensors.size(), nullptr);
     Tensors found;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(gradients); i++) {
-      found.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(gradients, i)));
+      found.push_back(tensor_of(PyTuple_GET_ITEM(gradients, i)));
     }
     return found;
   }
