@@ -149,13 +149,15 @@ class _AfterImport:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        loader = spec.loader
+        execute = loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
+            del loader.exec_module  # the module's loader then copies and pickles as without attnreg
             execute(module)
             self._then()
 
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
 
 

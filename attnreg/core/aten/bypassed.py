@@ -10,7 +10,6 @@ Masks must be recognised in these wrappers, too: an op below receives none of th
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import RECOGNISE
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
+from attnreg.core.torchlib.replacing import Replacement
 from attnreg.errors import UnsupportedInputError
 
 # The choices of torch's selector that lead to a router, and the backend of torch's own kernel there.
@@ -184,15 +184,17 @@ def follow() -> None:
         _recognises = run_recognised is not None and masks(now) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
-        if getattr(place, name) in (torchs, looking):  # a wrapper of other code stays
+        there = getattr(place, name)
+        if there is torchs or there is looking:  # a wrapper of other code stays
             setattr(place, name, looking if wanted else torchs)
 
 
-def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Any) -> Callable[..., Any]:
-    """Wrap a function of torch's so that `look` inspects the arguments before each call."""
+def _first_looks(
+    look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Callable[..., Any], place: str
+) -> Replacement:
+    """Return a replacement of a function of torch's: `look` inspects the arguments before each call."""
     takes_masks = torchs is torch._C._nn.scaled_dot_product_attention
 
-    @functools.wraps(torchs)
     def looking(*arguments: Any, **options: Any) -> Any:
         bypass = None
         if not torch.compiler.is_compiling():
@@ -209,10 +211,11 @@ def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: An
             trace.count_bypassed(bypass[1].kernel, bypass[1].reason)
         return result
 
-    with contextlib.suppress(Exception):  # private; TorchScript then treats the wrapper as torch's function
+    replacement = Replacement(torchs, place, looking)
+    with contextlib.suppress(Exception):  # private; TorchScript then treats it as torch's function
         builtins: Any = torch.jit._builtins
-        builtins._register_builtin(looking, builtins._find_builtin(torchs))
-    return looking
+        builtins._register_builtin(replacement, builtins._find_builtin(torchs))
+    return replacement
 
 
 def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
@@ -283,10 +286,11 @@ def why_refused(device: Device, bypassed: Bypassed, scoped: Preference | None) -
 
 
 _FUNCTIONS = [
-    (place, name, getattr(place, name), _first_looks(look, getattr(place, name)))
+    (place, name, torchs, _first_looks(look, torchs, f"{place.__name__}:{name}"))
     for place, name, look in (
         (F, SDPA_NAME, _look_at_sdpa),
         (torch, "_transformer_encoder_layer_fwd", _look_at_fast_path),
         (torch, "_native_multi_head_attention", _look_at_fast_path),
     )
+    for torchs in (getattr(place, name),)
 ]
