@@ -42,6 +42,7 @@ ROUTED = {
 }
 SDPA_NAME = "scaled_dot_product_attention"
 SDPA = f"F.{SDPA_NAME}"
+MATH = "torch's math kernel"
 NOTHING_TO_DO = "there must be queries and keys"
 
 
@@ -85,6 +86,8 @@ def selected(
     The arguments are the fields of `SdpaCall`.
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal
+    if not all(x.numel() for x in arguments[:3]):
+        return Bypassed(MATH, NOTHING_TO_DO)  # whatever the selector chooses: torch returns zeros before it
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
@@ -113,8 +116,9 @@ def selected_for(spec: AttentionSpec) -> Bypassed | None:
     if spec.varlen or spec.device.type != "cpu":
         return None
     reasons = _by_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
-    reasons += [NOTHING_TO_DO] if 0 in (spec.max_q, spec.max_k) else []
-    return Bypassed("torch's math kernel", "; ".join(reasons)) if reasons else None
+    sizes = spec.batch, spec.heads_q, spec.heads_k, spec.max_q, spec.max_k, spec.head_dim, spec.head_dim_v
+    reasons += [NOTHING_TO_DO] if 0 in sizes else []
+    return Bypassed(MATH, "; ".join(reasons)) if reasons else None
 
 
 def _by_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:
@@ -152,8 +156,6 @@ def _against_flash_on_cpu(
             yield f"the last stride of {name} must be 1, got {x.stride(-1)}"
     if attn_mask is not None and attn_mask.requires_grad:
         yield "attn_mask must need no gradient"
-    if 0 in (query.shape[-2], key.shape[-2]):
-        yield NOTHING_TO_DO
 
 
 _lock = open_after_fork(threading.Lock())

@@ -1,7 +1,7 @@
 """What attnreg uses of torch's internals, and of the operating system below it.
 
 - `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
-  op.
+  op. `batches`: batches of gradients. `functionalize`: its rule for an autograd.Function.
 - `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
