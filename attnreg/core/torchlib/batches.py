@@ -21,7 +21,7 @@ _running: dict[int, _Backward] = {}
 
 
 def is_batch(*grads: Tensor | None) -> bool:
-    """Whether a gradient is a batch of gradients, as torch's two kinds of vmap make them."""
+    """Whether a gradient, of any shape and dtype, is a batch, as torch's two kinds of vmap make them."""
     functorch = torch._C._functorch
     return not torch.compiler.is_compiling() and any(
         functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x) for x in grads if x is not None
