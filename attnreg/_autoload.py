@@ -49,10 +49,12 @@ def activate() -> None:
     """
     global variables_are_set
     offer()
-    # In any case of letters: "attnreg_backend" has no effect on Linux, so a warning has to report it.
+    ours = {name: value for name, value in os.environ.items() if name.upper().startswith("ATTNREG_")}
+    if others := [name for name, value in ours.items() if not name.startswith("ATTNREG_") and value.strip()]:
+        _hint_at_case(others)
     if not any(
-        name.upper().startswith("ATTNREG_") and value.strip() and not (name == _BUILD and _is_way(value))
-        for name, value in os.environ.items()
+        value.strip() and name not in others and not (name == _BUILD and _is_way(value))
+        for name, value in ours.items()
     ):
         return
     variables_are_set = True
@@ -82,6 +84,15 @@ def activate() -> None:
         )
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
         _warn(f"attnreg is not active: {type(error).__name__}: {error}")
+
+
+def _hint_at_case(names: list[str]) -> None:
+    """Say which variables in lower case have no effect; others of such names are no variables of attnreg."""
+    from attnreg.core.settings.environment import VARIABLES
+
+    for name in names:
+        if name.upper() in VARIABLES:
+            _warn(f"attnreg: {name} has no effect, expected {name.upper()}: variables are in upper case")
 
 
 def _without_effect() -> str:
@@ -149,13 +160,15 @@ class _AfterImport:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        loader = spec.loader
+        execute = loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
+            del loader.exec_module  # the module's loader then copies and pickles as without attnreg
             execute(module)
             self._then()
 
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec
 
 

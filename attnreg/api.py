@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ContextDecorator, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import (
+    AbstractContextManager,
+    ContextDecorator,
+    _AsyncGeneratorContextManager,
+    _GeneratorContextManager,
+)
 from contextvars import ContextVar
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
@@ -188,7 +195,58 @@ def reload() -> None:
 _outer: ContextVar[tuple[scope.ScopedChoice | None, ...]] = ContextVar("attnreg_outer_choices", default=())
 
 
-class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
+# What a function returns whose body runs after the call.
+_LATER = (
+    GeneratorType, CoroutineType, AsyncGeneratorType, _GeneratorContextManager, _AsyncGeneratorContextManager,
+)  # fmt: skip
+
+
+class _Block(ContextDecorator, AbstractContextManager[None]):
+    """A `with` block that decorates functions as well, if their bodies run inside of it."""
+
+    def __call__(self, func: F) -> F:
+        if isinstance(func, staticmethod | classmethod):
+            return type(func)(self(func.__func__))
+        self._check(func)
+
+        @functools.wraps(func)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                result = func(*args, **kwargs)
+            if isinstance(result, _LATER):
+                if isinstance(result, CoroutineType):
+                    result.close()  # else Python warns that nothing has awaited it
+                self._refuse_later(func, f"which returned {result!r}, whose body")
+            return result
+
+        return inside  # type: ignore[return-value]
+
+    def _check(self, func: object) -> None:
+        """Raise an error if calls of `func` would run after the block, or not be noticed at all."""
+        name = type(self).__name__
+        if isinstance(func, type):
+            raise InvalidInputError(
+                f"{name}: got the class {func.__qualname__}, whose methods run after it is called, expected "
+                f"a function: decorate its methods, or write `with {name}(...)` inside them"
+            )
+        if not callable(func):
+            raise InvalidInputError(
+                f"{name}: got {func!r} to decorate, expected a function: write @{name}(...) below a "
+                "decorator like @property"
+            )
+        later = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
+        if any(runs_later(one) for runs_later in later for one in (func, type(func).__call__)):
+            self._refuse_later(func, "whose body")
+
+    def _refuse_later(self, func: object, which: str) -> NoReturn:
+        name, shown = type(self).__name__, getattr(func, "__qualname__", func)
+        raise InvalidInputError(
+            f"{name}: got {shown}, {which} runs after the call (async def, or a generator), expected a "
+            f"function that runs at once: write `with {name}(...)` inside it"
+        )
+
+
+class use_backend(_Block):  # noqa: N801 - a context manager, named as it is used
     """Put backends first inside a `with` block or a decorated function.
 
     Names are tried in order. The block applies to this thread or task alone. It also applies to the backward
@@ -211,17 +269,11 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
     def __init__(self, *names: str) -> None:
         if not names:
             raise InvalidInputError("use_backend: got no name, expected at least one backend")
-        self._choice = scope.preferred(names)
+        self._names, self._choice = names, scope.preferred(names)
         aten.ensure()
 
-    def __call__(self, func: F) -> F:
-        later = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
-        if any(runs_later(func) for runs_later in later):
-            raise InvalidInputError(
-                f"use_backend: got {func.__qualname__}, whose body runs after the call (async def, or a "
-                "generator), expected a function that runs at once: write `with use_backend(...)` inside it"
-            )
-        return super().__call__(func)
+    def __reduce__(self) -> tuple[type[Self], tuple[str, ...]]:
+        return type(self), self._names  # choices have other numbers in another process
 
     def __enter__(self) -> None:
         _outer.set((*_outer.get(), scope.variable.get()))  # without inherited choices
@@ -233,38 +285,46 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
         scope.enter(before)
 
 
-@contextmanager
-def record(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write each distinct attention call of a block to a file, once, with its count.
+class record(_Block):  # noqa: N801 - a context manager, named as it is used
+    """Write each distinct attention call of a `with` block to a file, once, with its count.
 
     The file is written every minute and when the block ends. Counts are added to the file's counts. All
-    threads are
-    recorded. Recording changes no choice: unless a backend is requested, torch chooses.
+    threads are recorded. Recording changes no choice: unless a backend is requested, torch chooses.
 
     Raises:
         ConfigError: the file can't be written, or isn't a file of recorded calls.
         RegistrationError: the routers can't be installed.
     """
-    file = check_writable(path)
-    aten.ensure()
-    recording = trace.start(file)
-    policy.watch(1)
-    bypassed.observe(1)
-    failing = True
-    try:
-        yield
-        failing = False
-    finally:
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._recordings: list[trace.Recording] = []  # one for each time that the block is open
+
+    def __enter__(self) -> None:
+        file = check_writable(self._path)
+        aten.ensure()
+        self._recordings.append(trace.start(file))
+        policy.watch(1)
+        bypassed.observe(1)
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        recording = self._recordings.pop()
         policy.watch(-1)
         bypassed.observe(-1)
         trace.stop(recording)
         try:
             recording.write()
         except ConfigError as error:
-            if not failing:
+            if error_type is None:
                 raise
             log.warning("%s", error)  # the program's own exception is more informative
         recording.say_what_it_lacks()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a record can't be pickled or copied: it records the calls of this process; make one by "
+            "attnreg.record(path) in the other process, or set ATTNREG_RECORD for both"
+        )
 
 
 def install() -> None:

@@ -93,7 +93,6 @@ def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_ru
     [
         ("ATTNREG_BACKEND", "mth", "ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'? known "),
         ("ATTNREG_BACKENDS", "math", "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND"),
-        ("attnreg_strict", "1", "attnreg_strict: unknown variable, expected one of ATTNREG_BACKEND, "),
         (
             "ATTNREG_BUILD",
             "nwo",
@@ -114,6 +113,17 @@ def test_a_bad_value_is_one_warning_at_the_import_and_an_error_of_the_first_atte
     at = said.index(warned[0])
     assert said[at + 1] == "Attention calls to which this applies will raise it as an error."
     assert calls == {}
+
+
+def test_a_variable_in_lower_case_is_a_hint_at_the_import_and_nothing_else():
+    lower = {"attnreg_strict": "1", "Attnreg_Backend": "math", "attnreg_home": "/opt", "attnreg_lock": " "}
+    (_, _, error, installed, calls), said = run(**lower, anew=False)
+    assert (error, installed, calls) == ("", False, {})
+    warned = [line.partition("Warning: ")[2] for line in said if "Warning" in line]
+    assert sorted(warned) == [
+        f"attnreg: {name} has no effect, expected {name.upper()}: variables are in upper case"
+        for name in ("Attnreg_Backend", "attnreg_strict")
+    ]
 
 
 def test_a_bad_value_fails_no_import_of_torch_even_where_warnings_are_errors():

@@ -496,3 +496,55 @@ def test_explaining_runs_nothing_and_logs_no_fallback(routers, fake, ran, caplog
         explain(spec(needs_backward=True))
     assert attnreg.stats() == attnreg.Stats({}, ())
     assert (narrow.forwards, caplog.records) == ([], [])
+
+
+GROUPED = [
+    (((2, 3, 4, 8, 16), (2, 3, 2, 8, 16)), (6, 4, 2)),
+    (((2, 3, 4, 8, 16), (1, 3, 2, 8, 16)), (6, 4, 2)),
+    (((4, 8, 16), (2, 8, 16)), (1, 4, 2)),
+    (((1, 2, 3, 4, 8, 16), (1, 2, 3, 1, 8, 16)), (6, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(("shapes", "expected"), GROUPED, ids=str)
+def test_grouped_heads_of_any_number_of_dims_are_explained_as_torch_runs_them(routers, ran, shapes, expected):
+    query, key = map(torch.randn, shapes)
+    explanation = attnreg.explain(query, key, key, enable_gqa=True)
+    spec = explanation.spec
+    assert (spec.batch, spec.heads_q, spec.heads_k) == expected
+    assert explanation.forward.backend == "torch's math kernel"
+    with attnreg.use_backend("cpu"):
+        F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    assert ran() == {}
+
+
+def test_grouped_heads_that_torch_refuses_are_refused():
+    query, key = torch.randn(8, 16), torch.randn(2, 3, 3, 8, 16)
+    with pytest.raises(
+        errors.InvalidInputError, match=r"got shape \(8, 16\) with enable_gqa=True, expected heads"
+    ):
+        attnreg.explain(query, query, query, enable_gqa=True)
+    with pytest.raises(errors.InvalidInputError, match="heads: got 4 for query and 3 for key"):
+        attnreg.explain(torch.randn(2, 3, 4, 8, 16), key, key, enable_gqa=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8, 16), (2, 4, 0, 16), (2, 4, 8, 0), (0, 3, 4, 8, 16)], ids=str)
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_a_call_of_nothing_is_explained_as_one_that_no_backend_sees(routers, ran, shape, enable_gqa):
+    query = torch.randn(shape, requires_grad=True)
+    with attnreg.use_backend("math"):
+        explanation = attnreg.explain(query, query, query, enable_gqa=enable_gqa)
+        out = F.scaled_dot_product_attention(query, query, query, enable_gqa=enable_gqa)
+        out.sum().backward()
+    assert explanation.forward.backend == "torch's math kernel"
+    assert "there must be queries and keys" in str(explanation)
+    assert out.shape == shape and ran() == {}
+
+
+def test_packed_calls_of_nothing_run_on_the_backend_that_is_explained(routers, ran):
+    query, offsets = torch.randn(0, 4, 16), torch.zeros(1, dtype=torch.int32)
+    call = query, query, query, offsets, offsets, 0, 0
+    with attnreg.use_backend("math"):
+        assert attnreg.explain(*call).forward.backend == "math"
+        attnreg.varlen_attn(*call)
+    assert ran() == {"math": (1, 0)}

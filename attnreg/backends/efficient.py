@@ -218,13 +218,21 @@ def _load() -> Kernels:
     return Kernels(kernels.forward, kernels.backward, replaces_native=_cuts_batch)
 
 
+def _unavailable() -> str | None:
+    return None if torch.cuda.is_available() else "torch finds no CUDA GPU here"
+
+
+def _version() -> str:
+    return str(torch.__version__)
+
+
 BACKEND = Backend(
     name="efficient",
     forward=FORWARD,
     backward=BACKWARD,
     load=_load,
-    unavailable=lambda: None if torch.cuda.is_available() else "torch finds no CUDA GPU here",
-    version=lambda: str(torch.__version__),
+    unavailable=_unavailable,
+    version=_version,
     refuses=_refuses,
     cuts=_cuts_of_lengths,
 )

@@ -185,6 +185,10 @@ def _zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
 
 
+def _cuts(_spec: AttentionSpec) -> tuple[Cut, ...]:
+    return (Cut.of("batch", at=GRID + 1),)
+
+
 BACKEND = Backend(
     name="FA3",
     forward=FORWARD,
@@ -193,7 +197,7 @@ BACKEND = Backend(
     unavailable=_unavailable,
     version=_version,
     refuses=_refuses,
-    cuts=lambda _spec: (Cut.of("batch", at=GRID + 1),),
+    cuts=_cuts,
     install="pip install ./hopper (in a clone of Dao-AILab/flash-attention)",
     # Below FA2, which is tested. FA3 runs only if a request names it.
     priority=5,

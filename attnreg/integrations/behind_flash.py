@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.replacing import Replacement
 from attnreg.errors import UnsupportedInputError
 from attnreg.flash_attn import attention as flash
 from attnreg.integrations.packing import LayerOptions, Packing, attend, of_equal_lengths
@@ -25,7 +26,7 @@ def stand_behind_flash() -> None:
     from transformers import modeling_flash_attention_utils as theirs
 
     usual = theirs._lazy_imports
-    if not hasattr(usual, "before_attnreg"):
+    if not isinstance(usual, Replacement):
 
         def lazy_imports(implementation: str | None, *rest: Any, **options: Any) -> tuple[Any, ...]:
             if implementation not in (None, NAME):
@@ -33,24 +34,26 @@ def stand_behind_flash() -> None:
             # Without a function for pages, continuous batching runs without pages.
             return flash_attn_func, flash_attn_varlen_func, None, theirs._pad_input, theirs._unpad_input
 
-        lazy_imports.before_attnreg = usual  # type: ignore[attr-defined]
-        theirs._lazy_imports = lazy_imports
+        theirs._lazy_imports = Replacement(usual, f"{theirs.__name__}:_lazy_imports", lazy_imports)
         theirs._loaded_implementation = None
     needs = theirs.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
     devices = (*needs["supported_devices"], (lambda: True, "cpu"))
-    needs.update(
-        general_availability_check=is_flash_attn_2_available, pkg_availability_check=lambda *_, **__: True
-    )
+    needs.update(general_availability_check=say_available(), pkg_availability_check=lambda *_, **__: True)
     needs["supported_devices"] = devices
-    say_available()
 
 
-def say_available() -> None:
-    """Make transformers report flash-attn as available."""
+def say_available() -> Replacement:
+    """Make transformers report flash-attn as available; return what it then asks."""
+    from transformers.utils import import_utils
+
+    ours: Any = import_utils.is_flash_attn_2_available
+    if not isinstance(ours, Replacement):
+        ours = Replacement(ours, f"{import_utils.__name__}:{ours.__name__}", is_flash_attn_2_available)
     # Loaded modules have the function under its name; modules loaded later import it from these.
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "transformers" and "is_flash_attn_2_available" in vars(module):
-            module.is_flash_attn_2_available = is_flash_attn_2_available  # type: ignore[attr-defined]
+            module.is_flash_attn_2_available = ours  # type: ignore[attr-defined]
+    return ours  # type: ignore[no-any-return]
 
 
 def is_flash_attn_2_available(kernels_fallback_ok: bool = False) -> bool:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -108,6 +108,18 @@ class SharedMask:
 
     def __getattr__(self, name: str) -> Any:
         raise _NoAttributeError(_said(f"mask.{name}"))
+
+    def __copy__(self) -> SharedMask:
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> SharedMask:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a SharedMask can't be pickled: it has functions of this process; pickle `mask.dense()`, or the "
+            "attention_mask that the model got"
+        )
 
     def _refuse(self, *_: Any) -> Any:
         raise UnsupportedInputError(_said("an operator"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,12 @@ class SpreadBatch:
         self._gathered: set[tuple[object, ...]] = set()  # row shapes, dtypes, devices
         self._made: dict[tuple[object, ...], Any] = {}
         self._known_offsets: list[tuple[Tensor, int]] = []
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} can't be pickled or copied: its group is a connection of this process; "
+            "pickle its `layout`, and call attnreg.context_parallel(group, layout) with the other's group"
+        )
 
     def shard(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Return a copy of this rank's part of a tensor, of any dtype, with the whole batch along `dim`.

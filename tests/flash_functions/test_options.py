@@ -266,6 +266,35 @@ def test_a_compiled_program_gets_the_same_results_in_one_graph_unless_an_option_
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+@pytest.mark.parametrize("function", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_a_scale_that_is_a_tensor_is_read_by_compiled_code_and_compiles_no_further_graph(function):
+    lengths = (offsets(7, 7), offsets(11, 11), 7, 11) if "varlen" in function else ()
+    inputs = [x.detach().flatten(0, 1 if lengths else 0).requires_grad_() for x in batch()]
+    graphs = []
+
+    def step(q, k, v, scale):
+        return getattr(flash_attn, function)(q, k, v, *lengths, softmax_scale=scale) * 2.0
+
+    def compiler(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=compiler)
+    made = []
+    for number in (0.3, -0.5, 0.7):
+        scale = torch.tensor(number)
+        results = [
+            (out, *torch.autograd.grad(out.square().sum(), inputs))
+            for out in (compiled(*inputs, scale), step(*inputs, number))
+        ]
+        torch.testing.assert_close(*results)
+        made.append(len(graphs))
+    assert made == made[:1] * 3
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("option", ["softmax_scale", "softcap", "dropout_p"])
 def test_a_number_that_needs_a_gradient_is_refused_as_it_gets_none(option):
     given = {option: torch.nn.Parameter(torch.tensor(0.5))}

@@ -1,6 +1,9 @@
 """Promises of attnreg behind the name flash_attention_2: what transformers and other libraries find there."""
 
+import copy
+import inspect
 import logging
+import pickle
 import sys
 
 import pytest
@@ -35,6 +38,15 @@ def test_transformers_finds_the_package_usable_wherever_it_asks():
     assert transformers.utils.is_flash_attn_2_available()
     assert import_utils.is_flash_attn_2_available(kernels_fallback_ok=True)
     assert modeling_flash_attention_utils.is_flash_attn_available()
+    for name, module in (
+        ("is_flash_attn_2_available", import_utils),
+        ("_lazy_imports", modeling_flash_attention_utils),
+    ):
+        ours = getattr(module, name)
+        assert pickle.loads(pickle.dumps(ours)) is copy.deepcopy(ours) is ours
+        assert (ours.__module__, ours.__name__) == (module.__name__, name)
+        assert b"attnreg" not in pickle.dumps(ours) and "attnreg" not in repr(ours)
+        assert inspect.signature(ours) == inspect.signature(ours.__wrapped__)
     sys.modules.pop("flash_attn", None)  # transformers 5.24 imports it to ask: the folder of tests, here
 
 

@@ -1,9 +1,13 @@
 """Promises across threads, forks, new processes and pickles."""
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
+import functools
+import gc
 import pickle
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,16 +18,21 @@ from support.processes import forked, python
 
 import attnreg
 from attnreg import errors
+from attnreg.core import registry
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.counters import Fallback
 from attnreg.core.selection.decision import Policy, Preference
 from attnreg.core.settings.config import LoadedSettings, Settings, load
+from attnreg.integrations.shared_mask import shared_mask
+from attnreg.parallel.estimates import Rates
 
 SPEC = attnreg.AttentionSpec(
     device=attnreg.Device("cuda", (9, 0), 1, "NVIDIA H200"), dtype="bf16", batch=2, max_q=16, max_k=16,
     heads_q=4, heads_k=2, head_dim=64, head_dim_v=64, window=(-1, 0), needs_backward=True,
 )  # fmt: skip
 
+
+LAYOUT = attnreg.spread_documents([0, 4, 10], 2)
 
 # Threads
 
@@ -112,11 +121,94 @@ def test_a_scope_decorates_only_what_runs_while_it_is_open():
         yield scope.current()
 
     assert (inside(), scope.current()) == (("math",), None)
-    for function in (later, generator, generator_of_tasks):
+    for function in (later, generator, generator_of_tasks, functools.partial(generator)):
+        name = getattr(function, "__name__", "partial")
         with pytest.raises(
-            errors.InvalidInputError, match=rf"got .*{function.__name__}, whose body runs after the call"
+            errors.InvalidInputError, match=rf"got .*{name}.*, whose body runs after the call"
         ):
             attnreg.use_backend("math")(function)
+
+
+class Names:
+    """Callables of every sort, each of which returns the names of the choice in force."""
+
+    def __call__(self):
+        return scope.current().preference.names
+
+    def method(self, *_):
+        return self()
+
+    @attnreg.use_backend("math")
+    @staticmethod
+    def by_static_method():
+        return Names()()
+
+    @attnreg.use_backend("math")
+    @classmethod
+    def by_class_method(cls):
+        return cls()()
+
+    @property
+    @attnreg.use_backend("math")
+    def by_property(self):
+        return self()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Names(), Names().method, functools.partial(Names.method, Names()), lambda: Names()()],
+    ids=["object", "method", "partial", "lambda"],
+)
+def test_a_scope_decorates_whatever_runs_at_once(function):
+    assert attnreg.use_backend("math")(function)() == ("math",)
+    assert scope.current() is None
+
+
+def test_a_scope_decorates_methods_of_a_class_of_every_sort():
+    assert Names().by_static_method() == Names.by_static_method() == ("math",)
+    assert Names().by_class_method() == Names.by_class_method() == Names().by_property == ("math",)
+
+
+class Awaited:
+    async def __call__(self):
+        pytest.fail("it runs when it is awaited, after the scope")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Names, "got the class Names, whose methods run after it is called, expected a function"),
+        (property(Names()), "got <property object at .*> to decorate, expected a function: write @.* below"),
+        (functools.partialmethod(Names.method), "got functools.partialmethod.* to decorate, expected a func"),
+        (None, "got None to decorate, expected a function"),
+        (Awaited(), "got <.*Awaited object at .*>, whose body runs after the call"),
+    ],
+    ids=["class", "property", "partialmethod", "nothing", "object to await"],
+)
+@pytest.mark.parametrize("block", [lambda: attnreg.use_backend("math"), lambda: attnreg.record("x")])
+def test_a_block_refuses_to_decorate_what_would_run_outside_of_it(value, said, block):
+    with pytest.raises(errors.InvalidInputError, match=rf"^(use_backend|record): {said}"):
+        block()(value)
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        (lambda: Awaited()(), "<coroutine object"),
+        (lambda: (one for one in ()), "<generator object"),
+        (contextlib.contextmanager(lambda: iter(())), "<.*_GeneratorContextManager object"),
+        (contextlib.asynccontextmanager(lambda: None), "<.*_AsyncGeneratorContextManager object"),
+    ],
+    ids=["coroutine", "generator", "context manager", "asynchronous context manager"],
+)
+def test_a_decorated_function_whose_body_runs_later_is_an_error_when_it_is_called(
+    function, returned, recwarn
+):
+    decorated = attnreg.use_backend("math")(function)
+    with pytest.raises(errors.InvalidInputError, match=rf"returned {returned}.*>, whose body runs after"):
+        decorated()
+    gc.collect()
+    assert scope.current() is None and not [str(one.message) for one in recwarn]
 
 
 # Forks
@@ -299,6 +391,12 @@ def values(tmp_path):
         "kernels": attnreg.Kernels(print, None),
         "stats": attnreg.Stats({"math": {"forward": 1, "backward": 0}}, (Fallback("FA2", "too new", 3),)),
         "aux": attnreg.AuxRequest(lse=True),
+        "piece": attnreg.Piece(0, 0, 4),
+        "cut": attnreg.Cut.of("max_q", at=5),
+        "first call": attnreg.FirstCall(SPEC, "forward", "cpu", 1.5),
+        "rates": Rates(),
+        "method": attnreg.explain_context_parallel(LAYOUT, heads=2, head_dim=8),
+        **{name: entry.backend for name, entry in registry.entries().items()},
     }
 
 
@@ -309,3 +407,73 @@ def test_values_survive_copying_and_pickling(tmp_path, copied):
         assert type(other) is type(value), name
         assert other == value, name
         assert str(other) == str(value), name
+
+
+@roundtrip
+def test_a_layout_survives_copying_and_pickling(copied):
+    other = copied(LAYOUT)
+    assert (other.cu_seq, other.pieces, other.rows) == (LAYOUT.cu_seq, LAYOUT.pieces, LAYOUT.rows)
+
+
+@roundtrip
+def test_a_scope_that_is_copied_or_pickled_chooses_the_same_backends(copied):
+    opened = attnreg.use_backend("math", "cpu")
+    with opened, copied(opened):
+        assert scope.current().preference == Preference("use_backend('math', 'cpu')", ("math", "cpu"))
+    assert scope.current() is None
+
+
+def test_a_pickled_scope_has_no_number_of_this_process():
+    attnreg.use_backend("cpu")
+    pickled = pickle.dumps(attnreg.use_backend("math"))
+    run = forked(
+        f"import pickle; opened = pickle.loads({pickled})\n"
+        "from attnreg.core.dispatch import scope\n"
+        "opened.__enter__(); print(scope.current().number, scope.current().preference.names)"
+    )
+    assert (run.stderr, run.stdout.strip()) == ("", "1 ('math',)")
+
+
+def refusing(tmp_path):
+    return {
+        "record": (
+            attnreg.record(tmp_path / "calls.jsonl"),
+            "records the calls of this process; make one by",
+        ),
+        "context parallel": (
+            attnreg.ContextParallel.__new__(attnreg.ContextParallel),
+            "its group is a connection of this process; pickle its `layout`, and call",
+        ),
+    }
+
+
+@roundtrip
+def test_what_belongs_to_its_process_is_not_copied_or_pickled_and_says_why(tmp_path, copied):
+    for name, (value, why) in refusing(tmp_path).items():
+        with pytest.raises(TypeError) as error:
+            copied(value)
+        said = str(error.value)
+        assert f"a {type(value).__name__} can't be pickled or copied: " in said and why in said, name
+
+
+def test_a_mask_of_all_layers_is_its_own_copy_and_says_what_to_pickle():
+    mask = shared_mask(2, 4, 4, attention_mask=torch.ones(2, 4).bool())
+    assert copy.copy(mask) is copy.deepcopy({"mask": mask})["mask"] is mask
+    with pytest.raises(TypeError, match=r"a SharedMask can't be pickled: .*; pickle `mask.dense\(\)`"):
+        pickle.dumps(mask)
+
+
+def test_a_backend_of_local_functions_is_its_own_copy_and_says_what_cannot_be_pickled(fake, monkeypatch):
+    mine = fake("mine").backend
+    assert copy.copy(mine) is copy.deepcopy([mine])[0] is mine
+    with pytest.raises(TypeError) as error:
+        pickle.dumps(mine)
+    assert str(error.value) == (
+        f"Backend.load can't be pickled: got {mine.load!r}, expected a function at the top level of a "
+        "module; or register the backend in the other process"
+    )
+    with pytest.raises(TypeError, match=r"Kernels\.forward can't be pickled: got <function"):
+        pickle.dumps(attnreg.Kernels(lambda *_: None))
+    monkeypatch.setitem(sys.modules, "ray.cloudpickle", sys)  # pickles functions by their code
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        pickle.dumps(mine)

@@ -33,6 +33,10 @@ def test_every_variable_is_read(monkeypatch, tmp_path):
     )
 
 
+def test_a_variable_in_lower_case_is_none_of_attnregs():
+    assert read({"attnreg_backend": "no such backend", "attnreg_home": "/opt"}) == Environment()
+
+
 @pytest.mark.parametrize("name", VARIABLES)
 @pytest.mark.parametrize("blank", ["", "  ", "\t"])
 def test_a_blank_variable_is_unset(name, blank):
@@ -82,7 +86,7 @@ UNKNOWN = f"unknown variable, expected one of {', '.join(VARIABLES)}; did you me
         ("ATTNREG_BACKEND", "FA4,FA2,fa4", "got 'fa4' twice, expected each name once"),
         ("ATTNREG_CONFIG", "~no-one/a", f"got '~no-one/a', {PATH}"),
         ("ATTNREG_BACKENDS", "FA4", f"{UNKNOWN} 'ATTNREG_BACKEND'?"),
-        ("attnreg_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
+        ("ATTNREG_strict", "1", f"{UNKNOWN} 'ATTNREG_STRICT'?"),
         ("ATTNREG_ROUTERS", "compile", f"got 'compile', {ROUTERS}; did you mean 'compiled'?"),
         ("ATTNREG_POLICY", "measurd", f"got 'measurd', {POLICIES}; did you mean 'measured'?"),
         ("ATTNREG_MASKS", "recognize", f"got 'recognize', {MASKS}; did you mean 'recognise'?"),

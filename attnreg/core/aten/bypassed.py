@@ -10,7 +10,6 @@ Masks must be recognised in these wrappers, too: an op below receives none of th
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import RECOGNISE
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
+from attnreg.core.torchlib.replacing import Replacement
 from attnreg.errors import UnsupportedInputError
 
 # The choices of torch's selector that lead to a router, and the backend of torch's own kernel there.
@@ -42,6 +42,7 @@ ROUTED = {
 }
 SDPA_NAME = "scaled_dot_product_attention"
 SDPA = f"F.{SDPA_NAME}"
+MATH = "torch's math kernel"
 NOTHING_TO_DO = "there must be queries and keys"
 
 
@@ -85,6 +86,8 @@ def selected(
     The arguments are the fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
     """
     arguments = query, key, value, attn_mask, dropout_p, is_causal
+    if not all(x.numel() for x in arguments[:3]):
+        return Bypassed(MATH, NOTHING_TO_DO)  # whatever the selector chooses: torch returns zeros before it
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
@@ -113,8 +116,9 @@ def selected_for(spec: AttentionSpec) -> Bypassed | None:
     if spec.varlen or spec.device.type != "cpu":
         return None
     reasons = _by_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
-    reasons += [NOTHING_TO_DO] if 0 in (spec.max_q, spec.max_k) else []
-    return Bypassed("torch's math kernel", "; ".join(reasons)) if reasons else None
+    sizes = spec.batch, spec.heads_q, spec.heads_k, spec.max_q, spec.max_k, spec.head_dim, spec.head_dim_v
+    reasons += [NOTHING_TO_DO] if 0 in sizes else []
+    return Bypassed(MATH, "; ".join(reasons)) if reasons else None
 
 
 def _by_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:
@@ -152,8 +156,6 @@ def _against_flash_on_cpu(
             yield f"the last stride of {name} must be 1, got {x.stride(-1)}"
     if attn_mask is not None and attn_mask.requires_grad:
         yield "attn_mask must need no gradient"
-    if 0 in (query.shape[-2], key.shape[-2]):
-        yield NOTHING_TO_DO
 
 
 _lock = open_after_fork(threading.Lock())
@@ -184,15 +186,17 @@ def follow() -> None:
         _recognises = run_recognised is not None and masks(now) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
-        if getattr(place, name) in (torchs, looking):  # a wrapper of other code stays
+        there = getattr(place, name)
+        if there is torchs or there is looking:  # a wrapper of other code stays
             setattr(place, name, looking if wanted else torchs)
 
 
-def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Any) -> Callable[..., Any]:
-    """Wrap a function of torch's so that `look` inspects the arguments before each call."""
+def _first_looks(
+    look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: Callable[..., Any], place: str
+) -> Replacement:
+    """Return a replacement of a function of torch's: `look` inspects the arguments before each call."""
     takes_masks = torchs is torch._C._nn.scaled_dot_product_attention
 
-    @functools.wraps(torchs)
     def looking(*arguments: Any, **options: Any) -> Any:
         bypass = None
         if not torch.compiler.is_compiling():
@@ -209,10 +213,11 @@ def _first_looks(look: Callable[..., tuple[Tensor, Bypassed] | None], torchs: An
             trace.count_bypassed(bypass[1].kernel, bypass[1].reason)
         return result
 
-    with contextlib.suppress(Exception):  # private; TorchScript then treats the wrapper as torch's function
+    replacement = Replacement(torchs, place, looking)
+    with contextlib.suppress(Exception):  # private; TorchScript then treats it as torch's function
         builtins: Any = torch.jit._builtins
-        builtins._register_builtin(looking, builtins._find_builtin(torchs))
-    return looking
+        builtins._register_builtin(replacement, builtins._find_builtin(torchs))
+    return replacement
 
 
 def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
@@ -283,10 +288,11 @@ def why_refused(device: Device, bypassed: Bypassed, scoped: Preference | None) -
 
 
 _FUNCTIONS = [
-    (place, name, getattr(place, name), _first_looks(look, getattr(place, name)))
+    (place, name, torchs, _first_looks(look, torchs, f"{place.__name__}:{name}"))
     for place, name, look in (
         (F, SDPA_NAME, _look_at_sdpa),
         (torch, "_transformer_encoder_layer_fwd", _look_at_fast_path),
         (torch, "_native_multi_head_attention", _look_at_fast_path),
     )
+    for torchs in (getattr(place, name),)
 ]

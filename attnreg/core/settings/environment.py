@@ -175,8 +175,7 @@ def read(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
     values: dict[str, Any] = {}
     problems: list[tuple[str, str]] = []
     for name in sorted(environ):
-        # In upper or lower case: "attnreg_backend" has no effect on Linux, so it has to be reported.
-        if not name.upper().startswith(PREFIX) or not (text := environ[name].strip()):
+        if not name.startswith(PREFIX) or not (text := environ[name].strip()):
             continue
         if name not in VARIABLES:
             problems.append((name, ""))

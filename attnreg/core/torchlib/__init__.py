@@ -1,13 +1,14 @@
 """What attnreg uses of torch's internals, and of the operating system below it.
 
 - `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
-  op.
+  op. `batches`: batches of gradients. `functionalize`: its rule for an autograd.Function.
 - `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
 - `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without
   frames.
-- `job_store`: the store of a job's process group. `slow`: a log line for a slow step.
+- `job_store`: the store of a job's process group. `slow`: a log line for a slow step. `replacing`: a function
+  of attnreg's in the place of another library's.
 
 May import: errors, settings. Read `captured.py` first; for the C++ libraries, `building.py`.
 """

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
+
+from attnreg.core.torchlib.batches import TWICE, each_of_batch, is_batch
 
 # At import, because torch.compile of torch 2.11 can't trace `is_autocast_available`.
 _AUTOCASTS = frozenset(
@@ -110,12 +113,17 @@ def _is_cast(x: Tensor) -> bool:
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a second derivative of an `autograd.Function` an error, as torch's `once_differentiable` does.
 
+    `backward` gets the gradients of a batch one after the other.
     Torch's function raises no error where no incoming gradient requires a gradient, as with a loss that is
     linear in the output. A penalty on such a gradient would then silently contribute nothing.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
+        if is_batch(*grads):
+            saved = ctx.saved_tensors  # once, because a checkpoint computes them once
+            read = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
+            return each_of_batch(functools.partial(backward, read), grads, saved)
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
@@ -123,8 +131,9 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         # The inputs as well: without them a derivative by the inputs alone wouldn't reach this error.
         inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
         leaves = [x.detach().requires_grad_() if isinstance(x, Tensor) else x for x in results]
-        text = b"trying to differentiate twice what attnreg computes, which has a first derivative alone"
-        delayed = torch._C._functions.DelayedError(text, len(leaves) + len(inputs))(*leaves, *inputs)
+        delayed = torch._C._functions.DelayedError(TWICE.encode(), len(leaves) + len(inputs))(
+            *leaves, *inputs
+        )
         return tuple(delayed[: len(leaves)])
 
     return once

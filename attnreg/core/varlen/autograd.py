@@ -260,8 +260,5 @@ def _in_memory(grad: Tensor) -> Tensor:
     """
     found = in_memory(grad)
     if found is None:
-        raise UnsupportedInputError(
-            "a gradient must be a plain tensor, got a tensor subclass or, as by is_grads_batched and "
-            "jacobian(vectorize=True), a batch of gradients, which torch.func.jacrev computes as well"
-        )
+        raise UnsupportedInputError("a gradient must be a plain tensor, got a tensor subclass")
     return found

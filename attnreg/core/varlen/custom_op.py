@@ -22,6 +22,7 @@ from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import with_aliased_offsets
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.launching.validation import check
+from attnreg.core.torchlib import functionalize
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
 from attnreg.core.varlen.sinks import with_sinks
 
@@ -219,13 +220,24 @@ def _gradients(
 forward.register_autograd(lambda ctx, *grads: _gradients(backward, ctx, *grads), setup_context=_save)
 
 
+def _each(
+    function: type[torch.autograd.Function], info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]
+) -> list[tuple[Tensor, ...]]:
+    """Return the results of a vmap's calls, one by one: torch's own rule can't be above functionalize."""
+    pairs = tuple(zip(inputs, in_dims, strict=True))
+    return [
+        function.apply(*(x.select(dim, n) if isinstance(dim, int) else x for x, dim in pairs))  # type: ignore[no-untyped-call]
+        for n in range(info.batch_size)
+    ]
+
+
+@functionalize.allow
 class Transformable(torch.autograd.Function):
     """The op under function transforms (`torch.func`), which can't differentiate custom ops.
 
     Forward-mode AD isn't supported, and says so here; the op itself would drop the tangents.
     """
 
-    generate_vmap_rule = True
     setup_context = staticmethod(_save)
 
     @staticmethod
@@ -241,10 +253,15 @@ class Transformable(torch.autograd.Function):
         """
         return _gradients(_TransformableBackward.apply, ctx, *grads)
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+        outs, lses, tokens = zip(*_each(Transformable, info, in_dims, inputs), strict=True)
+        # All calls have one choice: a stack of tokens would be none.
+        return (torch.stack(outs), torch.stack(lses), tokens[0]), (0, 0, None)
 
+
+@functionalize.allow
 class _TransformableBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         return backward(*inputs)  # type: ignore[no-any-return]
@@ -256,6 +273,11 @@ class _TransformableBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise NotImplementedError("the backward of attnreg.varlen_attn is not differentiable")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
+        grads = zip(*_each(_TransformableBackward, info, in_dims, inputs), strict=True)
+        return tuple(map(torch.stack, grads)), (0, 0, 0)
 
 
 # These, too, are given the arguments without those at the end that are as by default.

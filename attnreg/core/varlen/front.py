@@ -107,7 +107,8 @@ def varlen_attn(
         max_k: the same for the key.
         is_causal: whether to hide later keys, aligned bottom-right; the same as `window_size=(-1, 0)`.
         return_aux: `AuxRequest(lse=True)` to have the LSE returned, too.
-        scale: factor on the scores; one over the root of D unless given.
+        scale: factor on the scores; one over the root of D unless given. A tensor () is read: under
+            torch.compile a graph break.
         window_size: (left, right), how many keys each row sees on either side; -1 for all.
         enable_gqa: allow H to be a multiple of H_k.
         seqused_k: int32 (B,), how many keys of each sequence count.
@@ -221,7 +222,9 @@ def _attend_unspread(
             f"{name} must be {expected} in dispatch modes, in function transforms and for tensor subclasses, "
             f"got {options[name]}"
         )
-    if others or plain:
+    # The op has a number for a scale. Another graph for each number that is read would be compiled in vain.
+    is_read = compiling and scale is not None and not isinstance(scale, (int, float))
+    if others or plain or is_read:
         attend = _attend_uncompiled if compiling else _attend
         return attend(query, key, value, lengths, scale, bound, options, backend, returns_lse or compiling)
     op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply

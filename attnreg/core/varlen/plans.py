@@ -30,6 +30,7 @@ from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_all_in_memory, check_in_memory
 from attnreg.core.launching.validation import check, check_layouts, check_scale
+from attnreg.core.torchlib.batches import each_of_batch, is_batch
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.varlen.sinks import counted, may_be_counted, with_sinks
 from attnreg.core.varlen.spread import check_is_whole
@@ -219,6 +220,13 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, .
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
     tensors, lengths = arguments[:6], arguments[6:10]
+    if is_batch(arguments[0], arguments[14]):
+
+        def of_one(grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, ...]:
+            grads: tuple[Tensor, ...] = _plan_backward(grad_out, *arguments[1:14], grad_lse, arguments[15])[0]
+            return grads
+
+        return each_of_batch(of_one, (arguments[0], arguments[14]), (*arguments[1:4], arguments[15])), None
     is_causal, window_size, scale, choice, grad_lse, sinks = arguments[10:]
     bound = window(window_size, is_causal)
     call = call_of(tensors[1], lengths, scale, bound, grad_lse=grad_lse)

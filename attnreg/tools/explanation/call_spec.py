@@ -149,7 +149,7 @@ def dense(
         # Of these the selector has to see the dims; all else is as with a batch of heads.
         query, key, value = autocast(query, key, value)
         selection = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        query, key, value = _batches(query, key, value)
+        query, key, value = _batches(enable_gqa, query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -180,13 +180,25 @@ def dense(
 
 def _is_left_to_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     """Whether a call has other dims than (B, H, S, D), or tensors that torch's math kernel broadcasts."""
-    return query.dim() != 4 or (not enable_gqa and len({x.shape[:-2] for x in (query, key, value)}) > 1)
+    own = _own_dims(enable_gqa)
+    return query.dim() != 4 or len({x.shape[:-own] for x in (query, key, value)}) > 1
 
 
-def _batches(*tensors: Tensor) -> list[Tensor]:
+def _own_dims(enable_gqa: bool) -> int:
+    """Return how many last dims of a tensor are its own; torch broadcasts the others."""
+    return 3 if enable_gqa else 2
+
+
+def _batches(enable_gqa: bool, *tensors: Tensor) -> list[Tensor]:
     """Return tensors of equal dims, broadcast to (B, H, S, D)."""
-    batch = _broadcast("query, key and value", *(x.shape[:-2] for x in tensors))
-    expanded = [x.expand(*batch, *x.shape[-2:]) for x in tensors]
+    own = _own_dims(enable_gqa)
+    if tensors[0].dim() < own:
+        raise InvalidInputError(
+            f"query: got shape {tuple(tensors[0].shape)} with enable_gqa=True, expected heads: "
+            "(..., heads, length, head_dim)"
+        )
+    batch = _broadcast("query, key and value", *(x.shape[:-own] for x in tensors))
+    expanded = [x.expand(*batch, *x.shape[-own:]) for x in tensors]
     return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in expanded]
 
 

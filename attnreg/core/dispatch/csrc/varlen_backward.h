@@ -69,8 +69,13 @@ struct VarlenBackward final : public torch::autograd::Node {
     const at::Tensor sinks = std::move(tensors.back());
     tensors.pop_back();
     torch::autograd::variable_list results(4);
+    const bool is_batched = is_batch(grads[0]) || is_batch(grad_lse);
     {
-      const at::AutoDispatchBelowADInplaceOrView below;
+      // The op that computes a batch itself makes a second derivative an error.
+      std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+      if (!is_batched) {
+        below.emplace();
+      }
       if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2)) {
         const bool to_count = should_compute_output(3) && !grad_lse.defined();
         Tensors found = gradients(
@@ -81,7 +86,7 @@ struct VarlenBackward final : public torch::autograd::Node {
         results[3] = of_sinks(tensors[0], tensors[4], tensors[5], sinks, grad_lse);
       }
     }
-    if (c10::GradMode::is_enabled()) {
+    if (c10::GradMode::is_enabled() && !is_batched) {
       tensors.push_back(sinks);
       tensors.push_back(grad_lse);
       refuse_second(tensors, results);

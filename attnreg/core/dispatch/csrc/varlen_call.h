@@ -32,18 +32,24 @@ inline bool is_plain(const at::Tensor& tensor) {
   return (tensor.key_set().raw_repr() & ~keys) == 0 && !tensor._fw_grad(0).defined();
 }
 
+// Whether a gradient is a batch of gradients, as by is_grads_batched and vmap.
+inline bool is_batch(const at::Tensor& gradient) {
+  static const c10::DispatchKeySet batches({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+  return gradient.defined() && gradient.key_set().has_any(batches);
+}
+
 // A gradient as memory that kernels can read: autograd may hand over zeros without any, or a lazy negative.
-// Wrappers have none, of which some unwrap in an op: see `modes.in_memory`, which does the same in Python.
+// Wrappers have none, of which some unwrap in an op: see `modes.in_memory`, which does the same in Python. A batch
+// of gradients stays one: Python computes its elements one after the other.
 inline at::Tensor as_memory(const at::Tensor& given) {
   if (is_plain(given)) {
     return given;  // nearly always: what follows goes through torch's dispatcher
   }
-  static const c10::DispatchKeySet wrappers(
-      {c10::DispatchKey::Python, c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
-  const at::Tensor gradient = given.key_set().has_any(wrappers) ? given.clone() : given;
-  TORCH_CHECK(!gradient.key_set().has_any(wrappers),
-              "a gradient must be a plain tensor, got a tensor subclass or, as by is_grads_batched and "
-              "jacobian(vectorize=True), a batch of gradients, which torch.func.jacrev computes as well");
+  if (is_batch(given)) {
+    return given;
+  }
+  const at::Tensor gradient = given.key_set().has(c10::DispatchKey::Python) ? given.clone() : given;
+  TORCH_CHECK(!gradient.key_set().has(c10::DispatchKey::Python), "a gradient must be a plain tensor, got a tensor subclass");
   if (gradient._is_zerotensor()) {
     return at::zeros(gradient.sizes(), gradient.options());
   }
@@ -52,6 +58,9 @@ inline at::Tensor as_memory(const at::Tensor& given) {
 
 // A gradient whose rows kernels can read as they are: a sum's is one number, repeated, and would be copied by each of them.
 inline at::Tensor as_rows(const at::Tensor& gradient) {
+  if (!is_plain(gradient)) {
+    return gradient;
+  }
   const at::IntArrayRef strides = gradient.strides();
   const bool is_repeated = std::find(strides.begin(), strides.end(), 0) != strides.end();
   return is_repeated || (!strides.empty() && strides.back() != 1) ? gradient.contiguous() : gradient;
