@@ -149,7 +149,9 @@ def dense(
         # Of these the selector has to see the dims; all else is as with a batch of heads.
         query, key, value = autocast(query, key, value)
         selection = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        query, key, value = _batches(query, key, value)
+        # Torch expands what it gives to these two; other ops get one key head for all query heads.
+        is_expanded = isinstance(selection, Bypassed) or selection is efficient.EFFICIENT
+        query, key, value = _batches(query, key, value) if is_expanded else _four_dims(query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -186,8 +188,12 @@ def _is_left_to_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa:
 def _batches(*tensors: Tensor) -> list[Tensor]:
     """Return tensors of equal dims, broadcast to (B, H, S, D)."""
     batch = _broadcast("query, key and value", *(x.shape[:-2] for x in tensors))
-    expanded = [x.expand(*batch, *x.shape[-2:]) for x in tensors]
-    return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in expanded]
+    return _four_dims(*(x.expand(*batch, *x.shape[-2:]) for x in tensors))
+
+
+def _four_dims(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors as (B, H, S, D), whatever dims they have before S."""
+    return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in tensors]
 
 
 def _check_mask(query: Tensor, key: Tensor, mask: Tensor, enable_gqa: bool) -> None:
