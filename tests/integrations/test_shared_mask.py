@@ -6,15 +6,15 @@ import pytest
 import torch
 import transformers
 from support import transformers_models as models
+from support.transformers_models import CACHE
 from transformers import masking_utils
 
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.integrations.shared_mask import shared_mask
 from attnreg.integrations.transformers import attention
 
-# Renamed by transformers 5.24; 5.10 brought `block_sequence_ids`.
+# 5.10 brought `block_sequence_ids`.
 _PARAMETERS = inspect.signature(masking_utils.create_causal_mask).parameters
-CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"
 
 
 def call(mask, length=6, module=None, **options):
