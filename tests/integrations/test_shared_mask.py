@@ -221,6 +221,8 @@ def test_a_model_that_adds_a_mask_of_one_query_to_its_scores_is_refused():
     sizes = models.ENCODER | {"num_hidden_layers": 1, "visual_embedding_dim": 8}
     config = transformers.VisualBertConfig(**sizes)
     one = transformers.AutoModel.from_config(config, attn_implementation="attnreg")
+    if "create_bidirectional_mask" not in vars(inspect.getmodule(type(one))):
+        pytest.skip("this transformers' VisualBERT computes attention by itself, with a mask of its own")
     ids = models.documents(lengths=(12,))[0]
     with pytest.raises(UnsupportedInputError) as error:
         one(input_ids=ids, attention_mask=torch.ones_like(ids))
