@@ -8,6 +8,8 @@ Names, arguments, defaults, layouts and results are those of flash-attn 2.8. Her
 - `kvcache`, `kvcache_checks`: decoding with a cache.
 - `bert_padding`: removes padding and restores it.
 - `rotary`: rotates heads by their positions.
+- `directions`: a forward or a backward alone, without autograd.
+- `private`: the names that programs import beside the public ones.
 - `activation`: makes all of it importable as `flash_attn`.
 
 May import `varlen` and all below it.

@@ -22,7 +22,7 @@ from typing import Any
 
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import RegistrationError
-from attnreg.flash_attn import bert_padding, functions, kvcache, rotary
+from attnreg.flash_attn import bert_padding, functions, kvcache, private, rotary
 
 NAME, DISTRIBUTION = "flash_attn", "flash-attn"
 VERSION = "2.8.3+attnreg"
@@ -52,19 +52,20 @@ _PADDING = {
     )
 }
 
-
-def _get_block_size_n(*_: Any) -> int:
-    """Return the keys of a block, by which flash-attention's own tests rescale weights with dropout.
-
-    flash-attn's kernels write weights relative to the highest score of a block and the blocks after it.
-    `dropped_weights` returns weights relative to the highest of all scores, as with a single block.
-    """
-    return 2**31 - 1
-
-
-# Names that programs, and flash-attention's own tests, import beside the functions.
-_PRIVATE = {"_get_block_size_n": _get_block_size_n, "USE_TRITON_ROCM": False}
-_ROTARY = {"apply_rotary_emb": rotary.apply_rotary_emb, "apply_rotary_emb_func": rotary.apply_rotary_emb}
+# What each module of `flash_attn` has. One whose name begins others' is a package.
+_CONTENTS: dict[str, dict[str, Any]] = {
+    NAME: _FUNCTIONS | {"__version__": VERSION},
+    f"{NAME}.flash_attn_interface": _FUNCTIONS | private.NAMES,
+    f"{NAME}.bert_padding": _PADDING,
+    f"{NAME}.layers": {},
+    f"{NAME}.layers.rotary": {
+        "apply_rotary_emb": rotary.apply_rotary_emb,
+        "apply_rotary_emb_func": rotary.apply_rotary_emb,
+    },
+    f"{NAME}.ops": {},
+    f"{NAME}.ops.triton": {},
+    f"{NAME}.ops.triton.rotary": {"apply_rotary": rotary.apply_rotary},
+}
 
 _lock = open_after_fork(threading.RLock())
 # The modules of that name that `activate` replaced; None while it isn't active.
@@ -153,15 +154,10 @@ def _present() -> list[str]:
 
 def _modules() -> dict[str, ModuleType]:
     """Return new modules, the package's and those below it, by their full names."""
-    interface, padding = (f"{NAME}.{name}" for name in ("flash_attn_interface", "bert_padding"))
-    layers = f"{NAME}.layers"
-    modules = {
-        NAME: _module(NAME, _FUNCTIONS | {"__version__": VERSION}, is_package=True),
-        interface: _module(interface, _FUNCTIONS | _PRIVATE),
-        padding: _module(padding, _PADDING),
-        layers: _module(layers, {}, is_package=True),
-        f"{layers}.rotary": _module(f"{layers}.rotary", _ROTARY),
-    }
+    modules = {}
+    for name, contents in _CONTENTS.items():
+        is_package = any(other.startswith(f"{name}.") for other in _CONTENTS)
+        modules[name] = _module(name, contents, is_package)
     for name, module in modules.items():
         package, _, own = name.rpartition(".")
         if package:
@@ -169,13 +165,13 @@ def _modules() -> dict[str, ModuleType]:
     return modules
 
 
-def _module(name: str, contents: dict[str, Any], is_package: bool = False) -> ModuleType:
+def _module(name: str, contents: dict[str, Any], is_package: bool) -> ModuleType:
     module = ModuleType(name, f"attnreg's stand-in for {name}; attnreg.flash_attn.deactivate() takes it out.")
     module.__spec__ = ModuleSpec(name, None, origin=__file__, is_package=is_package)
     module.__file__ = __file__
     module.__package__ = name if is_package else name.rpartition(".")[0]
     if is_package:
-        module.__path__ = []  # importing another module, such as `flash_attn.ops`, is a ModuleNotFoundError
+        module.__path__ = []  # importing others, such as `flash_attn.losses`, is a ModuleNotFoundError
     vars(module).update(contents)
     return module
 

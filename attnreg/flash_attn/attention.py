@@ -8,6 +8,7 @@ and function transforms, which have to see an op, a dense call becomes a packed 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -70,6 +71,8 @@ def naming(names: dict[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 error.args = (word.sub(lambda match: names[match[1]], str(error)),)
                 raise
 
+        # For what doesn't follow `__wrapped__`: programs ask inspect.getfullargspec for the parameters.
+        vars(named)["__signature__"] = inspect.signature(function)
         return named
 
     return decorated

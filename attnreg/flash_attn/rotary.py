@@ -1,4 +1,4 @@
-"""Rotates heads by the positions of their tokens, as `flash_attn.layers.rotary.apply_rotary_emb` does."""
+"""Rotates heads by their tokens' positions, as flash-attn's `apply_rotary_emb` and `apply_rotary` do."""
 
 from __future__ import annotations
 
@@ -75,6 +75,31 @@ def apply_rotary_emb(
         out = rotated(x[None], at[None], cos, sin, interleaved)[0]
         out = torch.where(is_of_none[:, None, None], x, out)
     return x.copy_(out) if inplace else out
+
+
+@torch.no_grad()
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Return `apply_rotary_emb` without a gradient, as `flash_attn.ops.triton.rotary.apply_rotary` does.
+
+    Args:
+        x: (B, S, H, D), or (T, H, D) with `cu_seqlens`; floating point.
+        cos, sin: (positions, rotary dim / 2); floating point.
+        conjugate: whether to rotate in the opposite direction.
+
+    Further arguments, the result and errors are as for `apply_rotary_emb`.
+    """
+    sin = -sin if conjugate and isinstance(sin, Tensor) else sin
+    return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
 def positions(first: Tensor, count: int) -> Tensor:

@@ -10,6 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnreg
+from attnreg.core.aten import bypassed, cpu, efficient
+from attnreg.core.aten.bypassed import Bypassed
 from attnreg.core.aten.routing import TORCH_VERSION
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
@@ -199,9 +201,12 @@ REFUSED = {
 }
 BROADCAST = {
     "one key for all of the batch": of_shapes((2, 4, 7, 8), *[(1, 4, 7, 8)] * 2),
-    "one key head": of_shapes((2, 4, 7, 8), *[(2, 1, 7, 8)] * 2),
     "five dims": of_shapes(*[(2, 3, 4, 7, 8)] * 3),
 }
+ONE_KEY_HEAD = of_shapes((2, 4, 7, 8), *[(2, 1, 7, 8)] * 2)
+OF_HEADS = "query and key must have the same number of heads, got 4 and 1"
+if TORCH_VERSION < (2, 15):
+    BROADCAST["one key head"] = ONE_KEY_HEAD
 
 
 @pytest.mark.parametrize(("inputs", "options"), REFUSED.values(), ids=REFUSED)
@@ -220,6 +225,54 @@ def test_explain_says_that_torchs_math_kernel_takes_what_it_broadcasts(inputs, r
         assert ran() == {}
     assert explained.runs
     assert str(explained).startswith("forward on cpu: torch's math kernel, by torch's own selector")
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["of a batch", "without a batch"])
+def test_one_key_head_is_explained_as_it_runs(fake, ran, batched):
+    inputs = ONE_KEY_HEAD if batched else [x[0] for x in ONE_KEY_HEAD]
+    with attnreg.register_backend(fake("equal", gqa=False).backend):
+        explained = attnreg.explain(*inputs)
+        F.scaled_dot_product_attention(*inputs)
+    if TORCH_VERSION < (2, 15):
+        assert (explained.backend, ran()) == (MATH, {})
+        return
+    assert explained.rejected["equal"] == (OF_HEADS,)
+    (row,) = attnreg.stats().fallbacks
+    assert (row.backend, row.reason, explained.spec.heads_k) == ("equal", OF_HEADS, 1)
+    assert ran() == {explained.backend: (1, 0)}
+
+
+@pytest.mark.parametrize("choice", ["cpu", "efficient", "math"])
+def test_the_heads_that_are_explained_are_those_of_torchs_choice(fake, monkeypatch, choice):
+    natives = {"cpu": cpu.CPU, "efficient": efficient.EFFICIENT, "math": Bypassed(MATH, "a test")}
+    monkeypatch.setattr("attnreg.tools.explanation.call_spec.selected", lambda *_: natives[choice])
+    with attnreg.register_backend(fake("equal", gqa=False).backend):
+        explained = [attnreg.explain(*inputs) for inputs in (ONE_KEY_HEAD, [x[0] for x in ONE_KEY_HEAD])]
+    for one, batch in zip(explained, (2, 1), strict=True):
+        assert (one.spec.batch, one.spec.heads_k) == (batch, 1 if choice == "cpu" else 4)
+        assert one.backend == (MATH if choice == "math" else choice if choice == "cpu" else "equal")
+        assert choice != "cpu" or one.rejected["equal"] == (OF_HEADS,)
+
+
+@pytest.mark.parametrize("broadcasts", [True, False], ids=["as from torch 2.15 on", "as before"])
+def test_one_key_head_is_a_reason_where_torchs_flash_kernel_refuses_it(monkeypatch, broadcasts):
+    monkeypatch.setattr(bypassed, "BROADCASTS", broadcasts)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.MATH.value)
+    query, key, value = ONE_KEY_HEAD
+    heads = "without enable_gqa query, key and value must have as many heads, got [4, {}, {}]"
+    narrow = "head_dim of the value must be that of the query, 8, got 4"
+    of_mask = "attn_mask must have 2 or 4 dimensions, got 3"
+    dropout, mask = "dropout_p must be 0 on a CPU, got 0.5", torch.ones(4, 7, 7, dtype=torch.bool)
+    one, two, dims = heads.format(1, 1), heads.format(2, 2), "tensors must have 4 dimensions, got 3"
+    for given, options, as_before, now in (
+        ((query, key, value[..., :4]), {}, f"{one}; {narrow}", narrow),
+        ((query, key, value), {"attn_mask": mask}, f"{one}; {of_mask}", of_mask),
+        ((query[0], key[0], value[0, ..., :4]), {}, f"{dims}; {narrow}", narrow),
+        ((query[0],) * 3, {"attn_mask": mask, "dropout_p": 0.5}, f"{dims}; {of_mask}; {dropout}", dropout),
+        ((query, query[:, :2], query[:, :2]), {}, two, two),
+    ):
+        call = bypassed.SdpaCall(*given, **options)
+        assert bypassed.selected(*call).reason == (now if broadcasts else as_before)
 
 
 @pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)

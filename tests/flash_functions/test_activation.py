@@ -3,8 +3,10 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 import types
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,8 +14,9 @@ import torch
 from packaging.version import Version
 from support.processes import forked, python
 
+import attnreg
 from attnreg.errors import RegistrationError
-from attnreg.flash_attn import activation, bert_padding, functions, kvcache, rotary
+from attnreg.flash_attn import activation, bert_padding, directions, functions, kvcache, private, rotary
 
 # What a program does with flash-attn; it knows nothing of attnreg.
 PROGRAM = """
@@ -126,8 +129,8 @@ def test_what_stands_in_has_all_of_flash_attns_functions_and_is_gone_after():
     assert Version(stand_in.__version__) >= Version("2.8.3")
     assert importlib.metadata.metadata("flash-attn")["Summary"].startswith("attnreg.flash_attn")
     assert "flash-attn" not in {one.name for one in importlib.metadata.distributions(path=["."])}
-    with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.ops'"):
-        importlib.import_module("flash_attn.ops")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'flash_attn\.losses'"):
+        importlib.import_module("flash_attn.losses")
     activation.deactivate()
     activation.deactivate()
     with pytest.raises(ImportError, match=r"cannot import name|No module named"):
@@ -137,17 +140,39 @@ def test_what_stands_in_has_all_of_flash_attns_functions_and_is_gone_after():
         importlib.metadata.version("flash-attn")
 
 
-def test_what_flash_attentions_own_tests_import_is_there():
+# What is imported beside the public functions: by flash-attention's own tests, diffusers, ring attention and
+# Ulysses, and with a `find_spec("flash_attn")` alone before it by inference servers.
+IMPORTED = """
+from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
+from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward
+from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward, maybe_contiguous
+from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward, round_multiple
+from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward
+from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward
+from flash_attn.flash_attn_interface import FlashAttnFunc, FlashAttnVarlenFunc
+from flash_attn.flash_attn_interface import FlashAttnKVPackedFunc, FlashAttnVarlenKVPackedFunc
+from flash_attn.flash_attn_interface import FlashAttnQKVPackedFunc, FlashAttnVarlenQKVPackedFunc
+from flash_attn.ops.triton.rotary import apply_rotary
+"""
+
+
+def test_what_programs_import_beside_the_public_functions_is_there():
     activation.activate()
-    exec(  # noqa: S102
-        "from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM\n"
-        "from flash_attn.layers.rotary import apply_rotary_emb",
-        found := {},
-    )
+    exec(IMPORTED, found := {})  # noqa: S102
     assert found["apply_rotary_emb"] is rotary.apply_rotary_emb
+    assert found["apply_rotary"] is rotary.apply_rotary
+    assert found["_wrapped_flash_attn_forward"] is directions.flash_attn_forward
     assert found["USE_TRITON_ROCM"] is False
     one_block = found["_get_block_size_n"]("cuda", 64, True, False)
     assert [part.shape for part in torch.zeros(2, 9000).split(one_block, dim=-1)] == [(2, 9000)]
+
+
+def test_the_docs_page_has_every_such_name():
+    page = Path(attnreg.__file__).parents[1] / "docs" / "flash-attn.md"
+    text = page.read_text(encoding="utf-8")
+    assert [name for name in private.NAMES if f"`{name}`" not in text] == []
+    assert set(re.findall(r"`((?:_wrapped)?_flash_attn_\w+)`", text)) <= private.NAMES.keys()
 
 
 def test_a_program_may_reload_the_stand_in_and_import_it_anew():
@@ -160,7 +185,7 @@ def test_a_program_may_reload_the_stand_in_and_import_it_anew():
     assert made.flash_attn_func is functions.flash_attn_func
     assert importlib.util.find_spec("flash_attn").origin == activation.__file__
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("flash_attn.ops")
+        importlib.import_module("flash_attn.losses")
     activation.deactivate()
     assert "flash_attn" not in sys.modules
     assert activation._finder.find_spec("flash_attn") is None

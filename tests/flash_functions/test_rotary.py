@@ -5,7 +5,7 @@ import torch
 from support import truth
 
 from attnreg import InvalidInputError
-from attnreg.flash_attn.rotary import apply_rotary_emb
+from attnreg.flash_attn.rotary import apply_rotary, apply_rotary_emb
 
 POSITIONS, HALF = 20, 3
 
@@ -97,3 +97,13 @@ def test_compiled_on_a_cpu_a_position_that_the_tables_lack_is_an_error(first):
     with pytest.raises(RuntimeError, match="cos and sin, by position: got a number below 0, or one that is"):
         rotate(x, *tables(), seqlen_offsets=offsets)
     torch._dynamo.reset()
+
+
+def test_the_kernels_function_has_no_gradient_and_rotates_back_on_request():
+    cos, sin = tables()
+    x = torch.randn(2, 5, 2, 8, requires_grad=True)
+    out = apply_rotary(x, cos, sin, 3, None, None, True)
+    assert torch.equal(out, apply_rotary_emb(x, cos, sin, True, seqlen_offsets=3)) and not out.requires_grad
+    back = apply_rotary(out, cos, sin, seqlen_offsets=3, interleaved=True, inplace=True, conjugate=True)
+    assert back is out
+    torch.testing.assert_close(back, x.detach())

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from support import transformers_models as models
 from transformers import modeling_flash_attention_utils
 from transformers.utils import import_utils
@@ -75,6 +76,8 @@ def test_the_images_of_a_vision_tower_are_one_call_in_each_layer():
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_continuous_batching_generates_what_generate_does(name, caplog):
+    if Version(transformers.__version__) < Version("5.9"):
+        pytest.skip("this transformers imports flash_attn for it, whatever the implementation is called")
     docs = models.documents()
     one = models.model(name, "eager")
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}

@@ -7,6 +7,7 @@ of eager where a model has no other, whatever lies beside them.
 import pytest
 import torch
 import transformers
+from support.transformers_models import CACHE
 
 import attnreg
 from attnreg.errors import InvalidInputError, UnsupportedInputError
@@ -112,7 +113,7 @@ def bert_with_a_prefix():
         for layer, (key, value) in enumerate(prefix):
             cache.update(key, value, layer)
         whole = torch.cat([torch.ones_like(mask[:, :3]), mask], 1)
-        return one(tokens(), attention_mask=whole, past_key_values=cache).last_hidden_state[mask.bool()]
+        return one(tokens(), attention_mask=whole, **{CACHE: cache}).last_hidden_state[mask.bool()]
 
     return results, one
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.processes import forked
 
 import attnreg
 
@@ -172,3 +173,35 @@ def test_a_pipeline_makes_the_images_of_torchs_own_kernel_on_the_registered_back
         got = images()
     assert ran() == {"math": (calls, 0)}
     torch.testing.assert_close(got, expected)
+
+
+# diffusers looks for flash-attn when it is imported. What the backends "flash" and "flash_varlen" call, and
+# what they call where a sequence is spread over ranks, is compared with PyTorch's function.
+WITH_FLASH_ATTN = """
+import torch, torch.nn.functional as F, attnreg
+from diffusers.models import attention_dispatch as dispatch
+q, k, v = torch.randn(3, 2, 10, 4, 16, requires_grad=True)
+grad = torch.randn(2, 10, 4, 16)
+for causal in (False, True):
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2)
+    expected = out, *torch.autograd.grad(out, (q, k, v), grad)
+    attnreg.reset_stats()
+    for name in ("flash", "flash_varlen"):
+        with dispatch.attention_backend(name):
+            out = dispatch.dispatch_attention_fn(q, k, v, is_causal=causal)
+        found = out, *torch.autograd.grad(out, (q, k, v), grad)
+        torch.testing.assert_close(found, expected)
+    ctx = torch.autograd.function.FunctionCtx()
+    out, lse = dispatch._flash_attention_forward_op(ctx, q, k, v, is_causal=causal, return_lse=True)
+    assert not out.requires_grad and lse.shape == (2, 10, 4), lse.shape
+    ctx.saved_tensors = ctx.to_save
+    found = out, *dispatch._flash_attention_backward_op(ctx, grad)
+    torch.testing.assert_close(found, expected)
+    print(sorted(attnreg.stats().calls.values(), key=str))
+"""
+
+
+def test_its_flash_backends_run_on_what_stands_in_for_flash_attn():
+    run = forked(WITH_FLASH_ATTN, ATTNREG_AS_FLASH_ATTN="1")
+    assert run.stdout == "[{'forward': 3, 'backward': 3}]\n" * 2, run.stderr

@@ -3,12 +3,14 @@
 Nothing of the masks is read back then: what torch.jit.trace records is right for other masks and documents.
 """
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from support import transformers_models as models
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.masking_utils import sdpa_mask
 
 import attnreg
 from attnreg import flash_attn
@@ -56,6 +58,10 @@ def assert_right(name, run, given, lengths, second):
 
 
 def traced(forward, given):
+    # It takes the lengths, which are tensors in a trace, for something else.
+    if "isinstance(q_length" in inspect.getsource(sdpa_mask):
+        pytest.skip("this transformers makes no mask in a trace, with its own sdpa either")
+
     class Traced(torch.nn.Module):
         def forward(self, *inputs):
             return forward(*inputs)

@@ -2,12 +2,20 @@
 
 import copy
 import functools
+import inspect
 import math
 
 import torch
 import transformers
+from transformers import masking_utils
 from transformers.utils import generic
 
+# The argument with earlier keys and values, of models and of functions that make masks: 5.24 has renamed it.
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters
+    else "past_key_values"
+)
 LENGTHS = (7, 12, 3)
 SIZES = {
     "vocab_size": 64,

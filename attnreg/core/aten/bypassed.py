@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
+from attnreg.core.aten.routing import TORCH_VERSION
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import counters, scope, trace
 from attnreg.core.dispatch.planning import Native, device_of
@@ -40,6 +41,8 @@ ROUTED = {
     ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
     ("cuda", SDPBackend.EFFICIENT_ATTENTION): efficient.EFFICIENT,
 }
+# Whether the flash kernel takes tensors (H, S, D), and one key head for all query heads without enable_gqa.
+BROADCASTS = TORCH_VERSION >= (2, 15)
 SDPA_NAME = "scaled_dot_product_attention"
 SDPA = f"F.{SDPA_NAME}"
 MATH = "torch's math kernel"
@@ -137,6 +140,9 @@ def _against_flash_on_cpu(
     enable_gqa: bool,
 ) -> Iterator[str]:
     """Yield why torch doesn't choose the flash kernel: conditions of its `use_flash_attention_cpp`."""
+    if BROADCASTS and query.dim() == key.dim() == value.dim() == 3:
+        query, key, value = query[None], key[None], value[None]
+        attn_mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     named = {"query": query, "key": key, "value": value}
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
@@ -146,7 +152,8 @@ def _against_flash_on_cpu(
         batches, heads = ([x.shape[dim] for x in named.values()] for dim in (0, 1))
         if len(set(batches)) > 1:
             yield f"query, key and value must have one batch size, got {batches}"
-        if len(set(heads)) > 1 and not enable_gqa:
+        shares_one = BROADCASTS and heads[1:] == [1, 1]
+        if len(set(heads)) > 1 and not (enable_gqa or shares_one):
             yield f"without enable_gqa query, key and value must have as many heads, got {heads}"
     if attn_mask is not None and attn_mask.dim() not in (2, 4):
         yield f"attn_mask must have 2 or 4 dimensions, got {attn_mask.dim()}"

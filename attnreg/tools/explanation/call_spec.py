@@ -149,7 +149,10 @@ def dense(
         # Of these the selector has to see the dims; all else is as with a batch of heads.
         query, key, value = autocast(query, key, value)
         selection = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        query, key, value = _batches(enable_gqa, query, key, value)
+        # Torch expands what it gives to these two; other ops get one key head for all query heads.
+        is_expanded = isinstance(selection, Bypassed) or selection is efficient.EFFICIENT
+        tensors = query, key, value
+        query, key, value = _batches(enable_gqa, *tensors) if is_expanded else _four_dims(*tensors)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise InvalidInputError(
@@ -198,8 +201,12 @@ def _batches(enable_gqa: bool, *tensors: Tensor) -> list[Tensor]:
             "(..., heads, length, head_dim)"
         )
     batch = _broadcast("query, key and value", *(x.shape[:-own] for x in tensors))
-    expanded = [x.expand(*batch, *x.shape[-own:]) for x in tensors]
-    return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in expanded]
+    return _four_dims(*(x.expand(*batch, *x.shape[-own:]) for x in tensors))
+
+
+def _four_dims(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors as (B, H, S, D), whatever dims they have before S."""
+    return [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x.flatten(0, -4) for x in tensors]
 
 
 def _check_mask(query: Tensor, key: Tensor, mask: Tensor, enable_gqa: bool) -> None:
