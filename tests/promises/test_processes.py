@@ -127,18 +127,20 @@ import torch, torch.nn.functional as F
 import attnreg
 from attnreg.core import registry
 from attnreg.core.dispatch import counters, scope
-from attnreg.core.registry import entry
+from attnreg.core.registry import loading
 from attnreg.core.torchlib import captured
 
-names = ("registry.lock", "counters._lock", "entry._loading", "captured._lock", "scope._lock")
-locks = [registry.lock, counters._lock, entry._loading, captured._lock, scope._lock]
+names = ("registry.lock", "counters._lock", "loading._changed", "captured._lock", "scope._lock")
+locks = [registry.lock, counters._lock, loading._changed, captured._lock, scope._lock]
 attnreg.install()
 inputs = torch.randn(3, 1, 2, 8, 16)
 expected = F.scaled_dot_product_attention(*inputs)
 attnreg.reset_stats()
 held, over = threading.Event(), threading.Event()
+loads = registry.find("cpu")
 
 def hold():
+    loading._loaders[loads], loads._kernels = threading.get_ident(), None
     for lock in locks:
         lock.acquire()
     held.set()
@@ -164,6 +166,7 @@ if not child:
         attnreg.varlen_attn(*packed, offsets, offsets, 8, 8)
     with attnreg.use_backend("math"):
         F.scaled_dot_product_attention(*inputs)
+    loads.kernels()
     print(attnreg.stats().calls, flush=True)
     os._exit(0)
 status = os.waitpid(child, 0)[1]

@@ -1,8 +1,13 @@
 """Promises of `locks.ORDER`: no two threads wait for each other, whatever they do."""
 
+import builtins
+import contextlib
+import functools
 import importlib
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,9 +20,13 @@ from attnreg import flash_attn
 from attnreg.backends import math
 from attnreg.core import registry
 from attnreg.core.policy import current as policy
+from attnreg.core.registry.entry import Entry
+from attnreg.core.registry.loading import PAUSE
 from attnreg.core.torchlib import locks
+from attnreg.errors import RegistrationError
 
 ROOT = Path(attnreg.__file__).parent
+LOADING = "core.registry.loading.alone"  # a block, of each backend
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
 
 
@@ -30,7 +39,7 @@ def places():
 
 
 def test_every_lock_has_its_place_in_the_order():
-    assert sorted(places()) == sorted(locks.ORDER)
+    assert sorted([*places(), LOADING]) == sorted(locks.ORDER)
 
 
 class Watched:
@@ -57,6 +66,19 @@ class Watched:
         self.lock.release()
 
 
+def watched(name, lock, taken):
+    """Return a lock, or a block that only one thread may be in, that is watched."""
+    if not callable(lock):
+        return Watched(name, lock, taken)
+
+    @contextlib.contextmanager
+    def block(*arguments):
+        with Watched(name, threading.RLock(), taken), lock(*arguments) as value:
+            yield value
+
+    return block
+
+
 class Taken:
     """Which locks were taken by a thread that had which others."""
 
@@ -77,10 +99,12 @@ def taken(monkeypatch):
         module, _, name = place.rpartition(".")
         if hasattr(importlib.import_module(f"attnreg.{module}"), name):  # else it is an object's
             lock = getattr(importlib.import_module(f"attnreg.{module}"), name)
+            if isinstance(lock, threading.Condition):  # nothing runs behind it
+                continue
             for other in [*importlib.sys.modules.values()]:
                 if (getattr(other, "__name__", None) or "").startswith("attnreg"):
                     for alias in [alias for alias, one in vars(other).items() if one is lock]:
-                        monkeypatch.setattr(other, alias, Watched(place, lock, seen))
+                        monkeypatch.setattr(other, alias, watched(place, lock, seen))
     return seen
 
 
@@ -134,7 +158,7 @@ def test_whatever_a_program_does_it_takes_locks_in_one_order(taken, routers, tmp
     attnreg.uninstall()
     attnreg.install()
     assert attnreg.stats().calls
-    assert ("core.registry.entry._loading", "core.registry.lock") in taken.pairs
+    assert (LOADING, "core.registry.lock") in taken.pairs
     assert ("core.dispatch.trace._writing", "core.dispatch.trace._lock") in taken.pairs
     assert taken.against(locks.ORDER) == []
 
@@ -171,6 +195,129 @@ def test_while_a_backend_loads_other_threads_call_the_others():
         attnreg.register_backend(slow).remove()
         assert ended(thread)
     assert found == [True]
+
+
+def backend_of(name, load):
+    return attnreg.Backend(name=name, forward=math.EVERYTHING, backward=math.EVERYTHING, load=load)
+
+
+def test_while_a_backend_loads_others_are_looked_for_and_loaded():
+    loading, over, waited = threading.Event(), threading.Event(), []
+
+    def load():
+        loading.set()
+        waited.append(over.wait(20))
+        return math.BACKEND.load()
+
+    slow = Entry("slow", "a test", backend_of("slow", load))
+    thread = in_thread(slow.kernels)
+    loading.wait(20)
+    other = Entry("other", "a test", backend_of("other", math.BACKEND.load))
+    assert other.unavailable() == ""
+    assert other.kernels() == math.BACKEND.load()
+    over.set()
+    assert ended(thread)
+    assert waited == [True]
+
+
+def outcomes(*functions):
+    """Return what functions return or raise, each in a thread of its own."""
+    with ThreadPoolExecutor(len(functions)) as pool:
+        running = [pool.submit(function) for function in functions]
+        return [future.exception(20) or future.result() for future in running]
+
+
+def test_backends_that_wait_for_each_other_are_an_error_that_says_so():
+    barrier = threading.Barrier(2)
+
+    def load(other):
+        barrier.wait(20)
+        entries[other].kernels()
+        return math.BACKEND.load()
+
+    entries = {
+        name: Entry(name, "a test", backend_of(name, functools.partial(load, other)))
+        for name, other in (("one", "two"), ("two", "one"))
+    }
+    errors = outcomes(*(entry.kernels for entry in entries.values()))
+    (error,) = [error for error in errors if isinstance(error.__cause__, RegistrationError)]
+    first = str(error).split()[0]
+    second = "two" if first == "one" else "one"
+    assert str(error) == (
+        f"{first} failed to load: RegistrationError: {second} is needed here, and would never be loaded: "
+        f"this thread waits for {second}, which another thread loads; that thread waits for {first}, which "
+        "this thread loads; expected that a module calls no attention while it is imported, nor load() on a "
+        "backend that another thread loads"
+    )
+
+
+@pytest.mark.parametrize("first", ["the import", "the load"])
+def test_a_module_that_waits_for_a_backend_whose_load_imports_it_is_an_error(tmp_path, monkeypatch, first):
+    """Python finds circles of modules alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"waits_for_a_backend_{first[4:]}"
+    (tmp_path / f"{name}.py").write_text("import builtins\nbuiltins.needs_a_backend()\n")
+    loading, importing = threading.Event(), threading.Event()
+
+    def load():
+        loading.set()
+        importing.wait(20)
+        if first == "the import":  # which waits for the backend by now
+            time.sleep(2 * PAUSE)
+        importlib.import_module(name)
+        return math.BACKEND.load()
+
+    def need():
+        if threading.get_ident() != loader:
+            importing.set()
+            if first == "the load":
+                time.sleep(2 * PAUSE)
+            entry.kernels()
+
+    def run():
+        nonlocal loader
+        loader = threading.get_ident()
+        return entry.kernels()
+
+    loader = 0
+    monkeypatch.setattr(builtins, "needs_a_backend", need, raising=False)
+    entry = Entry("mine", "a test", backend_of("mine", load))
+    kernels, error = outcomes(run, lambda: loading.wait(20) and importlib.import_module(name))
+    assert kernels == math.BACKEND.load()
+    assert isinstance(error, RegistrationError)
+    assert str(error).startswith(
+        "mine is needed here, and would never be loaded: this thread waits for mine, which another thread "
+        f"loads; that thread waits for the module {name}, which this thread loads; expected that a "
+        "module calls no attention while it is imported"
+    )
+
+
+def test_backends_whose_packages_import_each_other_load_in_two_threads(tmp_path, monkeypatch):
+    """Python gives one of the threads half a module."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, other in (("half_a", "half_b"), ("half_b", "half_a")):
+        code = f"import builtins\nbuiltins.pass_once()\nimport {other}\nvalue = 1\n{other}.value\n"
+        (tmp_path / f"{name}.py").write_text(
+            code if name == "half_a" else code.replace(f"{other}.value\n", "")
+        )
+    barrier = threading.Barrier(2)
+
+    def pass_once():
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(5)
+            barrier.abort()
+
+    monkeypatch.setattr(builtins, "pass_once", pass_once, raising=False)
+
+    def load(name):
+        importlib.import_module(name).value  # noqa: B018
+        return math.BACKEND.load()
+
+    entries = [
+        Entry(name, "a test", backend_of(name, functools.partial(load, name)))
+        for name in ("half_a", "half_b")
+    ]
+    assert outcomes(*(entry.kernels for entry in entries)) == [math.BACKEND.load()] * 2
 
 
 @pytest.mark.parametrize("verb", ["a first call", "configure", "reload"])

@@ -96,8 +96,8 @@ variable: ContextVar[ScopedChoice | None] = ContextVar("attnreg_choice", default
 _IN_TORCHS_STATE = "attnreg_choice"
 # By names of their own: Dynamo compiles a function that looks anything up in torch, as far as it can.
 _stash = torch._C._stash_obj_in_tls
-# Torch 2.13 and later. A thread that ends with an object in torch's state acquires the interpreter's lock after
-# `Thread.join` has returned, and ends the process with SIGABRT if the interpreter is ending meanwhile.
+# Torch 2.13 and later. A thread that ends with an object in torch's state acquires the interpreter's lock
+# after `Thread.join` has returned. If the interpreter is ending by then, that ends the process with SIGABRT.
 _erase: Callable[[str], object] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 # An earlier torch never erases, so a build without GPUs, whose backwards stay on their thread, keeps nothing.
 _passes_on = _erase is not None or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
