@@ -5,7 +5,8 @@ values, so a reader never sees half a change. `generation` is replaced at every 
 derive from the registry is valid for as long as the generation is the same object.
 
 `entry` has what is known of one backend, `loading` which thread loads it. `discovery` finds backends,
-`known_issues` has kernels that are wrong in some versions. May import: `adaptation` and all below it, but no backend.
+`known_issues` has kernels that are wrong in some versions. May import: `adaptation` and all below it, but no
+backend.
 """
 
 from __future__ import annotations
