@@ -339,7 +339,7 @@ def test_no_module_of_a_backend_is_imported_behind_the_registrys_lock(monkeypatc
 
 
 THREADS = """
-import faulthandler, random, sys, threading, time
+import contextlib, faulthandler, random, sys, threading, time
 from pathlib import Path
 import torch, torch.nn.functional as F
 import attnreg
@@ -347,63 +347,132 @@ from attnreg.backends import math
 from attnreg.flash_attn import flash_attn_varlen_func
 from attnreg.core.torchlib import building, captured
 
-building.built = lambda: Path(sys.argv[1])
+built, routers, seconds, folder = sys.argv[1:]
+building.built = lambda: Path(built)
 attnreg.install()
-assert captured.call_cache_in_use is (sys.argv[2] == "compiled")
-faulthandler.dump_traceback_later(60, exit=True)
-errors, end, rounds = [], time.monotonic() + 4, [0] * 8
+assert captured.call_cache_in_use is (routers == "compiled")
+faulthandler.dump_traceback_later(60 + 2 * float(seconds), exit=True)
+errors, end = [], time.monotonic() + float(seconds)
+kernels, own = math.BACKEND.load(), threading.local()
 
-class Own:
-    def __init__(self, number):
-        self.backend = attnreg.Backend(
-            name=f"own {number}", forward=math.EVERYTHING, backward=math.EVERYTHING, load=math.BACKEND.load
-        )
+def noting(name, kernel):
+    def run(*arguments):
+        own.ran = (*getattr(own, "ran", ()), name)
+        return kernel(*arguments)
+    return run
 
-def attend(length):
-    inputs = [torch.randn(length, 2, 8, requires_grad=True) for _ in range(3)]
+def backend(name):
+    forward, backward = (noting(f"{name} {kind}", getattr(kernels, kind)) for kind in ("forward", "backward"))
+    return attnreg.Backend(
+        name=name, forward=math.EVERYTHING, backward=math.EVERYTHING,
+        load=lambda: attnreg.Kernels(forward, backward),
+    )
+
+mine = [attnreg.register_backend(backend(name)).backend for name in ("mine", "yours")]
+
+class Calls:
+    # Torch can't remove a kernel that another thread runs: `uninstall` waits for all calls, and they for it.
+    def __init__(self):
+        self.running, self.changed = 0, threading.Condition()
+
+    def __enter__(self):
+        with self.changed:
+            self.running += 1
+
+    def __exit__(self, *_):
+        with self.changed:
+            self.running -= 1
+            self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def none(self):
+        with self.changed:
+            self.changed.wait_for(lambda: not self.running)
+            yield
+
+calls = Calls()
+
+def dense(inputs):
+    return F.scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in inputs))
+
+def packed(inputs, attend=attnreg.varlen_attn, **options):
+    length = len(inputs[0])
     offsets = torch.tensor([0, 1, length], dtype=torch.int32)
-    lengths = offsets, offsets, length, length
-    out = attnreg.varlen_attn(*inputs, *lengths)
-    F.scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in inputs)).sum().backward()
-    out.sum().backward()
-    flash_attn_varlen_func(*inputs, *lengths, deterministic=True).sum().backward()
+    return attend(*inputs, offsets, offsets, length, length, **options)
 
-def choose(number):
-    with attnreg.use_backend("math"):
-        attend(3 + random.randrange(9))
+def qkv(length):
+    return [torch.randn(length, 2, 8, requires_grad=True) for _ in range(3)]
 
-verbs = [
-    choose, choose,
-    lambda number: attnreg.configure({"policy": random.choice(["order", "adaptive"])}),
-    lambda number: attnreg.reload(),
-    lambda number: attnreg.register_backend("math").remove(),
-    lambda number: attnreg.register_backend(Own(number).backend).remove(),
-    lambda number: attend(3 + random.randrange(40)),
-    lambda number: (attnreg.stats(), attnreg.explain(*torch.randn(3, 1, 2, 8, 16))),
-]
+def attend():
+    inputs = qkv(3 + random.randrange(40))
+    with calls:
+        out = packed(inputs)
+        dense(inputs).sum().backward()
+        out.sum().backward()
+        packed(inputs, flash_attn_varlen_func, deterministic=True).sum().backward()
 
-def run(number):
+def choose():
+    name, inputs = random.choice(mine), qkv(3 + random.randrange(9))
+    for front, options in ((dense, {}), (packed, {}), (packed, {"backend": name})):
+        with calls:
+            own.ran = ()
+            with attnreg.use_backend(random.choice(mine) if options else name):
+                out = front(inputs, **options)
+            out.sum().backward()
+            assert own.ran == (f"{name} forward", f"{name} backward"), (name, front, options, own.ran)
+
+def reinstall():
+    with calls.none():
+        attnreg.uninstall()
+        attnreg.install()
+
+def record():
+    with attnreg.record(Path(folder, f"{threading.get_ident()}.jsonl")):
+        time.sleep(0.01)
+
+def build():  # the compiler is a program that fails
     try:
-        while time.monotonic() < end:
-            verbs[number](number)
-            rounds[number] += 1
-    except BaseException as error:
-        errors.append(repr(error))
+        building.build(building.CALL_CACHE)
+    except attnreg.BuildError:
+        building.status(building.CPU_KERNEL)
+    else:
+        raise AssertionError("it was compiled")
 
-threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+verbs = {
+    "call": attend, "choose": choose, "choose, too": choose,
+    "configure": lambda: attnreg.configure({"policy": random.choice(["order", "adaptive"])}),
+    "reload": attnreg.reload,
+    "register": lambda: attnreg.register_backend("math").remove(),
+    "register one's own": lambda: attnreg.register_backend(backend("another")).remove(),
+    "explain": lambda: (attnreg.stats(), attnreg.explain(*torch.randn(3, 1, 2, 8, 16))),
+    "reset": attnreg.reset_stats, "install": reinstall, "record": record, "build": build,
+}
+rounds = dict.fromkeys(verbs, 0)
+
+def run(name):
+    try:
+        while not errors and (time.monotonic() < end or not rounds[name]):
+            verbs[name]()
+            rounds[name] += 1
+    except BaseException as error:
+        errors.append(f"{name}: {error!r}")
+
+threads = [threading.Thread(target=run, args=(name,)) for name in verbs]
 for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-assert all(rounds) or errors, rounds
 assert not torch.are_deterministic_algorithms_enabled()
 print(errors)
 """
 
 
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("routers", ["python", "compiled"])
-def test_threads_that_set_and_call_everything_wait_for_none_for_ever(routers, request):
+def test_threads_that_set_and_call_everything_wait_for_none_for_ever(routers, seconds, request, tmp_path):
+    """And each backward runs on the backend of its forward's block."""
     built = request.getfixturevalue("built_routers") if routers == "compiled" else ""
     variables = {} if built else {"ATTNREG_ROUTERS": "python"}
-    run = forked(THREADS, str(built), routers, **variables)
+    variables |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": "/bin/false"}
+    run = forked(THREADS, str(built), routers, seconds, tmp_path, **variables)
     assert (run.returncode, run.stdout, run.stderr[-4000:]) == (0, "[]\n", "")

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from importlib import _bootstrap  # type: ignore[attr-defined]
+from importlib import _bootstrap
 from threading import get_ident
 from typing import Protocol
 
@@ -113,7 +113,7 @@ def _follow(thread: int) -> list[tuple[str, int | None]]:
 def _awaited_module(thread: int) -> tuple[str, int | None]:
     """Return the name of the module whose import a thread waits for, and who imports the module."""
     with contextlib.suppress(Exception):  # private to Python, and another thread may change it meanwhile
-        locks = _bootstrap._blocking_on[thread]
+        locks = _bootstrap._blocking_on[thread]  # type: ignore[attr-defined]
         for lock in locks if isinstance(locks, list) else [locks]:  # a list from Python 3.12 on
             if lock.owner is not None:
                 return f"the module {lock.name}", lock.owner
