@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.lock_order import Taken, Watched, watch
 from support.processes import forked
 
 import attnreg
@@ -42,70 +43,25 @@ def test_every_lock_has_its_place_in_the_order():
     assert sorted([*places(), LOADING]) == sorted(locks.ORDER)
 
 
-class Watched:
-    """A lock that notes which others its thread has when it takes it."""
-
-    def __init__(self, name, lock, taken):
-        self.name, self.lock, self.taken = name, lock, taken
-
-    def __enter__(self):
-        self.acquire()
-
-    def __exit__(self, *_):
-        self.release()
-
-    def acquire(self, *options):
-        held = self.taken.by_thread.setdefault(threading.get_ident(), [])
-        self.taken.pairs.update((other, self.name) for other in held if other != self.name)
-        got = self.lock.acquire(*options)
-        held.append(self.name)
-        return got
-
-    def release(self):
-        self.taken.by_thread[threading.get_ident()].remove(self.name)
-        self.lock.release()
-
-
-def watched(name, lock, taken):
-    """Return a lock, or a block that only one thread may be in, that is watched."""
-    if not callable(lock):
-        return Watched(name, lock, taken)
-
-    @contextlib.contextmanager
-    def block(*arguments):
-        with Watched(name, threading.RLock(), taken), lock(*arguments) as value:
-            yield value
-
-    return block
-
-
-class Taken:
-    """Which locks were taken by a thread that had which others."""
-
-    def __init__(self):
-        self.pairs, self.by_thread = set(), {}
-
-    def against(self, order):
-        """Return the pairs that an order doesn't allow."""
-        place = {name: number for number, name in enumerate(order)}
-        return sorted(pair for pair in self.pairs if place[pair[0]] > place[pair[1]])
-
-
 @pytest.fixture
 def taken(monkeypatch):
     """Watch all locks; returns what is seen."""
-    seen = Taken()
-    for place in locks.ORDER:
-        module, _, name = place.rpartition(".")
-        if hasattr(importlib.import_module(f"attnreg.{module}"), name):  # else it is an object's
-            lock = getattr(importlib.import_module(f"attnreg.{module}"), name)
-            if isinstance(lock, threading.Condition):  # nothing runs behind it
-                continue
-            for other in [*importlib.sys.modules.values()]:
-                if (getattr(other, "__name__", None) or "").startswith("attnreg"):
-                    for alias in [alias for alias, one in vars(other).items() if one is lock]:
-                        monkeypatch.setattr(other, alias, watched(place, lock, seen))
-    return seen
+    return watch(monkeypatch)
+
+
+def test_two_locks_that_are_acquired_in_both_orders_are_seen():
+    taken = Taken()
+    first, second = (Watched(name, threading.RLock(), taken) for name in ("first", "second"))
+    with first, second, first:
+        pass
+    with contextlib.suppress(ZeroDivisionError), second:
+        raise ZeroDivisionError
+    assert taken.pairs == {("first", "second"), ("second", "first")}
+    taken.pairs.clear()
+    with first, second:
+        pass
+    assert taken.against(("first", "second")) == []
+    assert taken.against(("second", "first")) == [("first", "second")]
 
 
 class Waiting:
