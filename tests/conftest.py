@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import references
+from support import lock_order, references
 from support.fake_cudnn import select_by
 
 import attnreg
@@ -34,7 +34,7 @@ from attnreg.core.launching import offsets
 from attnreg.core.policy import current as policy
 from attnreg.core.registry import discovery
 from attnreg.core.times import adaptive, tables
-from attnreg.core.torchlib import building, caches, layout, libraries
+from attnreg.core.torchlib import building, caches, layout, libraries, locks
 from attnreg.core.varlen import front
 from attnreg.errors import BuildError
 from attnreg.testing import classes, kit
@@ -187,6 +187,15 @@ def pytest_runtest_logreport(report):
         errors.insert(0, str(error).splitlines()[0])
     if errors:
         pytest.exit(f"{report.nodeid} ended in a CUDA error, and the run with it: {errors[0]}", 1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def locks_in_one_order():
+    """Hold all tests to the one order of locks, whatever threads they start."""
+    with pytest.MonkeyPatch.context() as patch:
+        taken = lock_order.watch(patch)
+        yield
+    assert taken.against(locks.ORDER) == []
 
 
 @functools.cache

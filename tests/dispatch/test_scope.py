@@ -187,6 +187,7 @@ def test_a_scope_is_obeyed_by_no_other_thread(installed, ran):
 
 def test_a_thread_of_autograds_inherits_the_choice_of_where_backward_was_called(installed, ran, monkeypatch):
     """As that of a GPU, which computes forwards of a checkpoint again; a hook plays such a thread."""
+    monkeypatch.setattr(scope, "_passes_on", True)  # as a build for GPUs does
     inputs = qkv()
 
     def forward_without_a_context(grad):
@@ -225,8 +226,30 @@ def test_a_thread_of_autograds_inherits_the_choice_of_where_backward_was_called(
         assert ran() == expected
 
 
-def test_torch_keeps_a_reference_to_the_choice_it_passes_on():
+@pytest.mark.skipif(scope._erase is None and scope._passes_on, reason="this torch erases nothing")
+def test_a_thread_that_has_left_its_blocks_has_nothing_in_torchs_state():
+    """Else it waits for the interpreter's lock when it ends, after it was joined: SIGABRT at exit."""
+
+    def enter_and_leave():
+        with attnreg.use_backend("cpu"):
+            inside.append(torch._C._is_key_in_tls(scope._IN_TORCHS_STATE))
+            with attnreg.use_backend("math"):
+                pass
+            inside.append(torch._C._is_key_in_tls(scope._IN_TORCHS_STATE))
+        with contextlib.suppress(ZeroDivisionError), attnreg.use_backend("math"):
+            raise ZeroDivisionError
+        after.append(torch._C._is_key_in_tls(scope._IN_TORCHS_STATE))
+
+    inside, after = [], []
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(enter_and_leave).result()
+    assert inside == [scope._passes_on] * 2
+    assert after == [False]
+
+
+def test_torch_keeps_a_reference_to_the_choice_it_passes_on(monkeypatch):
     """Torch 2.11 drops one that it hasn't added, which ended the process some blocks later."""
+    monkeypatch.setattr(scope, "_passes_on", True)
     choice = choice_of("math")
     kept = choice, object()
     with attnreg.use_backend("cpu"):

@@ -219,18 +219,20 @@ import torch, torch.nn.functional as F
 import attnreg
 from attnreg.core import registry
 from attnreg.core.dispatch import counters, scope
-from attnreg.core.registry import entry
+from attnreg.core.registry import loading
 from attnreg.core.torchlib import captured
 
-names = ("registry.lock", "counters._lock", "entry._loading", "captured._lock", "scope._lock")
-locks = [registry.lock, counters._lock, entry._loading, captured._lock, scope._lock]
+names = ("registry.lock", "counters._lock", "loading._changed", "captured._lock", "scope._lock")
+locks = [registry.lock, counters._lock, loading._changed, captured._lock, scope._lock]
 attnreg.install()
 inputs = torch.randn(3, 1, 2, 8, 16)
 expected = F.scaled_dot_product_attention(*inputs)
 attnreg.reset_stats()
 held, over = threading.Event(), threading.Event()
+loads = registry.find("cpu")
 
 def hold():
+    loading._loaders[loads], loads._kernels = threading.get_ident(), None
     for lock in locks:
         lock.acquire()
     held.set()
@@ -256,6 +258,7 @@ if not child:
         attnreg.varlen_attn(*packed, offsets, offsets, 8, 8)
     with attnreg.use_backend("math"):
         F.scaled_dot_product_attention(*inputs)
+    loads.kernels()
     print(attnreg.stats().calls, flush=True)
     os._exit(0)
 status = os.waitpid(child, 0)[1]
@@ -269,6 +272,28 @@ def test_a_child_forked_while_another_thread_holds_every_lock_can_call_attention
     run = forked(FORK)
     assert run.stderr == ""
     assert run.stdout.splitlines() == ["{'math': {'forward': 3, 'backward': 0}}", "0 {}"]
+
+
+OPENMP = """
+import os, signal, sys, torch, torch.nn.functional as F, attnreg
+torch.set_num_threads(2)
+inputs = torch.randn(3, 1, 4, 512, 32)
+attnreg.register_backend(sys.argv[1])
+expected = F.scaled_dot_product_attention(*inputs)
+if not (child := os.fork()):
+    signal.alarm(60)  # ends a child that waits for ever
+    torch.set_num_threads(1)
+    torch.testing.assert_close(F.scaled_dot_product_attention(*inputs), expected)
+    print(attnreg.stats().calls[sys.argv[1]]["forward"], flush=True)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_of_a_process_with_openmp_threads_can_call_attention_with_one():
+    """With several it would hang, as it does with torch alone."""
+    run = python("-c", OPENMP, "cpu", OMP_NUM_THREADS="2")
+    assert (run.stdout, run.stderr) == ("2\n0\n", "")  # with its parent's
 
 
 # New processes

@@ -34,7 +34,7 @@ def test_every_variable_is_read(monkeypatch, tmp_path):
 
 
 def test_a_variable_in_lower_case_is_none_of_attnregs():
-    assert read({"attnreg_backend": "no such backend", "attnreg_home": "/opt"}) == Environment()
+    assert read({"attnreg_backend": "no such backend", "attnreg_home": "/opt"}) == EnvironmentSettings()
 
 
 @pytest.mark.parametrize("name", VARIABLES)

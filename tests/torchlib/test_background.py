@@ -1,11 +1,13 @@
 """Promises of compiling by itself: once, in the background, and never an error of the program."""
 
+import contextlib
 import errno
 import functools
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -450,6 +452,56 @@ def test_a_killed_process_leaves_no_lock_and_its_files_are_removed(cache, compil
     with pytest.raises(BuildError):
         building.build(building.CPU_KERNEL)
     assert compiler.runs() and not any(folder.exists() for folder in left)
+
+
+# It compiles in the main thread, as `attnreg build` does.
+COMPILE = """
+import signal, sys
+from attnreg.core.torchlib import building
+if sys.argv[1:]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+building.build(building.CPU_KERNEL)
+"""
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+
+
+def processes_with(text):
+    """Return the processes whose command contains a text."""
+    commands = Path("/proc").glob("[0-9]*/cmdline")
+    found = []
+    for command in commands:
+        with contextlib.suppress(OSError):
+            found += [command.parent.name] if text in command.read_text() else []
+    return found
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_build_that_is_told_to_end_takes_its_compiler_and_its_folder_along(cache, compiler, tmp_path, name):
+    waits = tmp_path / "waits"  # a child of the compiler's, as a real one has
+    waits.symlink_to("/bin/sleep")
+    compiler.does(f"{waits} 60 &", f"touch {tmp_path}/started", "wait")
+    variables = {key: os.environ[key] for key in ("XDG_CACHE_HOME", "CXX")}
+    building_process = Forked(COMPILE, **variables)
+    until((tmp_path / "started").exists)
+    assert len(processes_with(str(waits))) == 1
+    assert list(cache.rglob(f"{libraries.SCRATCH}*"))
+    building_process.send_signal(getattr(signal, name))
+    assert building_process.stdout.read() == ""  # it has ended
+    until(lambda: not processes_with(str(waits)))
+    assert not list(cache.rglob(f"{libraries.SCRATCH}*"))
+    assert not locks.holder(background.lock_path())
+    building_process.kill()
+
+
+def test_a_signal_that_the_program_ignores_does_not_end_its_build(cache, compiler, tmp_path):
+    compiler.does(f"touch {tmp_path}/started", f"while [ ! -e {tmp_path}/on ]; do sleep 0.01; done", "exit 1")
+    variables = {key: os.environ[key] for key in ("XDG_CACHE_HOME", "CXX")}
+    building_process = Forked(COMPILE, "nohup", **variables)
+    until((tmp_path / "started").exists)
+    building_process.send_signal(signal.SIGHUP)
+    (tmp_path / "on").touch()
+    assert building_process.stdout.read() == ""
+    assert "fake-c++ says" in building_process.kill()
 
 
 def test_temporary_files_of_a_compiler_lie_where_the_next_build_removes_them(cache, compiler, tmp_path):

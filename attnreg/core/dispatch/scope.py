@@ -94,12 +94,23 @@ variable: ContextVar[ScopedChoice | None] = ContextVar("attnreg_choice", default
 # own. This thread has the thread-local state of the caller of `backward()`, but not its context variables. A
 # checkpoint computes its forwards again there.
 _IN_TORCHS_STATE = "attnreg_choice"
-# By a name of its own: Dynamo compiles a function that looks anything up in torch, as far as it can.
+# By names of their own: Dynamo compiles a function that looks anything up in torch, as far as it can.
 _stash = torch._C._stash_obj_in_tls
+# Torch 2.13 and later. A thread that ends with an object in torch's state acquires the interpreter's lock
+# after `Thread.join` has returned. If the interpreter is ending by then, that ends the process with SIGABRT.
+_erase: Callable[[str], object] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+# An earlier torch never erases, so a build without GPUs, whose backwards stay on their thread, keeps nothing.
+_passes_on = _erase is not None or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def _keep(choice: ScopedChoice | None) -> None:
-    kept = get_ident(), choice, _inherited()
+    if not _passes_on:
+        return
+    inherited = _inherited()
+    if choice is None and inherited is None and _erase is not None:
+        _erase(_IN_TORCHS_STATE)
+        return
+    kept = get_ident(), choice, inherited
     if _takes_over:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     _stash(_IN_TORCHS_STATE, kept)

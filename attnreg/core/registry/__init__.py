@@ -4,8 +4,9 @@ Everything here, the settings in force and the routers are behind one lock. It c
 values, so a reader never sees half a change. `generation` is replaced at every change; what other modules
 derive from the registry is valid for as long as the generation is the same object.
 
-`entry` has what is known of one backend, `discovery` finds backends, `known_issues` has kernels that are
-wrong in some versions. May import: `adaptation` and all below it, but no backend.
+`entry` has what is known of one backend, `loading` which thread loads it. `discovery` finds backends,
+`known_issues` has kernels that are wrong in some versions. May import: `adaptation` and all below it, but no
+backend.
 """
 
 from __future__ import annotations

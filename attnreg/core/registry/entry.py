@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,17 +13,12 @@ from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry import known_issues
+from attnreg.core.registry.loading import alone, wait_for_others
 from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
-from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
 CHECK_FAILED = "check failed: "
 SET_ASIDE = "not tried again for calls like this: "
-
-# All entries share this lock: with a lock each, two backends that load each other's packages would deadlock.
-# What is known is read without it: a package may wait, while it is imported, for a thread that calls
-# attention.
-_loading = open_after_fork(threading.RLock())
 
 
 @dataclass(eq=False)
@@ -45,16 +39,18 @@ class Entry:
     cause: BaseException | None = None
     own: bool = False
     _kernels: Kernels | None = field(default=None, init=False)
-    _is_loading: bool = field(default=False, init=False)  # seen by the thread that loads it alone
+    _is_loading: bool = field(default=False, init=False)
     _missing: str | None = field(default=None, init=False)
     _version: str | None = field(default=None, init=False)
     _set_aside: dict[tuple[Direction, AttentionSpec], str] = field(default_factory=dict, init=False)
 
     def unavailable(self) -> str:
         """Return why the backend can't load here, or an empty string; imports no kernel package."""
+        # What is known is read without waiting: a package that is imported may wait for a thread that calls
+        # attention.
         if self._missing is not None and self.cause is None:
             return self._missing
-        with _loading:
+        with alone(self):
             if self.cause is not None:
                 return f"failed to load: {type(self.cause).__name__}: {self.cause}{self._hint()}"
             if self._missing is None and self.backend is not None:
@@ -72,8 +68,8 @@ class Entry:
         return found if fit == found else fit._replace(specialize=None)
 
     def _loaded(self) -> Kernels:
-        with _loading:
-            if self._is_loading:
+        with alone(self) as is_inner:
+            if is_inner and self._is_loading:  # else a thread that a fork has left behind has set it
                 raise RegistrationError(
                     f"{self.name} is being loaded: its load() has called attention that would run on "
                     f"{self.name} itself, expected that of another backend, as in use_backend('math')"
@@ -309,7 +305,13 @@ class Entry:
     def _load(self, backend: Backend) -> Kernels | None:
         self._is_loading = True
         try:
-            kernels = backend.load()
+            try:
+                kernels = backend.load()
+            except (ImportError, AttributeError) as error:
+                # Python hands out half a module where two threads import each other's modules.
+                if "partially initialized module" not in str(error) or not wait_for_others():
+                    raise
+                kernels = backend.load()
             if not isinstance(kernels, Kernels):
                 raise RegistrationError(f"load() of {self.name}: got {kernels!r}, expected Kernels")
             Kernels(*kernels)  # which `_replace` doesn't check

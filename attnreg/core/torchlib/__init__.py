@@ -5,6 +5,7 @@
 - `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
+  `children` ends the compiler with this process.
 - `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without
   frames.
 - `job_store`: the store of a job's process group. `slow`: a log line for a slow step. `replacing`: a function

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnreg.core.torchlib import caches
+from attnreg.core.torchlib import caches, children
 from attnreg.errors import BuildError
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,10 @@ def compile_library(library: Library) -> Path:
         place = caches.resolve(file.parent)
         caches.check_writable(place)
         # Other processes may load the file, or compile it as well: it must appear complete or not at all.
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
+        with (
+            children.clean_up_at_signals(),
+            tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder,
+        ):
             made = Path(folder) / file.name
             _run_command([*find(), *_make_arguments(library, made)], folder)
             with made.open("ab") as contents:
@@ -275,10 +278,7 @@ def _make_arguments(library: Library, output: Path) -> list[str]:
 def _run_command(command: list[str], folder: str) -> None:
     """Run a command with its temporary files in a folder; raises BuildError with its output if it fails."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace",
-            check=False, timeout=TIMEOUT, env=child_environment() | {"TMPDIR": folder}, cwd=folder,
-        )  # fmt: skip
+        done = children.run(command, TIMEOUT, child_environment() | {"TMPDIR": folder}, folder)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{command[0]} took more than {TIMEOUT} s") from error
     if done.returncode:

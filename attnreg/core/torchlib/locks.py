@@ -12,14 +12,15 @@ from _thread import RLock
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock
 from typing import TypeVar
 
 from attnreg.core.torchlib import caches
 
 ORDER = (
     "flash_attn.activation._lock",  # an installed flash-attn is imported behind it
-    "core.registry.entry._loading",  # a backend's `load` may call attention
+    # Of each backend: its `load` may call attention. A circle of backends is found when it closes.
+    "core.registry.loading.alone",
     # Protects the settings and routers as well; only torch's and attnreg's code runs behind it.
     "core.registry.lock",
     "core.torchlib.background._waiting",
@@ -37,9 +38,10 @@ ORDER = (
     "core.torchlib.device_code._lock",  # NVRTC compiles behind it
     "core.launching.offsets._lock",
     "masks.cache._lock",
+    "core.registry.loading._changed",
 )
 
-AnyLock = TypeVar("AnyLock", "Lock", "RLock")
+AnyLock = TypeVar("AnyLock", "Lock", "RLock", "Condition")
 
 # Descriptors of locked files. A worker forked meanwhile must close them, or it would hold the locks for life.
 _held: set[int] = set()
