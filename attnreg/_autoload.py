@@ -171,6 +171,10 @@ def offer() -> None:
     ops = getattr(sys.modules.get("torch._ops"), "ops", None)
     if ops is not None:
         ops.attnreg.__getattr__ = _load_op  # called for names that the module lacks
+        from attnreg.core.torchlib.frames import leave_module_uncompiled
+
+        for name in ("attnreg", __name__):  # the first use of a name imports modules, and runs their code
+            leave_module_uncompiled(name)
     registry = sys.modules.get("torch.nn.attention._registry")
     if registry is None:
         return

@@ -21,6 +21,7 @@ from attnreg.core.dispatch import scope, trace
 from attnreg.core.policy import current as policy
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
 from attnreg.masks import serving
 
@@ -297,3 +298,6 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
             f"{entry.name} supports: {', '.join(serves)}"
         )
     return tuple(device.keys[0] for device in named)
+
+
+leave_module_uncompiled(__name__)

@@ -24,6 +24,7 @@ from attnreg.core.aten.routing import TORCH_VERSION, OpLayout, Route, RouterResu
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.captured import torch_registry
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import RegistrationError
 
 log = logging.getLogger("attnreg")
@@ -179,3 +180,6 @@ def _register(
             library.impl(op, results_alone, key)  # type: ignore[no-untyped-call]
         else:
             library.add_router(op, key, tuple(layout), with_kept)
+
+
+leave_module_uncompiled(__name__)

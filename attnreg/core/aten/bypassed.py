@@ -29,6 +29,7 @@ from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.errors import UnsupportedInputError
@@ -290,3 +291,6 @@ _FUNCTIONS = [
         (torch, "_native_multi_head_attention", _look_at_fast_path),
     )
 ]
+
+
+leave_module_uncompiled(__name__)

@@ -37,6 +37,7 @@ from attnreg.core.launching.launchers import (
 from attnreg.core.launching.validation import check_values, every_row_sees_a_key
 from attnreg.core.settings import environment
 from attnreg.core.torchlib import building, captured, device_code
+from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_uncompiled
 from attnreg.core.torchlib.readback import pinned
 from attnreg.errors import AttnregError, BuildError
 
@@ -215,6 +216,8 @@ def described(kept: Kept | bool | None) -> Any:
     name = _FORMS.get(type(launcher))
     if name is not None:
         launcher = name, launcher, *launcher.described()
+    for part in launcher if isinstance(launcher, tuple) else (launcher,):
+        leave_uncompiled(part)  # C++ calls it, so no function of attnreg's is around it
     plan, kind = kept.plan, kept.plan.kind
     decline_reason = plan.sinks_decline_reason if kept.counts_sinks else plan.decline_reason
     auxiliary = tuple(with_lengths(kept.auxiliary, 0, 0)), places_of(kept.auxiliary)
@@ -318,3 +321,6 @@ def _wanted() -> str:
         return environment.read().routers
     except AttnregError:
         return ""  # the calls that the settings apply to raise the error
+
+
+leave_module_uncompiled(__name__)

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
+
 # At import, because torch.compile of torch 2.11 can't trace `is_autocast_available`.
 _AUTOCASTS = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "hpu", "mtia", "mps", "xla"))
@@ -128,3 +130,6 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(delayed[: len(leaves)])
 
     return once
+
+
+leave_module_uncompiled(__name__)

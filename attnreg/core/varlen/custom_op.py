@@ -7,6 +7,7 @@ Inductor's C++ wrapper and AOTInductor can't pass it by. `_autoload` imports thi
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -22,6 +23,7 @@ from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import with_aliased_offsets
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.launching.validation import check
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
 from attnreg.core.varlen.sinks import with_sinks
 
@@ -216,7 +218,7 @@ def _gradients(
     return *grads, *(None,) * 15, of_sinks
 
 
-forward.register_autograd(lambda ctx, *grads: _gradients(backward, ctx, *grads), setup_context=_save)
+forward.register_autograd(functools.partial(_gradients, backward), setup_context=_save)
 
 
 class Transformable(torch.autograd.Function):
@@ -282,3 +284,6 @@ def _scores(query: Tensor, lengths: tuple[Any, ...], seqused_k: Tensor | None) -
             lengths_k = cu_seq_k.diff().tolist()
     per_head: int = sum(map(operator.mul, lengths_q, lengths_k))
     return query.shape[1] * per_head
+
+
+leave_module_uncompiled(__name__)

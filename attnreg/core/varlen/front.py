@@ -21,6 +21,7 @@ from attnreg.core.contract.options import OPTIONS, options_of
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.launching.validation import checked_number
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
 from attnreg.core.varlen import custom_op, spread
@@ -283,3 +284,6 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
     with torch.no_grad():
         out.copy_(computed)
     return (out, result[1]) if isinstance(result, tuple) else out
+
+
+leave_module_uncompiled(__name__)
