@@ -175,7 +175,7 @@ def reload() -> None:
 _outer: ContextVar[tuple[scope.ScopedChoice | None, ...]] = ContextVar("attnreg_outer_choices", default=())
 
 
-class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as it is used
+class use_backend(ContextDecorator, scope.ScopeInGraph):  # noqa: N801 - a context manager, named as it is used
     """Put backends first inside a `with` block or a decorated function.
 
     Names are tried in order. The block applies to this thread or task alone. It also applies to the backward
@@ -198,8 +198,8 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
     def __init__(self, *names: str) -> None:
         if not names:
             raise InvalidInputError("use_backend: got no name, expected at least one backend")
-        self._choice = scope.preferred(names)
-        aten.ensure()
+        self.names = names
+        self._choice = _choice_of(names)
 
     def __call__(self, func: F) -> F:
         later = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
@@ -211,13 +211,29 @@ class use_backend(ContextDecorator):  # noqa: N801 - a context manager, named as
         return super().__call__(func)
 
     def __enter__(self) -> None:
+        if torch.compiler.is_compiling() or scope.backends_in_graph():
+            scope.enter_in_graph(self.names)
+            return
         _outer.set((*_outer.get(), scope.variable.get()))  # without inherited choices
         scope.enter(self._choice)
 
     def __exit__(self, *exc: object) -> None:
+        if torch.compiler.is_compiling() or scope.backends_in_graph():
+            scope.leave_in_graph()
+            return
         *further, before = _outer.get()
         _outer.set(tuple(further))
         scope.enter(before)
+
+
+def _choice_of(names: tuple[str, ...]) -> scope.ScopedChoice:
+    choice = scope.preferred(names)
+    aten.ensure()
+    return choice
+
+
+# As `torch.compiler.assume_constant_result` marks a function, which imports all of Dynamo.
+_choice_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from attnreg.core import registry
-from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested
+from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested, scoped_ops
 from attnreg.core.aten.routing import TORCH_VERSION, OpLayout, Route, RouterResult, router
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured

@@ -68,7 +68,7 @@ def forward(
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
-    choice = scope.exclusive(backend) if backend else scope.current()
+    choice = scope.from_text(backend) or scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -147,7 +147,7 @@ def backward(
     }  # fmt: skip
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
-    chosen = scope.exclusive(backend) if backend else scoped
+    chosen = scope.from_text(backend) or scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 

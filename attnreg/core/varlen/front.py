@@ -226,10 +226,11 @@ def _attend_unspread(
         attend = _attend_uncompiled if compiling else _attend
         return attend(query, key, value, lengths, scale, bound, options, backend, returns_lse or compiling)
     op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
+    backend = backend or scope.text_of(scope.backends_in_graph())
     softcap = checked_number("softcap", options["softcap"] or 0.0)
     out, lse, _ = op(
         query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, options["seqused_k"],
-        options["block_table"], options["num_splits"], backend or "", wants_gradient(query, key, value),
+        options["block_table"], options["num_splits"], backend, wants_gradient(query, key, value),
         softcap, options["alibi_slopes"], options["sinks"],
     )  # fmt: skip
     return out, lse
