@@ -185,9 +185,11 @@ def offer() -> None:
 
 
 def _load_op(name: str) -> object:
-    """Define the ops of `varlen_attn` on first access in `torch.ops.attnreg`, as by a saved program."""
+    """Define attnreg's ops on first access in `torch.ops.attnreg`, as by a saved program."""
     if name in ("_varlen_attn", "_varlen_attn_backward"):
         importlib.import_module("attnreg.core.varlen.custom_op")
+    elif name.startswith(("_sdpa", "_scaled_dot_product")):
+        importlib.import_module("attnreg.core.aten.scoped_ops")
     raise AttributeError(name)  # torch's own look-up is next, and raises if the op is missing
 
 

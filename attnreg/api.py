@@ -22,7 +22,13 @@ from attnreg.core.policy import current as policy
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
 from attnreg.core.torchlib.frames import leave_module_uncompiled
-from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, RegistrationError
+from attnreg.errors import (
+    AttnregError,
+    BackendUnavailableError,
+    ConfigError,
+    InvalidInputError,
+    RegistrationError,
+)
 from attnreg.masks import serving
 
 if TYPE_CHECKING:  # importing this takes 0.1 s, and most programs need no settings file
@@ -198,8 +204,10 @@ class use_backend(ContextDecorator, scope.ScopeInGraph):  # noqa: N801 - a conte
     def __init__(self, *names: str) -> None:
         if not names:
             raise InvalidInputError("use_backend: got no name, expected at least one backend")
-        self.names = names
-        self._choice = _choice_of(names)
+        choice = _choice_of(names)
+        if not isinstance(choice, scope.ScopedChoice):
+            raise choice
+        self.names, self._choice = names, choice
 
     def __call__(self, func: F) -> F:
         later = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
@@ -226,9 +234,14 @@ class use_backend(ContextDecorator, scope.ScopeInGraph):  # noqa: N801 - a conte
         scope.enter(before)
 
 
-def _choice_of(names: tuple[str, ...]) -> scope.ScopedChoice:
-    choice = scope.preferred(names)
-    aten.ensure()
+def _choice_of(names: tuple[str, ...]) -> scope.ScopedChoice | AttnregError:
+    try:
+        choice = scope.preferred(names)
+        aten.ensure()
+    except (
+        AttnregError
+    ) as error:  # Dynamo, which calls this while it traces, would make it an error of its own
+        return error
     return choice
 
 

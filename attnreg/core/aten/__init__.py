@@ -5,7 +5,8 @@ registers the routers once. What they do depends on the backends registered at t
 they pass every call to torch's own kernel.
 
 Each family of ops has a file (`flash`, `cudnn`, `efficient`, `cpu`); they share `routing` and `schemas`.
-`nested` sends nested tensors to the flash op, and `bypassed` counts calls that no router sees.
+`nested` sends nested tensors to the flash op, and `bypassed` counts calls that no router sees. `scoped_ops`
+has ops for graphs that contain a `use_backend` block.
 May import: `dispatch` and all below it. Read `routing.py` first.
 """
 
@@ -28,6 +29,8 @@ from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import RegistrationError
 
 log = logging.getLogger("attnreg")
+
+__all__ = ["ROUTES", "ensure", "installed", "restore", "scoped_ops"]
 
 ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *efficient.ROUTES, *cpu.ROUTES)
 

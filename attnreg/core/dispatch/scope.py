@@ -19,17 +19,19 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from threading import get_ident
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # defines the op that it calls, which `ScopeInGraph` replaces
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from attnreg.core import registry
 from attnreg.core.selection.decision import Preference
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.core.torchlib.modes import OwnMode
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -176,10 +178,10 @@ def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice
     return choice
 
 
-class ScopeInGraph(TorchFunctionMode):
+class ScopeInGraph(OwnMode):
     """A `use_backend` block while it is traced: calls get its backends as an argument of attnreg's ops.
 
-    Dynamo knows these modes. After a graph break inside the block the mode is in force as well: each of
+    Dynamo traces what is below. After a graph break inside the block the mode is in force as well: each of
     torch's functions then runs by the choice, as in a block that isn't compiled.
 
     Attributes:
@@ -193,17 +195,41 @@ class ScopeInGraph(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling():
-            return run_with(self.names, func, args, kwargs)
-        if func is _SDPA:
+            return _run_between_graphs(self.names, func, args, kwargs)
+        if func is SDPA:
             return torch.ops.attnreg._sdpa(*args, **kwargs, backends=list(self.names))
         if func is torch.ops.torch_attn._varlen_attn or func is torch.ops.torch_attn._varlen_attn.default:
             needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
             options = {"backend": text_of(self.names), "needs_backward": needs_backward}
             return torch.ops.attnreg._varlen_attn(*args, **kwargs, **options)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _multi_head_attention(*args, **kwargs)
+        # Without this mode in force a checkpoint, say, would trace its function outside of the block.
+        args = tuple([self._around(x) if isinstance(x, _TRACED) else x for x in args])
         return func(*args, **kwargs)
 
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def in_block(*args: Any, **kwargs: Any) -> Any:
+            enter_in_graph(self.names)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                leave_in_graph()
 
-_SDPA = torch._C._nn.scaled_dot_product_attention  # also `F.scaled_dot_product_attention`
+        return in_block
+
+
+SDPA = torch._C._nn.scaled_dot_product_attention  # also `F.scaled_dot_product_attention`
+_TRACED = (FunctionType, MethodType, torch.nn.Module)  # what higher-order ops trace
+
+# `F.multi_head_attention_forward` without its look at modes, which would never reach its call of SDPA.
+_multi_head_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda _: False},
+    "multi_head_attention_forward",
+    F.multi_head_attention_forward.__defaults__,
+)
 
 
 def enter_in_graph(names: tuple[str, ...]) -> None:
@@ -237,6 +263,22 @@ def from_text(backend: str) -> ScopedChoice | None:
     if not backend:
         return None
     return preferred(tuple(backend.splitlines())) if backend.endswith("\n") else exclusive(backend)
+
+
+_function_in_scope: ContextVar[Any] = ContextVar("attnreg_function", default=None)
+
+
+def _run_between_graphs(
+    names: Sequence[str], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run one of torch's functions by the innermost block: torch asks the modes of outer blocks as well."""
+    if _function_in_scope.get() is function:
+        return function(*args, **kwargs)
+    token = _function_in_scope.set(function)
+    try:
+        return run_with(names, function, args, kwargs)
+    finally:
+        _function_in_scope.reset(token)
 
 
 def run_with(names: Sequence[str], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 
@@ -27,7 +27,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
-    if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _is_default_device()):
+    if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _are_modes_harmless()):
         return False
     present = [x for x in tensors if x is not None]
     return all(
@@ -54,12 +54,16 @@ def is_for_others() -> bool:
 _OF_OTHERS = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Functionalize)
 
 
-def _is_default_device() -> bool:
-    """Whether all function modes come from `torch.set_default_device`, which changes no attention call."""
+class OwnMode(TorchFunctionMode):
+    """A function mode of attnreg's own, which leaves the tensors of a call as they are."""
+
+
+def _are_modes_harmless() -> bool:
+    """Whether all function modes are attnreg's own or come from `torch.set_default_device`."""
     from torch.utils._device import DeviceContext  # torch imports it with the first such mode
 
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return all(isinstance(mode, DeviceContext) for mode in modes)
+    return all(isinstance(mode, DeviceContext | OwnMode) for mode in modes)
 
 
 def is_transformed() -> bool:
