@@ -192,6 +192,9 @@ class use_backend(ContextDecorator, scope.ScopeInGraph):  # noqa: N801 - a conte
     On a GPU a repeated forward runs on a thread of autograd's, by the choice of the thread that called
     `backward()`. If several tasks of asyncio share that thread, the last task that entered a block decides.
 
+    In code that torch.compile or torch.export traces, the choice becomes part of the graph. A block inside a
+    checkpointed function can't be part of one graph, but a block around the checkpoint can.
+
         with attnreg.use_backend("math"):
             out = F.scaled_dot_product_attention(query, key, value)
 

@@ -169,6 +169,11 @@ def untraced_in_another(x):
         return untraced(x)
 
 
+# Torch's own, of tensors that enter a graph while any function mode is in force.
+between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@between_graphs
 @pytest.mark.parametrize("outer, function", [(MADE, untraced), (MADE_OTHER, untraced_in_another)])
 def test_the_innermost_block_decides_between_graphs(outer, function):
     def program(x):
@@ -179,6 +184,7 @@ def test_the_innermost_block_decides_between_graphs(outer, function):
     assert backends_of(torch.compile(program, backend="eager"), x)[2] == {"math": (2, 2)}
 
 
+@between_graphs
 def test_dropout_in_the_block_runs_by_the_choice_between_graphs():
     def program(x):
         with MADE:
@@ -210,10 +216,16 @@ def test_an_exported_program_runs_by_the_choice():
     torch.testing.assert_close(out, Program()(x))
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance")  # torch's own, in `run_decompositions`
 def test_flops_of_the_block_are_counted():
-    x = torch.randn(1, 2, 5, 8, requires_grad=True)
-    counted = []
-    for program in (made_outside, torch.compile(made_outside, backend="aot_eager", fullgraph=True)):
+    class Program(torch.nn.Module):
+        def forward(self, x):
+            return block(x)
+
+    x, counted = torch.randn(1, 2, 5, 8), []
+    exported = torch.export.export(Program(), (x,)).run_decompositions()
+    assert "attnreg._scaled_dot_product_flash_attention_for_cpu" in exported.graph_module.code
+    for program in (Program(), exported.module()):
         with FlopCounterMode(display=False) as counter:
             program(x)
         counted.append(counter.get_total_flops())

@@ -60,7 +60,7 @@ class _Traced(torch.autograd.Function):
             inner = [x.detach().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in arguments]
             out = scope.SDPA(*inner, **options)
         ctx.backends, ctx.inner, ctx.out = backends, inner, out
-        return out.detach()  # type: ignore[no-any-return]
+        return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
