@@ -7,7 +7,8 @@
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
 - `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without
   frames.
-- `frames`: keeps Dynamo away from attnreg's Python. `job_store`: the store of a job's process group. `slow`: a log line for a slow step.
+- `frames`: keeps Dynamo away from attnreg's Python.
+- `job_store`: the store of a job's process group. `slow`: a log line for a slow step.
 
 May import: errors, settings. Read `captured.py` first; for the C++ libraries, `building.py`.
 """
