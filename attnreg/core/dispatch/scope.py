@@ -127,8 +127,11 @@ _takes_over = _takes_over_references()
 
 def current() -> ScopedChoice | None:
     """Return the choice in force for this thread or task."""
-    names = backends_in_graph()
+    names = backends_in_graph() if _count_modes() else ()
     return preferred(names) if names else variable.get() or _inherited()
+
+
+_count_modes = torch._C._len_torch_function_stack  # by a name of its own: calls ask each time
 
 
 def _inherited() -> ScopedChoice | None:
