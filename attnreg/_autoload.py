@@ -184,6 +184,10 @@ def offer() -> None:
     ops = getattr(sys.modules.get("torch._ops"), "ops", None)
     if ops is not None:
         ops.attnreg.__getattr__ = _load_op  # called for names that the module lacks
+        from attnreg.core.torchlib.frames import leave_module_uncompiled
+
+        for name in ("attnreg", __name__):  # the first use of a name imports modules, and runs their code
+            leave_module_uncompiled(name)
     registry = sys.modules.get("torch.nn.attention._registry")
     if registry is None:
         return
@@ -194,9 +198,11 @@ def offer() -> None:
 
 
 def _load_op(name: str) -> object:
-    """Define the ops of `varlen_attn` on first access in `torch.ops.attnreg`, as by a saved program."""
+    """Define attnreg's ops on first access in `torch.ops.attnreg`, as by a saved program."""
     if name in ("_varlen_attn", "_varlen_attn_backward"):
         importlib.import_module("attnreg.core.varlen.custom_op")
+    elif name.startswith(("_sdpa", "_scaled_dot_product")):
+        importlib.import_module("attnreg.core.aten.scoped_ops")
     raise AttributeError(name)  # torch's own look-up is next, and raises if the op is missing
 
 

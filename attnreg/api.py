@@ -29,7 +29,9 @@ from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import keeps_native
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import (
+    AttnregError,
     BackendUnavailableError,
     ConfigError,
     InvalidInputError,
@@ -246,7 +248,7 @@ class _Block(ContextDecorator, AbstractContextManager[None]):
         )
 
 
-class use_backend(_Block):  # noqa: N801 - a context manager, named as it is used
+class use_backend(_Block, scope.ScopeInGraph):  # noqa: N801 - a context manager, named as it is used
     """Put backends first inside a `with` block or a decorated function.
 
     Names are tried in order. The block applies to this thread or task alone. It also applies to the backward
@@ -256,6 +258,9 @@ class use_backend(_Block):  # noqa: N801 - a context manager, named as it is use
     on the registered backends.
     On a GPU a repeated forward runs on a thread of autograd's, by the choice of the thread that called
     `backward()`. If several tasks of asyncio share that thread, the last task that entered a block decides.
+
+    In code that torch.compile or torch.export traces, the choice becomes part of the graph. A block inside a
+    checkpointed function can't be part of one graph, but a block around the checkpoint can.
 
         with attnreg.use_backend("math"):
             out = F.scaled_dot_product_attention(query, key, value)
@@ -269,20 +274,42 @@ class use_backend(_Block):  # noqa: N801 - a context manager, named as it is use
     def __init__(self, *names: str) -> None:
         if not names:
             raise InvalidInputError("use_backend: got no name, expected at least one backend")
-        self._names, self._choice = names, scope.preferred(names)
-        aten.ensure()
+        choice = _choice_of(names)
+        if not isinstance(choice, scope.ScopedChoice):
+            raise choice
+        self.names, self._choice = names, choice
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, ...]]:
-        return type(self), self._names  # choices have other numbers in another process
+        return type(self), self.names  # choices have other numbers in another process
 
     def __enter__(self) -> None:
+        if torch.compiler.is_compiling() or scope.backends_in_graph():
+            scope.enter_in_graph(self.names)
+            return
         _outer.set((*_outer.get(), scope.variable.get()))  # without inherited choices
         scope.enter(self._choice)
 
     def __exit__(self, *exc: object) -> None:
+        if torch.compiler.is_compiling() or scope.backends_in_graph():
+            scope.leave_in_graph()
+            return
         *further, before = _outer.get()
         _outer.set(tuple(further))
         scope.enter(before)
+
+
+def _choice_of(names: tuple[str, ...]) -> scope.ScopedChoice | AttnregError:
+    """Return the choice of a block, or the error: Dynamo, which traces calls of this, would wrap it."""
+    try:
+        choice = scope.preferred(names)
+        aten.ensure()
+    except AttnregError as error:
+        return error
+    return choice
+
+
+# As `torch.compiler.assume_constant_result` marks a function, which imports all of Dynamo.
+_choice_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class record(_Block):  # noqa: N801 - a context manager, named as it is used
@@ -372,3 +399,6 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
             f"{entry.name} supports: {', '.join(serves)}"
         )
     return tuple(device.keys[0] for device in named)
+
+
+leave_module_uncompiled(__name__)

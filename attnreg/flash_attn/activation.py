@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import RegistrationError
 from attnreg.flash_attn import bert_padding, functions, kvcache, private, rotary
@@ -218,3 +219,6 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 _finder = _Finder()
+
+
+leave_module_uncompiled(__name__)

@@ -24,6 +24,7 @@ from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.launching.validation import checked_number
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.core.varlen import autograd, spread
 from attnreg.core.varlen.front import AuxRequest, varlen_attn
@@ -300,3 +301,6 @@ def returned(results: Results, with_weights: bool) -> Any:
     """Return the output; with weights flash-attn's triple, whose weights are empty without dropout."""
     out, lse = results
     return (out, lse, out.new_empty(0)) if with_weights else out
+
+
+leave_module_uncompiled(__name__)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import InvalidInputError
 
 # flash-attn's module imports these functions of einops, and programs such as verl import them from it.
@@ -84,3 +85,6 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """Return a padded batch (B, S, ...) with rows (T, ...) at `indices`, int64 (T,), and zeros elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.view(batch, seqlen, *hidden_states.shape[1:])
+
+
+leave_module_uncompiled(__name__)

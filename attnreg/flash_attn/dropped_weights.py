@@ -22,6 +22,7 @@ from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import plan_for, wants_gradient
 from attnreg.core.dispatch.dropout import generator_of
 from attnreg.core.dispatch.scope import ScopedChoice
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.core.varlen import autograd, spread
 from attnreg.core.varlen.plans import check_tensors
@@ -147,3 +148,6 @@ def _sequences(q: Tensor, k: Tensor, kept: Tensor, call: Call) -> Iterator[tuple
     of_q, of_k = (pairwise(offsets.tolist()) for offsets in (call.cu_seqlens_q, call.cu_seqlens_k))
     for (start_q, stop_q), (start_k, stop_k) in zip(of_q, of_k, strict=True):
         yield q[start_q:stop_q], k[start_k:stop_k], kept[start_q:stop_q]
+
+
+leave_module_uncompiled(__name__)

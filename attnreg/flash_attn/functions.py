@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.flash_attn import dropped_weights
 from attnreg.flash_attn.attention import (
@@ -218,3 +219,6 @@ def _parts(name: str, packed: Tensor, count: int, dims: int) -> tuple[Tensor, ..
         layout = "(batch, length, " if dims == 5 else "(tokens, "
         raise InvalidInputError(f"{name}: got {got}, expected {layout}{count}, heads, head_dim)")
     return packed.unbind(-3)
+
+
+leave_module_uncompiled(__name__)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.launching.regular import regular_offsets
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen import spread
 from attnreg.core.varlen.plans import check_tensors, window
 from attnreg.flash_attn.attention import (
@@ -182,3 +183,6 @@ def _one_token_pages(k_cache: Tensor, pages: Tensor, leftpad: Tensor) -> Tensor:
     at = torch.arange(pages.shape[1] * size, device=pages.device) + leftpad.long()[:, None]
     at = at.clamp(max=pages.shape[1] * size - 1)  # tokens beyond aren't used
     return (pages.long().gather(1, at // size) * size + at % size).to(torch.int32)
+
+
+leave_module_uncompiled(__name__)

@@ -7,6 +7,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.core.varlen.plans import check_tensors
 from attnreg.errors import InvalidInputError
@@ -133,3 +134,6 @@ def rotated(x: Tensor, at: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) 
     both = left * cos - right * sin, left * sin + right * cos
     rotated = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
     return torch.cat((rotated.to(x.dtype), x[..., size:]), dim=-1)
+
+
+leave_module_uncompiled(__name__)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.replacing import Replacement
 from attnreg.errors import UnsupportedInputError
 from attnreg.flash_attn import attention as flash
@@ -125,3 +126,6 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any)
     lengths = packing.cu_seq_q, packing.cu_seq_k, length_q, length_k
     out = flash_attn_varlen_func(q, k, v, *lengths, *rest, **options)
     return out.view(batch, length_q, *out.shape[1:])
+
+
+leave_module_uncompiled(__name__)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.integrations.packing import Window
 
 
@@ -76,3 +77,6 @@ def _made_by(like: Any, function: Any) -> dict[str, Any]:
         return {}
     code: Any = function.__code__
     return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
+
+
+leave_module_uncompiled(__name__)

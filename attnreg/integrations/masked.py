@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import InvalidInputError
 from attnreg.integrations.packing import LayerOptions, is_captured
 
@@ -84,3 +85,6 @@ def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options:
     # A row that sees no key, such as padding, gives 0, as from SDPA.
     weights = scores.softmax(-1)[..., : key.shape[2]].masked_fill(hidden.all(-1, keepdim=True), 0.0)
     return F.dropout(weights, options.dropout).to(value.dtype) @ value
+
+
+leave_module_uncompiled(__name__)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import is_for_others
 from attnreg.core.varlen.front import varlen_attn
 
@@ -284,3 +285,6 @@ def attend(
         sinks=options.sinks, dropout_p=options.dropout,
     )  # fmt: skip
     return result  # type: ignore[no-any-return]
+
+
+leave_module_uncompiled(__name__)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import UnsupportedInputError
 from attnreg.integrations.mask_functions import (
     MaskFunctionStructure,
@@ -298,3 +299,6 @@ def _is_of_text() -> bool:
     while frame is not None and frame.f_code.co_name != "forward":
         frame = frame.f_back
     return frame is not None and "input_ids" in frame.f_code.co_varnames
+
+
+leave_module_uncompiled(__name__)

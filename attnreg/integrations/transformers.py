@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnreg.core import aten
 from attnreg.core.policy import current as policy
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import is_for_others
 from attnreg.core.varlen import spread
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
@@ -298,3 +299,6 @@ def _refuse_offsets_of_text(module: torch.nn.Module, others: dict[str, Any]) -> 
             "cu_seq_lens_q: got offsets of a text in its vision tower, expected them only in the language "
             "model: transformers 5.20 and later keep them there; before, pass position_ids that start anew"
         )
+
+
+leave_module_uncompiled(__name__)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import stream_of
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.masks.structure import Sizes, Structure, describe, structure_of
@@ -84,3 +85,6 @@ def _look(mask: Tensor, sizes: Sizes) -> Structure | str:
     # to be cleared first.
     structure = structure_of(read(describe(mask)), (batch, queries, keys), sizes, in_place=mask.is_cpu)
     return structure if isinstance(structure, str) else structure.to(mask.device)
+
+
+leave_module_uncompiled(__name__)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import bounds
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, is_transformed
 from attnreg.core.varlen.spread import spread_over
 from attnreg.errors import InvalidInputError, UnsupportedInputError
@@ -296,3 +297,6 @@ def _warn_of_another_window(balanced_for: tuple[int, int], got: tuple[int, int])
         got,
         balanced_for,
     )
+
+
+leave_module_uncompiled(__name__)

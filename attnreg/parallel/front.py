@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.plans import window
 from attnreg.errors import InvalidInputError
 from attnreg.parallel.agreement import refuse
@@ -97,3 +98,6 @@ def _layout(
             f"batch: got a layout for {batch.ranks} ranks, expected {ranks}: the group has so many"
         )
     return batch
+
+
+leave_module_uncompiled(__name__)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attnreg.core.contract.spec import canonical_dtype
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.plans import window
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.parallel.by_heads import unsupported
@@ -181,3 +182,6 @@ def explain_context_parallel(
     shape = CallShape(heads, heads_k, head_dim, head_dim_v, torch_dtype.itemsize, needs_backward)
     needs = Needs(layout, *window(window_size, is_causal))
     return choose(needs, shape, method, rates, memory)
+
+
+leave_module_uncompiled(__name__)

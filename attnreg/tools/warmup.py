@@ -23,6 +23,7 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.core.selection.render import refuse
 from attnreg.core.torchlib import building
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.tools.tuning import representatives
@@ -249,3 +250,6 @@ def _present(named: object) -> torch.device:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+leave_module_uncompiled(__name__)

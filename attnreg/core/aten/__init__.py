@@ -5,7 +5,8 @@ registers the routers once. What they do depends on the backends registered at t
 they pass every call to torch's own kernel.
 
 Each family of ops has a file (`flash`, `cudnn`, `efficient`, `cpu`); they share `routing` and `schemas`.
-`nested` sends nested tensors to the flash op, and `bypassed` counts calls that no router sees.
+`nested` sends nested tensors to the flash op, and `bypassed` counts calls that no router sees. `scoped_ops`
+has ops for graphs that contain a `use_backend` block.
 May import: `dispatch` and all below it. Read `routing.py` first.
 """
 
@@ -19,14 +20,17 @@ from typing import Any
 import torch
 
 from attnreg.core import registry
-from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested
+from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested, scoped_ops
 from attnreg.core.aten.routing import TORCH_VERSION, OpLayout, Route, RouterResult, router
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.captured import torch_registry
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import RegistrationError
 
 log = logging.getLogger("attnreg")
+
+__all__ = ["ROUTES", "ensure", "installed", "restore", "scoped_ops"]
 
 ROUTES: tuple[Route, ...] = (*flash.ROUTES, *cudnn.ROUTES, *efficient.ROUTES, *cpu.ROUTES)
 
@@ -179,3 +183,6 @@ def _register(
             library.impl(op, results_alone, key)  # type: ignore[no-untyped-call]
         else:
             library.add_router(op, key, tuple(layout), function)
+
+
+leave_module_uncompiled(__name__)

@@ -29,6 +29,7 @@ from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.core.torchlib.replacing import Replacement
@@ -303,3 +304,6 @@ _FUNCTIONS = [
     )
     for torchs in (getattr(place, name),)
 ]
+
+
+leave_module_uncompiled(__name__)

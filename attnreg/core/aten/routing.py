@@ -31,6 +31,7 @@ from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
 from attnreg.core.launching.memory import check_in_memory
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import inductor_is_running, readable
 from attnreg.errors import UnsupportedInputError
 
@@ -340,3 +341,6 @@ def run_backward(
     if unseen := length_k - grad_k.shape[1]:  # keys that a top-left causal mask hides from every query
         grad_k, grad_v = (F.pad(grad, (0, 0, 0, 0, 0, unseen)) for grad in (grad_k, grad_v))
     return (grad_q, grad_k, grad_v), kept
+
+
+leave_module_uncompiled(__name__)

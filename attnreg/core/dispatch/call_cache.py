@@ -34,6 +34,7 @@ from attnreg.core.launching.launchers import (
 from attnreg.core.launching.validation import check_values, every_row_sees_a_key
 from attnreg.core.settings import environment
 from attnreg.core.torchlib import building, captured, device_code
+from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_uncompiled
 from attnreg.core.torchlib.readback import pinned
 from attnreg.errors import AttnregError, BuildError
 
@@ -141,6 +142,8 @@ def kept_for(
     is_final = launcher is not None or plan.specialize is None
     if launcher is None:
         launcher = _unspecialized(plan.kernel, call)
+    for function in (launcher, getattr(launcher, "run", None), getattr(launcher, "prepare", None)):
+        leave_uncompiled(function)  # C++ calls it, so no function of attnreg's is around it
     if call.varlen and tensors[0].is_cuda:
         _provide_device_code(tensors[0].device)
     return Kept(launcher, plan, is_final, auxiliary, call.sinks is not None, cuts)
@@ -335,3 +338,6 @@ def _wanted() -> str:
         return environment.read().routers
     except AttnregError:
         return ""  # the calls that the settings apply to raise the error
+
+
+leave_module_uncompiled(__name__)

@@ -18,6 +18,7 @@ from attnreg.core.registry.entry import SET_ASIDE
 from attnreg.core.selection.decision import Decision
 from attnreg.core.selection.render import fallback_line
 from attnreg.core.torchlib import captured
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import InvalidInputError
 
@@ -264,3 +265,6 @@ def reset_stats() -> None:
         for several in (_calls.values(), _fallbacks.values(), failures, _bypassed.values(), _masks.values()):
             for counter in several:
                 counter.value = 0
+
+
+leave_module_uncompiled(__name__)

@@ -15,17 +15,23 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from threading import get_ident
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # defines the op that it calls, which `ScopeInGraph` replaces
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.core import registry
 from attnreg.core.selection.decision import Preference
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.core.torchlib.modes import OwnMode
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -132,7 +138,11 @@ _takes_over = _takes_over_references()
 
 def current() -> ScopedChoice | None:
     """Return the choice in force for this thread or task."""
-    return variable.get() or _inherited()
+    names = backends_in_graph() if _count_modes() else ()
+    return preferred(names) if names else variable.get() or _inherited()
+
+
+_count_modes = torch._C._len_torch_function_stack  # by a name of its own: calls ask each time
 
 
 def _inherited() -> ScopedChoice | None:
@@ -180,6 +190,118 @@ def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice
         _by_names.clear()
     _by_names[names, source, exclusive] = generation, choice
     return choice
+
+
+class ScopeInGraph(OwnMode):
+    """A `use_backend` block while it is traced: calls get its backends as an argument of attnreg's ops.
+
+    Dynamo traces what is below. After a graph break inside the block the mode is in force as well: each of
+    torch's functions then runs by the choice, as in a block that isn't compiled.
+
+    Attributes:
+        names: the backends that the block puts first.
+    """
+
+    names: tuple[str, ...]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():
+            return _run_between_graphs(self.names, func, args, kwargs)
+        if func is SDPA:
+            return torch.ops.attnreg._sdpa(*args, **kwargs, backends=list(self.names))
+        if func is torch.ops.torch_attn._varlen_attn or func is torch.ops.torch_attn._varlen_attn.default:
+            needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
+            options = {"backend": text_of(self.names), "needs_backward": needs_backward}
+            return torch.ops.attnreg._varlen_attn(*args, **kwargs, **options)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _multi_head_attention(*args, **kwargs)
+        # Without this mode in force a checkpoint, say, would trace its function outside of the block.
+        args = tuple([self._around(x) if isinstance(x, _TRACED) else x for x in args])
+        return func(*args, **kwargs)
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def in_block(*args: Any, **kwargs: Any) -> Any:
+            enter_in_graph(self.names)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                leave_in_graph()
+
+        return in_block
+
+
+SDPA = torch._C._nn.scaled_dot_product_attention  # also `F.scaled_dot_product_attention`
+_TRACED = (FunctionType, MethodType, torch.nn.Module)  # what higher-order ops trace
+
+# `F.multi_head_attention_forward` without its look at modes, which would never reach its call of SDPA.
+_multi_head_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda _: False},
+    "multi_head_attention_forward",
+    F.multi_head_attention_forward.__defaults__,
+)
+
+
+def enter_in_graph(names: tuple[str, ...]) -> None:
+    """Begin a block that is traced."""
+    block = ScopeInGraph()
+    block.names = names
+    torch._C._push_on_torch_function_stack(block)
+
+
+def leave_in_graph() -> None:
+    """End what `enter_in_graph` began."""
+    torch._C._pop_torch_function_stack()
+
+
+def backends_in_graph() -> tuple[str, ...]:
+    """Return the backends of the innermost block that is traced, or is in force between graphs."""
+    for place in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, ScopeInGraph):
+            return mode.names
+    return ()
+
+
+def text_of(names: tuple[str, ...]) -> str:
+    """Return the backends of a block as the argument `backend` of an op: each has the end of a line."""
+    return "".join([f"{name}\n" for name in names])
+
+
+def from_text(backend: str) -> ScopedChoice | None:
+    """Return the choice that an op's argument `backend` is: a single backend, or what `text_of` returns."""
+    if not backend:
+        return None
+    return preferred(tuple(backend.splitlines())) if backend.endswith("\n") else exclusive(backend)
+
+
+_function_in_scope: ContextVar[Any] = ContextVar("attnreg_function", default=None)
+
+
+def _run_between_graphs(
+    names: Sequence[str], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run one of torch's functions by the innermost block: torch asks the modes of outer blocks as well."""
+    if _function_in_scope.get() is function:
+        return function(*args, **kwargs)
+    token = _function_in_scope.set(function)
+    try:
+        return run_with(names, function, args, kwargs)
+    finally:
+        _function_in_scope.reset(token)
+
+
+def run_with(names: Sequence[str], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function in the scope of backends, as inside `use_backend`; returns its result."""
+    token = enter(preferred(tuple(names)))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        leave(token)
 
 
 def enter(choice: ScopedChoice | None) -> Token[ScopedChoice | None]:
@@ -264,3 +386,6 @@ def read_token(tensor: Tensor) -> ScopedChoice | None:
 def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return how many elements of its storage a tensor spans: strides count, not elements."""
     return max(1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)), 0)
+
+
+leave_module_uncompiled(__name__)

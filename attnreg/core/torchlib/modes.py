@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attnreg.core.torchlib.batches import TWICE, each_of_batch, is_batch
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 
 # At import, because torch.compile of torch 2.11 can't trace `is_autocast_available`.
 _AUTOCASTS = frozenset(
@@ -28,7 +29,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     """
     if torch._C._len_torch_dispatch_stack() or is_transformed():
         return False
-    if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _is_default_device()):
+    if torch._C._is_tracing() or (torch._C._is_torch_function_mode_enabled() and not _are_modes_harmless()):
         return False
     present = [x for x in tensors if x is not None]
     return all(
@@ -55,12 +56,16 @@ def is_for_others() -> bool:
 _OF_OTHERS = (torch._C._functorch.TransformType.Vmap, torch._C._functorch.TransformType.Functionalize)
 
 
-def _is_default_device() -> bool:
-    """Whether all function modes come from `torch.set_default_device`, which changes no attention call."""
+class OwnMode(TorchFunctionMode):
+    """A function mode of attnreg's own, which leaves the tensors of a call as they are."""
+
+
+def _are_modes_harmless() -> bool:
+    """Whether all function modes are attnreg's own or come from `torch.set_default_device`."""
     from torch.utils._device import DeviceContext  # torch imports it with the first such mode
 
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return all(isinstance(mode, DeviceContext) for mode in modes)
+    return all(isinstance(mode, DeviceContext | OwnMode) for mode in modes)
 
 
 def is_transformed() -> bool:
@@ -137,3 +142,6 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(delayed[: len(leaves)])
 
     return once
+
+
+leave_module_uncompiled(__name__)

@@ -23,6 +23,7 @@ from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_all_in_memory
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import differentiable_once, in_memory
 from attnreg.core.varlen import custom_op
@@ -262,3 +263,6 @@ def _in_memory(grad: Tensor) -> Tensor:
     if found is None:
         raise UnsupportedInputError("a gradient must be a plain tensor, got a tensor subclass")
     return found
+
+
+leave_module_uncompiled(__name__)

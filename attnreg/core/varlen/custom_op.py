@@ -7,6 +7,7 @@ Inductor's C++ wrapper and AOTInductor can't pass it by. `_autoload` imports thi
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -23,6 +24,7 @@ from attnreg.core.dispatch.calls import with_aliased_offsets
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.launching.validation import check
 from attnreg.core.torchlib import functionalize
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
 from attnreg.core.varlen.sinks import with_sinks
 
@@ -67,7 +69,7 @@ def forward(
         "alibi_slopes": alibi_slopes,
     }  # fmt: skip
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
-    choice = scope.exclusive(backend) if backend else scope.current()
+    choice = scope.from_text(backend) or scope.current()
     (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -146,7 +148,7 @@ def backward(
     }  # fmt: skip
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
-    chosen = scope.exclusive(backend) if backend else scoped
+    chosen = scope.from_text(backend) or scoped
     grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
@@ -217,7 +219,7 @@ def _gradients(
     return *grads, *(None,) * 15, of_sinks
 
 
-forward.register_autograd(lambda ctx, *grads: _gradients(backward, ctx, *grads), setup_context=_save)
+forward.register_autograd(functools.partial(_gradients, backward), setup_context=_save)
 
 
 def _each(
@@ -309,3 +311,6 @@ def _scores(query: Tensor, lengths: tuple[Any, ...], seqused_k: Tensor | None) -
             lengths_k = cu_seq_k.diff().tolist()
     per_head: int = sum(map(operator.mul, lengths_q, lengths_k))
     return query.shape[1] * per_head
+
+
+leave_module_uncompiled(__name__)

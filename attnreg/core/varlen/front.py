@@ -21,6 +21,7 @@ from attnreg.core.contract.options import OPTIONS, options_of
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.launching.validation import checked_number
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
 from attnreg.core.varlen import custom_op, spread
@@ -228,10 +229,11 @@ def _attend_unspread(
         attend = _attend_uncompiled if compiling else _attend
         return attend(query, key, value, lengths, scale, bound, options, backend, returns_lse or compiling)
     op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
+    backend = backend or scope.text_of(scope.backends_in_graph())
     softcap = checked_number("softcap", options["softcap"] or 0.0)
     out, lse, _ = op(
         query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, options["seqused_k"],
-        options["block_table"], options["num_splits"], backend or "", wants_gradient(query, key, value),
+        options["block_table"], options["num_splits"], backend, wants_gradient(query, key, value),
         softcap, options["alibi_slopes"], options["sinks"],
     )  # fmt: skip
     return out, lse
@@ -286,3 +288,6 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
     with torch.no_grad():
         out.copy_(computed)
     return (out, result[1]) if isinstance(result, tuple) else out
+
+
+leave_module_uncompiled(__name__)

@@ -31,6 +31,7 @@ from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_all_in_memory, check_in_memory
 from attnreg.core.launching.validation import check, check_layouts, check_scale
 from attnreg.core.torchlib.batches import each_of_batch, is_batch
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.varlen.sinks import counted, may_be_counted, with_sinks
 from attnreg.core.varlen.spread import check_is_whole
@@ -236,3 +237,6 @@ def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
 
 
 call_cache.set_plans(_plan, _plan_backward, with_sinks, grad_of_sinks)
+
+
+leave_module_uncompiled(__name__)

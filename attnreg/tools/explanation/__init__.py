@@ -24,6 +24,7 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.core.selection.render import decision_table, option_lines
 from attnreg.core.torchlib import captured
+from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.front import AuxRequest, asks_for_lse
 from attnreg.core.varlen.plans import check_sinks, check_tensors
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
@@ -312,3 +313,6 @@ def _front_notes(front: str, leading: Preference | None) -> Iterator[str]:
         as_explained = f"{front} runs as explained, " if front else ""
         yield f"nothing asks for a backend: {as_explained}torch's functions run torch's own kernels"
     yield from captured.shadow_notes()
+
+
+leave_module_uncompiled(__name__)

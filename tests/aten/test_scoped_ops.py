@@ -1,0 +1,225 @@
+"""`use_backend` and `backend=` in code that is compiled with fullgraph: the choice is part of the graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import varlen as torchs
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import attnreg
+
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+MADE = attnreg.use_backend("math")
+MADE_OTHER = attnreg.use_backend("cpu")
+LAYER = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+
+@pytest.fixture(autouse=True)
+def registered(routers):
+    torch._dynamo.reset()
+    with attnreg.register_backend("cpu"):
+        yield
+    torch._dynamo.reset()
+
+
+def dense(x):
+    return F.scaled_dot_product_attention(x * 1, x, x)
+
+
+def packed(x, **options):
+    x = x[0].transpose(0, 1)
+    return attnreg.varlen_attn(x, x, x, CU, CU, 3, 3, **options)
+
+
+def block(x):
+    with attnreg.use_backend("math"):
+        return dense(x)
+
+
+def masked(x):
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    with attnreg.use_backend("MATH", "cpu"):
+        return F.scaled_dot_product_attention(query=x * 1, key=x, value=x, attn_mask=mask, scale=0.3)
+
+
+@attnreg.use_backend("math")
+def decorated(x):
+    return dense(x)
+
+
+def made_outside(x):
+    with MADE:
+        return dense(x)
+
+
+def in_another(x):
+    with MADE_OTHER, attnreg.use_backend("math"):
+        return dense(x)
+
+
+def packed_block(x):
+    with attnreg.use_backend("math"):
+        return packed(x)
+
+
+def packed_in_another(x):
+    with attnreg.use_backend("cpu"), MADE:
+        return packed(x, sinks=torch.zeros(2))
+
+
+def by_argument(x):
+    with attnreg.use_backend("cpu"):
+        return packed(x, backend="math")
+
+
+def layer(x):
+    with MADE:
+        return LAYER(x[0], x[0], x[0], need_weights=False)[0]
+
+
+def under_autocast(x):
+    with torch.autocast("cpu", torch.bfloat16), attnreg.use_backend("math"):
+        return dense(x).float()
+
+
+def backends_of(run, x):
+    """Return the output, the gradient and how often each backend ran forward and backward."""
+    attnreg.reset_stats()
+    out = run(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    ran = {name: (calls["forward"], calls["backward"]) for name, calls in attnreg.stats().calls.items()}
+    return out, gradient, ran
+
+
+PROGRAMS = (
+    block, masked, decorated, made_outside, in_another, packed_block, packed_in_another, by_argument, layer,
+    under_autocast,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_block_decides_in_one_graph(program):
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    expected = backends_of(program, x)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    out, gradient, ran = backends_of(compiled, x)
+    assert ran == expected[2] == {"math": (1, 1)}
+    rounding = {"rtol": 2e-2, "atol": 2e-2} if program is under_autocast else {}
+    torch.testing.assert_close(out, expected[0], **rounding)
+    torch.testing.assert_close(gradient, expected[1], **rounding)
+    with attnreg.use_backend("cpu"):  # outside of the graph
+        assert backends_of(compiled, x)[2] == {"math": (1, 1)}
+
+
+@pytest.mark.parametrize("program", [made_outside, packed_block])
+def test_the_block_decides_in_code_by_inductor(program, inductor):
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    expected = backends_of(program, x)
+    out, gradient, ran = backends_of(torch.compile(program, backend=inductor, fullgraph=True), x)
+    assert ran == {"math": (1, 1)}
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(gradient, expected[1])
+
+
+def test_the_block_ends_where_it_ends():
+    def program(x):
+        with attnreg.use_backend("math"):
+            first = dense(x)
+        return first + dense(x)
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    assert backends_of(compiled, x)[2] == {"math": (1, 1), "cpu": (1, 1)}
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_checkpoint_in_the_block_repeats_its_forward_by_the_choice():
+    def program(x):
+        with attnreg.use_backend("math"):
+            return checkpoint(dense, x, use_reentrant=False)
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    assert backends_of(compiled, x)[2] == {"math": (2, 1)}
+
+
+def test_torchs_varlen_attn_runs_by_the_choice_in_one_graph():
+    def program(x):
+        with attnreg.use_backend("math"):
+            x = x[0].transpose(0, 1)
+            return torchs.varlen_attn(x, x, x, CU, CU, 3, 3)
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    out, _, ran = backends_of(torch.compile(program, backend="aot_eager", fullgraph=True), x)
+    assert ran == {"math": (1, 1)}
+    torch.testing.assert_close(out, packed(x))
+
+
+@torch.compiler.disable
+def untraced(x):
+    return packed(x) + dense(x)[0].transpose(0, 1)
+
+
+@torch.compiler.disable
+def untraced_in_another(x):
+    with attnreg.use_backend("math"):
+        return untraced(x)
+
+
+# Torch's own, of tensors that enter a graph while any function mode is in force.
+between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@between_graphs
+@pytest.mark.parametrize("outer, function", [(MADE, untraced), (MADE_OTHER, untraced_in_another)])
+def test_the_innermost_block_decides_between_graphs(outer, function):
+    def program(x):
+        with outer:
+            return function(x * 1) * 2
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    assert backends_of(torch.compile(program, backend="eager"), x)[2] == {"math": (2, 2)}
+
+
+@between_graphs
+def test_dropout_in_the_block_runs_by_the_choice_between_graphs():
+    def program(x):
+        with MADE:
+            return packed(x, dropout_p=0.5)
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    assert backends_of(torch.compile(program, backend="eager"), x)[2] == {"math": (1, 1)}
+
+
+def test_an_unknown_backend_is_the_same_error_as_without_a_graph():
+    def program(x):
+        with attnreg.use_backend("nix"):
+            return dense(x)
+
+    with pytest.raises(attnreg.UnknownBackendError, match="no backend is named 'nix'"):
+        torch.compile(program, backend="eager")(torch.randn(1, 2, 5, 8))
+
+
+def test_an_exported_program_runs_by_the_choice():
+    class Program(torch.nn.Module):
+        def forward(self, x):
+            return block(x) + packed_block(x).transpose(0, 1)
+
+    x = torch.randn(1, 2, 5, 8)
+    program = torch.export.export(Program(), (x,)).module()
+    attnreg.reset_stats()
+    out = program(x)
+    assert {name: calls["forward"] for name, calls in attnreg.stats().calls.items()} == {"math": 2}
+    torch.testing.assert_close(out, Program()(x))
+
+
+def test_flops_of_the_ops_are_counted_as_those_of_aten():
+    x, name, counted = torch.empty(1, 2, 5, 8, device="meta"), "_scaled_dot_product_flash_attention", []
+    for ops, options in ((torch.ops.aten, {}), (torch.ops.attnreg, {"backends": ["math"]})):
+        with FlopCounterMode(display=False) as counter:
+            getattr(ops, name)(x, x, x, **options)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
