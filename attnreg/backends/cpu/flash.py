@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnreg.core.contract.spec import LEAST_SCALE
 from attnreg.core.torchlib import captured
+from attnreg.core.torchlib.nan_rows import show_nan
 
 # In a band (low, high) row i sees key j if low <= j - i <= high.
 Band = tuple[int, int]
@@ -52,6 +53,7 @@ class Flash(NamedTuple):
             # The kernel multiplies the -inf of its causal mask by the scale, too: NaN, or hidden keys count.
             q, scale = _above_zero(q, scale)
         out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        show_nan(out, lse, q, k, causal, mask)
         if bias is not None and mask is not None:
             lse = lse.masked_fill((mask == -inf).all(-1), -inf)
         return out, lse

@@ -3,6 +3,7 @@
 - `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
   op.
 - `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
+- `nan_rows`: rows of NaN that torch's kernel for the CPU hides.
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
 - `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without

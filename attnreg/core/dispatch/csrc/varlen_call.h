@@ -52,6 +52,9 @@ inline at::Tensor as_memory(const at::Tensor& given) {
 
 // A gradient whose rows kernels can read as they are: a sum's is one number, repeated, and would be copied by each of them.
 inline at::Tensor as_rows(const at::Tensor& gradient) {
+  if (!is_in_memory(gradient)) {
+    return gradient;  // which Python refuses by its name
+  }
   const at::IntArrayRef strides = gradient.strides();
   const bool is_repeated = std::find(strides.begin(), strides.end(), 0) != strides.end();
   return is_repeated || (!strides.empty() && strides.back() != 1) ? gradient.contiguous() : gradient;
