@@ -470,7 +470,7 @@ def test_every_call_of_the_matrix_is_supported_on_every_device():
 
 
 def at_the_end(kind, queries=3, keys=100_000, window=(2, 0)):
-    """Return the tensors and call of few queries at the end of long keys, and the call on the keys in sight."""
+    """Return the tensors and call of few queries at the end of long keys, and the call on those seen."""
     q, k, v, grad, call = dense(1, queries, keys, window=window)
     seen = slice(keys - min(keys, queries + window[0]), keys)
     short = q, k[:, seen], v[:, seen], call._replace(max_k=k[:, seen].shape[1])
@@ -518,7 +518,10 @@ def test_queries_that_see_no_key_are_not_read():
     expected = forward(*part)
     assert torch.equal(out[:, -4:], expected[0]) and not out[:, :-4].any()
     assert torch.equal(lse[..., -4:], expected[1]) and (lse[..., :-4] == -torch.inf).all()
-    grads, right = backward(grad, q, k, v, out, lse, call), backward(grad[:, -4:], *part[:3], *expected, part[3])
+    grads, right = (
+        backward(grad, q, k, v, out, lse, call),
+        backward(grad[:, -4:], *part[:3], *expected, part[3]),
+    )
     assert torch.equal(grads[0][:, -4:], right[0]) and not grads[0][:, :-4].any()
     assert all(map(torch.equal, grads[1:], right[1:]))
 

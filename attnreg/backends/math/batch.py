@@ -121,7 +121,7 @@ def groups(
 
 
 def _with_scores(len_q: int, len_k: int, window: tuple[int, int]) -> tuple[int, int]:
-    """Return how many queries of a sequence, and how many keys, a window leaves with scores: the last ones."""
+    """Return how many queries of a sequence, and how many keys, a window leaves: the last ones."""
     left, right = window
     rows = len_q if right < 0 else min(len_q, len_k + right)
     return rows, len_k if left < 0 else min(len_k, len_q + left)
