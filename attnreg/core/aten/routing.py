@@ -194,10 +194,13 @@ def router(
     """
     native = route.native if original is not None else None
     op, arguments, serve, token = route.op, route.arguments, route.serve, route.token
-    names = "query", "key", "value", *(("grad_out", "grad_out_", "out") if token else ())
+    on_gpu = "CUDA" in route.keys
+    # On a CPU torch's kernel copies a gradient itself.
+    of_backward = ("grad_out", "grad_out_", "out") if token and on_gpu else ()
     fields: tuple[str, ...] = arguments._fields  # type: ignore[attr-defined]
+    names = "query", "key", "value", *of_backward
     loaded = tuple(place for place, name in enumerate(fields) if name in names)
-    read = readable if "CUDA" in route.keys else with_last_stride_1
+    read = readable if on_gpu else with_last_stride_1
     no_gradients = (None,) * len(getattr(torch.ops.aten, op).default._schema.returns)
 
     def routed(*args: Any, **kwargs: Any) -> RouterResult:
