@@ -34,7 +34,7 @@ def check_in_memory(**given: object) -> None:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor for C++, which doesn't know how large its storage is.
+    """Return the address of a tensor, of any shape and dtype, for C++, which doesn't know its storage's size.
 
     Raises `UnsupportedInputError` if elements lie outside of the storage.
     """

@@ -83,7 +83,7 @@ def in_memory(x: Tensor) -> Tensor | None:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """Return a tensor that is no wrapper as memory with its numbers: see `in_memory`."""
+    """Return a tensor of any shape and dtype, but no wrapper, as memory with its numbers: see `in_memory`."""
     return x.clone() if x._is_zerotensor() else x.resolve_neg()
 
 

@@ -129,9 +129,11 @@ class Router final : public c10::OperatorKernel {
       return key;
     }
     key.append({site_, choice, *modes});
+    bool others_need_gradient = false;  // a mask may need one alone
     for (size_t i = 0; i < arguments.size(); i++) {
       const c10::IValue& argument = arguments[i];
       if (argument.isTensor() && argument.toTensor().defined()) {
+        others_need_gradient |= i >= described && argument.toTensor().requires_grad();
         if (!is_in_memory(argument.toTensor())) {
           key.clear();
           return key;
@@ -146,6 +148,7 @@ class Router final : public c10::OperatorKernel {
         return key;
       }
     }
+    key.push_back(others_need_gradient);
     if (out_ && !is_packed) {  // torch 2.11 keeps its cuDNN graphs by the strides of all but the gradient
       key.push_back(arguments[0].toTensor().strides() == arguments[*out_].toTensor().strides());
     }
