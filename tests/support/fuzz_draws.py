@@ -103,13 +103,17 @@ def draw(seed: int, number: int | str, backends: list[str], device: str) -> Draw
     if mode not in ("capture", "compile") and not drawn.bias_grad and rng.random() < 0.06:
         drawn = drawn._replace(dropout=rng.choice((0.1, 0.5, 0.9)))
     if rng.random() < 0.3 and not case.poison:
-        drawn = drawn._replace(strides=_strides(rng))
+        drawn = drawn._replace(strides=_strides(rng, drawn.dropout > 0.0))
     return drawn
 
 
-def _strides(rng: random.Random) -> tuple[str, ...]:
-    """Draw the strides of query, key, value and gradient: often those of key and value are alike."""
-    of_each = [rng.choice(("", *STRIDES)) for _ in range(4)]
+def _strides(rng: random.Random, dropout: bool = False) -> tuple[str, ...]:
+    """Draw the strides of query, key, value and gradient: often those of key and value are alike.
+
+    Packed calls with dropout take no lazily negated views.
+    """
+    kinds = "", *(each for each in STRIDES if each != "negated" or not dropout)
+    of_each = [rng.choice(kinds) for _ in range(4)]
     if rng.random() < 0.5:
         of_each[1:] = of_each[1], of_each[1], ""
     return tuple(of_each)

@@ -59,7 +59,9 @@ def _forward(arguments: EfficientForward, routed: RoutedCall) -> RouterResult:
         return _run_forward(arguments, routed)
     args = (*routed.args[:LSE], True, *routed.args[LSE + 1 :])
     if of_bias:
-        return _run_forward(arguments._replace(compute_log_sumexp=True), routed._replace(args=args))
+        arguments = arguments._replace(compute_log_sumexp=True)
+        # The call cache would run further calls without an LSE.
+        return _run_forward(arguments, routed._replace(args=args))[0], None
     (out, lse, *rest), _ = _run_forward(arguments, routed._replace(args=args))
     return (out, lse.new_empty((*lse.shape[:-1], 0)), *rest), None
 
