@@ -20,6 +20,7 @@ GROUPS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (6, 3), (8, 8))
 # How the backend is asked for, and how the call is made, as often as they are listed.
 REQUESTS = ("registered", "registered", "scoped", "keyword", "nothing")
 MODES = ("plain",) * 8 + ("no_grad", "inference", "autocast", "checkpoint", "capture")
+WITHOUT_GRADIENT = ("no_grad", "inference", "capture")
 COMPILED_SHARE = 0.005  # it takes a second
 # The lengths of a call's repeats: the same in another order, others, or keys that grow by one.
 REORDERED, OTHERS, GROWING = "reordered", "others", "growing"
@@ -103,17 +104,19 @@ def draw(seed: int, number: int | str, backends: list[str], device: str) -> Draw
     if mode not in ("capture", "compile") and not drawn.bias_grad and rng.random() < 0.06:
         drawn = drawn._replace(dropout=rng.choice((0.1, 0.5, 0.9)))
     if rng.random() < 0.3 and not case.poison:
-        drawn = drawn._replace(strides=_strides(rng, drawn.dropout > 0.0))
+        drawn = drawn._replace(strides=_strides(rng, drawn.dropout > 0.0, mode not in WITHOUT_GRADIENT))
     return drawn
 
 
-def _strides(rng: random.Random, dropout: bool = False) -> tuple[str, ...]:
+def _strides(rng: random.Random, dropout: bool, needs_gradient: bool) -> tuple[str, ...]:
     """Draw the strides of query, key, value and gradient: often those of key and value are alike.
 
-    Packed calls with dropout take no lazily negated views.
+    Packed calls with dropout take no lazily negated views. Of equal keys or values the gradients of the
+    scores add up to 0: plain PyTorch is exact then, and the rule leaves a kernel no rounding.
     """
-    kinds = "", *(each for each in STRIDES if each != "negated" or not dropout)
-    of_each = [rng.choice(kinds) for _ in range(4)]
+    kinds = ["", *(each for each in STRIDES if each != "negated" or not dropout)]
+    of_keys = [each for each in kinds if not needs_gradient or each not in ("one token", "one number")]
+    of_each = [rng.choice(of) for of in (kinds, of_keys, of_keys, kinds)]
     if rng.random() < 0.5:
         of_each[1:] = of_each[1], of_each[1], ""
     return tuple(of_each)
