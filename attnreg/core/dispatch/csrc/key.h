@@ -95,10 +95,13 @@ inline bool is_in_memory(const at::Tensor& tensor) {
   if (!tensor.has_storage() || tensor.numel() == 0) {
     return true;
   }
-  const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
-  int64_t end = tensor.storage_offset() + 1;
-  for (size_t i = 0; i < sizes.size(); i++) {
-    end += (sizes[i] - 1) * strides[i];
+  int64_t end = tensor.storage_offset() + tensor.numel();
+  if (!tensor.is_contiguous()) {
+    const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+    end = tensor.storage_offset() + 1;
+    for (size_t i = 0; i < sizes.size(); i++) {
+      end += (sizes[i] - 1) * strides[i];
+    }
   }
   return end * static_cast<int64_t>(tensor.element_size()) <= static_cast<int64_t>(tensor.storage().nbytes());
 }

@@ -169,7 +169,7 @@ class Router final : public c10::OperatorKernel {
     const int64_t token = choice != 0 ? layout_.token_result : -1;
     if (entry.is_native()) {
       if (layout_.lse_bsh) {
-        const std::vector<c10::IValue> given(arguments.begin(), arguments.end());  // the kernel takes them from the stack
+        const c10::SmallVector<c10::IValue, 8> given(arguments.begin(), arguments.end());  // the kernel takes them from the stack
         native_->callBoxed(op, keys, stack);
         show_nan(*stack, given);
       } else {
