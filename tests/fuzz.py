@@ -33,7 +33,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import typer
-from support.fuzz_draws import REORDERED, THREADS, Drawn, draw, draw_for_threads, repeated
+from support.fuzz_draws import REORDERED, THREADS, Drawn, draw, draw_for_threads, repeated, with_strides
 from support.fuzzed import Given, measure
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -160,7 +160,8 @@ def check(drawn: Drawn, seed: int, number: int, device: str, alone: bool = True)
             case = repeated(rng, drawn, case)
             offsets, drawn_inputs = _same_offsets(offsets, inputs(case, device, rng.randrange(2**31)))
             offsets = offsets if drawn.in_place else ()
-            given, now = _given(drawn, drawn_inputs, rng), drawn._replace(case=case)
+            given = _given(drawn, with_strides(drawn.strides, drawn_inputs), rng)
+            now = drawn._replace(case=case)
             attnreg.reset_stats()
             try:
                 torch.manual_seed(number)

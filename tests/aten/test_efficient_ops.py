@@ -137,6 +137,29 @@ def test_the_gradient_of_a_bias_comes_from_torchs_kernel_whoever_ran_the_forward
         truth.assert_near(one, other.double())
 
 
+@pytest.mark.parametrize("first", ["math", "efficient"])
+def test_a_bias_may_be_all_that_needs_a_gradient(route, ran, first):
+    """Torch asks for no LSE then, without which the backward is an error (pytorch#148476)."""
+    route(native_kernels())
+    policy.activate(True)
+    inputs = [x.detach() for x in qkv()]
+    for _ in range(3):
+        call(inputs, bias=in_steps(ADDED), lse=False)  # the same kind, but for the gradient
+    attnreg.reset_stats()
+    for _ in range(3):
+        leaf = F.pad(ADDED, (0, 2)).requires_grad_()
+        with attnreg.use_backend("math") if first == "math" else contextlib.nullcontext():
+            out, lse, *_ = call(inputs, bias=leaf[..., :6], lse=False)
+        assert lse.shape == (2, 4, rounded(6))
+        (got,) = torch.autograd.grad(out, leaf, random_like(out))
+        expected, _ = truth.dense(*inputs, leaf[..., :6])
+        (right,) = torch.autograd.grad(expected, leaf, random_like(out).double())
+        truth.assert_near(got, right.double())
+    assert ran() == ({"math": (3, 0), "efficient": (0, 3)} if first == "math" else {"efficient": (3, 3)})
+    with torch.no_grad():
+        assert call(inputs, bias=leaf[..., :6], lse=False)[1].shape == (2, 4, 0)
+
+
 def test_strict_makes_it_an_error_that_another_backend_gives_the_gradient_of_a_bias(route):
     route(native_kernels())
     attnreg.configure({"strict": True})

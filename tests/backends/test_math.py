@@ -418,13 +418,13 @@ def test_runs_are_bitwise_equal_and_num_splits_splits_nothing():
 
 
 class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that an op returned."""
+    """Records the number of elements of the largest tensor that an op returned, views aside."""
 
     elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, torch.Tensor) and not func.is_view:
             self.elements = max(self.elements, result.numel())
         return result
 
@@ -467,3 +467,73 @@ def test_every_call_of_the_matrix_is_supported_on_every_device():
             # It knows of no sinks: its results are rescaled.
             spec = dataclasses.replace(case.spec(device), sinks=False)
             assert reference.BACKEND.forward.unsupported(spec) == ()
+
+
+def at_the_end(kind, queries=3, keys=100_000, window=(2, 0)):
+    """Return the tensors and call of few queries at the end of long keys, and the call on those seen."""
+    q, k, v, grad, call = dense(1, queries, keys, window=window)
+    seen = slice(keys - min(keys, queries + window[0]), keys)
+    short = q, k[:, seen], v[:, seen], call._replace(max_k=k[:, seen].shape[1])
+    if kind == "bias":
+        bias = torch.randn(2, queries, keys, dtype=q.dtype).repeat(1, 2, 1, 1).view(1, 4, queries, keys)
+        short = *short[:3], short[3]._replace(attn_bias=bias[..., seen])
+        return q, k, v, grad, call._replace(attn_bias=bias), short
+    if kind == "dense":
+        return q, k, v, grad, call, short
+    call = call._replace(cu_seqlens_q=offsets([queries]), cu_seqlens_k=offsets([keys]))
+    if kind == "packed":
+        return q[0], k[0], v[0], grad[0], call, short
+    pages = [torch.cat([x, x.new_full((1, 500, *x.shape[2:]), torch.nan)], 1) for x in (k, v)]
+    k, v = (x.view(-1, 100, *x.shape[2:]) for x in pages)
+    table = torch.arange(len(k), dtype=torch.int32)[None]
+    call = call._replace(cu_seqlens_k=None, seqused_k=torch.tensor([keys], dtype=torch.int32))
+    return q[0], k, v, grad[0], call._replace(block_table=table, max_k=keys + 500), short
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "pages", "bias"])
+@pytest.mark.parametrize("window", [(2, 0), (40, -1)])
+def test_keys_that_a_window_hides_from_all_queries_are_not_read(kind, window):
+    q, k, v, grad, call, (q_short, k_short, v_short, short) = at_the_end(kind, window=window)
+    with Largest() as largest:
+        out, lse = forward(q, k, v, call)
+    assert largest.elements < 10_000
+    expected = forward(q_short, k_short, v_short, short)
+    torch.testing.assert_close(out.view_as(expected[0]), expected[0], rtol=0, atol=0)
+    torch.testing.assert_close(lse.view_as(expected[1]), expected[1], rtol=0, atol=0)
+    grads = backward(grad, q, k, v, out, lse, call)
+    right = backward(grad.view_as(expected[0]), q_short, k_short, v_short, *expected, short)
+    assert torch.equal(grads[0].view_as(right[0]), right[0])
+    for got, one in zip(grads[1:], right[1:], strict=True):
+        rows = got.reshape(-1, *one.shape[2:])[:100_000]
+        assert torch.equal(rows[-one.shape[1] :], one[0])
+        assert not rows[: -one.shape[1]].any()
+
+
+def test_queries_that_see_no_key_are_not_read():
+    q, k, v, grad, call = dense(1, 100_000, 4, window=CAUSAL)
+    with Largest() as largest:
+        out, lse = forward(q, k, v, call)
+    assert largest.elements == out.numel() + out[0, 0].numel()  # with a row for padding
+    part = q[:, -4:], k, v, call._replace(max_q=4)
+    expected = forward(*part)
+    assert torch.equal(out[:, -4:], expected[0]) and not out[:, :-4].any()
+    assert torch.equal(lse[..., -4:], expected[1]) and (lse[..., :-4] == -torch.inf).all()
+    grads, right = (
+        backward(grad, q, k, v, out, lse, call),
+        backward(grad[:, -4:], *part[:3], *expected, part[3]),
+    )
+    assert torch.equal(grads[0][:, -4:], right[0]) and not grads[0][:, :-4].any()
+    assert all(map(torch.equal, grads[1:], right[1:]))
+
+
+@pytest.mark.parametrize("window", [(2, 0), (0, 1), (3, -1), (-1, 2), (5, 3)])
+@pytest.mark.parametrize("used", [False, True])
+def test_sequences_that_a_window_cuts_are_right_whatever_the_host_knows(monkeypatch, window, used):
+    lens_q, lens_k = (3, 1, 0, 20, 7), (90, 2, 5, 4, 7)
+    case = Case(
+        name="cut", lens_q=lens_q, lens_k=lens_k, varlen=True, window=window, dtype="float64",
+        seqused_k=(60, 2, 1, 3, 0) if used else None,
+    )  # fmt: skip
+    assert_accurate(reference.BACKEND.load(), case)
+    monkeypatch.setattr(batch, "_on_host", lambda lengths: False)
+    assert_accurate(reference.BACKEND.load(), case)

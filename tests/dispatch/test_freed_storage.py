@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import attnreg
 from attnreg import flash_attn
 from attnreg.backends import math
+from attnreg.core.contract.backend import Call
 from attnreg.core.dispatch import call_cache
 from attnreg.errors import UnsupportedInputError
 
@@ -186,3 +187,94 @@ def test_what_has_no_memory_by_itself_and_what_has_no_element_is_not_refused(bli
         (grad,) = torch.autograd.grad(out, query, torch._efficientzerotensor(out.shape))
         assert not grad.any()
     assert blind.ran[-1] == "backward"
+
+
+SHRUNK = "got a tensor that ends at byte [0-9]+ of a storage that was shrunk to [0-9]+ bytes"
+
+
+def shrink(tensor):
+    """Take the last byte of a tensor from its storage, which has nothing behind it."""
+    storage = tensor.untyped_storage()
+    storage.resize_(storage.size() - 1)
+
+
+@pytest.mark.parametrize("times", [0, 3])
+@pytest.mark.parametrize("name", [*VARLEN, "sinks", "seqused_k", "alibi_slopes", "block_table"])
+def test_a_storage_that_was_shrunk_is_refused_like_one_that_was_freed(blind, name, times):
+    given = packed()
+    further = {"seqused_k": torch.tensor([5, 20], dtype=torch.int32), "alibi_slopes": torch.ones(2)}
+    further |= {"sinks": torch.zeros(2), "block_table": torch.arange(4, dtype=torch.int32).view(2, 2)}
+    if name in further:
+        given[name] = further[name]
+    if name == "block_table":
+        pages = torch.randn(2, 4, 16, 2, 16)
+        given |= {"key": pages[0], "value": pages[1], "cu_seq_k": None, "seqused_k": further["seqused_k"]}
+    given = {key: x if x is None else separate({key: x})[key] for key, x in given.items()}
+    for _ in range(times):
+        attnreg.varlen_attn(**given, max_q=25, max_k=32)
+    shrink(given[name])
+    ran = len(blind.ran)
+    for _ in range(2):
+        with pytest.raises(UnsupportedInputError, match=f"^{name}: {SHRUNK}"):
+            attnreg.varlen_attn(**given, max_q=25, max_k=32)
+    assert len(blind.ran) == ran
+
+
+@pytest.mark.parametrize("name", ["grad_out", "out", "lse"])
+@pytest.mark.parametrize("times", [0, 3])
+def test_a_backward_is_refused_whose_gradient_or_results_were_shrunk(blind, name, times):
+    given = separate(packed())
+    given["query"].requires_grad_()
+    aux = attnreg.AuxRequest(lse=True)
+
+    def results(lse=False):
+        return attnreg.varlen_attn(**given, max_q=25, max_k=25, return_aux=aux if lse else None)
+
+    grad = separate({"grad_out": torch.randn(30, 2, 16)})["grad_out"]
+    for _ in range(times):
+        results().backward(grad)
+    out, lse = results(lse=True)
+    ran = len(blind.ran)
+    shrink({"grad_out": grad, "out": out, "lse": lse}[name])
+    with pytest.raises(UnsupportedInputError, match=f"^{name}: {SHRUNK}"):
+        out.backward(grad)
+    assert len(blind.ran) == ran
+
+
+@pytest.mark.parametrize("times", [0, 3])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_dense_call_of_a_shrunk_storage_is_refused(blind, name, times):
+    given = separate(dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 30, 16)))
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for _ in range(times):
+        op(*given.values())
+    shrink(given[name])
+    with pytest.raises(UnsupportedInputError, match=f"^{name}: {SHRUNK}"):
+        op(*given.values())
+    assert blind.ran == ["forward"] * times
+
+
+def test_a_tensor_whose_elements_all_lie_before_the_end_is_not_refused(blind):
+    given = packed()
+    whole = torch.randn(30, 2, 40)
+    given["query"] = whole[..., :16]
+    whole.untyped_storage().resize_(whole.nbytes - 24 * 4)
+    given["key"] = torch.randn(1, 1, 16).expand(30, 2, 16)
+    for _ in range(3):
+        attnreg.varlen_attn(**given, max_q=25, max_k=25)
+    assert len(blind.ran) == 3
+
+
+def test_no_address_of_a_shrunk_storage_reaches_the_kernel_of_the_cpu(cpu_kernel):
+    q, k, v, grad = separate(dict.fromkeys("qkvg", torch.randn(1, 30, 2, 16))).values()
+    call = Call(0.25, 30, 30)
+    out, lse = cpu_kernel.forward(q, k, v, call)
+    launcher = cpu_kernel.specialize("forward", (q, k, v), call)
+    shrink(k)
+    for attend in (
+        lambda: cpu_kernel.forward(q, k, v, call),
+        lambda: cpu_kernel.backward(grad, q, k, v, out, lse, call),
+        lambda: launcher(q, k, v),
+    ):
+        with pytest.raises(UnsupportedInputError, match=SHRUNK):
+            attend()

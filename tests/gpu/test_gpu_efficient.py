@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import gpu, truth
+from support.fuzz_draws import STRIDES, with_strides
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +14,7 @@ import attnreg
 from attnreg.backends import efficient
 from attnreg.core.policy import current as policy
 from attnreg.testing import Conformance
-from attnreg.tools.measure import QUICK, Case
+from attnreg.tools.measure import QUICK, Case, inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -188,6 +189,43 @@ def test_one_key_for_all_heads_is_right_with_and_without_a_gradient(
         got = gpu.sdpa_and_back(leaves, attn_mask=mask)
     gpu.assert_near(got, expected, torch.bfloat16)
     assert ran() == {registered or "efficient": (4, 1)}
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("dim", [64, 512])
+@pytest.mark.parametrize("length", [33, 98])
+def test_every_kind_of_strides_is_right_with_and_without_a_gradient(routers, ran, length, dim, strides):
+    drawn = inputs(Case(name="strides", lens_q=(length,) * 2, lens_k=(length,) * 2, dims=(dim, dim)), "cuda")
+    q, k, v, *_ = with_strides((strides,) * 3 + ("",), drawn)
+    tensors = [x.transpose(1, 2).detach() for x in (q, k, v)]
+    mask = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
+    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask.cpu(), -torch.inf)
+    expected = gpu.expected_of_sdpa(tensors, bias=bias.expand(2, tensors[0].shape[1], -1, -1))
+    routed()
+    with sdpa_kernel(EFFICIENT):
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        gpu.assert_near([out], expected[:1], tensors[0].dtype)
+        got = gpu.sdpa_and_back([x.requires_grad_() for x in tensors], attn_mask=mask)
+    gpu.assert_near(got, expected, tensors[0].dtype)
+    assert ran() == {"efficient": (2, 1)}
+
+
+@pytest.mark.parametrize("registered", ["efficient", "math"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_may_be_all_that_needs_a_gradient(routers, ran, dtype, registered):
+    """pytorch#148476: without the LSE of the forward the backward is an error."""
+    tensors = [x.detach() for x in gpu.bhsd(dtype=dtype)]
+    bias = bias_for(tensors).requires_grad_()
+    with attnreg.register_backend(registered), sdpa_kernel(EFFICIENT):
+        for _ in range(3):
+            out = F.scaled_dot_product_attention(*tensors, attn_mask=bias)
+            (got,) = torch.autograd.grad(out, bias, gpu.incoming(out))
+    leaf = bias.detach().cpu().double().requires_grad_()
+    expected, _ = truth.dense(*(x.cpu().double() for x in tensors), leaf)
+    wanted = torch.autograd.grad(expected, leaf, gpu.incoming(out).cpu().double())
+    gpu.assert_near((out, got), (expected, *wanted), dtype)
+    counted = {"efficient": (3, 3)} if registered == "efficient" else {"math": (3, 0), "efficient": (0, 3)}
+    assert ran() == counted
 
 
 @pytest.mark.parametrize("lengths", [(33, 40), (65, 200), (1, 40)], ids=str)

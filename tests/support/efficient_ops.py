@@ -104,6 +104,7 @@ def _backward(
     scale=None
 ):  # fmt: skip
     _checked(query, key, bias)
+    assert lse.shape[-1] == rounded(query.shape[1] if cu_q is None else max_q), "LSE is not correctly aligned"
     assert out.is_contiguous()
     assert p == 0.0 or (int(seed), int(offset), seed.device.type) == (SEED, OFFSET, "cpu")
     own, right = _attend(query, key, value, bias, cu_q, cu_k, mask, scale)

@@ -6,7 +6,11 @@ import random
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from attnreg.tools.measure.cases import LAYOUTS, Case
+from attnreg.tools.measure.inputs import Inputs
 
 THREADS = 4
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 193, 255, 257, 320)
@@ -16,16 +20,20 @@ GROUPS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (6, 3), (8, 8))
 # How the backend is asked for, and how the call is made, as often as they are listed.
 REQUESTS = ("registered", "registered", "scoped", "keyword", "nothing")
 MODES = ("plain",) * 8 + ("no_grad", "inference", "autocast", "checkpoint", "capture")
+WITHOUT_GRADIENT = ("no_grad", "inference", "capture")
 COMPILED_SHARE = 0.005  # it takes a second
 # The lengths of a call's repeats: the same in another order, others, or keys that grow by one.
 REORDERED, OTHERS, GROWING = "reordered", "others", "growing"
 CHANGES = (REORDERED, REORDERED, OTHERS, OTHERS, GROWING)
+# The strides of query, key, value and the incoming gradient beyond the layouts of a `Case`: one number or row
+# for all of a dimension (stride 0), tokens that overlap in memory, and lazily negated views.
+STRIDES = ("one token", "one head", "one of the batch", "one column", "one number", "overlapping", "negated")
 # What several threads may do at once: all else changes what is the process's.
 MODES_OF_THREADS = ("plain", "no_grad", "inference", "autocast", "checkpoint")
 
 
 class Drawn(NamedTuple):
-    """A call and how it is made, and what a `Case` lacks: sinks, a bias with a gradient, drawn dropout.
+    """A call and how it is made, and what a `Case` lacks: sinks, a bias with a gradient, dropout, strides.
 
     `change` says what the lengths of its repeats are, `in_place` whether they go to the same offsets.
     """
@@ -39,6 +47,7 @@ class Drawn(NamedTuple):
     dropout: float = 0.0
     change: str = REORDERED
     in_place: bool = True
+    strides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shown = {name: getattr(self.case, name) for name in self.case.__slots__ if name != "name"}
@@ -94,7 +103,46 @@ def draw(seed: int, number: int | str, backends: list[str], device: str) -> Draw
     drawn = drawn._replace(bias_grad=case.bias == "additive" and rng.random() < 0.5)
     if mode not in ("capture", "compile") and not drawn.bias_grad and rng.random() < 0.06:
         drawn = drawn._replace(dropout=rng.choice((0.1, 0.5, 0.9)))
+    if rng.random() < 0.3 and not case.poison:
+        drawn = drawn._replace(strides=_strides(rng, drawn.dropout > 0.0, mode not in WITHOUT_GRADIENT))
     return drawn
+
+
+def _strides(rng: random.Random, dropout: bool, needs_gradient: bool) -> tuple[str, ...]:
+    """Draw the strides of query, key, value and gradient: often those of key and value are alike.
+
+    Packed calls with dropout take no lazily negated views. Of equal keys or values the gradients of the
+    scores add up to 0: plain PyTorch is exact then, and the rule leaves a kernel no rounding.
+    """
+    kinds = ["", *(each for each in STRIDES if each != "negated" or not dropout)]
+    of_keys = [each for each in kinds if not needs_gradient or each not in ("one token", "one number")]
+    of_each = [rng.choice(of) for of in (kinds, of_keys, of_keys, kinds)]
+    if rng.random() < 0.5:
+        of_each[1:] = of_each[1], of_each[1], ""
+    return tuple(of_each)
+
+
+def with_strides(strides: tuple[str, ...], given: Inputs) -> Inputs:
+    """Return the tensors of a call with the strides that were drawn, which change their numbers, too."""
+    if not strides:
+        return given
+    tensors = map(_with_strides, (given.q, given.k, given.v, given.grad_out), strides)
+    return Inputs(*tensors, given.call)
+
+
+def _with_strides(x: Tensor, strides: str) -> Tensor:
+    if not (strides and x.numel()) or (strides == "one of the batch" and x.dim() == 3):
+        return x
+    if strides == "negated":
+        return torch._neg_view(x)
+    if strides == "overlapping":
+        steps = list(x.contiguous().stride())
+        steps[-3] = max(steps[-3] // 2, 1)
+        return x.contiguous().as_strided(x.shape, steps)
+    if strides == "one number":
+        return x[(slice(1),) * x.dim()].expand(x.shape)
+    dim = {"one token": -3, "one head": -2, "one of the batch": 0, "one column": -1}[strides]
+    return x.narrow(dim, 0, 1).expand(x.shape)
 
 
 def _with_options(rng: random.Random, case: Case) -> Case:

@@ -24,6 +24,8 @@ from attnreg.core.contract.spec import Direction
 from attnreg.core.launching.launchers import NativeLauncher
 from attnreg.core.launching.validation import check_values
 from attnreg.core.torchlib import building
+from attnreg.core.torchlib.layout import with_last_stride_1
+from attnreg.core.torchlib.modes import resolved
 from attnreg.errors import BuildError, InvalidInputError
 
 log = logging.getLogger("attnreg")
@@ -72,7 +74,8 @@ class CompiledKernel(NamedTuple):
             out, lse = torch_path.of_all_keys(self.forward(q, k, v, call), out, lse)
         grad_out, q, k, v, out = (_readable(x) for x in (grad_out, q, k, v, out))
         grads = _backward_results(q, k, v)
-        of_lse = () if call.grad_lse is None else (call.grad_lse.float(),)
+        lse = resolved(lse)
+        of_lse = () if call.grad_lse is None else (resolved(call.grad_lse).float(),)
         _run(self.backward_entry, (grad_out, q, k, v, out, lse, *grads, *of_lse), q, k, call)
         return grads[0], grads[1], grads[2]
 
@@ -152,7 +155,7 @@ def _takes_backward(
 
 
 def _readable(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return with_last_stride_1(resolved(x))
 
 
 def _forward_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

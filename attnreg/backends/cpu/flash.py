@@ -15,6 +15,8 @@ from torch import Tensor
 
 from attnreg.core.contract.spec import LEAST_SCALE
 from attnreg.core.torchlib import captured
+from attnreg.core.torchlib.modes import resolved
+from attnreg.core.torchlib.nan_rows import show_nan
 
 # In a band (low, high) row i sees key j if low <= j - i <= high.
 Band = tuple[int, int]
@@ -57,6 +59,7 @@ class Flash(NamedTuple):
             # The kernel multiplies the -inf of its causal mask by the scale, too: NaN, or hidden keys count.
             q, scale = _above_zero(q, scale)
         out, lse = self.forward_kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        show_nan(out, lse, q, k, causal, mask)
         if bias is not None and mask is not None:
             lse = lse.masked_fill((mask == -inf).all(-1), -inf)
         return out, lse
@@ -100,7 +103,7 @@ def forward_dtype(x: Tensor) -> torch.dtype:
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor (B, S, H, D) as (B, H, S, D) in `dtype`, with a layout that the kernels can read."""
-    x = x.to(dtype)
+    x = resolved(x).to(dtype)
     # Overlapping rows (of an expanded tensor) would be multiplied by a slow product.
     return (x if x.stride(-1) == 1 and x.stride(1) >= x.size(-1) else x.contiguous()).transpose(1, 2)
 
@@ -112,6 +115,7 @@ def additive(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """
     if bias is None:
         return None
+    bias = resolved(bias)
     bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     if bias.dtype == torch.bool:
         return torch.zeros_like(bias, dtype=dtype).masked_fill_(~bias, -inf)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from attnreg.backends.cpu.choice import TorchsCalls
 from attnreg.core.contract.backend import Call
+from attnreg.core.launching.memory import address_of
+from attnreg.core.torchlib.modes import resolved
 from attnreg.errors import InvalidInputError
 
 # The library's numbers of dtypes: kernel/dtypes.h.
@@ -46,7 +48,7 @@ class NativeKind(ctypes.Structure):
 
     def _address(self, x: Tensor) -> int:
         self.owners.append(x)
-        return x.data_ptr()
+        return address_of(x)
 
     def add_options(self, q: Tensor, call: Call) -> None:
         """Add dropout, slopes, counts of keys and pages; raises `InvalidInputError` on a wrong shape."""
@@ -54,7 +56,7 @@ class NativeKind(ctypes.Structure):
         if call.dropout:
             self.dropout, self.rng_state = call.dropout, self._address(_random_state(call))
         if call.alibi_slopes is not None:
-            slopes = call.alibi_slopes.float()
+            slopes = resolved(call.alibi_slopes).float()
             expected = (q.size(-2),), (count_of(q, call), q.size(-2))
             if slopes.shape not in expected:
                 got = tuple(slopes.shape)
@@ -110,12 +112,12 @@ class NativeArguments:
     ) -> None:
         ends = _integers(cu_seqlens_q), _integers(cu_seqlens_k)
         self._owners = ends
-        addresses = [0 if x is None else x.data_ptr() for x in ends]
+        addresses = [0 if x is None else address_of(x) for x in ends]
         batch = 0 if ends[0] is None else ends[0].size(0) - 1
         numbers = [0, 0, *addresses, batch, max_q, max_k]
         for numbers[0], x in enumerate(tensors, 1):
             rest = (0,) * (_DIMENSIONS - x.dim())
-            numbers += (x.data_ptr(), *x.shape, *rest, *x.stride(), *rest)
+            numbers += (address_of(x), *x.shape, *rest, *x.stride(), *rest)
         # Packed to bytes first, because an array converts numbers one by one.
         self._memory = array("q", struct.pack(f"{len(numbers)}q", *numbers))
         self.address = self._memory.buffer_info()[0]
@@ -131,7 +133,7 @@ def _integers(x: Tensor | None) -> Tensor | None: ...
 
 
 def _integers(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.int().contiguous()
+    return None if x is None else resolved(x).int().contiguous()
 
 
 def _random_state(call: Call) -> Tensor:

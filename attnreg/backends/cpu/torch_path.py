@@ -18,6 +18,7 @@ from attnreg.backends.cpu.flash import Flash, additive, forward_dtype, lse_dtype
 from attnreg.backends.cpu.paged import gathered_backward, gathered_forward
 from attnreg.backends.cpu.sequences import UniformBatch, sequences_of
 from attnreg.core.contract.backend import Call
+from attnreg.core.torchlib.modes import resolved
 from attnreg.errors import UnsupportedInputError
 
 # Where an LSE is beyond this, rounding it and the output to their dtypes costs more than the accuracy rule
@@ -130,6 +131,7 @@ def backward(
 
     `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
     """
+    lse = resolved(lse)
     if call.batch_invariant:
         return _each_backward(flash, (grad_out, q, k, v, out, lse), call)
     if not (q.numel() and k.numel()):

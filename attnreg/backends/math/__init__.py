@@ -133,7 +133,7 @@ def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Group]:
     queries = sequences(q, call.cu_seqlens_q, call.max_q)
     keys = sequences(k, call.cu_seqlens_k, call.max_k, call.block_table, call.seqused_k)
     # The rounding of matrix products depends on their shapes: batch-invariant calls get one group a sequence.
-    return groups(queries, keys, cost, 0 if call.batch_invariant else GROUP_SIZE)
+    return groups(queries, keys, call.window, cost, 0 if call.batch_invariant else GROUP_SIZE)
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:

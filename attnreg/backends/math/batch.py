@@ -2,7 +2,8 @@
 
 Dense, packed and paged tensors are all read as rows, (T, H, D), by the row index of every token. Neighbouring
 sequences are gathered into a group, (b, H, width, D), padded on the *left*. Their last tokens line up, so
-that a single bottom-right mask is right for all of them.
+that a single bottom-right mask is right for all of them. Tokens at the beginning of a sequence that a window
+leaves without a score aren't gathered.
 
 The host knows the width even where it doesn't know the lengths, as on a GPU. Reading lengths there would wait
 for the device, and break CUDA graphs.
@@ -24,15 +25,17 @@ class PaddedRows(NamedTuple):
         positions: (b, width) int64, the position of each token in its sequence. Negative for padding.
         rows: (b, width) int64, the row of each token in the flat tensor. The number of rows for padding.
         padded: whether the group may have padding.
+        start: the position of the first token of each sequence, in a group without padding.
     """
 
     positions: Tensor
     rows: Tensor
     padded: bool
+    start: int
 
     @property
     def width(self) -> int:
-        """The length that all sequences are padded to."""
+        """The length that all sequences are padded or cut to."""
         return self.rows.shape[1]
 
     def gather(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
@@ -71,9 +74,8 @@ class RowSequences(NamedTuple):
     table: Tensor | None
     page_size: int
 
-    def span(self, batch: slice) -> PaddedRows:
-        """Return the rows of some neighbouring sequences."""
-        width = max(self.bounds[batch])
+    def span(self, batch: slice, width: int) -> PaddedRows:
+        """Return the last `width` rows of some neighbouring sequences."""
         padded = not self.exact or min(self.bounds[batch]) < width
         positions = torch.arange(width, device=self.lengths.device) - (width - self.lengths[batch, None])
         known = positions.clamp(min=0)
@@ -83,7 +85,7 @@ class RowSequences(NamedTuple):
             pages = self.table[batch].long().gather(1, known // self.page_size)
             rows = pages * self.page_size + known % self.page_size
         rows = rows.clamp(0, self.total - 1).masked_fill(positions < 0, self.total)
-        return PaddedRows(positions, rows, padded)
+        return PaddedRows(positions, rows, padded, 0 if padded else self.bounds[batch.start] - width)
 
 
 class Group(NamedTuple):
@@ -99,25 +101,37 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 3 else x.flatten(0, 1)
 
 
-def groups(queries: RowSequences, keys: RowSequences, cost: int, limit: int) -> Iterator[Group]:
+def groups(
+    queries: RowSequences, keys: RowSequences, window: tuple[int, int], cost: int, limit: int
+) -> Iterator[Group]:
     """Yield the batch in groups of similar lengths, each with at most `limit` elements, at `cost` a token.
 
-    Sequences without queries or without keys may be left out, because they have no score to compute.
+    Tokens and sequences without a score to compute may be left out: `window` is (left, right), bottom-right.
     """
     start, wide_q, wide_k, area = 0, 0, 0, 0
-    for stop, (len_q, len_k) in enumerate(zip(queries.bounds, keys.bounds, strict=True)):
-        wide_q, wide_k, area = max(wide_q, len_q), max(wide_k, len_k), area + len_q * len_k
-        count = stop - start + 1
+    for stop, bounds in enumerate(zip(queries.bounds, keys.bounds, strict=True)):
+        len_q, len_k = _with_scores(*bounds, window)
+        before, wide_q, wide_k = (wide_q, wide_k), max(wide_q, len_q), max(wide_k, len_k)
+        count, area = stop - start + 1, area + len_q * len_k
         # Beyond twice the real work, padding costs more than another round of kernels.
         if count > 1 and (count * cost * (wide_q + wide_k) > limit or count * wide_q * wide_k > 2 * area):
-            yield from _group(queries, keys, slice(start, stop))
+            yield from _group(queries, keys, slice(start, stop), *before)
             start, wide_q, wide_k, area = stop, len_q, len_k, len_q * len_k
-    yield from _group(queries, keys, slice(start, len(queries.bounds)))
+    yield from _group(queries, keys, slice(start, len(queries.bounds)), wide_q, wide_k)
 
 
-def _group(queries: RowSequences, keys: RowSequences, batch: slice) -> Iterator[Group]:
-    if any(queries.bounds[batch]) and any(keys.bounds[batch]):
-        yield Group(batch, queries.span(batch), keys.span(batch))
+def _with_scores(len_q: int, len_k: int, window: tuple[int, int]) -> tuple[int, int]:
+    """Return how many queries of a sequence, and how many keys, a window leaves: the last ones."""
+    left, right = window
+    rows = len_q if right < 0 else min(len_q, len_k + right)
+    return rows, len_k if left < 0 else min(len_k, len_q + left)
+
+
+def _group(
+    queries: RowSequences, keys: RowSequences, batch: slice, width_q: int, width_k: int
+) -> Iterator[Group]:
+    if width_q and width_k:
+        yield Group(batch, queries.span(batch, width_q), keys.span(batch, width_k))
 
 
 def sequences(

@@ -2,7 +2,7 @@
 
 A tile is a slice of rows (queries) and a slice of columns (keys) of the padded score matrix. Only a single
 tile of the matrix exists at a time. Tiles that the window excludes are skipped, so the work grows with the
-window, not with the square of the length.
+window, not with the square of the length. A group has no keys that no query sees (`batch.py`).
 """
 
 from __future__ import annotations
@@ -108,12 +108,15 @@ class Mask:
         if bias is None:
             return None
         bias = bias[(None,) * (4 - bias.dim())]
+        first = self.group.queries.start
+        rows = slice(first + rows.start, first + rows.stop)
         for dim, part in ((0, self.group.batch), (2, rows)):
             bias = bias.narrow(dim, part.start, part.stop - part.start) if bias.shape[dim] > 1 else bias
         if bias.shape[3] == 1:
             return bias
         if not self.group.keys.padded:
-            return bias[..., cols]
+            first = self.group.keys.start
+            return bias[..., first + cols.start : first + cols.stop]
         places = self.group.keys.positions[:, None, None, cols].clamp(min=0)
         return bias.take_along_dim(places, dim=3)
 

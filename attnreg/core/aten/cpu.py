@@ -14,6 +14,7 @@ from attnreg.core.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import to_bshd
 from attnreg.core.dispatch.planning import Native
+from attnreg.core.torchlib.nan_rows import show_nan
 
 CPU = Native("cpu")
 OP = "_scaled_dot_product_flash_attention_for_cpu"
@@ -26,6 +27,8 @@ def _forward(arguments: SdpaCpuForward, routed: RoutedCall) -> RouterResult:
     plan = routing.dense_plan("forward", arguments, routed, call, routed.choice)
     if plan.is_native:
         (out, lse), kept = routed.run_native(plan, call)
+        # The call cache does the same.
+        show_nan(out, lse, arguments.query, arguments.key, arguments.is_causal, arguments.attn_mask)
         lse = lse if routed.choice is None else scope.with_token(lse, routed.choice)
     else:
         tensors = to_bshd(arguments.query, arguments.key, arguments.value, call)

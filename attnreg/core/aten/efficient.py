@@ -46,16 +46,22 @@ FOR_BIAS = Preference("the gradient of attn_bias", (), alone=ALONE)
 
 
 def _forward(arguments: EfficientForward, routed: RoutedCall) -> RouterResult:
-    """Run a call; where all heads share one key and value, with an LSE even if the caller wants none.
+    """Run a call, in two cases with an LSE even if the caller wants none.
 
-    Without an LSE torch's kernel treats heads as queries where a block has a single query. It then reads the
-    bias of other rows, writes heads past the output, and ignores a causal mask (pytorch#191937,
-    torch 2.11 to 2.13).
+    Torch asks for none where only the bias needs a gradient, and its backward then raises an error
+    (pytorch#148476, torch 2.11 to 2.13). Without an LSE torch's kernel treats heads that share one key and
+    value as queries where a block has a single query. It then reads the bias of other rows, writes heads past
+    the output, and ignores a causal mask (pytorch#191937, torch 2.11 to 2.13).
     """
+    of_bias = torch.is_grad_enabled() and arguments.bias is not None and arguments.bias.requires_grad
     is_shared = arguments.key.stride(2) == 0 == arguments.value.stride(2)
-    if arguments.compute_log_sumexp or not is_shared:
+    if arguments.compute_log_sumexp or not (of_bias or is_shared):
         return _run_forward(arguments, routed)
     args = (*routed.args[:LSE], True, *routed.args[LSE + 1 :])
+    if of_bias:
+        arguments = arguments._replace(compute_log_sumexp=True)
+        # The call cache would run further calls without an LSE.
+        return _run_forward(arguments, routed._replace(args=args))[0], None
     (out, lse, *rest), _ = _run_forward(arguments, routed._replace(args=args))
     return (out, lse.new_empty((*lse.shape[:-1], 0)), *rest), None
 

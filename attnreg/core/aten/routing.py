@@ -32,7 +32,7 @@ from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
 from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.torchlib.frames import leave_module_uncompiled
-from attnreg.core.torchlib.layout import inductor_is_running, readable
+from attnreg.core.torchlib.layout import inductor_is_running, readable, with_last_stride_1
 from attnreg.errors import UnsupportedInputError
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -97,7 +97,8 @@ class RoutedCall(NamedTuple):
         args, kwargs: the op's arguments as they came.
         native: the backend of torch's own kernel. None where torch has no kernel.
         choice: the choice for this call alone.
-        loaded: the places of the arguments that a kernel on a GPU loads 16 bytes at a time; none on a CPU.
+        loaded: the places of the arguments whose layout torch's own kernel doesn't check.
+        readable: the function that copies a tensor which that kernel would read wrongly.
         declined: the backends that have declined the call.
     """
 
@@ -108,6 +109,7 @@ class RoutedCall(NamedTuple):
     native: Native | None
     choice: ScopedChoice | None
     loaded: tuple[int, ...] = ()
+    readable: Callable[[Tensor], Tensor] = readable
     declined: Declined = NOBODY
 
     def plan_for(
@@ -137,7 +139,8 @@ class RoutedCall(NamedTuple):
         The kernel receives the arguments as they came, except for `loaded` tensors that it would read
         wrongly: these are copied. Torch's kernels don't check alignment. On rows or addresses that aren't
         multiples of 16 bytes cuDNN's kernel returns NaN, and the flash op's kernel destroys the CUDA context
-        (torch 2.11 on an H200).
+        (torch 2.11 on an H200). The kernel of the CPU reads past the end of a tensor whose last stride is 0,
+        as torch's dispatcher makes one of zeros without memory.
 
         The call cache may run further calls, except in four cases: the kernel draws a dropout mask, its
         backward would be wrong (both: `keeps` is False), arguments were copied, or a top-left aligned mask
@@ -156,7 +159,7 @@ class RoutedCall(NamedTuple):
         if self.loaded:
             copied = list(args)
             for place in self.loaded:
-                copied[place] = readable(args[place])
+                copied[place] = self.readable(args[place])
             args = tuple(copied)
             keeps = keeps and all(map(operator.is_, args, self.args))
         try:
@@ -192,13 +195,13 @@ def router(
     """
     native = route.native if original is not None else None
     op, arguments, serve, token = route.op, route.arguments, route.serve, route.token
-    loaded: tuple[int, ...] = ()
-    if "CUDA" in route.keys:
-        of_backward = ("grad_out", "grad_out_", "out") if token else ()
-        fields: tuple[str, ...] = arguments._fields  # type: ignore[attr-defined]
-        loaded = tuple(
-            place for place, name in enumerate(fields) if name in ("query", "key", "value", *of_backward)
-        )
+    on_gpu = "CUDA" in route.keys
+    # On a CPU torch's kernel copies a gradient itself.
+    of_backward = ("grad_out", "grad_out_", "out") if token and on_gpu else ()
+    fields: tuple[str, ...] = arguments._fields  # type: ignore[attr-defined]
+    names = "query", "key", "value", *of_backward
+    loaded = tuple(place for place, name in enumerate(fields) if name in names)
+    read = readable if on_gpu else with_last_stride_1
     no_gradients = (None,) * len(getattr(torch.ops.aten, op).default._schema.returns)
 
     def routed(*args: Any, **kwargs: Any) -> RouterResult:
@@ -212,7 +215,7 @@ def router(
         if choice is None and original is not None and not state().active:
             return original(*args, **kwargs), PASSES_ALL
         check_in_memory(**parsed._asdict())
-        call = RoutedCall(op, original, args, kwargs, native, choice, loaded)
+        call = RoutedCall(op, original, args, kwargs, native, choice, loaded, read)
         return retry_on_decline(lambda declined: serve(parsed, call._replace(declined=declined)))
 
     return routed

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Launcher as Launcher
+from attnreg.core.launching.memory import address_of
 from attnreg.core.launching.rows import blanked, clear_backward, clear_forward
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import contiguous_strides, stream_of, uninitialized, with_strides
@@ -287,10 +288,10 @@ class AddressLauncher:
         if derived is None:
             return None
         operands = *tensors, *results, *derived
-        addresses = (ctypes.c_void_p * len(how.operands))(*(operands[n].data_ptr() for n in how.operands))
+        addresses = (ctypes.c_void_p * len(how.operands))(*(address_of(operands[n]) for n in how.operands))
         workspace = uninitialized((how.workspace,), (1,), torch.uint8, device)
         stream = stream_of(query) if device.type == "cuda" else 0
-        if not how.launch(ctypes.addressof(addresses), workspace.data_ptr(), stream):
+        if not how.launch(ctypes.addressof(addresses), address_of(workspace), stream):
             return None
         return results if call is None else call.cleared(results, self.window)
 

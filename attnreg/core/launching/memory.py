@@ -1,4 +1,8 @@
-"""Checks that the tensors of a call are in memory: of a freed tensor kernels would read address 0."""
+"""Checks that the tensors of a call are in memory.
+
+The storage of a tensor may be freed or shrunk after the tensor was made. Kernels would read address 0 then,
+or memory of other tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _OF_FORWARD, _OF_BACKWARD = ("query", "key", "value"), ("grad_out", "query", "ke
 
 
 def check_in_memory(**given: object) -> None:
-    """Check that no tensor's storage was freed; so FSDP leaves parameters that it hasn't gathered.
+    """Check that each tensor lies in its storage; FSDP frees those of parameters that it hasn't gathered.
 
     What has no memory by itself is right: fakes, zeros of autograd, tensors of function transforms.
     Raises `UnsupportedInputError`.
@@ -25,9 +29,17 @@ def check_in_memory(**given: object) -> None:
     if torch.compiler.is_compiling():
         return
     for name, tensor in given.items():
-        if type(tensor) in _TYPES and _is_freed(tensor):
-            got = "a tensor whose storage was freed (its size is 0)"
+        if type(tensor) in _TYPES and (got := _out_of_bounds(tensor)):
             raise UnsupportedInputError(f"{name}: got {got}, expected one in memory")
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor, of any shape and dtype, for C++, which doesn't know its storage's size.
+
+    Raises `UnsupportedInputError` if elements lie outside of the storage.
+    """
+    check_in_memory(tensor=tensor)
+    return tensor.data_ptr()
 
 
 def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call, sinks: Tensor | None) -> None:
@@ -49,11 +61,20 @@ def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call, sinks: Tensor |
     )  # fmt: skip
 
 
-# In C++ `is_freed` does the same.
-def _is_freed(tensor: Any) -> bool:
+# In C++ `is_in_memory` does the same.
+def _out_of_bounds(tensor: Any) -> str:
+    """Return how a tensor reaches beyond its storage, or an empty string."""
     try:
-        if tensor.untyped_storage().size():
-            return False
+        size = tensor.untyped_storage().size()
     except RuntimeError:  # it has none
-        return False
-    return bool(tensor.numel()) and not tensor._is_zerotensor()
+        return ""
+    if tensor.is_contiguous():
+        end = tensor.numel()
+    else:
+        end = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + end) * tensor.element_size()
+    if needed <= size or not tensor.numel() or tensor._is_zerotensor():
+        return ""
+    if not size:
+        return "a tensor whose storage was freed (its size is 0)"
+    return f"a tensor that ends at byte {needed} of a storage that was shrunk to {size} bytes"

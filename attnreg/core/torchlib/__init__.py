@@ -3,6 +3,7 @@
 - `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
   op. `batches`: batches of gradients. `functionalize`: its rule for an autograd.Function.
 - `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
+- `nan_rows`: rows of NaN that torch's kernel for the CPU hides.
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
   `children` ends the compiler with this process.

@@ -58,6 +58,11 @@ def readable(x: Tensor, repeats: bool = True) -> Tensor:
     return copy.copy_(x)
 
 
+def with_last_stride_1(x: Tensor) -> Tensor:
+    """Return a tensor, of any shape and dtype, whose elements along the last dimension are neighbours."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def copy(to: Tensor, source: Tensor) -> None:
     """Copy `source` to `to`, of the same shape and dtype, in the largest elements that both allow."""
     to, source = in_large_elements(to, source)

@@ -87,6 +87,11 @@ def in_memory(x: Tensor) -> Tensor | None:
     """
     if _is_wrapper(x) and _is_wrapper(x := x.clone()):
         return None
+    return resolved(x)
+
+
+def resolved(x: Tensor) -> Tensor:
+    """Return a tensor of any shape and dtype, but no wrapper, as memory with its numbers: see `in_memory`."""
     return x.clone() if x._is_zerotensor() else x.resolve_neg()
 
 

@@ -28,7 +28,7 @@ struct NativeCall {
   int64_t batch, max_q, max_k;
 };
 
-// What calls of a kind have in common, as `Kind` in `problem.py` has it. A pointer is null without its option.
+// What calls of a kind have in common, as `NativeKind` in `problem.py` has it. A pointer is null without its option.
 struct Kind {
   int64_t dtype;
   double scale, softcap;

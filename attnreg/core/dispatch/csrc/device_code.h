@@ -33,8 +33,9 @@ inline const DeviceCode* device_code_of(c10::Device device) {
   return fits && is_there[index].load(std::memory_order_acquire) ? &device_codes[index] : nullptr;
 }
 
-inline int64_t address_of(const at::Tensor& tensor) {
-  return reinterpret_cast<int64_t>(tensor.const_data_ptr());
+// The address of a tensor as an argument of a kernel.
+inline int64_t word_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(address_of(tensor));
 }
 
 inline void launch_on(
@@ -59,7 +60,7 @@ inline at::Tensor blanked(const DeviceCode& code, const at::Tensor& x, const at:
   const int64_t size = static_cast<int64_t>(x.element_size()), rows = x.size(0);
   if (rows > 0) {
     launch_on(code, code.blank, (rows * 32 + kBlock128 - 1) / kBlock128, kBlock128, x,
-              {address_of(copy), address_of(x), address_of(offsets), offsets.size(0) - 1, rows, x.size(1), x.size(2) * size,
+              {word_of(copy), word_of(x), word_of(offsets), offsets.size(0) - 1, rows, x.size(1), x.size(2) * size,
                copy.stride(0) * size, copy.stride(1) * size, x.stride(0) * size, x.stride(1) * size, offsets.stride(0)});
   }
   return copy;
@@ -75,7 +76,7 @@ inline void clear(const DeviceCode& code, const Launch& call, Window window, con
     const int64_t size = static_cast<int64_t>(out.element_size()), rows = out.size(0);
     if (rows > 0) {
       launch_on(code, code.clear_forward, blocks(rows), kBlock128, out,
-                {address_of(out), address_of(lse), address_of(queries), address_of(keys), batch, rows, out.size(1),
+                {word_of(out), word_of(lse), word_of(queries), word_of(keys), batch, rows, out.size(1),
                  out.size(2) * size, out.stride(0) * size, out.stride(1) * size, lse.stride(0), lse.stride(1),
                  window.left, window.right, step_q, step_k});
     }
@@ -85,7 +86,7 @@ inline void clear(const DeviceCode& code, const Launch& call, Window window, con
   const int64_t size = static_cast<int64_t>(dq.element_size());
   if (const int64_t total = blocks(dq.size(0)) + blocks(dk.size(0)); total > 0) {
     launch_on(code, code.clear_backward, total, kBlock128, dq,
-              {address_of(dq), address_of(dk), address_of(dv), address_of(queries), address_of(keys), batch,
+              {word_of(dq), word_of(dk), word_of(dv), word_of(queries), word_of(keys), batch,
                dq.size(0), dk.size(0), dq.size(1), dk.size(1), dq.size(2) * size, dk.size(2) * size, dv.size(2) * size,
                dq.stride(0) * size, dq.stride(1) * size, dk.stride(0) * size, dk.stride(1) * size,
                dv.stride(0) * size, dv.stride(1) * size, step_q, step_k});

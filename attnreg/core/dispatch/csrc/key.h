@@ -90,9 +90,27 @@ inline int64_t stride_class(int64_t stride, int64_t item_size) {
   return stride == 0 ? 0 : stride == 1 ? 1 : stride * item_size % 16 == 0 ? 2 : 3;
 }
 
-// Whether the memory of a tensor has been taken from it: torch's own kernels and all others would read what isn't there.
-inline bool is_freed(const at::Tensor& tensor) {
-  return tensor.has_storage() && tensor.storage().nbytes() == 0 && tensor.numel() != 0;
+// Whether all elements of a tensor lie in its storage: that may have been freed, or shrunk, since the tensor was made.
+inline bool is_in_memory(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.numel() == 0) {
+    return true;
+  }
+  int64_t end = tensor.storage_offset() + tensor.numel();
+  if (!tensor.is_contiguous()) {
+    const at::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+    end = tensor.storage_offset() + 1;
+    for (size_t i = 0; i < sizes.size(); i++) {
+      end += (sizes[i] - 1) * strides[i];
+    }
+  }
+  return end * static_cast<int64_t>(tensor.element_size()) <= static_cast<int64_t>(tensor.storage().nbytes());
+}
+
+// The address of a tensor, for whatever reads or writes its elements without torch's checks.
+inline void* address_of(const at::Tensor& tensor) {
+  TORCH_CHECK(is_in_memory(tensor), "attnreg: got a tensor of shape ", tensor.sizes(), " and strides ", tensor.strides(),
+              " that is out of bounds for its storage of ", tensor.storage().nbytes(), " bytes");
+  return const_cast<void*>(tensor.const_data_ptr());
 }
 
 // A tensor: what isn't a length as it is, of a length whether it is 0, 1 or more. A tensor that a launcher is given is

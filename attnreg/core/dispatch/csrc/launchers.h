@@ -227,7 +227,7 @@ inline void allocate(const Launch& call, bool lse_token_first, Tensors& results)
 }
 
 inline NativeOperand native_operand(const at::Tensor& tensor) {
-  NativeOperand operand{const_cast<void*>(tensor.const_data_ptr()), {}, {}};
+  NativeOperand operand{address_of(tensor), {}, {}};
   std::copy(tensor.sizes().begin(), tensor.sizes().end(), operand.sizes);
   std::copy(tensor.strides().begin(), tensor.strides().end(), operand.strides);
   return operand;
@@ -240,7 +240,7 @@ inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& 
     if (call.offsets(i).scalar_type() != at::kInt || !call.offsets(i).is_contiguous()) {
       return false;
     }
-    offsets[i] = call.offsets(i).const_data_ptr<int32_t>();
+    offsets[i] = static_cast<const int32_t*>(address_of(call.offsets(i)));
   }
   allocate(call, false, results);
   c10::SmallVector<NativeOperand, 9> operands;
@@ -398,19 +398,19 @@ inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors&
   for (const size_t number : how->operands) {
     const size_t result = number - count, further = result - results.size();
     if (number < count) {
-      addresses.push_back(operands[number].const_data_ptr());
+      addresses.push_back(address_of(operands[number]));
     } else if (result < results.size()) {
-      addresses.push_back(results[result].mutable_data_ptr());
+      addresses.push_back(address_of(results[result]));
     } else {
       TORCH_CHECK_INDEX(further < derived.size(), "attnreg: Prepared.operands has ", number,
                         ", expected less than ", count + results.size() + derived.size());
-      addresses.push_back(derived[further].const_data_ptr());
+      addresses.push_back(address_of(derived[further]));
     }
   }
   const Object launched = call_python(
       how->launch.get(),
       {owned(PyLong_FromVoidPtr(addresses.data())),
-       owned(PyLong_FromVoidPtr(workspace.defined() ? workspace.mutable_data_ptr() : nullptr)),
+       owned(PyLong_FromVoidPtr(workspace.defined() ? address_of(workspace) : nullptr)),
        owned(PyLong_FromVoidPtr(device.is_cuda() ? stream.native_handle() : nullptr))});
   TORCH_CHECK_TYPE(PyBool_Check(launched.get()), "attnreg: Prepared.launch returned a ",
                    Py_TYPE(launched.get())->tp_name, ", expected True or False");

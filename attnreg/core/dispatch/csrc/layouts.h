@@ -12,7 +12,7 @@
 
 namespace attnreg {
 
-struct Layout {  // as `aten.routing.Layout` has it
+struct Layout {  // as `aten.routing.OpLayout` has it
   size_t query;
   int64_t token_argument, token_result;
   bool bhsd, lse_ends_in_one, lse_bsh, gradients_bshd;

@@ -35,7 +35,7 @@ inline void ask_device(
   const int64_t place = reinterpret_cast<int64_t>(answers + slot);
   const int64_t threads = std::min<int64_t>((std::max<int64_t>(batch, 1) + 31) / 32 * 32, 1024);
   launch_on(code, code.facts, 1, threads, queries,
-            {place, place, address_of(queries), address_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
+            {place, place, word_of(queries), word_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
 }
 
 inline Facts read_answer(int64_t slot) {

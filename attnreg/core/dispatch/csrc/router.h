@@ -4,6 +4,8 @@
 
 #include <torch/library.h>
 
+#include <limits>
+
 #include "described.h"
 #include "layouts.h"
 
@@ -51,6 +53,32 @@ class Router final : public c10::OperatorKernel {
   }
 
  private:
+  // Mark rows with a score of NaN or +inf, which torch's kernel for the CPU may hide, by `torchlib.nan_rows` in Python. Only
+  // a row whose LSE isn't finite, or 0, may be one.
+  static void show_nan(const torch::jit::Stack& stack, Arguments given) {
+    const at::Tensor &out = stack[stack.size() - 2].toTensor(), &lse = stack.back().toTensor();
+    const auto may_hide = [](const auto* numbers, int64_t count) {
+      constexpr auto kInfinity = std::numeric_limits<std::decay_t<decltype(*numbers)>>::infinity();
+      return std::any_of(numbers, numbers + count, [](auto x) { return x == 0 || !(x < kInfinity); });
+    };
+    if (lse.is_non_overlapping_and_dense() &&
+        !(lse.scalar_type() == at::kDouble ? may_hide(lse.const_data_ptr<double>(), lse.numel())
+                                           : may_hide(lse.const_data_ptr<float>(), lse.numel()))) {
+      return;
+    }
+    const WithGil gil;
+    const Object module = owned(PyImport_ImportModule("attnreg.core.torchlib.nan_rows"));
+    const Object show = owned(module ? PyObject_GetAttrString(module.get(), "show_nan") : nullptr);
+    if (!show) {
+      throw_error_of_python();
+    }
+    std::vector<Object> arguments{owned(THPVariable_Wrap(out)), owned(THPVariable_Wrap(lse))};
+    for (const size_t place : {0, 1, 4, 5}) {  // query, key, whether it is causal, and the mask
+      arguments.push_back(owned(to_python(given[place])));
+    }
+    call_python(show.get(), arguments);
+  }
+
   // The lengths of a dense call; false where they don't fit each other, or the call is packed.
   bool read_lengths(Arguments arguments, Lengths& lengths) const {
     const auto tensor = [&](size_t place) -> const at::Tensor& { return arguments[place].toTensor(); };
@@ -101,10 +129,12 @@ class Router final : public c10::OperatorKernel {
       return key;
     }
     key.append({site_, choice, *modes});
+    bool others_need_gradient = false;  // a mask may need one alone
     for (size_t i = 0; i < arguments.size(); i++) {
       const c10::IValue& argument = arguments[i];
       if (argument.isTensor() && argument.toTensor().defined()) {
-        if (is_freed(argument.toTensor())) {
+        others_need_gradient |= i >= described && argument.toTensor().requires_grad();
+        if (!is_in_memory(argument.toTensor())) {
           key.clear();
           return key;
         }
@@ -118,6 +148,7 @@ class Router final : public c10::OperatorKernel {
         return key;
       }
     }
+    key.push_back(others_need_gradient);
     if (out_ && !is_packed) {  // torch 2.11 keeps its cuDNN graphs by the strides of all but the gradient
       key.push_back(arguments[0].toTensor().strides() == arguments[*out_].toTensor().strides());
     }
@@ -137,7 +168,13 @@ class Router final : public c10::OperatorKernel {
     // Also where no gradient is recorded: what AOTAutograd has compiled calls the backward's op itself.
     const int64_t token = choice != 0 ? layout_.token_result : -1;
     if (entry.is_native()) {
-      native_->callBoxed(op, keys, stack);
+      if (layout_.lse_bsh) {
+        const c10::SmallVector<c10::IValue, 8> given(arguments.begin(), arguments.end());  // the kernel takes them from the stack
+        native_->callBoxed(op, keys, stack);
+        show_nan(*stack, given);
+      } else {
+        native_->callBoxed(op, keys, stack);
+      }
       if (token >= 0) {
         // The LSE of the CPU's op is read; a random state isn't where nothing is dropped. It may be on another device
         // than the query, as the efficient op's is, and a checkpoint compares the devices of what is saved.

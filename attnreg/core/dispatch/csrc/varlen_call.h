@@ -58,8 +58,8 @@ inline at::Tensor as_memory(const at::Tensor& given) {
 
 // A gradient whose rows kernels can read as they are: a sum's is one number, repeated, and would be copied by each of them.
 inline at::Tensor as_rows(const at::Tensor& gradient) {
-  if (!is_plain(gradient)) {
-    return gradient;
+  if (!is_plain(gradient) || !is_in_memory(gradient)) {
+    return gradient;  // a batch of gradients, or what Python refuses by its name
   }
   const at::IntArrayRef strides = gradient.strides();
   const bool is_repeated = std::find(strides.begin(), strides.end(), 0) != strides.end();

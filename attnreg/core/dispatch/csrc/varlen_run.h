@@ -37,7 +37,7 @@ inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tenso
   }
   const auto modes = modes_of(
       tensors[query], tensors[query].requires_grad() || tensors[query + 1].requires_grad() || tensors[query + 2].requires_grad());
-  if (!modes || std::any_of(tensors.begin(), tensors.end(), is_freed) || (sinks.defined() && is_freed(sinks))) {
+  if (!modes || !std::all_of(tensors.begin(), tensors.end(), is_in_memory) || (sinks.defined() && !is_in_memory(sinks))) {
     return key;
   }
   const size_t count = tensors.size();
