@@ -169,7 +169,7 @@ inline at::Tensor with_choice(const at::Tensor& model, c10::Device device, int64
   token.unsafeGetTensorImpl()->set_sizes_and_strides(model.sizes(), model.strides(), start);
   if (has_values && device.is_cpu()) {
     // What lies between the elements is copied as well: less work than an op's.
-    std::memcpy(token.mutable_data_ptr(), model.const_data_ptr(), extent_of(model) * model.element_size());
+    std::memcpy(address_of(token), address_of(model), extent_of(model) * model.element_size());
     return token;
   }
   return has_values ? token.copy_(model) : token;
