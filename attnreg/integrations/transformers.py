@@ -172,7 +172,7 @@ def _attend(
 def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: Options) -> Tensor:
     """Compute a call without padding, by PyTorch's own function if that has all of the options."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
-    left = -1 if window[0] >= length_k - 1 else window[0]
+    left = -1 if _holds(window[0] >= length_k - 1) else window[0]
     is_square = window[1] == -1 or length_q in (1, length_k)
     is_causal = window[1] == 0
     if length_q == 1:  # a branch, because in compiled code a comparison of lengths is no bool
@@ -185,6 +185,20 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: O
         return out.transpose(1, 2)
     packing = of_equal_lengths(batch, length_q, length_k, query.device)
     return _packed(query, key, value, packing, window, options)
+
+
+def _holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on lengths holds; in a graph that runs on other lengths, whether it holds for all.
+
+    torch.compile guards what it compares, so there it may hold for the lengths at hand only. Guards are an
+    error in torch.export with a dynamic length, and nobody checks those of make_fx.
+    """
+    is_exported = torch.compiler.is_exporting()
+    if not is_exported and (torch.compiler.is_compiling() or isinstance(condition, bool)):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def _packed(
