@@ -70,6 +70,22 @@ def documents_of(mask_function: Any) -> Any:
     return next((numbers for numbers in candidates if numbers is not None), None)
 
 
+def restarted(mask_function: Callable[..., Any], starts: Tensor) -> Callable[..., Any]:
+    """Return a mask function whose places are counted anew in each document, as if each were the first.
+
+    It doesn't separate documents. `starts` is bool (B, S), true where a document starts.
+    """
+    places = torch.arange(starts.shape[1], device=starts.device)
+    latest = torch.where(starts, places, -1).cummax(-1).values
+    first = starts.int().argmax(-1, keepdim=True)  # padding may lie before it
+    counted = places - torch.where(latest < 0, first, latest) + first
+
+    def counts_anew(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
+        return mask_function(row, head, counted[row, query], counted[row, key])
+
+    return counts_anew
+
+
 def _made_by(like: Any, function: Any) -> dict[str, Any]:
     """Return the closure of a function, by name, if it has the code of `like`, else an empty dict."""
     if like is None or getattr(function, "__code__", None) is not like.__code__:

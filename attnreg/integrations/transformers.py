@@ -157,7 +157,8 @@ def _attend(
     else:
         if mask.says_more_than_its_packing():
             # Calls with a structure were packed before a graph's capture, so no dense call has run.
-            return masked(query, key, value, mask.dense(), options, has_run=mask.structure is None)
+            dense = mask.dense_apart(positions)
+            return masked(query, key, value, dense, options, has_run=mask.structure is None)
         packing = mask.packing(positions)
         # Padding inside a sequence counts for a window, but packing would remove it.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
