@@ -194,8 +194,8 @@ def _holds(condition: bool | torch.SymBool) -> bool:
     torch.compile guards what it compares, so there it may hold for the lengths at hand only. Guards are an
     error in torch.export with a dynamic length, and nobody checks those of make_fx.
     """
-    is_exported = torch.compiler.is_exporting()
-    if not is_exported and (torch.compiler.is_compiling() or isinstance(condition, bool)):
+    is_guarded = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if is_guarded or not (torch.compiler.is_exporting() or isinstance(condition, torch.SymBool)):
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
