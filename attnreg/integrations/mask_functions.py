@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.integrations.packing import Window
+from attnreg.integrations.packing import Window, last_true
 
 
 class Structure(NamedTuple):
@@ -75,8 +75,7 @@ def restarted(mask_function: Callable[..., Any], starts: Tensor) -> Callable[...
 
     It doesn't separate documents. `starts` is bool (B, S), true where a document starts.
     """
-    places = torch.arange(starts.shape[1], device=starts.device)
-    latest = torch.where(starts, places, -1).cummax(-1).values
+    places, latest = torch.arange(starts.shape[1], device=starts.device), last_true(starts)
     first = starts.int().argmax(-1, keepdim=True)  # padding may lie before it
     counted = places - torch.where(latest < 0, first, latest) + first
 

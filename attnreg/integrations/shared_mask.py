@@ -25,7 +25,6 @@ from attnreg.integrations.masked import apart
 from attnreg.integrations.packing import (
     Batch,
     Packing,
-    Window,
     is_readable,
     pack,
     starts_of,
@@ -239,12 +238,10 @@ def shared_mask(
         sizes, structure = _aligned(sizes, q_offset, kv_offset, structure)
     if attention_mask is not None and (structure is not None or positions is not None):
         keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        window = (-1, 0) if structure is None else structure.window
-        padding = _padding(keys, sizes, q_offset, kv_offset, window)
+        padding = _padding(keys, sizes, q_offset, kv_offset, structure)
     is_overlaid = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
     # Compiled code can't read mask functions, but chunks are recognised by their size.
-    is_unread = torch.compiler.is_compiling() and not is_chunked
-    is_only_dense = structure is None and not is_unread
+    is_only_dense = structure is None and (is_chunked or not torch.compiler.is_compiling())
     has_documents = not is_plain if torch.compiler.is_compiling() else documents_of(mask_function) is not None
     return SharedMask(
         sizes, kv_length, structure, padding, is_overlaid, make_dense, is_only_dense, has_documents,
@@ -289,7 +286,7 @@ def _aligned(
 
 
 def _padding(
-    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, window: Window
+    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, structure: Structure | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return whether each key counts, (B, S_k), and each query (None: all), by the mask of all tokens so far.
 
@@ -297,6 +294,7 @@ def _padding(
     them: by convolutions, resamplers, or a pooler of the first or last token. And queries and keys may be
     different tokens. Only a window depends on each query's place among the keys.
     """
+    window = (-1, 0) if structure is None else structure.window
     counted, is_causal = keys[:, kv_offset : kv_offset + sizes[2]], window[1] == 0
     if sizes[1] == 1 or not (is_causal or (window[0] != -1 and _is_of_text())):
         return counted, None

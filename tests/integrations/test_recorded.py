@@ -3,6 +3,7 @@
 Nothing of the masks is read back then: what torch.jit.trace records is right for other masks and documents.
 """
 
+import io
 import itertools
 
 import pytest
@@ -165,6 +166,31 @@ def test_an_ensemble_is_right():
         expected = torch.func.functional_call(one, weights, (), batch)[0]
         counted = given[1].bool()
         torch.testing.assert_close(got[counted], expected[counted])
+
+
+LACKING = ("aten::cummax", "aten::diff")  # of ONNX
+
+
+@torch.no_grad()
+def test_a_trace_of_a_padded_model_has_no_operation_that_onnx_lacks():
+    """torch.onnx.export(dynamo=False) starts from such a trace."""
+    run = traced(forward_of("Qwen2", "attention_mask"), padded(SHORT, "left"))
+    assert [name for name in LACKING if name in str(run.inlined_graph)] == []
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter warns of itself and of constants
+@torch.no_grad()
+def test_a_padded_model_is_exported_to_onnx():
+    pytest.importorskip("onnx")
+    forward = forward_of("Qwen2", "attention_mask")
+
+    class Padded(torch.nn.Module):
+        def forward(self, *inputs):
+            return forward(*inputs)
+
+    saved = io.BytesIO()
+    torch.onnx.export(Padded(), padded(SHORT, "left"), saved, dynamo=False, opset_version=18)
+    assert saved.tell() > 0
 
 
 class Layer(torch.nn.Module):
