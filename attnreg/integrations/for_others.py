@@ -51,7 +51,7 @@ def attend_for_others(
         )
     positions = others.get("position_ids")
     if isinstance(mask, SharedMask):
-        dense = mask.dense() if mask.structure is None else mask.dense_apart(positions)
+        dense = mask.dense_apart(positions)
     elif mask is not None:
         dense = mask
     elif window == (-1, -1) and not options.softcap and options.sinks is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.torchlib.frames import leave_module_uncompiled
-from attnreg.integrations.packing import Window
+from attnreg.integrations.packing import Window, last_true
 
 
 class MaskFunctionStructure(NamedTuple):
@@ -69,6 +69,21 @@ def documents_of(mask_function: Any) -> Any:
     made = (_made_by(like, function) for function in (mask_function, *_parts(mask_function)))
     candidates = (closure.get("packed_sequence_mask") for closure in made)
     return next((numbers for numbers in candidates if numbers is not None), None)
+
+
+def restarted(mask_function: Callable[..., Any], starts: Tensor) -> Callable[..., Any]:
+    """Return a mask function whose places are counted anew in each document, as if each were the first.
+
+    It doesn't separate documents. `starts` is bool (B, S), true where a document starts.
+    """
+    places, latest = torch.arange(starts.shape[1], device=starts.device), last_true(starts)
+    first = starts.int().argmax(-1, keepdim=True)  # padding may lie before it
+    counted = places - torch.where(latest < 0, first, latest) + first
+
+    def counts_anew(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
+        return mask_function(row, head, counted[row, query], counted[row, key])
+
+    return counts_anew
 
 
 def _made_by(like: Any, function: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def apart(dense: Tensor, starts: Tensor | None) -> Tensor:
     """Hide keys of other documents in a bool mask (B, 1, S_q, S_k), by `starts`, bool (B, S)."""
     if starts is None:
         return dense
-    numbers = starts.cumsum(-1)
+    numbers = starts.long().cumsum(-1)  # ONNX sums no bool
     behind = dense.shape[-1] - numbers.shape[-1]  # unused keys of a static cache
     of_keys = torch.nn.functional.pad(numbers, (0, behind))
     return dense.logical_and(numbers[:, None, :, None] == of_keys[:, None, None, :])

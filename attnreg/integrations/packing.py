@@ -104,11 +104,7 @@ class UnpackedBatch(NamedTuple):
 
 def starts_of(numbers: Tensor) -> Tensor:
     """Return where numbers (B, S) change: bool (B, S), true for the first of each row, too."""
-    return _with_first(numbers, numbers.diff(dim=-1) != 0)
-
-
-def _with_first(numbers: Tensor, others: Tensor) -> Tensor:
-    return torch.cat([torch.ones_like(numbers[:, :1], dtype=torch.bool), others], -1)
+    return numbers.diff(dim=-1, prepend=numbers[:, :1] - 1) != 0
 
 
 def starts_of_positions(
@@ -131,7 +127,7 @@ def starts_of_positions(
         return None
     positions = positions.expand(batch, -1)
     if keys is None:
-        return _with_first(positions, positions.diff(dim=-1) < 0) | (positions == 0)
+        return (positions.diff(dim=-1, prepend=positions[:, :1] + 1) < 0) | (positions == 0)
     before = _last_counted(keys)
     goes_back = positions < positions.gather(-1, before.clamp(min=0))
     return keys & ((before < 0) | (positions == 0) | goes_back)
@@ -196,9 +192,21 @@ def _facts(keys: Tensor, queries: Tensor | None, starts: Tensor | None) -> Tenso
 
 def _last_counted(keys: Tensor) -> Tensor:
     """Return, for each token, the place of the last token before it that counts, (B, S); -1 if none does."""
-    places = torch.arange(keys.shape[1], device=keys.device)
-    latest = torch.where(keys, places, -1).cummax(-1).values
-    return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+    # Not the other way round: export with a dynamic length refuses tensors that may have a length of 1.
+    return torch.nn.functional.pad(last_true(keys), (1, 0), value=-1)[:, :-1]
+
+
+def last_true(flags: Tensor) -> Tensor:
+    """Return, for each place of bool (B, S), the last true place up to it, int64 (B, S); -1 if none is.
+
+    Without `cummax`, which the ONNX of torch.onnx.export(dynamo=False) lacks.
+    """
+    places = torch.arange(flags.shape[1], device=flags.device).expand_as(flags)
+    counts = flags.long().cumsum(-1)
+    slots = torch.nn.functional.pad(torch.zeros_like(counts), (1, 0))
+    # The place of each count; what isn't true writes to the first slot, which nobody reads.
+    slots = slots.scatter(-1, torch.where(flags, counts, 0), places)
+    return torch.where(counts == 0, -1, slots.gather(-1, counts))
 
 
 def _padded(batch: UnpackedBatch, facts: Tensor | None, starts: Tensor | None = None) -> Packing:

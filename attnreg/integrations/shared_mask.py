@@ -19,13 +19,13 @@ from attnreg.integrations.mask_functions import (
     MaskFunctionStructure,
     documents_of,
     is_bidirectional,
+    restarted,
     structure_of,
 )
 from attnreg.integrations.masked import apart
 from attnreg.integrations.packing import (
     Packing,
     UnpackedBatch,
-    Window,
     is_readable,
     pack,
     starts_of,
@@ -61,6 +61,8 @@ class SharedMask:
         is_only_dense: whether the mask is, or may be, more than offsets of documents and the layer's own
             window.
         has_documents: whether transformers has put documents into the mask.
+        positions: the positions that the model has passed to a causal mask, integers (1 or B, S), or None.
+            Not all models pass them to their layers as well.
     """
 
     # transformers passes an `attention_mask` of four dimensions on to the mask function. `generate` makes the
@@ -74,13 +76,15 @@ class SharedMask:
         structure: MaskFunctionStructure | None,
         padding: tuple[Tensor, Tensor | None] | None,
         is_overlaid: bool,
-        make_dense: Callable[[], Any],
+        make_dense: Callable[..., Any],
         is_only_dense: bool = False,
         has_documents: bool = False,
+        positions: Tensor | None = None,
     ) -> None:
         self.sizes, self.length_k, self.structure, self.padding = sizes, length_k, structure, padding
         self.is_overlaid, self._make_dense = is_overlaid, make_dense
         self.is_only_dense, self.has_documents = is_only_dense, has_documents
+        self.positions = positions
         self._dense: Tensor | None = None
         self._dense_apart: Tensor | None = None
         self._packing: Packing | None = None
@@ -105,7 +109,8 @@ class SharedMask:
         if not is_readable():
             return []  # for instance in compiled layers, if the masks were made before
         masks = (sibling() for sibling in self._siblings)
-        return [mask for mask in masks if mask is not None and mask is not self]
+        others = (mask for mask in masks if mask is not None and mask is not self)
+        return [mask for mask in others if mask.structure is not None]
 
     def __getattr__(self, name: str) -> Any:
         raise _NoAttributeError(_said(f"mask.{name}"))
@@ -132,7 +137,7 @@ class SharedMask:
         is_of_queries = isinstance(item, tuple) and len(item) == 4
         if not is_of_queries or (*item[:2], item[3]) != (slice(None),) * 3:
             return self._refuse()  # type: ignore[no-any-return]
-        return self if item[2] in (slice(None), slice(0, None)) else self.dense()[item]
+        return self if item[2] in (slice(None), slice(0, None)) else self.dense_apart(None)[item]
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
@@ -163,6 +168,8 @@ class SharedMask:
             return starts_of(self.structure.documents)
         if self.structure is not None and self.structure.window[1] != 0:
             return None  # a layer of cross attention gets the decoder's positions
+        if self.positions is not None or self.structure is None:
+            positions = self.positions  # a mask without a structure may be of cross attention
         if self.padding is None:
             return starts_of_positions(positions, self.sizes)
         keys, queries = self.padding
@@ -183,7 +190,9 @@ class SharedMask:
         A layer's `positions`, integers (1 or B, S) or None, tell the documents.
         """
         if self._dense_apart is None:
-            self._dense_apart = apart(self.dense(), self._starts(positions))
+            starts = self._starts(positions)
+            dense = self.dense() if starts is None or self.has_documents else self._make_dense(starts)
+            self._dense_apart = apart(dense, starts)
         return self._dense_apart
 
     def dense(self) -> Tensor:
@@ -218,10 +227,14 @@ def shared_mask(
 
     if isinstance(attention_mask, SharedMask):
         return attention_mask
+    is_chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     make_dense = functools.partial(
-        sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset,
-        causal_mask_function if mask_function is None else mask_function, attention_mask, local_size,
-        allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, **others,
+        _make_dense, causal_mask_function if mask_function is None else mask_function, is_chunked,
+        functools.partial(
+            sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask,
+            local_size=local_size, allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap, **others,
+        ),
     )  # fmt: skip
     is_plain = allow_is_causal_skip or allow_is_bidirectional_skip
     # For a static cache: its length is on the device, or the mask is made outside of the compiled code, which
@@ -229,29 +242,50 @@ def shared_mask(
     if isinstance(q_offset, Tensor) or (q_length == 1 and not (is_plain or is_bidirectional(mask_function))):
         return make_dense()
     structure = None
-    is_chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     if is_plain and not (use_vmap or is_chunked):
         # `local_size` of a causal window includes the token itself; of a bidirectional window it doesn't.
         left = -1 if local_size is None else local_size - (1 if allow_is_causal_skip else 0)
         structure = MaskFunctionStructure((left, 0 if allow_is_causal_skip else left))
     elif not (use_vmap or torch.compiler.is_compiling()):
         structure = structure_of(mask_function)
-    sizes, keys = (batch_size, q_length, kv_length), None
+    sizes, padding = (batch_size, q_length, kv_length), None
+    positions = None if torch.compiler.is_compiling() else _positions_of_model(sizes, q_offset, kv_offset)
     if structure is not None:
         sizes, structure = _aligned(sizes, q_offset, kv_offset, structure)
-        if attention_mask is not None:
-            keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    padding = None
-    if keys is not None and structure is not None:
-        padding = _padding(keys, sizes, q_offset, kv_offset, structure.window)
+    if attention_mask is not None and (structure is not None or positions is not None):
+        keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        padding = _padding(keys, sizes, q_offset, kv_offset, structure)
     is_overlaid = use_vmap or getattr(mask_function, "__name__", "") == "or_mask"
     # Compiled code can't read mask functions, but chunks are recognised by their size.
-    is_unread = torch.compiler.is_compiling() and not is_chunked
-    is_only_dense = structure is None and not is_unread
+    is_only_dense = structure is None and (is_chunked or not torch.compiler.is_compiling())
     has_documents = not is_plain if torch.compiler.is_compiling() else documents_of(mask_function) is not None
     return SharedMask(
-        sizes, kv_length, structure, padding, is_overlaid, make_dense, is_only_dense, has_documents
-    )
+        sizes, kv_length, structure, padding, is_overlaid, make_dense, is_only_dense, has_documents,
+        positions,
+    )  # fmt: skip
+
+
+def _make_dense(
+    mask_function: Callable[..., Any],
+    is_chunked: bool,
+    make: Callable[..., Any],
+    starts: Tensor | None = None,
+) -> Any:
+    """Return a dense mask; of packed documents, by their `starts`, each has chunks of its own."""
+    if is_chunked and starts is not None:
+        mask_function = restarted(mask_function, starts)
+    return make(mask_function=mask_function)
+
+
+def _positions_of_model(sizes: tuple[int, int, int], q_offset: int, kv_offset: int) -> Tensor | None:
+    """Return the positions that a model has passed to a causal mask of all its tokens, or None.
+
+    transformers doesn't pass them on to its mask functions. So the frame that makes the mask is inspected.
+    """
+    if sizes[1] != sizes[2] or q_offset != 0 or kv_offset != 0:
+        return None
+    positions = sys._getframe(2).f_locals.get("position_ids")
+    return positions if isinstance(positions, Tensor) else None
 
 
 def _aligned(
@@ -268,7 +302,11 @@ def _aligned(
 
 
 def _padding(
-    keys: Tensor, sizes: tuple[int, int, int], q_offset: int, kv_offset: int, window: Window
+    keys: Tensor,
+    sizes: tuple[int, int, int],
+    q_offset: int,
+    kv_offset: int,
+    structure: MaskFunctionStructure | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return whether each key counts, (B, S_k), and each query (None: all), by the mask of all tokens so far.
 
@@ -276,6 +314,7 @@ def _padding(
     them: by convolutions, resamplers, or a pooler of the first or last token. And queries and keys may be
     different tokens. Only a window depends on each query's place among the keys.
     """
+    window = (-1, 0) if structure is None else structure.window
     counted, is_causal = keys[:, kv_offset : kv_offset + sizes[2]], window[1] == 0
     if sizes[1] == 1 or not (is_causal or (window[0] != -1 and _is_of_text())):
         return counted, None

@@ -158,7 +158,8 @@ def _attend(
     else:
         if mask.says_more_than_its_packing():
             # Calls with a structure were packed before a graph's capture, so no dense call has run.
-            return masked(query, key, value, mask.dense(), options, has_run=mask.structure is None)
+            dense = mask.dense_apart(positions)
+            return masked(query, key, value, dense, options, has_run=mask.structure is None)
         packing = mask.packing(positions)
         # Padding inside a sequence counts for a window, but packing would remove it.
         may_have_holes = packing is not None and packing.has_holes is not False and window[0] != -1
@@ -173,7 +174,7 @@ def _attend(
 def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: LayerOptions) -> Tensor:
     """Compute a call without padding, by PyTorch's own function if that has all of the options."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
-    left = -1 if window[0] >= length_k - 1 else window[0]
+    left = -1 if _holds(window[0] >= length_k - 1) else window[0]
     is_square = window[1] == -1 or length_q in (1, length_k)
     is_causal = window[1] == 0
     if length_q == 1:  # a branch, because in compiled code a comparison of lengths is no bool
@@ -186,6 +187,20 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, window: Window, options: L
         return out.transpose(1, 2)
     packing = of_equal_lengths(batch, length_q, length_k, query.device)
     return _packed(query, key, value, packing, window, options)
+
+
+def _holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on lengths holds; in a graph that runs on other lengths, whether it holds for all.
+
+    torch.compile guards what it compares, so there it may hold for the lengths at hand only. Guards are an
+    error in torch.export with a dynamic length, and nobody checks those of make_fx.
+    """
+    is_guarded = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if is_guarded or not (torch.compiler.is_exporting() or isinstance(condition, torch.SymBool)):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def _packed(

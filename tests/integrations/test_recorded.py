@@ -4,6 +4,7 @@ Nothing of the masks is read back then: what torch.jit.trace records is right fo
 """
 
 import inspect
+import io
 import itertools
 
 import pytest
@@ -135,6 +136,69 @@ def test_vmap_over_rows_is_right():
         assert_right("Qwen2", rows, padded(lengths, "left"), lengths, "attention_mask")
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["Qwen2", "Bert"])
+def test_gradients_by_sample_are_those_of_each_document_alone(name, read_backs):
+    one, eager, docs = models.model(name, "attnreg"), models.model(name, "eager"), documents(SHORT)
+    options = {} if name in models.ENCODERS else {"use_cache": False}
+    given = padded(SHORT, "right" if name in models.ENCODERS else "left")
+
+    def loss(weights, ids, mask):
+        batch = {"input_ids": ids[None], "attention_mask": mask[None]} | options
+        out = torch.func.functional_call(one, weights, (), batch)[0]
+        return (out * mask[:, None]).square().sum()
+
+    weights = {name: weight.detach() for name, weight in one.named_parameters()}
+    got = torch.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, *given)
+    for row, doc in enumerate(docs):
+        eager.zero_grad()
+        models.results(eager, {"input_ids": doc}).square().sum().backward()
+        for name, weight in eager.named_parameters():
+            if weight.grad is not None:
+                atol = 2e-6 * max(1.0, weight.grad.abs().max().item())
+                torch.testing.assert_close(got[name][row], weight.grad, rtol=0, atol=atol)
+    assert read_backs == []
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@torch.no_grad()
+def test_an_ensemble_is_right():
+    one, given = models.model("Qwen2", "attnreg"), padded(SHORT, "left")
+    scaled = [{name: x * scale for name, x in one.named_parameters()} for scale in (1.0, 1.1)]
+    together = {name: torch.stack([weights[name] for weights in scaled]) for name in scaled[0]}
+    batch = dict(zip(("input_ids", "attention_mask"), given, strict=True)) | {"use_cache": False}
+    outs = torch.vmap(lambda weights: torch.func.functional_call(one, weights, (), batch)[0])(together)
+    for got, weights in zip(outs, scaled, strict=True):
+        expected = torch.func.functional_call(one, weights, (), batch)[0]
+        counted = given[1].bool()
+        torch.testing.assert_close(got[counted], expected[counted])
+
+
+LACKING = ("aten::cummax", "aten::diff")  # of ONNX
+
+
+@torch.no_grad()
+def test_a_trace_of_a_padded_model_has_no_operation_that_onnx_lacks():
+    """torch.onnx.export(dynamo=False) starts from such a trace."""
+    run = traced(forward_of("Qwen2", "attention_mask"), padded(SHORT, "left"))
+    assert [name for name in LACKING if name in str(run.inlined_graph)] == []
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter warns of itself and of constants
+@torch.no_grad()
+def test_a_padded_model_is_exported_to_onnx():
+    pytest.importorskip("onnx")
+    forward = forward_of("Qwen2", "attention_mask")
+
+    class Padded(torch.nn.Module):
+        def forward(self, *inputs):
+            return forward(*inputs)
+
+    saved = io.BytesIO()
+    torch.onnx.export(Padded(), padded(SHORT, "left"), saved, dynamo=False, opset_version=18)
+    assert saved.tell() > 0
+
+
 class Layer(torch.nn.Module):
     is_causal = True
 
@@ -168,6 +232,16 @@ def with_offsets(query, offsets):
     whole = query.transpose(0, 1)[None]
     options = {"cu_seq_lens_q": offsets, "max_length_q": 9}
     return transformers.attention(Layer(), whole, whole, whole, None, **options)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}], ids=["full", "window"])
+def test_a_layer_is_refused_by_fx_which_has_no_sizes(options):
+    class Attends(Layer):
+        def forward(self, query):
+            return transformers.attention(self, query, query, query, None, **options)[0]
+
+    with pytest.raises(torch.fx.proxy.TraceError, match="control flow"):
+        torch.fx.symbolic_trace(Attends())
 
 
 REFUSED = {

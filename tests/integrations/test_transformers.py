@@ -441,6 +441,33 @@ def test_chunks_of_a_packed_batch_hold_though_its_offsets_do_not_say_them(with_o
         assert_close(models.by_document(models.results(run, batch), batch, docs), [x[0] for x in expected])
 
 
+@pytest.mark.parametrize("form", ["a mask of ones", "a cache", "padding on the left", "a trace"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@torch.no_grad()
+def test_each_document_by_positions_has_chunks_of_its_own(form):
+    docs, one = models.documents(), llama4().requires_grad_(False)
+    expected = torch.cat([models.results(one, {"input_ids": doc})[0] for doc in docs])
+    one.set_attn_implementation("attnreg")
+    batch = models.packed(docs, False)
+    front = 3 if form == "padding on the left" else 0
+    batch = {name: torch.nn.functional.pad(x, (front, 0)) for name, x in batch.items()}
+    if form != "a cache":
+        batch |= {"attention_mask": (torch.arange(front + len(expected)) >= front).long()[None]}
+        batch["use_cache"] = False
+    run = one
+    if form == "a trace":
+        del batch["use_cache"]
+
+        def run(**given):
+            forward = lambda *x: one(**dict(zip(given, x, strict=True)), use_cache=False).logits  # noqa: E731
+            row = torch.arange(len(expected))[None]
+            example = tuple((given | {"position_ids": row}).values())
+            return {"logits": torch.jit.trace(forward, example, check_trace=False)(*given.values())}
+
+    assert_close([run(**batch)["logits"][0, front:]], [expected])
+
+
 def test_offsets_with_a_mask_that_has_chunks_and_no_documents_are_refused():
     one = llama4()
     one.set_attn_implementation("attnreg")
