@@ -343,14 +343,20 @@ UNUSABLE = {
     "raises": (fails, "LookupError: of a kernel"),
     "ends the program": (exits, "SystemExit: 3"),
     "no function": (lambda *_: 7, "TypeError: returned 7, expected a launcher or None"),
-    "no address": (lambda *_: no_function(NativeLauncher, function="f"), "TypeError: argument 3 must be int"),
+    "no address": (
+        lambda *_: no_function(NativeLauncher, function="f"),
+        "TypeError: function: got a str, expected an address",
+    ),
     "address 0": (lambda *_: no_function(NativeLauncher, function=0), "got 0, expected an address"),
     "nothing to run": (lambda *_: no_function(FunctionLauncher, run=7), "got a int, expected a function"),
     "nothing to prepare": (
         lambda *_: no_function(AddressLauncher, prepare=7),
         "got a int, expected a function",
     ),
-    "no window": (lambda *_: no_function(AddressLauncher, window=3), "TypeError: argument 4 must be 2-item"),
+    "no window": (
+        lambda *_: no_function(AddressLauncher, window=3),
+        "TypeError: window: got a int, expected a tuple",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Gradients that come as a batch, as by `is_grads_batched` and vmap: computed one after the other."""
+"""Gradients that come as a batch, as by `is_grads_batched` and vmap: their elements are computed in turn."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def each_of_batch(
     """Return the results of a backward, of which some gradient is a batch, as batches.
 
     Args:
-        backward: called with the gradients of one element: of any shapes and floating-point dtypes, or None.
+        backward: called with the gradients of an element, of any shapes and floating-point dtypes, or None.
         grads: the gradients.
         inputs: the tensors of any shapes that the results depend on as well. A second derivative is an error.
     """

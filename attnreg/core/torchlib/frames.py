@@ -19,8 +19,18 @@ import torch
 
 T = TypeVar("T")
 
-FRAMES = torch._C._dynamo.eval_frame  # here, and not in `torch._dynamo`, whose import takes long
-_SKIP = FRAMES._FrameExecStrategy(FRAMES._FrameAction.SKIP, FRAMES._FrameAction.SKIP)
+FRAMES: Any = torch._C._dynamo.eval_frame  # here, and not in `torch._dynamo`, whose import takes long
+
+
+def _skip() -> Any:
+    """Return torch's strategy of running a frame as it is; None if this torch has no such marks."""
+    try:
+        return FRAMES._FrameExecStrategy(FRAMES._FrameAction.SKIP, FRAMES._FrameAction.SKIP)
+    except (AttributeError, TypeError):  # private names: without marks Dynamo only compiles more
+        return None
+
+
+_SKIP = _skip() if hasattr(FRAMES, "set_code_exec_strategy") else None
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
@@ -35,6 +45,8 @@ def leave_uncompiled(function: T, with_inner: bool = True) -> T:
         with_inner: whether to mark the functions that are defined inside it, too.
     """
     python: Any = getattr(function, "func", function)  # of a partial
+    if _SKIP is None:
+        return function
     if isinstance(python, FunctionType) and "_torchdynamo_orig_callable" not in python.__dict__:
         _mark(python.__code__, with_inner)
         # `torch.compile` looks here for what is behind a function that it has compiled before.

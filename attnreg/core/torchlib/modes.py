@@ -123,7 +123,7 @@ def _is_cast(x: Tensor) -> bool:
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a second derivative of an `autograd.Function` an error, as torch's `once_differentiable` does.
 
-    `backward` gets the gradients of a batch one after the other.
+    `backward` gets the gradients of a batch in turn.
     Torch's function raises no error where no incoming gradient requires a gradient, as with a loss that is
     linear in the output. A penalty on such a gradient would then silently contribute nothing.
     """

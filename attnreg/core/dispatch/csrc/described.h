@@ -42,7 +42,7 @@ inline Object attribute(PyObject* object, const char* name) {
 
 inline Object tuple_attribute(PyObject* object, const char* name) {
   Object value = attribute(object, name);
-  TORCH_CHECK(PyTuple_Check(value.get()), "attnreg: ", name, ": got a ", Py_TYPE(value.get())->tp_name, ", expected a tuple");
+  TORCH_CHECK_TYPE(PyTuple_Check(value.get()), name, ": got a ", Py_TYPE(value.get())->tp_name, ", expected a tuple");
   return value;
 }
 
@@ -59,7 +59,9 @@ inline bool flag_attribute(PyObject* object, const char* name) {
 }
 
 inline void* address_attribute(PyObject* object, const char* name) {
-  void* address = PyLong_AsVoidPtr(attribute(object, name).get());
+  const Object value = attribute(object, name);
+  TORCH_CHECK_TYPE(PyLong_Check(value.get()), name, ": got a ", Py_TYPE(value.get())->tp_name, ", expected an address");
+  void* address = PyLong_AsVoidPtr(value.get());
   if (!address && PyErr_Occurred()) {
     throw_error_of_python();
   }
@@ -101,7 +103,7 @@ inline std::vector<std::pair<size_t, bool>> places_attribute(PyObject* object, c
 // An op's arguments behind some tensors: some by place, some by name, the others as they are by default.
 inline std::vector<c10::IValue> arguments_behind(const c10::FunctionSchema& schema, size_t tensors, PyObject* launcher) {
   const Object rest = tuple_attribute(launcher, "rest"), options = attribute(launcher, "options");
-  TORCH_CHECK(PyDict_Check(options.get()), "attnreg: options: got a ", Py_TYPE(options.get())->tp_name, ", expected a dict");
+  TORCH_CHECK_TYPE(PyDict_Check(options.get()), "options: got a ", Py_TYPE(options.get())->tp_name, ", expected a dict");
   std::vector<c10::IValue> values;
   const auto& arguments = schema.arguments();
   Py_ssize_t by_name = 0;
@@ -140,7 +142,7 @@ inline void read_op_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
 
 inline void read_native_launcher(PyObject* launcher, Entry& entry) {
   auto* const function = reinterpret_cast<NativeFunction>(address_attribute(launcher, "function"));
-  TORCH_CHECK(function, "NativeLauncher.function: got 0, expected an address");
+  TORCH_CHECK(function, "function: got 0, expected an address");
   entry.native = std::make_shared<const NativeLauncher>(function, address_attribute(launcher, "context"), held(launcher));
 }
 
