@@ -1,7 +1,7 @@
 """The entry point of attnreg that `import torch` runs, in the group `torch.backends`.
 
-With none of attnreg's variables set this has to cost nothing: it reads the environment, registers the name
-"attnreg" in `torch.nn.attention` and `torch.ops`, and imports nothing else.
+With none of attnreg's variables set this has to cost next to nothing: it reads the environment, and makes the
+name "attnreg" known in `torch.nn.attention`, `torch.ops` and transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +32,8 @@ _IMPORT_UTILS = "transformers.utils.import_utils"
 # `ATTNREG_BUILD` alone requests no backend, because it only affects programs that do. A wrong value has to be
 # reported, though.
 _BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
+
+_is_offered = False  # whether transformers is told of the name "attnreg" when it is imported
 
 # Whether a variable that requests something is set, so that `activate` has already run in full.
 variables_are_set = False
@@ -99,6 +101,32 @@ def _without_effect() -> str:
     """Return a sentence on variables for other packages that an earlier error has left without effect."""
     idle = [name for name in (_TRANSFORMERS, _AS_FLASH_ATTN) if os.environ.get(name, "").strip()]
     return f" Until it is mended these have no effect: {', '.join(idle)}." if idle else ""
+
+
+def offer_to_transformers() -> None:
+    """Have a model of transformers that asks for `attn_implementation="attnreg"` find it; once."""
+    global _is_offered
+    if not _is_offered:
+        _is_offered = True
+        _after_import(_MODELING_UTILS, _install_when_asked_for)
+
+
+def _install_when_asked_for() -> None:
+    """Call `install` before transformers looks for the name, which else is an error."""
+    models = getattr(sys.modules[_MODELING_UTILS], "PreTrainedModel", None)
+    look_up = getattr(models, "get_correct_attn_implementation", None)
+    if models is None or look_up is None:
+        return  # of another version: the program calls `install` itself
+
+    @functools.wraps(look_up)
+    def install_and_look_up(model: object, requested: object, *args: Any, **kwargs: Any) -> Any:
+        if requested == "attnreg":
+            if models.get_correct_attn_implementation is install_and_look_up:
+                models.get_correct_attn_implementation = look_up
+            importlib.import_module("attnreg.integrations.transformers").install()
+        return look_up(model, requested, *args, **kwargs)
+
+    models.get_correct_attn_implementation = install_and_look_up
 
 
 def _stand_in_for_flash_attn() -> None:
@@ -180,7 +208,8 @@ def _warn(text: str) -> None:
 
 
 def offer() -> None:
-    """Register "attnreg" in `torch.ops` and for `activate_flash_attention_impl`; never an error."""
+    """Make the name "attnreg" known to torch and transformers; never an error."""
+    offer_to_transformers()
     ops = getattr(sys.modules.get("torch._ops"), "ops", None)
     if ops is not None:
         ops.attnreg.__getattr__ = _load_op  # called for names that the module lacks
