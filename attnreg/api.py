@@ -168,7 +168,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
         except ConfigError as error:
             if not isinstance(path_or_settings, str | os.PathLike) or not keeps_native(path_or_settings):
                 raise
-            policy.leave_out(error)
+            policy.leave_out(error, policy.EARLIER_SETTINGS)
             return
         aten.ensure()
         policy.apply(fresh)
@@ -177,6 +177,8 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
 
 def reload() -> None:
     """Read the environment variables and the settings files again.
+
+    A fault is an error, also with `on_error = "native"`: the settings in force stay.
 
     Raises:
         ConfigError: a variable or a file is wrong.
@@ -244,7 +246,7 @@ class _Block(ContextDecorator, AbstractContextManager[None]):
         name, shown = type(self).__name__, getattr(func, "__qualname__", func)
         raise InvalidInputError(
             f"{name}: got {shown}, {which} runs after the call (async def, or a generator), expected a "
-            f"function that runs at once: write `with {name}(...)` inside it"
+            f"function that runs at once: write `with {name}(...)` inside it, around no yield"
         )
 
 
@@ -293,7 +295,9 @@ class use_backend(_Block, scope.ScopeInGraph):  # noqa: N801 - a context manager
         if torch.compiler.is_compiling() or scope.backends_in_graph():
             scope.leave_in_graph()
             return
-        *further, before = _outer.get()
+        if not (outer := _outer.get()):
+            raise InvalidInputError("use_backend: the block is left in a thread or task that didn't enter it")
+        *further, before = outer
         _outer.set(tuple(further))
         scope.enter(before)
 

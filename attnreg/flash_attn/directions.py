@@ -319,6 +319,8 @@ def _check_results(inputs: Inputs, results: Inputs, into: tuple[Tensor | None, .
                 f"{name}: got {tuple(x.shape)}, {x.dtype} on {x.device}, expected {tuple(expected)}, "
                 f"{torch.float32 if name == 'softmax_lse' else dtype} on {q.device}"
             )
+        if name in optional and x.numel() > 1 and 0 in x.stride():
+            raise InvalidInputError(f"{name}: got an expanded tensor, expected one with memory of its own")
 
 
 def _is_in_graph(*tensors: Tensor | None) -> bool:

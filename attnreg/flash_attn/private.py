@@ -39,6 +39,8 @@ def _applied(name: str, function: Callable[..., Any]) -> type:
     count = len(inspect.signature(function).parameters)
 
     def apply(*arguments: Any) -> Any:
+        if len(arguments) > count + 1:
+            raise TypeError(f"{name}.apply: got {len(arguments)} arguments, expected at most {count + 1}")
         with torch.set_grad_enabled(torch.is_grad_enabled() and all(arguments[count:])):
             return function(*arguments[:count])
 

@@ -31,7 +31,7 @@ class _KeptStructure(NamedTuple):
     structure: Structure | str
 
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 _kept: dict[tuple[object, ...], _KeptStructure] = {}
 
 

@@ -73,6 +73,8 @@ def recognised(call: SdpaCall) -> Structure | str | None:
     query, key, value, mask = call[:4]
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
+    if not all(isinstance(x, Tensor) for x in call[:3]):
+        return None  # the placeholders of `torch.fx.symbolic_trace`
     if query.is_nested or key.is_nested or value.is_nested:
         return None  # nested tensors of the strided layout have no shape to compare
     if not is_plain(query, key, value, mask):

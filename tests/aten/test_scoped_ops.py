@@ -77,7 +77,8 @@ def by_argument(x):
 
 def layer(x):
     with MADE:
-        return LAYER(x[0], x[0], x[0], need_weights=False)[0]
+        y = x[0]  # one object, as in self-attention
+        return LAYER(y, y, y, need_weights=False)[0]
 
 
 def under_autocast(x):

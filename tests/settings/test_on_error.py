@@ -61,7 +61,9 @@ def test_a_file_of_configure_is_left_out_and_settings_in_force_stay(tmp_path, er
     attnreg.configure(tmp_path / "site.toml")
     F.scaled_dot_product_attention(query, query, query)
     assert ran() == {"math": (1, 0)}
-    assert f"{tmp_path / 'site.toml'}:2: strct: unknown key" in errors()[0]
+    assert (
+        f"asks: the settings that were in force before stay. {tmp_path / 'site.toml'}:2: strct" in errors()[0]
+    )
     (tmp_path / "site.toml").write_text('on_error = "native"\n')
     attnreg.configure(tmp_path / "site.toml")
     assert (policy.left_out(), len(errors())) == ("", 1)

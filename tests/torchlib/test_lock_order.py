@@ -130,6 +130,30 @@ def ended(thread):
     return not thread.is_alive()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "core.registry.lock", "core.aten.bypassed._lock", "core.varlen.autograd._lock",
+        "core.dispatch.scope._lock", "core.dispatch.counters._lock", "core.torchlib.captured._lock",
+        "core.launching.offsets._lock", "masks.cache._lock",
+    ],
+)  # fmt: skip
+def test_a_signal_handler_may_call_attention_whatever_lock_its_thread_holds(name):
+    module, _, lock = name.rpartition(".")
+    lock, done = getattr(importlib.import_module(f"attnreg.{module}"), lock), []
+
+    def interrupted():
+        with lock, attnreg.register_backend("math"), attnreg.use_backend("math"):
+            query = torch.randn(1, 2, 8, 16)
+            F.scaled_dot_product_attention(query, query, query)
+            done.append(attnreg.stats().calls)
+            attnreg.reset_stats()
+
+    attnreg.reset_stats()
+    assert ended(in_thread(interrupted))
+    assert done == [{"math": {"forward": 1, "backward": 0}}]
+
+
 def test_while_a_backend_loads_other_threads_call_the_others():
     """It may import a module that another thread is importing, whose body calls attention."""
     loading, over, found = threading.Event(), threading.Event(), []

@@ -166,7 +166,7 @@ def _against_flash_on_cpu(
         yield "attn_mask must need no gradient"
 
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 _observers = 0
 _observes = False
 

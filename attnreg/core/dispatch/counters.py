@@ -33,7 +33,7 @@ MOST_CHARACTERS = 300
 
 log = logging.getLogger("attnreg")
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 _calls: dict[tuple[str, Direction], Counter] = {}
 _fallbacks: dict[tuple[str, str], Counter] = {}
 _bypassed: dict[tuple[str, str], Counter] = {}

@@ -49,7 +49,7 @@ class ScopedChoice:
     no_gradient: str
 
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 _choices: list[ScopedChoice] = []
 _by_content: dict[tuple[Preference | None, str], ScopedChoice] = {}
 _by_mark: dict[int, ScopedChoice] = {}  # by how many bytes longer the storage of a marked tensor is
@@ -208,6 +208,8 @@ class ScopeInGraph(OwnMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:
+            func = torch.unflatten  # the method calls `super()`, which Dynamo can't trace here
         if not torch.compiler.is_compiling():
             return _run_between_graphs(self.names, func, args, kwargs)
         if func is SDPA:

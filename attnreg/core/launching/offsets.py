@@ -86,7 +86,7 @@ class _Kept:
         return self.value.differs(self.make(*self.given()))  # type: ignore[no-any-return]
 
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 # Keys: the stream (other streams don't wait for a value derived on it), the purpose, the tensors' states.
 _cache: dict[tuple[object, ...], _Kept] = {}
 

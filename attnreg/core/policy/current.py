@@ -52,6 +52,10 @@ _active = False
 _watchers = 0
 
 
+NATIVE_KERNELS = "torch's own kernels run unless the program itself registers a backend"
+EARLIER_SETTINGS = "the settings that were in force before stay"
+
+
 def sources() -> Sources:
     """Return the settings in force; the first call reads the environment and its file.
 
@@ -79,15 +83,14 @@ def sources() -> Sources:
         return _sources
 
 
-def leave_out(error: AttnregError) -> None:
-    """Log an error of settings that `on_error = "native"` leaves out, and keep it for `left_out`."""
+def leave_out(error: AttnregError, instead: str = NATIVE_KERNELS) -> None:
+    """Log an error of settings that `on_error = "native"` leaves out, and keep it for `left_out`.
+
+    `instead` says what is in force.
+    """
     global _left_out
     _left_out = str(error)
-    log.error(
-        "attnreg's settings are left out, as on_error = \"native\" asks: torch's own kernels run unless the "
-        "program itself registers a backend. %s",
-        error,
-    )
+    log.error('attnreg\'s settings are left out, as on_error = "native" asks: %s. %s', instead, error)
 
 
 def left_out() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry import known_issues
-from attnreg.core.registry.loading import alone, wait_for_others
+from attnreg.core.registry.loading import alone, wait_for_module
 from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
@@ -71,8 +72,8 @@ class Entry:
         with alone(self) as is_inner:
             if is_inner and self._is_loading:  # else a thread that a fork has left behind has set it
                 raise RegistrationError(
-                    f"{self.name} is being loaded: its load() has called attention that would run on "
-                    f"{self.name} itself, expected that of another backend, as in use_backend('math')"
+                    f"{self.name} is being loaded: its load() has registered it, or called attention that "
+                    f"would run on it, expected another backend there, as in use_backend('math')"
                 )
             if self._kernels is None and not self.unavailable() and self.backend is not None:
                 self._kernels = self._load(self.backend)
@@ -309,7 +310,8 @@ class Entry:
                 kernels = backend.load()
             except (ImportError, AttributeError) as error:
                 # Python hands out half a module where two threads import each other's modules.
-                if "partially initialized module" not in str(error) or not wait_for_others():
+                half = re.search(r"partially initialized module '([^']+)'", str(error))
+                if half is None or not wait_for_module(half[1]):
                     raise
                 kernels = backend.load()
             if not isinstance(kernels, Kernels):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from importlib import _bootstrap
@@ -28,10 +29,10 @@ class Loadable(Protocol):
     name: str
 
 
-_changed = open_after_fork(threading.Condition(threading.Lock()))
+_changed = open_after_fork(threading.Condition(threading.RLock()))
 _loaders: dict[Loadable, int] = {}  # which thread loads an entry
 _awaited: dict[int, Loadable] = {}  # which entry a thread waits for
-_retrying: set[int] = set()  # threads in `wait_for_others`
+_retrying: set[int] = set()  # threads in `wait_for_module`
 
 
 @contextlib.contextmanager
@@ -67,20 +68,28 @@ def alone(entry: Loadable) -> Iterator[bool]:
                 _changed.notify_all()
 
 
-def wait_for_others() -> bool:
-    """Wait until no other thread loads a backend, or one waits for this thread; False if none was loading."""
+def wait_for_module(name: str) -> bool:
+    """Wait until a module that another thread's load imports is whole; False if no other thread loads.
+
+    Ends as well where such a thread waits for this one.
+    """
     me = get_ident()
     with _changed:
         if not (others := set(_loaders.values()) - {me}):
             return False
         _retrying.add(me)
         try:
-            while others and not any(_follow(other)[-1][1] == me for other in others):
+            while _is_half(name) and others and not any(_follow(other)[-1][1] == me for other in others):
                 _changed.wait(PAUSE)
                 others = set(_loaders.values()) - _retrying
         finally:
             _retrying.discard(me)
     return True
+
+
+def _is_half(name: str) -> bool:
+    """Whether a module is being imported; Python's own mark, which is private."""
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
 def _describe_circle(me: int) -> str:

@@ -88,7 +88,10 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"record: got {path!r}, expected the path of a file")
     file = Path(path).absolute()
-    table.check_writable(file)
+    try:
+        table.check_writable(file)
+    except ValueError as error:  # a NUL, or what is no text
+        raise ConfigError(f"record: got {path!r}, expected the path of a file: {error}") from error
     if file.exists():
         read(file)
     return file

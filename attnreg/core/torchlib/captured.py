@@ -34,7 +34,7 @@ log = logging.getLogger("attnreg")
 # Whether the routers over these kernels use the compiled call cache; None while no routers are installed.
 call_cache_in_use: bool | None = None
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
 _watched: dict[str, str] = {}  # torch's dump of each op after the routers had been installed
 _warned_of: tuple[str, ...] = ()  # what lay above the routers at the last look

@@ -27,7 +27,7 @@ INVALID_CONTEXT = 201
 # The capture mode of a thread that loads code: a graph that another thread is capturing stays valid.
 _RELAXED = 2
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 # Loaded modules by (source, index of the GPU); all kernels of a source are compiled together.
 _modules: dict[tuple[str | Path, int], ctypes.c_void_p] = {}
 

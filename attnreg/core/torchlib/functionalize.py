@@ -6,7 +6,6 @@ import contextlib
 from typing import Any
 
 import torch
-from torch._C._functorch import TransformType, _unwrap_functional_tensor, _wrap_functional_tensor
 from torch.utils._pytree import tree_map_only
 
 _functions: set[type[torch.autograd.Function]] = set()
@@ -23,10 +22,9 @@ def allow(function: type[torch.autograd.Function]) -> type[torch.autograd.Functi
     with contextlib.suppress(Exception):  # private; without it functionalize raises torch's error
         from torch._functorch.autograd_function import custom_function_call
 
-        table: Any = custom_function_call.functorch_table
-        if table.get(TransformType.Functionalize) is not _rule:
-            _torchs = table[TransformType.Functionalize]
-            table[TransformType.Functionalize] = _rule
+        table, key = custom_function_call.functorch_table, torch._C._functorch.TransformType.Functionalize
+        if _torchs is None:
+            _torchs, table[key] = table[key], _rule
     return function
 
 
@@ -36,15 +34,16 @@ def _rule(interpreter: Any, function: Any, *operands: Any, **options: Any) -> An
 
     if function not in _functions:
         return _torchs(interpreter, function, *operands, **options)
+    functorch = torch._C._functorch
     adds_views, level = interpreter.functionalize_add_back_views(), interpreter.level()
 
     def unwrapped(x: Any) -> Any:
         if not torch._is_functional_tensor(x):
             return x
         torch._functionalize_sync(x)
-        return _unwrap_functional_tensor(x, adds_views)
+        return functorch._unwrap_functional_tensor(x, adds_views)
 
     operands = tree_map_only(torch.Tensor, unwrapped, operands)
     with interpreter.lower():
         results = custom_function_call(function, *operands)
-    return tree_map_only(torch.Tensor, lambda x: _wrap_functional_tensor(x, level), results)
+    return tree_map_only(torch.Tensor, lambda x: functorch._wrap_functional_tensor(x, level), results)

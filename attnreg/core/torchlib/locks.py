@@ -1,7 +1,8 @@
 """Locks that are open in a forked child: locks between threads, and file locks between processes.
 
 Two threads that acquire two locks in different orders can deadlock. `ORDER` lists all of attnreg's locks
-between threads: a thread that holds one acquires only locks that come later.
+between threads: a thread that holds one acquires only locks that come later. Locks of calls are RLocks: a
+signal handler or a finalizer may call attention while its thread holds a lock.
 """
 
 from __future__ import annotations

@@ -40,6 +40,10 @@ def _has_nan_alone(
     found = torch.zeros_like(is_zero)
     if not bool(is_zero.any()):
         return found
+    # Products of finite numbers aren't NaN. A sum that overflows only costs the search below.
+    whole = [x.sum(dtype=torch.float64).isfinite() for x in (query[is_zero], key)]
+    if all(map(bool, whole)) and (mask is None or not bool(mask.isnan().any())):
+        return found
     group = query.shape[1] // key.shape[1]
     for batch, head in is_zero.any(-1).nonzero().tolist():
         rows = is_zero[batch, head].nonzero().squeeze(-1)

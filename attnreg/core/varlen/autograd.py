@@ -223,7 +223,7 @@ def run_backward(
 _backward_uncompiled = _disable_dynamo(_backward)
 
 
-_lock = open_after_fork(threading.Lock())
+_lock = open_after_fork(threading.RLock())
 _deterministic_calls = 0
 _mode_before = 0
 

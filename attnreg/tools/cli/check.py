@@ -1,4 +1,4 @@
-"""`attnreg check`: every fault of settings files, lockfiles, tables, recordings and variables, at once."""
+"""`attnreg check`: all faults of settings and variables, the first of lockfiles, tables and recordings."""
 
 from __future__ import annotations
 
