@@ -33,6 +33,7 @@ _IMPORT_UTILS = "transformers.utils.import_utils"
 # reported, though.
 _BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
 
+_said: set[str] = set()  # variables in lower case that a warning has named
 _is_offered = False  # whether transformers is told of the name "attnreg" when it is imported
 
 # Whether a variable that requests something is set, so that `activate` has already run in full.
@@ -93,7 +94,8 @@ def _hint_at_case(names: list[str]) -> None:
     from attnreg.core.settings.environment import VARIABLES
 
     for name in names:
-        if name.upper() in VARIABLES:
+        if name.upper() in VARIABLES and name not in _said:
+            _said.add(name)
             _warn(f"attnreg: {name} has no effect, expected {name.upper()}: variables are in upper case")
 
 
@@ -213,10 +215,6 @@ def offer() -> None:
     ops = getattr(sys.modules.get("torch._ops"), "ops", None)
     if ops is not None:
         ops.attnreg.__getattr__ = _load_op  # called for names that the module lacks
-        from attnreg.core.torchlib.frames import leave_module_uncompiled
-
-        for name in ("attnreg", __name__):  # the first use of a name imports modules, and runs their code
-            leave_module_uncompiled(name)
     registry = sys.modules.get("torch.nn.attention._registry")
     if registry is None:
         return

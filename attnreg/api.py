@@ -29,7 +29,7 @@ from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import keeps_native
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
-from attnreg.core.torchlib.frames import leave_module_uncompiled
+from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_wrapper_uncompiled
 from attnreg.errors import (
     AttnregError,
     BackendUnavailableError,
@@ -223,7 +223,7 @@ class _Block(ContextDecorator, AbstractContextManager[None]):
                 self._refuse_later(func, f"which returned {result!r}, whose body")
             return result
 
-        return inside  # type: ignore[return-value]
+        return leave_wrapper_uncompiled(inside)  # type: ignore[return-value]
 
     def _check(self, func: object) -> None:
         """Raise an error if calls of `func` would run after the block, or not be noticed at all."""
@@ -405,4 +405,6 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     return tuple(device.keys[0] for device in named)
 
 
-leave_module_uncompiled(__name__)
+# The first use of a name of attnreg imports modules, and runs the code of these two.
+for _module in (__name__, "attnreg", "attnreg._autoload"):
+    leave_module_uncompiled(_module)

@@ -145,8 +145,8 @@ def test_a_test_that_takes_too_long_is_ended_and_left_out(run):
 
 
 def test_a_file_that_cannot_be_imported_is_an_error_and_so_is_none(run, tmp_path):
-    done, results, _ = run(tests="import flash_attn.ops\n")
+    done, results, _ = run(tests="import flash_attn.no_such_module\n")
     assert done.returncode == 1
-    assert "No module named 'flash_attn.ops'" in results["results"]["chosen"]["errors"][0]
+    assert "No module named 'flash_attn.no_such_module'" in results["results"]["chosen"]["errors"][0]
     done = python(str(COMMAND), str(tmp_path / "none"))
     assert done.returncode == 2 and "no such file, expected a checkout of flash-attention" in done.stderr

@@ -80,8 +80,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
         raise ConfigError(f"{file}:{line}: got byte 0x{byte:02x}, expected UTF-8 text") from error
     try:
         return tomllib.loads(text), Origin(file, lines_of(text))
-    except RecursionError:
-        raise ConfigError(f"{file}: got TOML that is nested too deeply, expected a settings file") from None
+    except RecursionError as error:
+        raise ConfigError(f"{file}: got TOML that is nested too deeply, expected a settings file") from error
     except ValueError as error:
         raise ConfigError(_malformed(str(error), text, file)) from error
 

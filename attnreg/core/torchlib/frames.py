@@ -22,15 +22,18 @@ T = TypeVar("T")
 FRAMES: Any = torch._C._dynamo.eval_frame  # here, and not in `torch._dynamo`, whose import takes long
 
 
-def _skip() -> Any:
+def _strategy(of_callees: str) -> Any:
     """Return torch's strategy of running a frame as it is; None if this torch has no such marks."""
     try:
-        return FRAMES._FrameExecStrategy(FRAMES._FrameAction.SKIP, FRAMES._FrameAction.SKIP)
+        actions = FRAMES._FrameAction
+        return FRAMES._FrameExecStrategy(actions.SKIP, getattr(actions, of_callees))
     except (AttributeError, TypeError):  # private names: without marks Dynamo only compiles more
         return None
 
 
-_SKIP = _skip() if hasattr(FRAMES, "set_code_exec_strategy") else None
+_HAS_MARKS = hasattr(FRAMES, "set_code_exec_strategy")
+_SKIP = _strategy("SKIP") if _HAS_MARKS else None
+_SKIP_WRAPPER = _strategy("DEFAULT") if _HAS_MARKS else None
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
@@ -45,14 +48,24 @@ def leave_uncompiled(function: T, with_inner: bool = True) -> T:
         with_inner: whether to mark the functions that are defined inside it, too.
     """
     python: Any = getattr(function, "func", function)  # of a partial
-    if _SKIP is None:
-        return function
-    if isinstance(python, FunctionType) and "_torchdynamo_orig_callable" not in python.__dict__:
-        _mark(python.__code__, with_inner)
+    _mark_function(python, _SKIP, with_inner)
+    return function
+
+
+def leave_wrapper_uncompiled(function: T) -> T:
+    """Mark the code of a wrapper around a program's function, which Dynamo compiles as ever; returns it."""
+    _mark_function(function, _SKIP_WRAPPER, with_inner=False)
+    return function
+
+
+def _mark_function(python: Any, strategy: Any, with_inner: bool) -> None:
+    if strategy is None or not isinstance(python, FunctionType):
+        return
+    if "_torchdynamo_orig_callable" not in python.__dict__:
+        _mark(python.__code__, strategy, with_inner)
         # `torch.compile` looks here for what is behind a function that it has compiled before.
         python.__dict__["_torchdynamo_orig_callable"] = _copy_of(python)
         python.__dict__["_torchdynamo_wrapper_id"] = id(python)
-    return function
 
 
 def leave_module_uncompiled(name: str) -> None:
@@ -69,11 +82,11 @@ def leave_module_uncompiled(name: str) -> None:
                     leave_uncompiled(function, with_inner=not is_class)
 
 
-def _mark(code: CodeType, with_inner: bool) -> None:
-    FRAMES.set_code_exec_strategy(code, _SKIP)
+def _mark(code: CodeType, strategy: Any, with_inner: bool) -> None:
+    FRAMES.set_code_exec_strategy(code, strategy)
     for constant in code.co_consts if with_inner else ():
         if isinstance(constant, CodeType):
-            _mark(constant, with_inner)
+            _mark(constant, strategy, with_inner)
 
 
 def _copy_of(function: FunctionType) -> FunctionType:

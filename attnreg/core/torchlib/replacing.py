@@ -7,6 +7,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, Self
 
+from attnreg.core.torchlib.frames import leave_module_uncompiled
+
 
 class Replacement:
     """What attnreg puts in the place of a function: to programs it is that function, except for calls.
@@ -55,3 +57,6 @@ class Replacement:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         # By Python's own function: the process that reads it may not have attnreg.
         return pkgutil.resolve_name, (self._place,)
+
+
+leave_module_uncompiled(__name__)
