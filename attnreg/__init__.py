@@ -92,8 +92,10 @@ __all__ = [  # noqa: RUF022 - by what they are for
 ]  # fmt: skip
 
 
-# Whether or not torch has run its entry point: a program may use no other name of attnreg.
-importlib.import_module("attnreg._autoload").offer_to_transformers()
+# Whether or not torch has run its entry point: a program may use no other name of attnreg. Not for `python -m
+# attnreg`, which imports nothing while the current folder is on the path.
+if sys.argv[:1] != ["-m"]:
+    importlib.import_module("attnreg._autoload").offer_to_transformers()
 
 
 def __getattr__(name: str) -> Any:

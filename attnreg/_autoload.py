@@ -194,7 +194,7 @@ class _AfterImport:
         execute = loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
-            del loader.exec_module  # the module's loader then copies and pickles as without attnreg
+            vars(loader).pop("exec_module", None)  # the loader then copies and pickles as without attnreg
             execute(module)
             self._then()
 

@@ -131,8 +131,8 @@ def test_a_load_that_runs_attention_itself_has_to_name_another_backend(
             said = refusal(F.scaled_dot_product_attention, *inputs, kind=BackendUnavailableError)
             assert said == (
                 "ATTNREG_BACKEND: mine failed to load: RegistrationError: mine is being loaded: its load() "
-                "has called attention that would run on mine itself, expected that of another backend, as in "
-                "use_backend('math')"
+                "has registered it, or called attention that would run on it, expected another backend "
+                "there, as in use_backend('math')"
             )
     finally:
         registry.discard(entry)

@@ -339,7 +339,7 @@ def test_a_file_that_has_another_library_is_not_loaded_and_cpu_keeps_torchs_kern
             BuildError, match=f"^{files[library]} can't be loaded: .*`attnreg build` compiles"
         ):
             load()
-    assert cpu_compiled_load() is None
+    assert cpu_compiled_load.__wrapped__() is None  # another test may have had it load the right file
     monkeypatch.setattr(libraries.torch, "__version__", "9.9")  # what was built before is of another version
     building.target.cache_clear()
     for (library, load), contents in zip(LOADS, whole, strict=True):

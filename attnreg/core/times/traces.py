@@ -90,6 +90,8 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     file = Path(path).absolute()
     try:
         table.check_writable(file)
+    except ConfigError:
+        raise
     except ValueError as error:  # a NUL, or what is no text
         raise ConfigError(f"record: got {path!r}, expected the path of a file: {error}") from error
     if file.exists():
