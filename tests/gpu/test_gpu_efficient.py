@@ -191,7 +191,8 @@ def test_one_key_for_all_heads_is_right_with_and_without_a_gradient(
     assert ran() == {registered or "efficient": (4, 1)}
 
 
-@pytest.mark.parametrize("strides", STRIDES)
+# SDPA chooses no fused kernel for a head dim without stride 1.
+@pytest.mark.parametrize("strides", [kind for kind in STRIDES if kind not in ("one column", "one number")])
 @pytest.mark.parametrize("dim", [64, 512])
 @pytest.mark.parametrize("length", [33, 98])
 def test_every_kind_of_strides_is_right_with_and_without_a_gradient(routers, ran, length, dim, strides):

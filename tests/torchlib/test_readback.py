@@ -93,13 +93,23 @@ def test_nothing_is_read_before_its_copy_has_ended():
 
 
 def test_what_a_kernel_writes_to_the_host_is_read_once_it_is_there(blocks):
-    places, on_the_device = [], on_device(1, 0)
-    pending = AsyncReadback(lambda place: places.append(place) or on_the_device)
-    assert pending.result is on_the_device
+    places = []
+    pending = AsyncReadback(places.append)
     assert pending.read() is None
     places[0].copy_(torch.tensor([1, 0]))
     assert pending.read() == [1, 0]
     assert under_way == []
+
+
+def test_a_read_back_keeps_no_memory_of_the_device():
+    """In the warm-up of a CUDA graph it would lie in the graph's memory, which graph trees refuse."""
+    source, written = on_device(1, 0), on_device(0, 1)
+    kept = [weakref.ref(source), weakref.ref(written)]
+    pending = AsyncReadback(source), AsyncReadback(lambda place, written=written: written)
+    under_way.pop()()
+    del source, written
+    assert [ref() for ref in kept] == [None, None]
+    assert pending[0].read() == [1, 0]
 
 
 def test_pinned_memory_is_reused_after_a_launch_that_failed(blocks):

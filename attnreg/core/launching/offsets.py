@@ -37,7 +37,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.launching.rows import facts as compute_facts
 from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
 from attnreg.core.torchlib.locks import open_after_fork
-from attnreg.core.torchlib.readback import AsyncReadback, Result
+from attnreg.core.torchlib.readback import AsyncReadback
 from attnreg.errors import InvalidInputError
 
 # Entries for the offsets in use: of self and cross attention, in a few micro-batches, for each purpose.
@@ -174,14 +174,22 @@ def _say_at_exit() -> None:
 class Facts:
     """Properties of a packed batch, computed on the device; False until their read-back has arrived."""
 
-    def __init__(self, result: Result | None = None) -> None:
-        self._readback = None if result is None else AsyncReadback(result)
-        self._properties: Any = None if self._readback is None else self._readback.result
+    def __init__(self, launch: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Compute the properties; they stay unknown without a function.
+
+        Args:
+            launch: writes the two properties to pinned memory, (2,) uint8, and returns them on the device.
+        """
+        self._properties: Any = None
+        self._readback = None if launch is None else AsyncReadback(partial(self._compute, launch))
         self._no_unused_rows = self._every_row_sees_a_key = False
 
     def differs(self, newer: Facts) -> Tensor:
         """Return on the device whether a property isn't true any more."""
         return (self._properties > newer._properties).any()  # type: ignore[no-any-return]
+
+    def _compute(self, launch: Callable[[Tensor], Tensor], place: Tensor) -> None:
+        self._properties = launch(place)
 
     @property
     def no_unused_rows(self) -> bool:

@@ -27,14 +27,15 @@ NUMBERS, MANY = 2, 256
 _free: deque[Tensor] = deque()
 
 
-# A tensor on a device, or a function that returns one and writes it to the given pinned memory.
-Result: TypeAlias = Tensor | Callable[[Tensor], Tensor]
+# A tensor on a device, or a function that has a kernel write to the given pinned memory.
+Result: TypeAlias = Tensor | Callable[[Tensor], object]
 
 
 class AsyncReadback:
     """A copy of two small numbers from a device to the host, in progress or complete.
 
-    `result` is the tensor on the device.
+    It keeps no tensor of the device, because the call may be the warm-up of a CUDA graph. PyTorch's graph
+    trees raise an error if anything but outputs stays in the graph's memory then.
     """
 
     _pinned: Tensor | None = None
@@ -45,18 +46,17 @@ class AsyncReadback:
         Args:
             result: a tensor (), (1,) or (2,) of numbers 0, 1 or 3 to 255, any dtype; a single number is read
                 twice. Or a function of pinned memory, (2,) uint8: it launches a kernel that writes two such
-                numbers there, and returns them as a tensor on the device.
+                numbers there.
         """
         if isinstance(result, Tensor) and result.is_cpu:
-            self.result, self._numbers = result, result.expand(NUMBERS)
+            self._numbers = result.expand(NUMBERS)
             return
         place = _reserve_place()
         try:
             if isinstance(result, Tensor):
-                self.result = result
                 place.copy_(result, non_blocking=True)
             else:
-                self.result = result(place)
+                result(place)
         except BaseException:
             _free.append(place.zero_())  # no copy to it is in progress
             raise
