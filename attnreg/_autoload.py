@@ -212,6 +212,7 @@ def _warn(text: str) -> None:
 def offer() -> None:
     """Make the name "attnreg" known to torch and transformers; never an error."""
     offer_to_transformers()
+    _leave_first_use_uncompiled()
     ops = getattr(sys.modules.get("torch._ops"), "ops", None)
     if ops is not None:
         ops.attnreg.__getattr__ = _load_op  # called for names that the module lacks
@@ -222,6 +223,18 @@ def offer() -> None:
         registry.register_flash_attention_impl("attnreg", register_fn=_activated_by_torch)
     except Exception as error:  # noqa: BLE001 - it is private, and both `import torch` and ours call this
         _warn(f"attnreg can't be activated in torch.nn.attention: {type(error).__name__}: {error}")
+
+
+def _leave_first_use_uncompiled() -> None:
+    """Keep Dynamo away from the first use of a name, which imports modules.
+
+    After a graph break that use is a frame of its own: Dynamo compiled a thousand functions of the modules.
+    """
+    if "torch" in sys.modules:
+        from attnreg.core.torchlib.frames import leave_module_uncompiled
+
+        for name in ("attnreg", __name__):
+            leave_module_uncompiled(name)
 
 
 def _load_op(name: str) -> object:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 
-from attnreg import _autoload
 from attnreg.core import aten, registry
 from attnreg.core.aten import bypassed
 from attnreg.core.contract.backend import Backend
@@ -406,6 +405,4 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
     return tuple(device.keys[0] for device in named)
 
 
-# The first use of a name of attnreg imports modules, and runs the code of these two.
-for _module in (__name__, "attnreg", _autoload.__name__):
-    leave_module_uncompiled(_module)
+leave_module_uncompiled(__name__)

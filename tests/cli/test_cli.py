@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.command_line import in_a_process, rows
 from support.processes import COMMAND, environment, forked
 from typer.main import get_command
@@ -100,6 +101,13 @@ def test_a_command_whose_file_cannot_be_imported_breaks_no_other():
     assert "No module named 'attnreg.tools.cli.no_such_command'" in broken.__doc__
     with pytest.raises(attnreg.AttnregError, match="no-such-command can't be loaded: No module named"):
         broken()
+
+
+def test_a_command_needs_no_entry_point_that_torch_runs():
+    environ = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = in_a_process("-m", "attnreg", "info", "--json", env=environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes break otherwise here")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.processes import python
 from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.checkpoint import checkpoint
 
@@ -203,3 +204,31 @@ def test_what_use_backend_decorates_is_compiled():
 
     assert torch.compile(untraced, backend=keep)(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
     assert graphs
+
+
+FIRST_USE = """
+import torch, attnreg
+from torch._dynamo.types import ConvertFrameReturn
+
+seen = []
+
+def look(frame, *_):
+    seen.append(frame.f_code.co_qualname)
+    return ConvertFrameReturn(apply_to_code=False)
+
+def first_use():
+    return attnreg.varlen_attn
+
+look.get_guard_manager = None
+torch._C._dynamo.eval_frame.set_eval_frame(look)
+first_use()
+torch._C._dynamo.eval_frame.set_eval_frame(None)
+print(seen)
+"""
+
+
+@pytest.mark.parametrize("entry_point", ["0", "1"])
+def test_the_modules_that_the_first_use_imports_do_not_reach_dynamo(entry_point):
+    """Whether torch has run attnreg's entry point or not."""
+    run = python("-c", FIRST_USE, TORCH_DEVICE_BACKEND_AUTOLOAD=entry_point)
+    assert (run.stdout, run.stderr) == ("['first_use']\n", "")
