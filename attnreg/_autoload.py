@@ -230,7 +230,7 @@ def _leave_first_use_uncompiled() -> None:
 
     After a graph break that use is a frame of its own: Dynamo compiled a thousand functions of the modules.
     """
-    if "torch" in sys.modules:
+    if sys.modules.get("torch") is not None:  # None: the program forbids its import
         from attnreg.core.torchlib.frames import leave_module_uncompiled
 
         for name in ("attnreg", __name__):
