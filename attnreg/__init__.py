@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from attnreg.core.selection.decision import Decision
     from attnreg.core.settings.config import Settings
     from attnreg.core.varlen.front import AuxRequest, varlen_attn, varlen_attn_out
+    from attnreg.core.varlen.merging import merge
     from attnreg.errors import (
         AttnregError,
         BackendUnavailableError,
@@ -75,6 +76,7 @@ _HOMES = {
     "tools.explanation": "Explanation explain",
     "tools.warmup": "FirstCall warmup",
     "core.varlen.front": "AuxRequest varlen_attn varlen_attn_out",
+    "core.varlen.merging": "merge",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {"flash_attn", "integrations"}  # parts of attnreg that a program may name without an import
@@ -84,7 +86,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "configure", "reload", "Settings",
     "explain", "Explanation", "Decision", "AttentionSpec", "Device",
     "stats", "Stats", "reset_stats", "record", "warmup", "FirstCall",
-    "varlen_attn", "varlen_attn_out", "AuxRequest",
+    "varlen_attn", "varlen_attn_out", "AuxRequest", "merge",
     "context_parallel", "ContextParallel", "Layout", "Piece", "spread_documents", "explain_context_parallel",
     "Backend", "Kernels", "Call", "Capabilities", "Range", "Cut",
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",

@@ -29,6 +29,27 @@ def test_every_example_is_tested_here():
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in here] == []
 
 
+PAGES = [EXAMPLES.parent / "README.md", *sorted((EXAMPLES.parent / "docs").glob("*.md"))]
+# Programs that are whole: they import what they use.
+PROGRAMS = [
+    pytest.param(block, id=page.name)
+    for page in PAGES
+    for block in re.findall(
+        r"^```python\n(import torch\n.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+    )
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_of_a_page_runs(program):
+    ended = forked(program)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_pages_have_programs():
+    assert len(PROGRAMS) >= 2
+
+
 def test_quickstart_runs_the_backend_that_it_registers_and_says_why():
     text = printed("quickstart.py")
     assert "{'math': {'forward': 1, 'backward': 1}}" in text
