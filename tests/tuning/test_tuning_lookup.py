@@ -264,7 +264,7 @@ def test_outside_the_measured_range_the_nearest_edge_decides_and_that_is_said():
     "changes",
     [
         {"window": (-1, 0)}, {"window": (8, 0)}, {"varlen": True}, {"dtype": "float32"},
-        {"head_dim": 128, "head_dim_v": 128}, {"dropout": 0.1}, {"bias": True}, {"alibi": True},
+        {"head_dim": 128, "head_dim_v": 128}, {"dropout": 0.1}, {"alibi": True},
         {"seqused_k": True}, {"page_size": 16}, {"num_splits": 2}, {"softcap": 9.0}, {"batch": 0},
     ],
     ids=str,
@@ -273,8 +273,10 @@ def test_a_table_has_no_opinion_on_another_mask_layout_precision_option_or_large
     assert said([point(a=1.0)], spec_with(**changes)) is None
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float16"}, {"head_dim": 48, "head_dim_v": 48}], ids=str)
-def test_the_other_half_precision_and_larger_head_dims_stand_in(changes):
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "float16"}, {"head_dim": 48, "head_dim_v": 48}, {"bias": True}], ids=str
+)
+def test_the_other_half_precision_larger_head_dims_and_calls_without_a_bias_stand_in(changes):
     found = said([point(a=100.0, b=200.0)], spec_with(**changes))
     assert [one.backend for one in found.candidates] == ["a", "b"]
     assert found.notes[0].startswith("nothing of this kind was measured; these are of bfloat16, head dim 64")

@@ -17,7 +17,7 @@ from attnreg.core import registry
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import planning
 from attnreg.core.dispatch.planning import Native
-from attnreg.core.dispatch.state import state
+from attnreg.core.dispatch.state import FEW_SHAPES, state
 from attnreg.core.policy import current as policy
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times import tables
@@ -171,6 +171,32 @@ def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known
     entries = planning.entries_with_native(Native("third"), known)
     decision = planning.decide(spec_with(), "forward", entries, state().policy, "third")
     assert (decision.backend, decision.source) == (backend, TABLE)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_calls_of_ever_new_shapes_leave_a_backend_that_builds_something_for_each(
+    here, known, routers, ran, monkeypatch, masked
+):
+    """Calls with a mask, too: times without a mask stand in for theirs."""
+    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
+    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
+    # "cpu" is torch's own kernel here.
+    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
+
+    def call(length):
+        tensors = [torch.randn(1, 4, length, 64, dtype=torch.bfloat16) for _ in range(3)]
+        mask = torch.ones(length, length, dtype=torch.bool) if masked else None
+        F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+
+    for length in range(230, 230 + FEW_SHAPES):
+        call(length)
+    assert ran() == {"first": (FEW_SHAPES, 0)}
+    for length in range(250 - FEW_SHAPES, 250):
+        call(length)
+    ran()  # some of these are still among the few
+    for length in (250, 255, 256):
+        call(length)
+    assert ran() == {"second": (3, 0)}
 
 
 # Which table

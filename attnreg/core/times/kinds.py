@@ -268,12 +268,12 @@ def distance_between(wanted: Kind, other: Kind) -> float | None:
     """Return the distance of a family from the wanted family; None if its times can't replace those.
 
     Times of the other 16-bit dtype can replace them. So can times of a larger head dim, because kernels pad
-    to it. Times with and without sinks can replace each other, and are preferred. Times of another mask or
-    layout, a smaller head dim, or other options can't.
+    to it. Times with and without sinks or a bias can replace each other, and are preferred. Times of another
+    mask or layout, a smaller head dim, or other options can't.
     """
     if (wanted.direction, *wanted[5:7]) != (other.direction, *other[5:7]):
         return None
-    if (different := {*wanted.extras} ^ {*other.extras}) - {"sinks"}:
+    if (different := {*wanted.extras} ^ {*other.extras}) - {"bias", "sinks"}:
         return None
     if wanted.dtype != other.dtype and not (wanted.dtype in HALVES and other.dtype in HALVES):
         return None
