@@ -124,6 +124,19 @@ def test_what_a_kernel_writes_to_and_which_bits_differ_is_named(fake):
     assert "elements differ, first out[0, 0, 0, 0]: " in Conformance(wrong, "cpu").run(case).failure
 
 
+def test_a_sequence_that_depends_on_its_batch_is_named(fake):
+    def shrinks(q, k, v, call):
+        out, lse = MATH.forward(q, k, v, call)
+        return out * (1.0 - 1e-6 * (q.shape[0] == 1)), lse
+
+    case = Case(name="same", lens_q=(5, 5), lens_k=(7, 7), dtype="float32", batch_invariant=True)
+    kernels = attnreg.Kernels(shrinks)
+    wrong = fake("mine", backward=False, batch_invariant=True, load=lambda: kernels).backend
+    failure = Conformance(wrong, "cpu").run(case).failure
+    assert "out: got other bits for a sequence in another batch; sequence 0 alone: " in failure
+    assert " of 640 elements differ, first out[0, 0, " in failure
+
+
 def test_a_report_has_shapes_place_and_lines_that_repeat_this_check_alone(fake):
     wrong = fake("mine", backward=False, load=lambda: attnreg.Kernels(heads_across)).backend
     with attnreg.register_backend(wrong):
