@@ -10,7 +10,8 @@ verify --backend mine` prints a table. `kit.py` has what all three run; `cases.p
 what a backend declares, and `fronts.py` calls it through each front. May import all but bench, demo and cli.
 """
 
-from attnreg.testing.cases import Check
+from attnreg.testing.cases import Check, inputs
 from attnreg.testing.kit import Conformance, Outcome, Report, check_backend
+from attnreg.tools.measure import Case, Inputs
 
-__all__ = ["Check", "Conformance", "Outcome", "Report", "check_backend"]
+__all__ = ["Case", "Check", "Conformance", "Inputs", "Outcome", "Report", "check_backend", "inputs"]

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.capabilities import Capabilities, Range
+from attnreg.errors import InvalidInputError
 from attnreg.testing.fronts import FRONTS
-from attnreg.tools.measure import CASES, QUICK, Case
+from attnreg.tools import measure
+from attnreg.tools.measure import CASES, QUICK, Case, Inputs
 from attnreg.tools.measure.cases import DIMS, Layout
 
 # Most models compute in the first.
@@ -51,8 +55,34 @@ class Check(NamedTuple):
     case: Case
     front: str = ""
 
+    @property
+    def name(self) -> str:
+        """The name without the dtype, unique within a dtype."""
+        return f"{self.front}: {self.case.name}" if self.front else self.case.name
+
     def __str__(self) -> str:
-        return f"{self.front}: {self.case}" if self.front else str(self.case)
+        return f"{self.name} {self.case.dtype}"
+
+
+def inputs(case: Case | Check, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+    """Return the tensors of a case as its check has them: query, key, value, the output's gradient, the call.
+
+    A check through a front makes three calls: call number n has the seed `seed` + n - 1, and the second is
+    that of `case.reordered()`.
+
+    Args:
+        case: a case, or a check: one of `Conformance.checks`, or what `Conformance.find` returns.
+        device: the device of the tensors; the values are the same on each.
+        seed: the seed that the checks ran with.
+
+    Raises:
+        InvalidInputError: `case` is neither.
+    """
+    drawn = case.case if isinstance(case, Check) else case
+    if not isinstance(drawn, Case):
+        check = "Conformance(backend).find('heads 4:2 bfloat16')"
+        raise InvalidInputError(f"case: got {case!r}, expected a Case or a Check, such as {check}")
+    return measure.inputs(drawn, device, seed)
 
 
 def checks_for(backend: Backend, dtypes: Iterable[str], seed: int, full: bool) -> list[Check]:
@@ -173,6 +203,12 @@ def _lengths(draw: random.Random, limits: Capabilities, varlen: bool) -> tuple[t
 
 
 def selected(checks: Iterable[Check], texts: Iterable[str]) -> Iterator[Check]:
-    """Yield the checks with one of these texts in their names."""
-    folded = [text.casefold() for text in texts]
-    return (check for check in checks if any(text in str(check).casefold() for text in folded))
+    """Yield the checks with one of these texts in their names; of a whole name only the check that has it."""
+    every = list(checks)
+    folded, names = [text.casefold() for text in texts], {str(check).casefold() for check in every}
+    whole = names.intersection(folded)
+    parts = [text for text in folded if text not in whole]
+    for check in every:
+        name = str(check).casefold()
+        if name in whole or any(text in name for text in parts):
+            yield check

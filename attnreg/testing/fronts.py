@@ -22,6 +22,7 @@ from attnreg.core.dispatch import counters
 from attnreg.core.varlen.front import AuxRequest, varlen_attn
 from attnreg.errors import RegistrationError
 from attnreg.tools.measure import Case, Error, Inputs, inputs
+from attnreg.tools.measure.places import describe_faults
 from attnreg.tools.measure.reference import Results, attention
 from attnreg.tools.measure.rule import compare
 
@@ -60,6 +61,9 @@ def measure_front(
             )
             for name, got in results.items():
                 error = compare((got,), getattr(plain, name), getattr(truth, name), arguments.q.dtype)
+                if not error.passed:
+                    place = describe_faults(drawn, name, got, getattr(truth, name), error.allowed, truth.lse)
+                    error = error._replace(place=f"in call {number + 1} of {CALLS}: {place}")
                 largest[name] = max(largest.get(name, error), error, key=lambda each: each.share)
     return largest
 

@@ -69,6 +69,12 @@ class Outcome(NamedTuple):
         wrong = [f"{name} {error}" for name, error in self.errors.items() if not error.passed]
         return f"{self.check}: {'; '.join([self.failure] * bool(self.failure) + wrong) or 'right'}"
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The shapes of the call, then for each wrong tensor a sentence that says where it is wrong."""
+        wrong = (error.place for error in self.errors.values() if not error.passed and error.place)
+        return self.case.shapes, *wrong
+
 
 class Report(NamedTuple):
     """The outcomes of a backend's checks.
@@ -77,11 +83,13 @@ class Report(NamedTuple):
         outcomes: The outcomes of the checks.
         never_ran: A sentence for each thing that the backend declares and refuses in every case.
         repeat: The line of Python that repeats a check, with `{}` for the check's name.
+        tensors: The line that makes a check's tensors, likewise.
     """
 
     outcomes: tuple[Outcome, ...]
     never_ran: tuple[str, ...]
     repeat: str
+    tensors: str = ""
 
     @property
     def passed(self) -> bool:
@@ -102,7 +110,11 @@ class Report(NamedTuple):
         wrong = [outcome for outcome in self.outcomes if not outcome.passed]
         ran = sum(not outcome.refused for outcome in self.outcomes)
         lines = [f"{len(self.outcomes)} checks: {ran - len(wrong)} right, {len(wrong)} wrong"]
-        lines += [f"{outcome}\n  {self.repeat.format(repr(str(outcome.check)))}" for outcome in wrong]
+        for outcome in wrong:
+            repeat = self.repeat.format(repr(str(outcome.check)))
+            lines.append("\n  ".join((str(outcome), *outcome.places, repeat)))
+        if wrong and self.tensors:
+            lines.append(f"tensors of a check:\n  {self.tensors.format(repr(str(wrong[0].check)))}")
         lines += self.never_ran
         lines += [f"not run, {count} times: {reason}" for reason, count in self.refused.most_common()]
         return "\n".join(lines)
@@ -141,7 +153,7 @@ class Conformance:
             raise BackendUnavailableError(f"{backend} {registry.find(str(backend)).unavailable()}")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise InvalidInputError(f"seed: got {seed!r}, expected an integer")
-        self.backend, self.seed, self.dtypes = under_test, seed, _dtypes(dtypes)
+        self.backend, self.seed, self.dtypes, self.full = under_test, seed, _dtypes(dtypes), full
         self._is_named = isinstance(backend, str)
         if device is None:
             device = "cuda" if "cuda" in under_test.devices and torch.cuda.is_available() else "cpu"
@@ -184,12 +196,29 @@ class Conformance:
         """Return what came of these checks; if they are all checks, also what was declared and never ran."""
         outcome_of = {outcome.check: outcome for outcome in outcomes}
         never = self.never_ran(outcome_of.__getitem__) if len(outcome_of) == len(self.checks) else ()
-        options = {"device": str(self.device), "dtypes": self.dtypes, "seed": self.seed}
-        options_text = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+        options = {"device": str(self.device), "dtypes": self.dtypes, "seed": self.seed, "full": self.full}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
         imported, argument = ("", repr(self.backend.name)) if self._is_named else _variable(self.backend)
-        call = f"check_backend({argument}, {options_text}, cases=[{{}}])"
-        repeat = f"from attnreg.testing import check_backend; {imported}{call}"
-        return Report(tuple(outcome_of.values()), tuple(never), repeat)
+        call = f"{imported}check_backend({argument}, {arguments}, cases=[{{}}])"
+        check = f"{imported}inputs(Conformance({argument}, {arguments}).find({{}})"
+        return Report(
+            tuple(outcome_of.values()),
+            tuple(never),
+            f"from attnreg.testing import check_backend; {call}",
+            f"from attnreg.testing import Conformance, inputs; {check}, {str(self.device)!r}, {self.seed})",
+        )
+
+    def find(self, name: str) -> Check:
+        """Return the check of that name, such as "heads 4:2 bfloat16".
+
+        Raises `InvalidInputError` if there is none.
+        """
+        for check in self.checks:
+            if str(check).casefold() == name.casefold():
+                return check
+        names = [str(check) for check in self.checks]
+        hint = did_you_mean(name, names) or f", such as {names[0]!r}"
+        raise InvalidInputError(f"check: got {name!r}, expected the whole name of one{hint}")
 
     def never_ran(self, run: Callable[[Check], Outcome]) -> list[str]:
         """Return a sentence for each thing that a direction declares and refuses in every check."""
@@ -235,11 +264,15 @@ def _place(error: BaseException) -> str:
 
 
 def _variable(backend: Backend) -> tuple[str, str]:
-    """Return the line that imports a backend, and its name there; of one that no module has, what it is."""
-    name = getattr(backend.load, "__module__", None)
-    for variable, value in vars(sys.modules.get(name)).items() if name in sys.modules else ():
-        if value is backend:
-            return f"from {name} import {variable}; " if name != "__main__" else "", variable
+    """Return the line that imports a backend, and its name there; of one that no module has, what it is.
+
+    The module of its `load` is looked at first: others may have imported it from there.
+    """
+    first = getattr(backend.load, "__module__", None)
+    for name in sorted(sys.modules, key=lambda name: (name != first, name)):
+        for variable, value in list(getattr(sys.modules[name], "__dict__", {}).items()):
+            if value is backend and variable.isidentifier():
+                return f"from {name} import {variable}; " if name != "__main__" else "", variable
     return "", f"<the Backend {backend.name!r} that was given>"
 
 

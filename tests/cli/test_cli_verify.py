@@ -1,6 +1,7 @@
 """Promises of `attnreg verify`: what is wrong is found, counted and shown, and stops nothing else."""
 
 import math
+import shlex
 
 from support.command_line import broken_loader, rows, words
 
@@ -142,3 +143,67 @@ def test_verify_takes_the_backends_dtypes_and_cases_that_are_named(call):
     assert list(rows(result)) == ["math"]
     dtypes = [row["dtype"] for row in rows(result)["math"]["rows"]]
     assert dtypes == ["float32"] * 4 + ["float64"] * 4
+
+
+def wrong_heads(kernels):
+    """Return kernels that give query head h the key head h % heads."""
+
+    def forward(q, k, v, call):
+        across = [head % k.shape[-2] for head in range(q.shape[-2])]
+        return kernels.forward(q, k[..., across, :], v[..., across, :], call)
+
+    return kernels._replace(forward=forward)
+
+
+def test_verify_says_where_each_case_is_wrong_and_its_command_repeats_that_case_alone(
+    call, fake, plugins, kernels
+):
+    plugins(across=fake("across", backward=False, load=lambda: wrong_heads(kernels)).backend)
+    result = call(*QUICK, "--backend", "across")
+    lines = result.output.splitlines()
+    at = lines.index(
+        "WRONG: across, heads 4:2, bfloat16: q (2, 65, 4, 64), k and v (2, 129, 2, 64), window=(-1, 0)"
+    )
+    assert lines[at + 1].startswith("  out: error ")
+    assert "; first out[0, 0, 1, 0] (sequence 0, row 0, head 1, dim 0): got " in lines[at + 1]
+    assert "; heads 1-2 of 4; every row of a sequence sees a key" in lines[at + 1]
+    repeats = [line.removeprefix("  repeat: ") for line in lines if line.startswith("  repeat: ")]
+    assert len(repeats) == 2  # with one key head, or as many, nothing is exchanged
+    for command, case in zip(repeats, ("heads 4:2", "packed heads 4:2"), strict=True):
+        program, *arguments = shlex.split(command)
+        again = call(*arguments, "--json")
+        assert (program, again.exit_code) == ("attnreg", 1)
+        (row,) = rows(again)["across"]["rows"]
+        assert (row["case"], row["state"]) == (case, "wrong")
+        assert f"  out: error {row['errors']['out']['error']:.3g}, " in result.output
+
+
+def test_verify_quiet_prints_nothing_but_what_is_wrong(call, fake, plugins, kernels):
+    plugins(
+        across=fake("across", backward=False, load=lambda: wrong_heads(kernels)).backend,
+        sound=fake("sound").backend,
+        absent=fake("absent", unavailable=lambda: "not installed").backend,
+    )
+    right = call(*QUICK, "--backend", "sound", "--quiet")
+    assert (right.exit_code, right.stdout) == (0, "")
+    wrong = call(*QUICK, "--backend", "sound,across", "-q")
+    assert wrong.exit_code == 1
+    assert [line for line in wrong.stdout.splitlines() if line[:1].strip()] == [
+        line for line in wrong.stdout.splitlines() if line.startswith("WRONG: across, ")
+    ]
+    missing = call(*QUICK, "--backend", "absent", "--quiet")
+    assert (missing.exit_code, missing.stdout) == (1, "absent not run: can't load here: not installed\n")
+
+
+def test_verify_prints_at_most_forty_lines_for_a_backend_that_is_right(call, fake, plugins, monkeypatch):
+    narrow = dict.fromkeys(("window", "bias", "alibi", "dropout", "softcap", "grad_lse", "num_splits"), False)
+    plugins(sound=fake("sound", varlen=False, gqa=False, page_size=None, **narrow).backend)
+    few = [check for check in kit.Conformance("math", "cpu").checks if sum(check.case.lens_k) < 130]
+    monkeypatch.setattr(kit, "checks_for", lambda *given: few)
+    result = call("verify", "--device", "cpu", "--backend", "sound", "--case", "1")
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) <= 40
+    assert "further reasons, which --verbose shows" in words(result)
+    assert "Right cases aren't shown: --verbose prints them." in result.output
+    shown = call("verify", "--device", "cpu", "--backend", "sound", "--case", "length", "--verbose")
+    assert sum(line.endswith("  right") for line in shown.output.splitlines()) > 8

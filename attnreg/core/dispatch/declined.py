@@ -59,9 +59,14 @@ class JudgedEntry(Entry):
     """A backend about whose kernel more is known than its declaration says; it has loaded."""
 
     def __init__(
-        self, name: str, origin: str, backend: Backend | None = None, reasons: tuple[str, ...] = ()
+        self,
+        name: str,
+        origin: str,
+        backend: Backend | None = None,
+        reasons: tuple[str, ...] = (),
+        installed: bool = False,
     ) -> None:
-        super().__init__(name, origin, backend)
+        super().__init__(name, origin, backend, installed=installed)
         self._reasons = reasons
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
@@ -75,7 +80,7 @@ def with_reasons(entries: Mapping[str, Entry], declined: Declined) -> Mapping[st
     """Return the backends, with the reasons of those that have declined a call against them."""
     known = {name: (entries.get(name.casefold()), reason) for name, reason in declined.items()}
     judged = {
-        name.casefold(): JudgedEntry(entry.name, entry.origin, entry.backend, (reason,))
+        name.casefold(): JudgedEntry(entry.name, entry.origin, entry.backend, (reason,), entry.installed)
         for name, (entry, reason) in known.items()
         if entry is not None
     }

@@ -21,27 +21,28 @@ FOLDER, GROUP = "attnreg.backends", "attnreg.backends"
 
 def discover() -> list[Entry]:
     """Return all backends of this installation, broken ones included."""
-    return [_entry(point, origin) for point, origin in _points()]
+    return [_entry(*found) for found in _points()]
 
 
-def _points() -> Iterator[tuple[EntryPoint, str]]:
+def _points() -> Iterator[tuple[EntryPoint, str, bool]]:
+    """Yield each entry point, its origin, and whether another package than attnreg has installed it."""
     # By name: the contract is below the backends in the order of imports.
     for module in pkgutil.iter_modules(importlib.import_module(FOLDER).__path__):
         if not module.name.startswith("_"):
             path = f"{FOLDER}.{module.name}"
-            yield EntryPoint(module.name, f"{path}:BACKEND", GROUP), path
+            yield EntryPoint(module.name, f"{path}:BACKEND", GROUP), path, False
     # Sorted: which of two backends of one name comes first mustn't depend on the file system.
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         package = f" of {point.dist.name} {point.dist.version}" if point.dist else ""
-        yield point, f"entry point {point.value}{package}"
+        yield point, f"entry point {point.value}{package}", True
 
 
-def _entry(point: EntryPoint, origin: str) -> Entry:
+def _entry(point: EntryPoint, origin: str, installed: bool = False) -> Entry:
     try:
         found = point.load()
         if not isinstance(found, Backend):
             raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
     except BaseException as error:  # noqa: BLE001 - the other backends have to load
         raise_if_of_program(error)
-        return Entry(point.name, origin, cause=strip_tracebacks(error))
-    return Entry(found.name, origin, found)
+        return Entry(point.name, origin, cause=strip_tracebacks(error), installed=installed)
+    return Entry(found.name, origin, found, installed=installed)

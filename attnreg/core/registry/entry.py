@@ -32,6 +32,8 @@ class Entry:
         backend: its declaration; None if it is broken.
         cause: the exception of importing or loading it.
         own: whether the program registered its object, so that it is dropped with its last registration.
+        installed: whether an entry point of another package brought it. In the default order it is behind
+            all others: who installs a package hasn't asked for its kernels.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Entry:
     backend: Backend | None = None
     cause: BaseException | None = None
     own: bool = False
+    installed: bool = False
     _kernels: Kernels | None = field(default=None, init=False)
     _is_loading: bool = field(default=False, init=False)
     _missing: str | None = field(default=None, init=False)

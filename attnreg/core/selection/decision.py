@@ -224,8 +224,8 @@ def _selected(
     # Every backend, the first choice first, with the source of its position.
     ranked = _preferred(wanted, entries)
     preferred = set(ranked)
-    priority = {name: entry.priority(spec) for name, entry in entries.items()}
-    order = sorted(entries, key=lambda name: (name != native.casefold(), -priority[name], name))
+    ranks = {name: (entry.installed, -entry.priority(spec)) for name, entry in entries.items()}
+    order = sorted(entries, key=lambda name: (name != native.casefold(), ranks[name], name))
     for name, source in with_sources(order, reasons, prediction, default_source(spec)).items():
         ranked.setdefault(name, source)
     may = (name for name in ranked if (only is None or ranked[name] == only.source) and name in reasons)

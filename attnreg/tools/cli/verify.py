@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnreg.tools.measure import Error
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-REPEATS = 5  # so many commands that repeat what is wrong are shown
+FEW = 8  # cases and reasons: so many are shown though nothing is wrong
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 OF_SINKS = "dsinks"  # shown where a case has it
 LEGEND = """\
@@ -30,7 +30,7 @@ numbers: the largest error, divided by that of plain PyTorch in the same dtype;
          not divided where PyTorch's error is 0; - where nothing was computed
 right:   no error exceeds twice PyTorch's plus the rounding error of the dtype:
          so a number above 2 can be right, where PyTorch's error is small
-WRONG:   an error exceeds that, or the next line says what else is wrong
+WRONG:   an error exceeds that, or more is wrong: what, and where, is above
 drawn:   cases drawn from what the backend declares; --seed N draws others"""
 
 
@@ -49,10 +49,15 @@ def verify(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Whether to run cases that take seconds or gigabytes, too.")
     ] = False,
-    case: Annotated[str, valued("--case", "TEXT", "Only the cases with this text in their name.")] = "",
+    case: Annotated[
+        str,
+        valued("--case", "TEXT", "Only the case of this name, or the cases with this text in their name."),
+    ] = "",
     seed: Annotated[
         int, valued("--seed", "N", "The seed of the values and of the random cases.", show_default=True)
     ] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what is wrong.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the right cases, too.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Check every backend against a float64 reference.
@@ -61,6 +66,9 @@ def verify(
     plus the rounding error of that dtype. It is also wrong if it breaks the contract in another way, such as
     by writing to its inputs. The exit code is 1 if a backend is wrong, never runs something that it declares,
     or is named and can't run here.
+
+    For each wrong case the output says where: the first wrong element, how many, which rows and heads, and
+    which rows see no key. It has the command that repeats this case alone.
 
     Example: attnreg verify --backend FA2,cuDNN --dtype fp16
     """
@@ -84,8 +92,10 @@ def verify(
         count = max((len(checks) for _, checks, _ in running), default=0)
         data = {"device": str(place), "cases": count, "finished": finished, "backends": backends}
         output.print_json(data)
+    elif quiet:
+        _print_wrong(backends, named)
     else:
-        _print(backends, place)
+        _print(backends, place, sum(len(data["rows"]) for data in backends) if verbose else FEW)
     if not finished:
         raise typer.Exit(output.INTERRUPTED)
     missing = bool(named) and any(row["reason"] for row in backends)
@@ -111,7 +121,9 @@ def _checks(kit: Conformance, text: str) -> list[Check]:
     """Return the checks of a backend that `--case` selects."""
     if unknown := [dtype for dtype in kit.dtypes if dtype not in DTYPES]:
         raise InvalidInputError(f"--dtype: got {','.join(unknown)!r}, expected one of {', '.join(DTYPES)}")
-    checks = [check for check in kit.checks if text.casefold() in str(check).casefold()]
+    folded = text.casefold()
+    checks = [check for check in kit.checks if folded in (check.name.casefold(), str(check).casefold())]
+    checks = checks or [check for check in kit.checks if folded in str(check).casefold()]
     if not checks:
         raise InvalidInputError(
             f"--case: got {text!r}, expected a part of a case's name, such as 'heads 4:2'"
@@ -146,62 +158,98 @@ def _data(entry: Entry, reason: str, kit: Conformance | None, outcomes: list[Out
 def _row_data(kit: Conformance, outcome: Outcome) -> dict[str, Any]:
     def numbers(error: Error) -> dict[str, Any]:
         named = {"error": error.kernel, "math": error.math, "allowed": error.allowed, "ratio": error.ratio}
-        return {"passed": error.passed, **{name: output.finite(number) for name, number in named.items()}}
+        finite = {name: output.finite(number) for name, number in named.items()}
+        return {"passed": error.passed, **finite, "nan": error.has_nan, "place": error.place}
 
-    case, dtype = str(outcome.check).removesuffix(f" {outcome.case.dtype}"), outcome.case.dtype
+    case, dtype = outcome.check.name, outcome.case.dtype
     where = (
         f"--backend {shlex.quote(kit.backend.name)} --device {kit.device} --dtype {dtype} --seed {kit.seed}"
     )
+    full = " --full" if outcome.case.heavy else ""
     return {
         "case": case,
         "dtype": dtype,
+        "shapes": outcome.case.shapes,
         "state": "skipped" if outcome.refused else "right" if outcome.passed else "wrong",
         "reasons": list(outcome.reasons),
         "failure": outcome.failure,
-        "repeat": "" if outcome.passed else f"attnreg verify {where} --case {shlex.quote(case)}",
+        "repeat": "" if outcome.passed else f"attnreg verify {where}{full} --case {shlex.quote(case)}",
         "errors": {tensor: numbers(error) for tensor, error in outcome.errors.items()},
     }
 
 
-def _print(backends: list[dict[str, Any]], device: torch.device) -> None:
+def _print(backends: list[dict[str, Any]], device: torch.device, most: int) -> None:
+    """Print all outcomes; of what is right, and of the reasons, at most so many rows a backend."""
+    explained = False
     for backend in backends:
         ran = [row for row in backend["rows"] if row["state"] != "skipped"]
-        for dtype, grouped in groupby(ran, key=lambda row: row["dtype"]):
-            outcomes = list(grouped)
-            tensors = (*TENSORS, *{OF_SINKS for row in outcomes if OF_SINKS in row["errors"]})
-            rows = (line for row in outcomes for line in _lines(row, tensors))
-            output.table(f"{backend['name']} on {device}, {dtype}", rows, ("case", *tensors, ""))
-    skipped = [
-        (backend["name"], str(count), reason)
-        for backend in backends
-        for reason, count in backend["refused"].items()
-    ]
+        shown = ran if len(ran) <= most else [row for row in ran if row["state"] == "wrong"]
+        explained = explained or bool(shown)
+        for dtype, grouped in groupby(shown, key=lambda row: row["dtype"]):
+            rows = list(grouped)
+            tensors = (*TENSORS, *{OF_SINKS for row in rows if OF_SINKS in row["errors"]})
+            lines = [_line(row, tensors) for row in rows]
+            output.table(f"{backend['name']} on {device}, {dtype}", lines, ("case", *tensors, ""))
+    skipped = [row for backend in backends for row in _skipped(backend, most)]
     if skipped:
         output.table("Not run", skipped, ("backend", "cases", "because"))
-    never = [(backend["name"], "WRONG", text) for backend in backends for text in backend["never_ran"]]
-    if never:
-        output.table("Declared and never run", never, ("backend", "", "what"))
+    _print_wrong(backends)
     headers = ("backend", "right", "wrong", "skipped", "worst", "where")
     output.table("Summary", map(_summary, backends), headers)
-    repeats = [row["repeat"] for backend in backends for row in backend["rows"] if row["repeat"]]
-    for command in repeats[:REPEATS]:
-        output.console().print(f"repeat one: {command}")
-    output.console().print(LEGEND)
+    if explained:
+        output.console().print(LEGEND)
+    if any(len(data["rows"]) > most for data in backends):
+        output.console().print("Right cases aren't shown: --verbose prints them.")
 
 
-def _lines(row: dict[str, Any], tensors: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _skipped(backend: dict[str, Any], most: int) -> Iterator[tuple[str, str, str]]:
+    """Yield rows about what wasn't run, the most frequent reasons first."""
+    reasons = list(backend["refused"].items())
+    for reason, count in reasons[:most]:
+        yield backend["name"], str(count), reason
+    if further := reasons[most:]:
+        count = sum(number for _, number in further)
+        yield backend["name"], str(count), f"{len(further)} further reasons, which --verbose shows"
+
+
+def _print_wrong(backends: list[dict[str, Any]], named: Collection[str] = ()) -> None:
+    """Print where each wrong case is wrong and what repeats it, unwrapped; and which of `named` can't run."""
+    for backend in backends:
+        if named and backend["reason"]:
+            typer.echo(f"{backend['name']} not run: {backend['reason']}")
+        for row in backend["rows"]:
+            if row["state"] == "wrong":
+                failure = row["failure"].partition("\n")[0]
+                heading = f"WRONG: {backend['name']}, {row['case']}, {row['dtype']}: {row['shapes']}"
+                lines = heading, failure, *_places(row), f"repeat: {row['repeat']}\n"
+                typer.echo("\n  ".join(filter(None, lines)))
+        for text in backend["never_ran"]:
+            typer.echo(f"WRONG: {backend['name']}: {text}\n")
+
+
+def _places(row: dict[str, Any]) -> Iterator[str]:
+    for tensor, error in row["errors"].items():
+        if not error["passed"]:
+            got = _number(error["error"], error["nan"])
+            yield f"{tensor}: error {got}, allowed {error['allowed']:.3g}; {error['place']}"
+
+
+def _line(row: dict[str, Any], tensors: tuple[str, ...]) -> tuple[str, ...]:
     ratios = (_ratio(row["errors"].get(tensor)) for tensor in tensors)
-    yield row["case"], *ratios, "WRONG" if row["state"] == "wrong" else row["state"]
-    if row["failure"]:
-        yield (row["failure"].partition("\n")[0], *("" for _ in tensors), "")
+    return row["case"], *ratios, "WRONG" if row["state"] == "wrong" else row["state"]
 
 
 def _ratio(error: dict[str, Any] | None) -> str:
     if error is None:
         return "-"
     if error["error"] is None:
-        return "NaN"
+        return _number(None, error["nan"])
     return f"{error['error']:.0e}" if error["ratio"] is None else f"{error['ratio']:.2f}"
+
+
+def _number(error: float | None, is_nan: bool) -> str:
+    """Return an error as text; None is an infinite one, or that of a NaN."""
+    return ("NaN" if is_nan else "inf") if error is None else f"{error:.3g}"
 
 
 def _summary(backend: dict[str, Any]) -> tuple[str, ...]:

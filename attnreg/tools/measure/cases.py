@@ -8,7 +8,8 @@ users reported.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from attnreg.core.contract.spec import LEAST_SCALE, AttentionSpec, Device
@@ -88,6 +89,36 @@ class Case:
         return f"{self.name} {self.dtype}"
 
     @property
+    def shapes(self) -> str:
+        """The shapes of its tensors, the lengths of packed sequences, and its options, as one line."""
+        own = ("name", "lens_q", "lens_k", "varlen", "heads", "dims", "dtype", "page_size", "tail", "heavy")
+        options = [
+            f"{field.name}={value!r}"
+            for field in fields(self)
+            if field.name not in own and (value := getattr(self, field.name)) != field.default
+        ]
+        return ", ".join((*self._tensors(), *options))
+
+    def _tensors(self) -> Iterator[str]:
+        (heads_q, heads_k), (dim, dim_v) = self.heads, self.dims
+        same = self.lens_q == self.lens_k and self.page_size is None
+        for side, lens in (("q", self.lens_q), ("k", self.lens_k)):
+            rows = f"{len(lens)}, {max(lens, default=0)}"
+            rows = str(sum(lens) + self.tail) if self.varlen else rows
+            if side == "q":
+                yield f"q ({rows}, {heads_q}, {dim})"
+            elif self.page_size is not None:
+                yield f"k and v in pages of {self.page_size}, {heads_k} heads, dims {dim} and {dim_v}"
+            elif dim == dim_v:
+                yield f"k and v ({rows}, {heads_k}, {dim})"
+            else:
+                yield f"k ({rows}, {heads_k}, {dim}), v ({rows}, {heads_k}, {dim_v})"
+            if self.varlen and (side == "k" or not same):
+                yield f"{'' if same else f'{side} '}lengths {_listed(lens)}"
+        if self.tail:
+            yield f"{self.tail} rows past the last offset"
+
+    @property
     def max_q(self) -> int:
         """The longest query sequence."""
         return max(self.lens_q, default=0)
@@ -148,6 +179,12 @@ class Case:
             deterministic=self.deterministic, needs_backward=needs_backward,
             batch_invariant=self.batch_invariant,
         )  # fmt: skip
+
+
+def _listed(lens: tuple[int, ...], most: int = 8) -> str:
+    """Return lengths as text; of many the first."""
+    more = f", ... ({len(lens)} in all)" if len(lens) > most else ""
+    return f"({', '.join(map(str, lens[:most]))}{more})"
 
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.tools.measure.cases import Case
+from attnreg.tools.measure.places import first_difference
 
 # A processor's last cache; a GPU tells the size of its own.
 CPU_CACHE = 32 * 2**20
@@ -143,9 +144,24 @@ class Guarded:
         self.inputs = Inputs(self._view(q), self._view(k), self._view(v), self._view(grad_out), guarded)
         self._before = [(buffer, buffer.clone()) for buffer in self._buffers.values()]
 
-    def written(self) -> bool:
-        """Whether an input, or the memory around it, has changed."""
-        return not all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in self._before)
+    def written(self) -> str:
+        """Return which input has changed and where, or that the memory around one has; empty if none has."""
+        named = {**self.inputs._asdict(), **self.inputs.call._asdict()}
+        for buffer, before in self._before:
+            if torch.equal(buffer.view(torch.uint8), before.view(torch.uint8)):
+                continue
+            memory = buffer.untyped_storage()._cdata
+            inside = {
+                name: x
+                for name, x in named.items()
+                if isinstance(x, Tensor) and x.untyped_storage()._cdata == memory
+            }
+            for name, x in inside.items():
+                unchanged = before.as_strided(x.shape, x.stride(), x.storage_offset())
+                if text := first_difference(name, x, unchanged):
+                    return text
+            return f"around {' and '.join(inside)}"
+        return ""
 
     def holds(self, result: Tensor) -> bool:
         """Whether a result, of any shape and dtype, lies in the memory of an input."""

@@ -6,7 +6,7 @@ with two more. There the longest lengths, the addresses and each thread's share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from attnreg.core.contract.backend import Kernels
 from attnreg.errors import RegistrationError
 from attnreg.tools.measure import promises
 from attnreg.tools.measure.inputs import Inputs
+from attnreg.tools.measure.places import first_difference
 from attnreg.tools.measure.reference import Results
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,29 +30,41 @@ def check_batch_invariant(kernels: Kernels, inputs: Inputs, results: Sequence[tu
     Raises `RegistrationError` if any bit differs.
     """
     repeated = {
-        name
+        name: first_difference(name, y, x)
         for other in results[1:]
         for name, x, y in zip(Results._fields, results[0], other, strict=False)
         if not _same(x, y)
     }
     if repeated:
-        raise RegistrationError(f"{_listed(repeated)}: got other bits for a repeated batch-invariant call")
-    if differing := dependent(kernels, inputs):
-        raise RegistrationError(f"{_listed(differing)}: got other bits for a sequence in another batch")
+        raise RegistrationError(
+            f"{_listed(repeated)}: got other bits for a repeated batch-invariant call; {_first(repeated)}"
+        )
+    differing: dict[str, str] = {}
+    for name, place in _differences(kernels, inputs):
+        differing.setdefault(name, place)
+    if differing:
+        raise RegistrationError(
+            f"{_listed(differing)}: got other bits for a sequence in another batch; {_first(differing)}"
+        )
 
 
 def dependent(kernels: Kernels, inputs: Inputs) -> set[str]:
     """Return which results have other bits for a sequence in another batch: some of `Results`."""
+    return {name for name, _ in _differences(kernels, inputs)}
+
+
+def _differences(kernels: Kernels, inputs: Inputs) -> Iterator[tuple[str, str]]:
+    """Yield each result that has other bits for a sequence in another batch, with the sequence and place."""
     of_queries, of_keys = _rows(inputs)
     everyone = range(len(of_queries))
     whole = _by_sequence(kernels, inputs)
-    differing = set()
     for order in (*([number] for number in everyone), [*everyone[::-1], *everyone[:2]]):
         parts = _by_sequence(kernels, _batch(inputs, order, of_queries, of_keys))
         for number, part in zip(order, parts, strict=True):
-            pairs = zip(Results._fields, part, whole[number], strict=False)
-            differing |= {name for name, x, y in pairs if not _same(x, y)}
-    return differing
+            batch = "alone" if len(order) == 1 else f"in a batch of sequences {order}"
+            for name, x, y in zip(Results._fields, part, whole[number], strict=False):
+                if not _same(x, y):
+                    yield name, f"sequence {number} {batch}: {first_difference(name, x, y)}"
 
 
 def _rows(inputs: Inputs) -> tuple[list[slice], list[slice]]:
@@ -120,5 +133,10 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and torch.equal(x.contiguous().view(bits), y.contiguous().view(bits))
 
 
-def _listed(names: set[str]) -> str:
+def _first(places: Mapping[str, str]) -> str:
+    """Return the first place that isn't empty, as of tensors that differ only in their NaN."""
+    return next(filter(None, places.values()), "in the bits of NaN alone")
+
+
+def _listed(names: Collection[str]) -> str:
     return ", ".join(name for name in Results._fields if name in names)

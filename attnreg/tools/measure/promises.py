@@ -20,6 +20,7 @@ from attnreg.core.launching.validation import checked_against_contract
 from attnreg.errors import RegistrationError
 from attnreg.tools.measure.cases import Case
 from attnreg.tools.measure.inputs import Guarded, Inputs
+from attnreg.tools.measure.places import first_difference
 from attnreg.tools.measure.reference import Results, kept_weights
 
 
@@ -95,8 +96,8 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
     `results` are the results of several calls, in the contract's shapes. Raises `RegistrationError` if a
     kernel has written to an input or around it, or if a result lies in an input's memory.
     """
-    if guarded.written():
-        raise RegistrationError("the kernel has written to its inputs or around them")
+    if where := guarded.written():
+        raise RegistrationError(f"the kernel has written to its inputs or around them: {where}")
     named = [pair for several in results for pair in zip(Results._fields, several, strict=False)]
     if shared := {name for name, result in named if guarded.holds(result)}:
         raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
@@ -131,17 +132,22 @@ def check_seen_nan(kernels: Kernels, case: Case, inputs: Inputs) -> None:
         count = 1 if field == "query" else case.lens_q[0]
         for name in ("out", "dq")[: 1 + ("dq" in named)]:
             rows = named[name] if case.varlen else named[name][0]
-            if not rows[:count].isnan().all():
-                raise RegistrationError(f"{name}: got numbers for a NaN in the {field}, expected NaN")
+            if not (is_nan := rows[:count].isnan()).all():
+                row, head, dim = (~is_nan).nonzero()[0].tolist()
+                raise RegistrationError(
+                    f"{name}: got numbers for a NaN in the {field}, expected NaN: in sequence 0 first at row "
+                    f"{row}, head {head}, dim {dim}; {int((~is_nan).sum()):,} of {is_nan.numel():,} elements"
+                )
 
 
 def check_repeatable(kernels: Kernels, inputs: Inputs) -> None:
     """Check that a call with `deterministic` has the same bits each time; else raises `RegistrationError`."""
     first, *others = (results(kernels, inputs) for _ in range(3))
     pairs = [pair for other in others for pair in zip(Results._fields, first, other, strict=False)]
-    if differing := {name for name, x, y in pairs if not torch.equal(x, y)}:
+    if differing := {name: first_difference(name, y, x) for name, x, y in pairs if not torch.equal(x, y)}:
         raise RegistrationError(
-            f"{', '.join(sorted(differing))}: got other bits for the same deterministic call"
+            f"{', '.join(sorted(differing))}: got other bits for the same deterministic call; "
+            f"{next(filter(None, differing.values()), 'NaN in all of them')}"
         )
 
 

@@ -20,6 +20,7 @@ from attnreg.tools.measure import promises
 from attnreg.tools.measure.cases import Case
 from attnreg.tools.measure.inputs import Guarded, inputs
 from attnreg.tools.measure.invariance import check_batch_invariant
+from attnreg.tools.measure.places import describe_faults
 from attnreg.tools.measure.reference import Results, attention, kept_weights, sinks_of, with_sinks
 
 FACTOR = 2.0
@@ -42,12 +43,16 @@ class Error(NamedTuple):
         math: The error of plain PyTorch operations in the inputs' dtype.
         atol: The error of rounding the right result.
         factor: The kernel's error may be this many times the error `math`.
+        has_nan: Whether the result has a NaN.
+        place: Where the result is wrong, as text; empty if it is right, or if that isn't known.
     """
 
     kernel: float
     math: float
     atol: float
     factor: float = FACTOR
+    has_nan: bool = False
+    place: str = ""
 
     @property
     def allowed(self) -> float:
@@ -75,7 +80,8 @@ class Error(NamedTuple):
 
     def __str__(self) -> str:
         sign = "<=" if self.passed else ">"
-        return f"{self.kernel:.3g} {sign} {self.factor:g} * {self.math:.3g} + {self.atol:.3g}"
+        error = "NaN" if self.has_nan else f"{self.kernel:.3g}"
+        return f"{error} {sign} {self.factor:g} * {self.math:.3g} + {self.atol:.3g}"
 
 
 def measure(
@@ -117,7 +123,31 @@ def measure(
     if case.batch_invariant:
         check_batch_invariant(kernels, guarded.inputs, results)
     errors = errors_of(results, plain, truth, drawn.q.dtype)
-    return {name: error._replace(factor=factor_of(case)) for name, error in errors.items()}
+    errors = {name: error._replace(factor=factor_of(case)) for name, error in errors.items()}
+    return located(errors, case, results, truth)
+
+
+def located(
+    errors: dict[str, Error],
+    case: Case,
+    results: Sequence[tuple[Tensor, ...]],
+    truth: Results,
+    others: str = "by a launcher: ",
+) -> dict[str, Error]:
+    """Return the errors of a case with the places of those that exceed what is allowed.
+
+    `results` are one or more results for the same inputs, and `truth` the right ones, in the contract's
+    shapes. The place is that of the first result that is wrong; `others` says what made all but the first.
+    """
+    fields = Results._fields
+    for name, error in errors.items():
+        right = getattr(truth, name)
+        for number, result in enumerate(results if not error.passed else ()):
+            got = result[fields.index(name)]
+            if place := describe_faults(case, name, got, right, error.allowed, truth.lse):
+                errors = errors | {name: error._replace(place=(others if number else "") + place)}
+                break
+    return errors
 
 
 def factor_of(case: Case) -> float:
@@ -142,9 +172,10 @@ def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dt
     `got` are the results of kernels. `plain` is the result of plain PyTorch operations in the inputs'
     `dtype`, `truth` the result in float64. Any shape, the same for all.
     """
-    return Error(
-        max(_distance(result, truth) for result in got), _distance(plain, truth), _rounding(truth, dtype)
-    )
+    every = list(got)
+    largest = max(_distance(result, truth) for result in every)
+    has_nan = largest == torch.inf and any(bool(result.isnan().any()) for result in every)
+    return Error(largest, _distance(plain, truth), _rounding(truth, dtype), has_nan=has_nan)
 
 
 def measure_taken(
