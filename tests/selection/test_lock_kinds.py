@@ -93,7 +93,7 @@ def decode(*lengths):
 
 
 def test_packed_training_with_other_documents_in_each_step_is_locked(lock, packed, ran, monkeypatch):
-    file = lock(lambda: train(packed, (5, 9), (30, 2, 7)))
+    file = lock(lambda: train(packed, (5, 9), (30, 2, 7), (100, 4)))
     assert rows_of(file) == [
         ("short", "forward", {"max_q": [None, MOST]}),
         ("rest", "forward", {"max_q": [MOST + 1, None]}),
@@ -145,18 +145,18 @@ def test_ranges_end_where_the_recorded_backends_change_if_no_cut_says_where(lock
     assert "right on cpu, 2 rows" in words(invoke("lock", "--check", file))
 
 
-def test_lengths_that_no_backend_can_run_have_no_row_and_the_error_names_the_nearest(
-    lock, known, fake, monkeypatch
+def test_lengths_that_the_recorded_backend_cannot_run_have_no_row_and_the_error_names_the_nearest(
+    lock, ran, monkeypatch
 ):
-    for name in known:
-        replace(name, fake(name, refuses=short_refuses, cuts=short_cuts).backend)
-    put_in_force(lock(lambda: attend(8)), monkeypatch)
+    file = lock(lambda: attend(8))
+    put_in_force(file, monkeypatch)
     attend(MOST)
+    assert ran() == {"short": (1, 0)}
     with pytest.raises(UnsupportedInputError) as error:
         attend(MOST + 5)
     message = str(error.value).splitlines()
     assert len(message) == 3
-    assert message[1] == f"  nearest: rows[0], math, with max_q up to {MOST} (here {MOST + 5})"
+    assert message[1] == f"  nearest: rows[0], short, with max_q up to {MOST} (here {MOST + 5})"
 
 
 def test_a_range_may_be_of_a_sum_of_lengths(lock, packed, fake, ran, monkeypatch):
@@ -329,7 +329,7 @@ def test_a_lock_for_a_gpu_is_made_and_checked_without_it(lock, packed, monkeypat
     data = json.loads(file.read_text())
     assert (data["device"], data["environment"]["compute_capability"]) == ("cuda", "9.0")
     assert data["environment"]["torch"] == ""
-    assert {row["backend"] for row in data["rows"]} == {"short", "rest"}
+    assert {row["backend"] for row in data["rows"]} == {"short"}
     assert faults(file, "--device", "sm_90") == []
     assert faults(file, "--device", "sm_80") == ["locked with compute capability 9.0, here it is 8.0"]
     assert faults(file, "--device", "cpu") == ["locked on cuda, here it is cpu"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from attnreg.core.contract.lengths import LENGTHS, Cut, Lengths, bounds, cuts_of_window
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Device, Direction
-from attnreg.core.policy.ranges import Ranges, ranges_from, ranges_to
+from attnreg.core.policy.ranges import Ranges, includes, ranges_from, ranges_to
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times import table
 from attnreg.core.times.environments import environment, matched, matched_simulated
@@ -61,7 +61,7 @@ class LockfileRow:
         """
         if spec.window not in (self.spec.window, bounds(self.spec.window, False, spec.max_q, spec.max_k)):
             return False
-        return all(one.contains(Lengths.of(spec)) for one in self.ranges or ())
+        return includes(self.ranges or (), Lengths.of(spec))
 
     def beginning(self, name: str) -> str:
         """Return the beginning of errors about a row, called `name`, that can't be replayed."""

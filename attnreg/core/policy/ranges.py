@@ -1,14 +1,14 @@
 """Ranges of lengths: the calls of one kind that a row of a lockfile is for.
 
-`with_other_lengths` returns calls at the places where decisions about a kind may change. `split` divides
-decided calls into ranges with one backend each.
+`split` divides decided calls into ranges with one backend each. `narrow` ends a range where its backend can't
+run the calls.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,9 +28,6 @@ from attnreg.core.contract.lengths import (
 )
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.times.points import Malformed, checked, is_dict
-
-# Where times decide they were measured for lengths of this order; beyond, the next table may say otherwise.
-LONGEST_BY_TIMES = 2**20
 
 
 class LengthRange(NamedTuple):
@@ -117,52 +114,41 @@ def _is_end(end: object) -> bool:
 
 
 class Decided(NamedTuple):
-    """A call of a kind, the backend that is to run it, None if none can, and the source of that decision."""
+    """A call of a kind, the backend that is to run it, and the source of that decision."""
 
     spec: AttentionSpec
-    backend: str | None
+    backend: str
     source: str
 
 
-def with_other_lengths(
-    spec: AttentionSpec, cuts: Iterable[Cut], by_times: bool = False
-) -> Iterator[AttentionSpec]:
-    """Yield calls of a spec's kind with one length at each cut, and with one below it.
+def with_other_lengths(spec: AttentionSpec, cuts: Iterable[Cut]) -> list[AttentionSpec]:
+    """Return calls of a spec's kind with a length at each cut, and with one below it; the closest first.
 
-    `by_times` adds calls with twice the lengths, and so on: measured times change with lengths everywhere. A
-    window is as in calls of such lengths.
+    Where queries are as many as keys, so they are in further calls. A window is as in calls of such lengths.
     """
+    others: dict[AttentionSpec, int] = {}
     for cut in dict.fromkeys((*cuts, *cuts_of_window(*spec.window))):
         for name in sorted(cut.names):
-            if name in ("tokens_q", "tokens_k") and not spec.varlen:
-                continue
-            at = changes_at(spec, cut, name)
-            if at is not None:
-                yield from (_of_lengths(spec, name, number) for number in (at - 1, at))
-    factor = 2
-    while by_times and factor * max(spec.max_q, spec.max_k) <= LONGEST_BY_TIMES:
-        lengths = {name: factor * getattr(spec, name) for name in LENGTHS if name != "batch"}
-        yield _with_window(with_lengths(spec, **lengths), spec.window)
-        factor *= 2
+            at = None if name.startswith("tokens") and not spec.varlen else changes_at(spec, cut, name)
+            for number in () if at is None else (at - 1, at):
+                distance = abs(number - getattr(spec, name))
+                others.setdefault(_of_lengths(spec, {name: number}), distance)
+                pair = {"max_q": number, "max_k": number}
+                if name in pair and spec.max_q == spec.max_k:
+                    others.setdefault(_of_lengths(spec, pair), distance)
+    return sorted(others, key=lambda other: others[other])
 
 
-def _of_lengths(spec: AttentionSpec, name: str, number: int) -> AttentionSpec:
-    """Return a call with another length; the tokens of a packed call stay as many as sequences can have."""
-    lengths = Lengths.of(spec)._replace(**{name: number})
-    if name == "tokens_q":
-        lengths = lengths._replace(batch=max(lengths.batch, -(-number // max(spec.max_q, 1))))
-    if name == "tokens_k":
-        lengths = lengths._replace(batch=max(lengths.batch, -(-number // max(spec.max_k, 1))))
-    most_q, most_k = lengths.batch * lengths.max_q, lengths.batch * lengths.max_k
-    tokens_q = min(max(lengths.tokens_q, lengths.max_q), most_q)
-    tokens_k = min(max(lengths.tokens_k, lengths.max_k), most_k)
-    return _with_window(
-        with_lengths(spec, **lengths._replace(tokens_q=tokens_q, tokens_k=tokens_k)._asdict()), spec.window
-    )
-
-
-def _with_window(spec: AttentionSpec, window: tuple[int, int]) -> AttentionSpec:
-    return replace(spec, window=bounds(window, False, spec.max_q, spec.max_k))
+def _of_lengths(spec: AttentionSpec, changes: Mapping[str, int]) -> AttentionSpec:
+    """Return a call with other lengths; a packed call has enough sequences for its tokens, and no more."""
+    lengths = Lengths.of(spec)._replace(**changes)
+    for tokens, longest in (("tokens_q", spec.max_q), ("tokens_k", spec.max_k)):
+        if tokens in changes:
+            lengths = lengths._replace(batch=max(lengths.batch, -(-changes[tokens] // max(longest, 1))))
+    tokens_q = min(max(lengths.tokens_q, lengths.max_q), lengths.batch * lengths.max_q)
+    tokens_k = min(max(lengths.tokens_k, lengths.max_k), lengths.batch * lengths.max_k)
+    other = with_lengths(spec, **lengths._replace(tokens_q=tokens_q, tokens_k=tokens_k)._asdict())
+    return replace(other, window=bounds(spec.window, False, other.max_q, other.max_k))
 
 
 def split(calls: Sequence[Decided], cuts: Iterable[Cut]) -> list[tuple[Ranges, list[Decided]]]:
@@ -171,22 +157,87 @@ def split(calls: Sequence[Decided], cuts: Iterable[Cut]) -> list[tuple[Ranges, l
     Together the ranges have all lengths, and no length is in two of them. Each ends at one of `cuts`. Where
     these don't tell the backends apart, it ends at a power of two, or else at a length of a call.
     """
-    leaves: list[tuple[Ranges, list[Decided]]] = []
-    open_parts: list[tuple[dict[Terms, LengthRange], list[Decided]]] = [({}, list(calls))]
     places = tuple(dict.fromkeys(cuts))
-    while open_parts:
-        ranges, part = open_parts.pop()
+    done: list[tuple[Ranges, list[Decided]]] = []
+    parts: list[tuple[Ranges, list[Decided]]] = [((), list(calls))]
+    while parts:
+        ranges, part = parts.pop()
         cut = _best_cut(part, places)
         if cut is None:
-            leaves.append((tuple(ranges.values()), part))
-            continue
-        before = ranges.get(cut.terms, LengthRange(cut.terms, None, None))
-        sides: tuple[list[Decided], list[Decided]] = ([], [])
-        for call in part:
-            sides[cut.is_reached(Lengths.of(call.spec))].append(call)
-        below, above = before._replace(high=cut.at - 1), before._replace(low=cut.at)
-        open_parts += [({**ranges, cut.terms: above}, sides[1]), ({**ranges, cut.terms: below}, sides[0])]
-    return leaves
+            done.append((ranges, part))
+        else:
+            parts += _divided(ranges, part, cut)
+    return done
+
+
+def narrow(
+    ranges: Ranges,
+    calls: Sequence[Decided],
+    cuts: Iterable[Cut],
+    runs: Callable[[AttentionSpec], bool],
+) -> list[tuple[Ranges, list[Decided]]]:
+    """Return the parts of ranges in which a backend runs calls of any lengths, as far as cuts show.
+
+    `calls` are those in the ranges that it runs; each part has at least one of them. `runs` says whether it
+    runs another call.
+    """
+    places = tuple(dict.fromkeys(cuts))
+    done: list[tuple[Ranges, list[Decided]]] = []
+    parts: list[tuple[Ranges, list[Decided]]] = [(ranges, list(calls))]
+    while parts:
+        ranges, part = parts.pop()
+        cut = _first_limit(ranges, part, places, runs)
+        if cut is None:
+            done.append((ranges, part))
+        else:
+            parts += _divided(ranges, part, cut)
+    return done
+
+
+def _divided(ranges: Ranges, calls: Sequence[Decided], cut: Cut) -> Iterator[tuple[Ranges, list[Decided]]]:
+    """Yield the parts of ranges on both sides of a cut, the upper first; none without a call."""
+    for is_reached in (True, False):
+        if side := [call for call in calls if cut.is_reached(Lengths.of(call.spec)) is is_reached]:
+            yield _limited(ranges, cut, is_reached), side
+
+
+def _first_limit(
+    ranges: Ranges, calls: Sequence[Decided], cuts: Sequence[Cut], runs: Callable[[AttentionSpec], bool]
+) -> Cut | None:
+    """Return a cut between a call and the closest one in the ranges that doesn't run; None if all run."""
+    ends = tuple(cut for one in ranges for cut in one.cuts)
+    of_classes = {
+        tuple(cut.is_reached(Lengths.of(call.spec)) for cut in cuts): call.spec for call in reversed(calls)
+    }
+    for spec in of_classes.values():
+        for other in with_other_lengths(spec, (*cuts, *ends)):
+            if includes(ranges, Lengths.of(other)) and not runs(other):
+                return _cut_between(Lengths.of(spec), Lengths.of(other), cuts)
+    return None
+
+
+def _cut_between(here: Lengths, there: Lengths, cuts: Sequence[Cut]) -> Cut:
+    """Return the cut of the fewest lengths between two calls, of these the closest to the second."""
+    steps = zip(LENGTHS, here, there, strict=True)
+    exact = (Cut.of(name, at=max(was, now)) for name, was, now in steps if was != now)
+    between = [cut for cut in cuts if cut.is_reached(here) is not cut.is_reached(there)] or list(exact)
+    return min(between, key=lambda cut: (len(cut.names), abs(sum_of(cut.terms, there) - cut.at)))
+
+
+def includes(ranges: Ranges, lengths: Lengths) -> bool:
+    """Whether a call has lengths in all of the ranges."""
+    return all(one.contains(lengths) for one in ranges)
+
+
+def _limited(ranges: Ranges, cut: Cut, is_reached: bool) -> Ranges:
+    """Return the part of ranges at a cut and above it, or below it."""
+    by_terms = {one.terms: one for one in ranges}
+    low, high = by_terms.get(cut.terms, LengthRange(cut.terms, None, None))[1:]
+    if is_reached:
+        low = cut.at if low is None else max(low, cut.at)
+    else:
+        high = cut.at - 1 if high is None else min(high, cut.at - 1)
+    return tuple({**by_terms, cut.terms: LengthRange(cut.terms, low, high)}.values())
 
 
 def _best_cut(calls: Sequence[Decided], cuts: Sequence[Cut]) -> Cut | None:
@@ -211,7 +262,7 @@ def _cuts_between(lengths: Sequence[Lengths]) -> Iterator[Cut]:
 
 def _mixed(calls: Sequence[Decided], lengths: Sequence[Lengths], cut: Cut) -> float:
     """Return how mixed the backends are on both sides of a cut: 0 if not at all, high if a side is empty."""
-    sides: Mapping[bool, Counter[str | None]] = {False: Counter(), True: Counter()}
+    sides: Mapping[bool, Counter[str]] = {False: Counter(), True: Counter()}
     for call, one in zip(calls, lengths, strict=True):
         sides[cut.is_reached(one)][call.backend] += 1
     if not all(sides.values()):

@@ -7,12 +7,13 @@ import re
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnreg.errors import BackendUnavailableError, InvalidInputError
+from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.tools.cli.options import TRACE, AsJson, check_writable, present_device, valued
 from attnreg.tools.cli.output import (
     FAILED,
@@ -27,7 +28,6 @@ from attnreg.tools.cli.output import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnreg.core.contract.lengths import Cut
     from attnreg.core.contract.spec import AttentionSpec, Device, Direction
     from attnreg.core.policy.lockfile import Lockfile, LockfileRow
     from attnreg.core.policy.ranges import Decided
@@ -162,8 +162,8 @@ def _exact_rows(calls: list[Recorded], policy: Policy) -> tuple[list[LockfileRow
 
 def _rows_of_kinds(calls: list[Recorded], policy: Policy) -> tuple[list[LockfileRow], Refused]:
     """Return the rows of each kind of calls for all lengths, and the calls that no backend can run."""
-    from attnreg.core.policy.lockfile import LockfileRow, kind_of
-    from attnreg.core.policy.ranges import split
+    from attnreg.core.policy.lockfile import kind_of
+    from attnreg.core.policy.ranges import Decided
 
     kinds: dict[object, list[Recorded]] = {}
     for call in calls:
@@ -171,56 +171,65 @@ def _rows_of_kinds(calls: list[Recorded], policy: Policy) -> tuple[list[Lockfile
     rows: list[LockfileRow] = []
     refused: Refused = []
     for group in kinds.values():
-        cuts, decided, unable = _decided_kind(group, policy)
-        refused += unable
-        for direction, decisions in decided.items():
-            # By that policy one backend runs all lengths, but for empty calls, which any may run.
-            whole = group[0].spec.batch_invariant
-            for ranges, part in [((), decisions)] if whole else split(decisions, cuts):
-                example = part[0]  # recorded calls come before calls of other lengths
-                if example.backend is not None:
-                    rows.append(LockfileRow(example.spec, direction, example.backend, example.source, ranges))
+        decided: dict[Direction, list[Decided]] = {}
+        for call in group:
+            for decision in _decisions(call.spec, bool(call.backward), policy):
+                if decision.backend is None:
+                    refused.append((call.spec, decision))
+                else:
+                    one = Decided(call.spec, decision.backend, decision.source)
+                    decided.setdefault(decision.direction, []).append(one)
+        for direction, part in decided.items():
+            rows += _rows_of_kind(part, direction, policy)
     return rows, refused
 
 
-def _decided_kind(
-    calls: list[Recorded], policy: Policy
-) -> tuple[tuple[Cut, ...], dict[Direction, list[Decided]], Refused]:
-    """Decide about recorded calls of a kind, and about calls of other lengths.
-
-    Returns where decisions change, the decided calls of each direction, and the recorded calls that no
-    backend can run. The first recorded call of each class of lengths stands for the class.
-    """
-    from attnreg.core.contract.lengths import Lengths
+def _rows_of_kind(calls: list[Decided], direction: Direction, policy: Policy) -> Iterator[LockfileRow]:
+    """Yield the rows for one direction of a kind, of which these calls were recorded."""
     from attnreg.core.dispatch.kinds import kind_of
     from attnreg.core.dispatch.state import state
-    from attnreg.core.policy.ranges import Decided, with_other_lengths
+    from attnreg.core.policy.lockfile import LockfileRow
+    from attnreg.core.policy.ranges import narrow, split
 
-    has_backward = any(call.spec.needs_backward or call.backward for call in calls)
-    kind = kind_of(state(), calls[0].spec.but(needs_backward=has_backward), "forward")
-    decided: dict[Direction, list[Decided]] = {}
-    refused: Refused = []
-    classes: dict[object, tuple[AttentionSpec, bool]] = {}
-    for call in calls:
-        is_by_times = False
-        for decision in _decisions(call.spec, has_backward, policy):
-            decided.setdefault(decision.direction, []).append(
-                Decided(call.spec, decision.backend, decision.source)
-            )
-            is_by_times |= decision.predicted is not None
-            if decision.backend is None:
-                refused.append((call.spec, decision))
-        classes.setdefault(kind.key(Lengths.of(call.spec)), (call.spec, is_by_times))
-    if not calls[0].spec.batch_invariant:
-        others = (
-            other
-            for spec, is_by_times in classes.values()
-            for other in with_other_lengths(spec, kind.cuts, is_by_times)
-        )
-        for other in dict.fromkeys(others):
-            for decision in _decisions(other, has_backward, policy):
-                decided[decision.direction].append(Decided(other, decision.backend, decision.source))
-    return kind.cuts, decided, refused
+    first = calls[0]
+    if first.spec.batch_invariant:  # one backend runs all lengths, but for empty calls, which any may run
+        yield LockfileRow(first.spec, direction, first.backend, first.source, ())
+        return
+    kind = kind_of(state(), first.spec, direction)
+    for ranges, part in split(calls, kind.cuts):
+        row = LockfileRow(part[0].spec, direction, part[0].backend, part[0].source, ())
+        runs = partial(_runs, row, _locked_to((row,), row.spec.device, policy))
+        for within, locked in narrow(ranges, part, kind.cuts, runs):
+            yield replace(row, spec=locked[0].spec, source=locked[0].source, ranges=within)
+
+
+def _locked_to(rows: tuple[LockfileRow, ...], device: Device, policy: Policy) -> Policy:
+    """Return a policy with these rows in force, as if they had been locked here on a device."""
+    from attnreg.core import registry
+    from attnreg.core.policy.lockfile import Lockfile, LockInForce
+    from attnreg.core.times.environments import environment
+
+    here = replace(environment(device, registry.entries()), backends={})
+    return replace(
+        policy, lock=LockInForce(Lockfile(Path("lock"), device.type, here, rows), registry.entries)
+    )
+
+
+def _runs(row: LockfileRow, policy: Policy, spec: AttentionSpec) -> bool:
+    return not _error_of(row, spec, policy)
+
+
+def _error_of(row: LockfileRow, spec: AttentionSpec, policy: Policy) -> str:
+    """Return why a call of a row would be an error while it is in force by `policy`; empty if it wouldn't."""
+    from attnreg.core.selection.decision import tied_to
+
+    if spec.dropout > 0.0 and row.direction == "backward":
+        policy = policy.with_first(tied_to(row.backend))
+    try:
+        decision = _decided(spec, row.direction, policy)
+    except (BackendUnavailableError, UnsupportedInputError) as error:
+        return str(error)
+    return "" if decision.backend else f"{decision.refusal or 'no backend can run it'}: {spec}"
 
 
 def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
@@ -330,7 +339,6 @@ def _faults(path: Path, device: str) -> tuple[Lockfile, Device, list[str]]:
     from attnreg.core import registry
     from attnreg.core.dispatch.state import state
     from attnreg.core.policy.lockfile import LockInForce, load
-    from attnreg.core.times.environments import environment
 
     file = load(path)
     place = (
@@ -343,35 +351,21 @@ def _faults(path: Path, device: str) -> tuple[Lockfile, Device, list[str]]:
     backends = dict.fromkeys(row.backend for row in file.rows)
     in_force = LockInForce(file, registry.entries)
     faults = [differs for name in backends if (differs := in_force.differences(place, name))]
-    # The rows are checked as if they had been locked here, because differences are faults already.
-    alike = replace(file, environment=replace(environment(place, registry.entries()), backends={}))
-    policy = replace(state().policy, lock=LockInForce(alike, registry.entries))
-    for number, row in enumerate(file.rows):
-        faults += _faults_of_row(number, row, place, policy)
+    # Differences are faults already.
+    policy = _locked_to(file.rows, place, state().policy)
+    faults += (fault for row in file.rows if (fault := _fault_of(row, place, policy)))
     return file, place, list(dict.fromkeys(faults))
 
 
-def _faults_of_row(number: int, row: LockfileRow, place: Device, policy: Policy) -> Iterator[str]:
-    """Yield the first error of a call of a row here: its example, or a call at an end of its ranges."""
+def _fault_of(row: LockfileRow, place: Device, policy: Policy) -> str:
+    """Return the first error of a call of a row here: its example, or a call at an end of its ranges."""
     from attnreg.core.dispatch.kinds import kind_of
     from attnreg.core.dispatch.state import state
     from attnreg.core.policy.ranges import with_other_lengths
-    from attnreg.core.selection.decision import tied_to
-    from attnreg.errors import AttnregError
 
-    spec = replace(row.spec, device=place)
-    if spec.dropout > 0.0 and row.direction == "backward":
-        policy = policy.with_first(tied_to(row.backend))
-    calls = [spec]
-    if row.ranges is not None and not spec.batch_invariant:
-        cuts = (*kind_of(state(), spec, row.direction).cuts, *(cut for one in row.ranges for cut in one.cuts))
-        calls += [other for other in with_other_lengths(spec, cuts) if row.includes(other)]
-    for call in calls:
-        try:
-            decision = _decided(call, row.direction, policy)
-        except AttnregError as error:
-            yield str(error)
-            return
-        if decision.backend is None:
-            yield f"rows[{number}]: {decision.refusal or 'no backend can run it'}: {call}"
-            return
+    calls = [replace(row.spec, device=place)]
+    if row.ranges is not None and not row.spec.batch_invariant:
+        cuts = kind_of(state(), calls[0], row.direction).cuts
+        cuts += tuple(cut for one in row.ranges for cut in one.cuts)
+        calls += filter(row.includes, with_other_lengths(calls[0], cuts))
+    return next(filter(None, (_error_of(row, call, policy) for call in calls)), "")
