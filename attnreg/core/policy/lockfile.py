@@ -7,6 +7,7 @@ lengths are in its ranges, or for a call of exact lengths.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -222,12 +223,16 @@ class LockInForce:
         None if some are for exact lengths, and if there are none.
         """
         kinds = {kind_of(variant, direction) for variant in _variants(spec)}
-        if any(kind_of(*key) in kinds for key in self._exact):
+        if not self._exact_kinds.isdisjoint(kinds):
             return None
         rows = [self.file.rows[number] for kind in kinds for number in self._of_kind.get(kind, ())]
         cuts = [cut for row in rows for one in row.ranges or () for cut in one.cuts]
         cuts += [cut for row in rows for cut in cuts_of_window(*row.spec.window)]
         return tuple(dict.fromkeys(cuts)) if rows else None
+
+    @functools.cached_property
+    def _exact_kinds(self) -> frozenset[tuple[AttentionSpec, Direction]]:
+        return frozenset(kind_of(*key) for key in self._exact)
 
     def _nearest(self, spec: AttentionSpec, direction: Direction) -> str:
         """Return the name of the row that differs least from a call, and how it differs."""

@@ -56,9 +56,9 @@ def lock(
     exact: Exact = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a lockfile: which backend runs each kind of recorded calls. Or check one, with --check.
+    """Write or check a lockfile: which backend runs each kind of calls.
 
-    With ATTNREG_LOCK=FILE a program runs each call on the backend of the lockfile, or fails and says
+    The kinds are those of recorded calls, of any lengths. With ATTNREG_LOCK=FILE a program runs each call on the backend of the lockfile, or fails and says
     what differs. An ATTNREG_LOCK that is set already has no influence on the command.
 
     Example: attnreg lock --from calls.jsonl --out lock.json
