@@ -56,10 +56,11 @@ def lock(
     exact: Exact = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write or check a lockfile: which backend runs each kind of calls.
+    """Write a lockfile: which backend runs each kind of call.
 
-    The kinds are those of recorded calls, of any lengths. With ATTNREG_LOCK=FILE a program runs each call on the backend of the lockfile, or fails and says
-    what differs. An ATTNREG_LOCK that is set already has no influence on the command.
+    The kinds are those of recorded calls, whatever their lengths. With ATTNREG_LOCK=FILE a program runs each
+    call on the backend of the lockfile, or fails and says what differs. --check says before that what would
+    fail. An ATTNREG_LOCK that is set already has no influence on the command.
 
     Example: attnreg lock --from calls.jsonl --out lock.json
     """
