@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
+from attnreg.core.contract.lengths import bounds
 from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.core.dispatch import scope
-from attnreg.core.dispatch.calls import bounds, decisions, wants_gradient
+from attnreg.core.dispatch.calls import decisions, wants_gradient
 from attnreg.core.dispatch.planning import device_of, spec_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.launching.validation import check_scale, checked_number

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attnreg.core.contract.lengths import bounds
 from attnreg.core.dispatch import scope
-from attnreg.core.dispatch.calls import bounds
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, is_transformed
 from attnreg.core.varlen.spread import spread_over

@@ -12,30 +12,30 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from attnreg.core.contract.lengths import OF_ALL, Cut, Lengths, cuts_of_window
+from attnreg.core.contract.lengths import (
+    OF_ALL,
+    Cut,
+    Lengths,
+    changes_at,
+    cuts_of_window,
+    with_lengths,
+)
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.state import CallKind
 from attnreg.core.registry.entry import Entry
 from attnreg.tools.measure import Case
 
-# How far lengths are drawn: of sequences and the longest as kernels count them, of tokens as memory has them.
-MOST_SEQUENCES, LONGEST, MOST_TOKENS = 2**20, 2**31 - 1, 2**40
-
 # How many factors are drawn for a shorter and for a longer case of the same class.
 DRAWS = 4
-
-LIMITS = {
-    "batch": MOST_SEQUENCES,
-    **dict.fromkeys(("max_q", "max_k"), LONGEST),
-    **dict.fromkeys(("tokens_q", "tokens_k"), MOST_TOKENS),
-}
 
 
 def draw_spec(draw: random.Random, spec: AttentionSpec, cuts: Sequence[Cut]) -> AttentionSpec:
     """Return a call of a spec's kind with new lengths; half of the calls lie at a cut, or beside it."""
-    drawn = _sized(spec, batch=_number(draw, 2**17), max_q=_number(draw, 2**18), max_k=_number(draw, 2**18))
+    drawn = with_lengths(
+        spec, batch=_number(draw, 2**17), max_q=_number(draw, 2**18), max_k=_number(draw, 2**18)
+    )
     for name, longest in (("tokens_q", drawn.max_q), ("tokens_k", drawn.max_k)):
-        drawn = _sized(drawn, **{name: draw.randint(longest, max(longest, drawn.batch * longest))})
+        drawn = with_lengths(drawn, **{name: draw.randint(longest, max(longest, drawn.batch * longest))})
     if cuts and draw.random() < 0.5:
         drawn = _near(draw, drawn, draw.choice(cuts))
     return drawn
@@ -46,33 +46,13 @@ def _number(draw: random.Random, most: int) -> int:
     return int(2 ** draw.uniform(0.0, most.bit_length() - 1)) - (draw.random() < 0.03)
 
 
-def _sized(spec: AttentionSpec, **lengths: int) -> AttentionSpec:
-    """Return a spec of other lengths; those of a dense call follow from three, and with pages the keys'."""
-    changed = {name: lengths.get(name, getattr(spec, name)) for name in LIMITS}
-    if not spec.varlen:
-        changed["tokens_q"] = changed["batch"] * changed["max_q"]
-    if not spec.varlen or spec.page_size is not None:
-        changed["tokens_k"] = changed["batch"] * changed["max_k"]
-    return spec.but(**changed)
-
-
 def _near(draw: random.Random, spec: AttentionSpec, cut: Cut) -> AttentionSpec:
     """Return a spec with one length such that it lies at a cut or beside it; the same where none does."""
     name = draw.choice(sorted(cut.names))
     if not spec.varlen and name.startswith("tokens"):
         name = draw.choice(("batch", name.replace("tokens", "max")))
-    low, high = 0, LIMITS[name]
-
-    def is_reached(number: int) -> bool:
-        return cut.is_reached(Lengths.of(_sized(spec, **{name: number})))
-
-    at_first = is_reached(low)
-    if is_reached(high) is at_first:
-        return spec
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_reached(middle) is at_first else (low, middle)
-    return _sized(spec, **{name: max(high + draw.choice((-1, 0, 1)), 0)})
+    at = changes_at(spec, cut, name)
+    return spec if at is None else with_lengths(spec, **{name: max(at + draw.choice((-1, 0, 1)), 0)})
 
 
 def by_class(specs: Iterable[AttentionSpec], cuts: Iterable[Cut]) -> list[list[AttentionSpec]]:

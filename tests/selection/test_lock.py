@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.command_line import NO_SYMBOL, broken_loader, invoke, words
 from support.known import know
 from support.sdpa import attend
@@ -117,7 +118,7 @@ def refused(run, *arguments, **options):
 
 def test_a_lock_has_a_row_for_each_direction_of_each_call_and_what_was_there_and_loads_as_saved(lock, trace):
     data = json.loads(lock.read_text())
-    assert (data["format"], data["version"], data["device"]) == ("attnreg lockfile", 1, "cpu")
+    assert (data["format"], data["version"], data["device"]) == ("attnreg lockfile", 2, "cpu")
     assert data["environment"]["torch"] == torch.__version__
     assert data["environment"]["backends"]["second"] == "1.0"
     by = {(row["backend"], row["source"]) for row in data["rows"]}
@@ -165,7 +166,7 @@ def test_packed_calls_are_locked_too(locked_varlen, packed, ran):
         inputs = locked_varlen(grad=True)
     attnreg.varlen_attn(*inputs).sum().backward()
     assert ran() == {"math": (1, 1)}
-    other = packed((5, 8), grad=False)
+    other = packed((5, 9), dim=8, grad=False)
     assert "has no row for this forward" in refused(attnreg.varlen_attn, *other)
 
 
@@ -202,14 +203,20 @@ def test_a_preference_for_the_locked_backend_is_no_error(replaying, ran, monkeyp
 
 def test_a_call_that_is_not_in_the_lock_is_refused_and_the_error_says_how_to_add_it(replaying, ran):
     file = replaying()
-    message = refused(attend, 40)
-    start = f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 16)"
-    assert message.startswith(start)
-    assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in message
-    query = torch.randn(1, 2, 40, 16)
+    query = torch.randn(1, 2, 40, 24)
+    with pytest.raises(UnsupportedInputError) as error:
+        F.scaled_dot_product_attention(query, query, query)
+    assert len(error.traceback) < 6  # what attnreg did before it refused the call is no news
+    message = str(error.value)
+    call, nearest, remedy = message.splitlines()
+    assert call.startswith(f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 24)")
+    assert nearest == "  nearest: rows[0], second, with head_dim 16 (here 24), head_dim_v 16 (here 24)"
+    assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in remedy
     found = attnreg.explain(query, query, query)
     assert (found.backend, found.runs, found.forward.refusal) == (None, False, message)
-    assert "has no row for this backward" in refused(attend, 8, grad=True)  # already in the forward
+    query = query.requires_grad_()
+    backward = refused(F.scaled_dot_product_attention, query, query, query)
+    assert "has no row for this backward" in backward  # already in the forward
     assert ran() == {}
 
 
@@ -302,7 +309,7 @@ BROKEN = {
     "not there": (None, "", "can't be read"),
     "no JSON": (-9, "", "got no JSON"),
     "another file": ("attnreg lockfile", "x", "format: got 'x', expected 'attnreg lockfile'"),
-    "a newer one": ('"version": 1', '"version": 2', "version: got 2, expected 1: lock it again"),
+    "a newer one": ('"version": 2', '"version": 3', "version: got 3, expected 2: lock it again"),
     "key": ('"rows"', '"row"', "row: unknown key"),
     "device": ('"device": "cpu"', '"device": ""', "device: got '', expected a type of device such as 'cuda'"),
     "key of a row": ('"source"', '"sauce"', "rows[0].sauce: unknown key"),

@@ -21,6 +21,7 @@ from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import EfficientBackward, EfficientForward, SdpaCpuForward
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.capabilities import GRID
+from attnreg.core.contract.lengths import bounds
 from attnreg.core.dispatch import calls
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.planning import Native
@@ -165,7 +166,7 @@ def _in_contract(
     dense = SdpaCpuForward(query, key, value, arguments.dropout_p, top_left, None, arguments.scale)
     call = routing.call_of(dense, arguments.bias, rng_state)
     if causal and not top_left:
-        call = call._replace(window=calls.bounds((-1, -1), True, call.max_q, call.max_k))
+        call = call._replace(window=bounds((-1, -1), True, call.max_q, call.max_k))
     return calls.to_bshd(query, key, value, call), call
 
 

@@ -17,6 +17,7 @@ from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import FlashBackward, FlashForward, FlashForwardInplace
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
+from attnreg.core.contract.lengths import bounds as dense_bounds
 from attnreg.core.dispatch import calls, scope
 from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
@@ -133,7 +134,7 @@ def _call(
 ) -> Call:
     max_q, max_k, bounds = arguments.max_q, arguments.max_k, calls.packed_bounds
     if arguments.cum_seq_q is None:
-        bounds = calls.bounds
+        bounds = dense_bounds
         max_q, max_k = arguments.query.shape[1], arguments.key.shape[1]
     left, right = arguments.window_size_left, arguments.window_size_right
     window = (-1 if left is None else left, -1 if right is None else right)

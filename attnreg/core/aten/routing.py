@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.lengths import Cut
+from attnreg.core.contract.lengths import Cut, bounds
 from attnreg.core.contract.spec import Direction
 from attnreg.core.dispatch import call_cache, calls, counters, scope
 from attnreg.core.dispatch.call_cache import PASSES_ALL, Kept, PassesAll, kept_for
@@ -307,7 +307,7 @@ def call_of(arguments: Any, bias: Tensor | None, rng_state: Tensor | None = None
         bias = bias[..., :length_k] if bias is not None and bias.shape[-1] > 1 else bias
     elif arguments.is_causal:
         window = (-1, length_q - length_k)
-    window = calls.bounds(window, False, length_q, length_k)
+    window = bounds(window, False, length_q, length_k)
     # By position, because every call outside of the call cache passes here: names cost 0.25 us.
     return Call(
         calls.scale_of(query, arguments.scale), length_q, length_k, window,

@@ -17,6 +17,14 @@ from attnreg.errors import RegistrationError
 
 __all__ = ["LENGTHS", "Cut", "Lengths", "reads_of"]
 
+# The largest numbers: of sequences and of the longest as kernels count them, of tokens as memory has them.
+MOST_SEQUENCES, LONGEST, MOST_TOKENS = 2**20, 2**31 - 1, 2**40
+LIMITS = {
+    "batch": MOST_SEQUENCES,
+    **dict.fromkeys(("max_q", "max_k"), LONGEST),
+    **dict.fromkeys(("tokens_q", "tokens_k"), MOST_TOKENS),
+}
+
 # Products of lengths end below 2**53 wherever a limit lies: C++ computes them as doubles.
 LARGEST_LIMIT = 2**53
 
@@ -36,15 +44,19 @@ class Lengths(NamedTuple):
         return cls(spec.batch, spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k)
 
 
+# Pairs of a coefficient and the lengths that are multiplied, by their names in `LENGTHS`: their sum.
+Terms = tuple[tuple[int, tuple[str, ...]], ...]
+
+
 class Cut(NamedTuple):
     """Where a decision may change: where a sum of products of lengths reaches a number.
 
     Attributes:
-        terms: pairs of a coefficient and the lengths that are multiplied, by their names in `LENGTHS`.
+        terms: the sum.
         at: the number; lengths below it are another class than the rest.
     """
 
-    terms: tuple[tuple[int, tuple[str, ...]], ...]
+    terms: Terms
     at: int
 
     @classmethod
@@ -64,13 +76,18 @@ class Cut(NamedTuple):
 
     def is_reached(self, lengths: Lengths) -> bool:
         """Whether a call of these lengths lies at the cut or above it."""
-        total = 0
-        for coefficient, product in self.terms:
-            amount = coefficient
-            for name in product:
-                amount *= getattr(lengths, name)
-            total += amount
-        return total >= self.at
+        return sum_of(self.terms, lengths) >= self.at
+
+
+def sum_of(terms: Terms, lengths: Lengths) -> int:
+    """Return the sum of products of lengths that a `Cut` compares with a number."""
+    total = 0
+    for coefficient, product in terms:
+        amount = coefficient
+        for name in product:
+            amount *= getattr(lengths, name)
+        total += amount
+    return total
 
 
 def check_cuts(cuts: Any, backend: str) -> tuple[Cut, ...]:
@@ -144,8 +161,18 @@ OF_ALL = (
 )
 
 
+def bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int) -> tuple[int, int]:
+    """Return the one way to write a window: -1 where a bound excludes nothing, causal as `(left, 0)`.
+
+    A left bound of `max_k - 1` reaches the first key from every row, a right bound of `max_q - 1`
+    the last key; for one query row causal is no mask at all.
+    """
+    left, right = window[0], 0 if causal else window[1]
+    return (-1 if left < 0 or left >= max_k - 1 else left, -1 if right < 0 or right >= max_q - 1 else right)
+
+
 def cuts_of_window(left: int, right: int) -> tuple[Cut, ...]:
-    """Return where a bound of a window begins to hide something: see `dispatch.calls.bounds`."""
+    """Return where a bound of a window begins to hide something: see `bounds`."""
     by_left = (Cut.of("max_k", at=left + 2),) if left >= 0 else ()
     return (*by_left, Cut.of("max_q", at=right + 2)) if right >= 0 else by_left
 
@@ -153,3 +180,32 @@ def cuts_of_window(left: int, right: int) -> tuple[Cut, ...]:
 def cut_of_decoding(spec: AttentionSpec) -> int:
     """Return the longest query from which on a call of a spec's kind doesn't decode: see `decodes`."""
     return -(-FEW_ROWS * spec.heads_k // max(spec.heads_q, 1))
+
+
+def with_lengths(spec: AttentionSpec, **lengths: int) -> AttentionSpec:
+    """Return a spec of other lengths; those of a dense call follow from three, and with pages the keys'."""
+    changed = {name: lengths.get(name, getattr(spec, name)) for name in LENGTHS}
+    if not spec.varlen:
+        changed["tokens_q"] = changed["batch"] * changed["max_q"]
+    if not spec.varlen or spec.page_size is not None:
+        changed["tokens_k"] = changed["batch"] * changed["max_k"]
+    return spec.but(**changed)
+
+
+def changes_at(spec: AttentionSpec, cut: Cut, name: str) -> int | None:
+    """Return from which number of one length on a cut tells the calls apart; None if it doesn't.
+
+    The other lengths are those of `spec`.
+    """
+    low, high = 0, LIMITS[name]
+
+    def is_reached(number: int) -> bool:
+        return cut.is_reached(Lengths.of(with_lengths(spec, **{name: number})))
+
+    at_first = is_reached(low)
+    if is_reached(high) is at_first:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_reached(middle) is at_first else (low, middle)
+    return high

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.lengths import Lengths
+from attnreg.core.contract.lengths import Lengths, bounds
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.declined import NOBODY, Declined
 from attnreg.core.dispatch.kinds import kind_of
@@ -206,16 +206,6 @@ def packed_bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int)
     """
     longest = (LONGEST, LONGEST) if wants_batch_invariant() else (max_q, max_k)
     return bounds(window, causal, *longest)
-
-
-def bounds(window: tuple[int, int], causal: bool, max_q: int, max_k: int) -> tuple[int, int]:
-    """Return the one way to write a window: -1 where a bound excludes nothing, causal as `(left, 0)`.
-
-    A left bound of `max_k - 1` reaches the first key from every row, a right bound of `max_q - 1`
-    the last key; for one query row causal is no mask at all.
-    """
-    left, right = window[0], 0 if causal else window[1]
-    return (-1 if left < 0 or left >= max_k - 1 else left, -1 if right < 0 or right >= max_q - 1 else right)
 
 
 def decisions(spec: AttentionSpec, choice: ScopedChoice | None) -> Iterator[Decision]:

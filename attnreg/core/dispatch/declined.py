@@ -52,6 +52,9 @@ def retry_on_decline(run: Callable[[Declined], T]) -> T:
             return run(declined)
         except DeclinedError as error:
             name, reason = error.declined  # not the error: its frames refer to tensors
+        except UnsupportedInputError as error:
+            # It says all there is to know; forty lines of attnreg's own frames would hide it.
+            raise error.with_traceback(None) from error.__cause__
         declined = {**declined, name: reason}
 
 

@@ -20,9 +20,11 @@ def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
     """Return the kind of calls that a spec is one of, with the places where its decisions change."""
     directions = _directions(spec, direction)
     cuts = [*OF_ALL]
-    for entry in now.entries.values():
-        for one in directions:
+    for one in directions:
+        for entry in now.entries.values():
             cuts += entry.cuts(spec, one)
+        if now.policy.lock is not None:
+            cuts += now.policy.lock.cuts(spec, one) or ()
     return CallKind(cuts)
 
 
@@ -58,11 +60,14 @@ def _detail(
 ) -> Detail:
     """Return what the decisions about a call depend on besides the class of its lengths.
 
-    All lengths count in three cases. Calls are recorded or locked. A backend that was asked, or whose rank
-    was compared, looks at a length that no cut names. Times chose a backend that builds something for each
-    shape.
+    All lengths count in three cases. Calls are recorded, or locked by exact lengths. A backend that was
+    asked, or whose rank was compared, looks at a length that no cut names. Times chose a backend that builds
+    something for each shape.
     """
-    if now.policy.lock is not None or trace.is_recording():
+    lock = now.policy.lock
+    if trace.is_recording() or (
+        lock is not None and any(lock.cuts(spec, one) is None for one in _directions(spec, direction))
+    ):
         return Detail.EXACT
     # Backends may have turns at such calls before there are times.
     has_turns = now.policy.adaptive is not None and any(one.backend not in one.asked_for for one in decisions)
@@ -78,8 +83,9 @@ def _detail(
 def _looks_at_lengths(
     now: State, spec: AttentionSpec, direction: Direction, decisions: Sequence[Decision], by_times: bool
 ) -> bool:
-    # Times order the backends that can run a call: all were considered.
-    names = (name for one in decisions for name in (one.order if by_times else one.considered))
+    # Times order the backends that can run a call: all were considered. So they were before a locked one.
+    all_count = by_times or now.policy.lock is not None
+    names = (name for one in decisions for name in (one.order if all_count else one.considered))
     considered = {name.casefold() for name in names}
     return any(
         entry.unnamed_reads(spec, one, ranks_only=name not in considered)

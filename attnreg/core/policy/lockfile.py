@@ -1,19 +1,23 @@
-"""Lockfiles: the backend of each call of a workload, and the environment of these decisions.
+"""Lockfiles: the backend of each kind of calls of a workload, and the environment of these decisions.
 
 `attnreg lock` writes a lockfile, ATTNREG_LOCK names it. A lockfile is for a single device, which its
-environment describes; calls are compared without their devices.
+environment describes; calls are compared without their devices. A row is for all calls of a kind whose
+lengths are in its ranges, or for a call of exact lengths.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.contract.lengths import LENGTHS, Cut, Lengths, bounds, cuts_of_window
+from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Device, Direction
+from attnreg.core.policy.ranges import Ranges, includes, ranges_from, ranges_to
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times import table
 from attnreg.core.times.environments import environment, matched, matched_simulated
@@ -22,23 +26,43 @@ from attnreg.core.times.traces import DIRECTIONS, spec_from, spec_to
 from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError, first_ten
 
 FORMAT = "attnreg lockfile"
-VERSION = 1
+VERSION = 2
+EARLIER = (1,)  # of which every row is for exact lengths
 VARIABLE = "ATTNREG_LOCK"
 NOWHERE = Device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class LockfileRow:
-    """One direction of a call, the backend that runs it, and the source of this decision."""
+    """One direction of a kind of calls, the backend that runs it, and the source of this decision.
+
+    Attributes:
+        spec: a call of the kind.
+        direction: which of its directions.
+        backend, source: the decision.
+        ranges: the lengths that the row is for, where there is no range any; None for those of `spec` only.
+    """
 
     spec: AttentionSpec
     direction: Direction
     backend: str
     source: str
+    ranges: Ranges | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
-        return asdict(self) | {"spec": spec_to(self.spec)}
+        data = {name: getattr(self, name) for name in ("direction", "backend", "source")}
+        lengths = {} if self.ranges is None else {"lengths": ranges_to(self.ranges)}
+        return {"spec": spec_to(self.spec), **data, **lengths}
+
+    def includes(self, spec: AttentionSpec) -> bool:
+        """Whether the row is for the lengths of a call of its kind.
+
+        A call has a narrower window than its kind where its lengths make the wider one hide nothing.
+        """
+        if spec.window not in (self.spec.window, bounds(self.spec.window, False, spec.max_q, spec.max_k)):
+            return False
+        return includes(self.ranges or (), Lengths.of(spec))
 
     def beginning(self, name: str) -> str:
         """Return the beginning of errors about a row, called `name`, that can't be replayed."""
@@ -83,13 +107,15 @@ def load(path: Path) -> Lockfile:
     file = path.absolute()
 
     def read(data: object) -> Lockfile:
-        contents = table.of_format(data, FORMAT, VERSION, "`attnreg lock` writes it", "lock it again")
+        version = data.get("version") if isinstance(data, dict) else None
+        readable = version if version in EARLIER else VERSION
+        contents = table.of_format(data, FORMAT, readable, "`attnreg lock` writes it", "lock it again")
         with_keys(contents, ("format", "version", "device", "environment", "rows"), "")
         a_type = ("a type of device such as 'cuda'", lambda device: isinstance(device, str) and device)
         device = checked(contents["device"], "device", a_type)
         locked = table.environment_from(contents["environment"])
         rows = table.each(contents, "rows", lambda row, place: _row(row, place, locked, Device(device)))
-        keys = [key_of(row.spec, row.direction) for row in rows]
+        keys = [(row.spec, row.direction, row.ranges) for row in rows]
         table.check_once(keys, "rows", "direction of a call")
         return Lockfile(file, device, locked, rows)
 
@@ -97,7 +123,8 @@ def load(path: Path) -> Lockfile:
 
 
 def _row(data: object, place: str, locked: table.Environment, device: Device) -> LockfileRow:
-    row = with_keys(data, ("spec", "direction", "backend", "source"), place)
+    by_kind = ("lengths",) if isinstance(data, dict) and "lengths" in data else ()
+    row = with_keys(data, ("spec", "direction", "backend", "source", *by_kind), place)
     known = ("one of environment.backends", lambda name: isinstance(name, str) and name in locked.backends)
     checked(row["direction"], f"{place}.direction", one_of(*DIRECTIONS))
     checked(row["backend"], f"{place}.backend", known)
@@ -108,15 +135,26 @@ def _row(data: object, place: str, locked: table.Environment, device: Device) ->
     except (InvalidInputError, TypeError) as error:
         within = "" if str(error).startswith("spec") else "spec: "
         raise Malformed(f"{place}.{within}{error}") from None
-    return LockfileRow(spec, row["direction"], row["backend"], row["source"])
+    ranges = ranges_from(row["lengths"], f"{place}.lengths") if by_kind else None
+    return LockfileRow(spec, row["direction"], row["backend"], row["source"], ranges)
 
 
 def key_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
-    """Return the key of a row: the call without its device, and the direction.
+    """Return the key of a row for exact lengths: the call without its device, and the direction.
 
     With `policy = "batch_invariant"` a row is for calls of any batch.
     """
+    spec = spec.of(direction)
     return replace(spec.of_any_batch() if spec.batch_invariant else spec, device=NOWHERE), direction
+
+
+def kind_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, Direction]:
+    """Return what a row for ranges of lengths has in common with its calls, but for the window.
+
+    How a window is written depends on lengths: see `LockfileRow.includes`.
+    """
+    spec, direction = key_of(spec, direction)
+    return spec.but(**dict.fromkeys(LENGTHS, 1), window=UNBOUNDED), direction
 
 
 class LockInForce:
@@ -125,7 +163,13 @@ class LockInForce:
     def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
         self.file = file
         self._entries = entries
-        self._numbers = {key_of(row.spec, row.direction): n for n, row in enumerate(file.rows)}
+        self._exact: dict[tuple[AttentionSpec, Direction], int] = {}
+        self._of_kind: dict[tuple[AttentionSpec, Direction], list[int]] = {}
+        for number, row in enumerate(file.rows):
+            if row.ranges is None:
+                self._exact[key_of(row.spec, row.direction)] = number
+            else:
+                self._of_kind.setdefault(kind_of(row.spec, row.direction), []).append(number)
         self._differences: dict[tuple[Device, str], str] = {}
 
     @property
@@ -151,18 +195,53 @@ class LockInForce:
         Raises:
             UnsupportedInputError: the file has no such row, or is of another environment.
         """
-        number = self._numbers.get(key_of(spec, direction))
-        if number is None and spec.varlen:  # only times depend on sinks: no backend is refused for them
-            number = self._numbers.get(key_of(replace(spec, sinks=not spec.sinks), direction))
+        number = next(self._numbers(spec, direction), None)
         if number is None:
             raise UnsupportedInputError(
-                f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}; to "
-                f"add it, record the program without {VARIABLE}, then `attnreg lock --from TRACE --out FILE`"
+                f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}\n"
+                f"  nearest: {self._nearest(spec, direction)}\n"
+                f"  to add it, record the program without {VARIABLE}, then `attnreg lock --from TRACE --out "
+                "FILE`"
             )
         row, name = self.file.rows[number], f"{VARIABLE}: {self.file.path}: rows[{number}]"
         if differs := self.differences(spec.device, row.backend):
             raise UnsupportedInputError(f"{row.beginning(name)}, but it was {differs}")
         return row, name
+
+    def _numbers(self, spec: AttentionSpec, direction: Direction) -> Iterator[int]:
+        """Yield the numbers of the rows that are for one direction of a call, the closest first."""
+        for variant in _variants(spec):
+            if (number := self._exact.get(key_of(variant, direction))) is not None:
+                yield number
+            rows = self._of_kind.get(kind_of(variant, direction), ())
+            fitting = [number for number in rows if self.file.rows[number].includes(spec)]
+            yield from sorted(fitting, key=lambda number: self.file.rows[number].spec.window != spec.window)
+
+    def cuts(self, spec: AttentionSpec, direction: Direction) -> tuple[Cut, ...] | None:
+        """Return where the rows for calls of a spec's kind change with their lengths.
+
+        None if some are for exact lengths, and if there are none.
+        """
+        kinds = {kind_of(variant, direction) for variant in _variants(spec)}
+        if not self._exact_kinds.isdisjoint(kinds):
+            return None
+        rows = [self.file.rows[number] for kind in kinds for number in self._of_kind.get(kind, ())]
+        cuts = [cut for row in rows for one in row.ranges or () for cut in one.cuts]
+        cuts += [cut for row in rows for cut in cuts_of_window(*row.spec.window)]
+        return tuple(dict.fromkeys(cuts)) if rows else None
+
+    @functools.cached_property
+    def _exact_kinds(self) -> frozenset[tuple[AttentionSpec, Direction]]:
+        return frozenset(kind_of(*key) for key in self._exact)
+
+    def _nearest(self, spec: AttentionSpec, direction: Direction) -> str:
+        """Return the name of the row that differs least from a call, and how it differs."""
+        spec = spec.of(direction)
+        rows = [(n, row) for n, row in enumerate(self.file.rows) if row.direction == direction]
+        if not rows:
+            return f"none, it has no row for any {direction}"
+        number, row = min(rows, key=lambda numbered: len(_differing(numbered[1], spec)))
+        return f"rows[{number}], {row.backend}, with {', '.join(_differing(row, spec))}"
 
     def differences(self, device: Device, backend: str) -> str:
         """Return how the environment of a backend on a device differs from the lock's, as of the first call.
@@ -179,8 +258,31 @@ class LockInForce:
         locked = self.file.environment
         if device.simulated:
             return "; ".join(matched_simulated(locked, device, "locked").refused)
-        # The versions of other backends don't affect this call.
-        alone = replace(locked, backends={backend: locked.backends[backend]})
-        return "; ".join(
-            matched(alone, environment(device, self._entries()), "locked", whole=True).differences
-        )
+        here = environment(device, self._entries())
+        if locked.torch:
+            # The versions of other backends don't affect this call.
+            own = {name: version for name, version in locked.backends.items() if name == backend}
+            alone = replace(locked, backends=own)
+        else:  # locked without the device: nothing else is known of its machine
+            alone = replace(
+                here, compute_capability=locked.compute_capability, attnreg=locked.attnreg, backends={}
+            )
+        return "; ".join(matched(alone, here, "locked", whole=True).differences)
+
+
+def _variants(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
+    """Return the calls whose row is a call's: only times depend on sinks, no backend is refused for them."""
+    return (spec, replace(spec, sinks=not spec.sinks)) if spec.varlen else (spec,)
+
+
+def _differing(row: LockfileRow, spec: AttentionSpec) -> list[str]:
+    """Return how a row isn't for a call: what it has, and what the call has."""
+    locked, lengths = row.spec.of(row.direction), Lengths.of(spec)
+    alike = {"device"} if row.ranges is None else {"device", *LENGTHS}
+    if row.ranges is not None and spec.window == bounds(locked.window, False, spec.max_q, spec.max_k):
+        alike.add("window")
+    names = [field.name for field in fields(AttentionSpec) if field.name not in alike]
+    pairs = ((name, getattr(locked, name), getattr(spec, name)) for name in names)
+    differs = [f"{name} {was} (here {now})" for name, was, now in pairs if was != now]
+    outside = (one for one in row.ranges or () if not one.contains(lengths))
+    return differs + [f"{one} (here {one.value(lengths)})" for one in outside]

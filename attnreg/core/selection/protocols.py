@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.selection.predictions import Prediction
 
@@ -84,6 +85,12 @@ class Lock(Protocol):
 
     def problem(self, device: Device) -> str:
         """Return why it refuses all calls of a device; empty if it doesn't."""
+
+    def cuts(self, spec: AttentionSpec, direction: Direction) -> tuple[Cut, ...] | None:
+        """Return where the rows for calls of a spec's kind change with lengths.
+
+        None if some are for exact lengths, and if there are none.
+        """
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[Row, str]:
         """Return the row of one direction of a call, and the row's name for messages.

@@ -20,7 +20,22 @@ from attnreg.core.times.table import Environment
 
 
 def environment(device: Device, entries: Mapping[str, Entry]) -> Environment:
-    """Return the present environment of measurements on a device."""
+    """Return the present environment of measurements on a device.
+
+    Of a simulated device only the compute capability is known, and neither torch nor the backends there.
+    """
+    if device.simulated:
+        version: str = sys.modules["attnreg"].__version__
+        return Environment(
+            device=device.arch,
+            compute_capability=_dotted(device),
+            attnreg=version,
+            backends={
+                entry.name: ""
+                for entry in entries.values()
+                if entry.backend is not None and device.type in entry.backend.devices
+            },
+        )
     import torch  # here, because most programs that read a lockfile or a table have imported it already
 
     return _environment(device, tuple(entries.values()), torch.get_num_threads())
@@ -44,12 +59,16 @@ def _environment(device: Device, entries: tuple[Entry, ...], threads: int) -> En
         return Environment(device=name, threads=str(threads), **common)
     return Environment(
         device=device.name,
-        compute_capability=".".join(map(str, device.capability or (0, 0))),
+        compute_capability=_dotted(device),
         cuda=str(torch.version.cuda or ""),
         cudnn=str(torch.backends.cudnn.version() or ""),  # type: ignore[no-untyped-call]
         driver=_first_match("/proc/driver/nvidia/version", r"\d{3}\.\d+(?:\.\d+)?"),
         **common,
     )
+
+
+def _dotted(device: Device) -> str:
+    return ".".join(map(str, device.capability or (0, 0)))
 
 
 def _first_match(file: str, pattern: str) -> str:

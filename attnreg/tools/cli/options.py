@@ -228,9 +228,9 @@ def spec_of(
 
     The device is one of this machine, or a simulated one such as sm_90.
     """
+    from attnreg.core.contract.lengths import bounds
     from attnreg.core.contract.spec import AttentionSpec, Device
     from attnreg.core.dispatch import planning
-    from attnreg.core.dispatch.calls import bounds
 
     batch, max_q, heads_q, head_dim = numbers("--q", q, "batch,length,heads,head_dim")
     batch_k, max_k, heads_k, head_dim_k = numbers("--kv", kv, "batch,length,heads,head_dim")
