@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.launching.offsets import facts_of
 from attnreg.core.torchlib.frames import leave_module_uncompiled
+from attnreg.core.torchlib.layout import stream_of
 from attnreg.core.torchlib.modes import is_for_others
 from attnreg.core.varlen.front import varlen_attn
+from attnreg.errors import InvalidInputError
 
 Window = tuple[int, int]
 
@@ -66,6 +69,35 @@ def is_readable() -> bool:
     if torch.compiler.is_compiling() or is_captured() or is_for_others():
         return False
     return all(torch._C._get_dispatch_mode(key) is None for key in _WITHOUT_NUMBERS)
+
+
+def check_all_tokens_count(packing: Packing, sizes: tuple[int, int, int]) -> None:
+    """Raise an error if offsets that the program has passed leave tokens of its rows out.
+
+    The layer would return 0 for these. On a GPU nothing waits for the offsets: a later layer or step raises.
+
+    Args:
+        packing: the passed offsets.
+        sizes: batch, length of the query and length of the key.
+    """
+    batch, *lengths = sizes
+    offsets = packing.cu_seq_q, packing.cu_seq_k
+    if not is_readable():
+        return
+    if offsets[0].is_cuda:
+        tokens_q, tokens_k = (batch * length for length in lengths)
+        if facts_of(*offsets, tokens_q, tokens_k, stream_of(offsets[0])).leaves_rows_out:
+            raise InvalidInputError(
+                "cu_seq_lens_q, cu_seq_lens_k: got offsets that leave tokens out, or queries without keys, "
+                f"expected 0 to {tokens_q} and 0 to {tokens_k}, the numbers of tokens"
+            )
+        return
+    for name, given, length in zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, lengths, strict=True):
+        first, last, tokens = int(given[0]), int(given[-1]), batch * length
+        if (first, last) != (0, tokens):
+            raise InvalidInputError(
+                f"{name}: got offsets from {first} to {last}, expected 0 to {tokens}, the number of tokens"
+            )
 
 
 # PROXY is make_fx's mode, whose graph runs on other tensors.

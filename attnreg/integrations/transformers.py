@@ -24,7 +24,15 @@ from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInpu
 from attnreg.integrations import behind_flash
 from attnreg.integrations.for_others import attend_for_others
 from attnreg.integrations.masked import masked
-from attnreg.integrations.packing import LayerOptions, Packing, Window, attend, by_positions, of_equal_lengths
+from attnreg.integrations.packing import (
+    LayerOptions,
+    Packing,
+    Window,
+    attend,
+    by_positions,
+    check_all_tokens_count,
+    of_equal_lengths,
+)
 from attnreg.integrations.shared_mask import SharedMask, shared_mask
 
 __all__ = ["install"]
@@ -124,7 +132,9 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
     window, options = (left, 0 if causal else left), LayerOptions(dropout, scaling, softcap or 0.0, s_aux)
-    return _attend(query, key, value, attention_mask, window, options, others), None
+    # Continuous batching pads its single row, so that CUDA graphs serve several lengths.
+    is_padded = cache is not None
+    return _attend(query, key, value, attention_mask, window, options, others, is_padded), None
 
 
 def _attend(
@@ -135,11 +145,14 @@ def _attend(
     window: Window,
     options: LayerOptions,
     others: dict[str, Any],
+    is_padded: bool,
 ) -> Tensor:
     if is_for_others():
         return attend_for_others(query, key, value, mask, window, options, others)
     sizes = query.shape[0], query.shape[2], key.shape[2]
     passed = None if others.get("cu_seq_lens_q") is None else _passed_packing(sizes, mask, others)
+    if passed is not None and not is_padded:
+        check_all_tokens_count(passed, sizes)
     if passed is None:
         spread.check_is_off("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of the whole batch")
     if isinstance(mask, Tensor):

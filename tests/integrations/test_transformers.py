@@ -1,5 +1,7 @@
 """Promises of attn_implementation="attnreg": each document of a batch in any form as if it were alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import attnreg
 from attnreg.errors import InvalidInputError
-from attnreg.integrations import masked
+from attnreg.integrations import masked, packing
 from attnreg.integrations.packing import LayerOptions
 
 # transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
@@ -466,6 +468,47 @@ def test_each_document_by_positions_has_chunks_of_its_own(form):
             return {"logits": torch.jit.trace(forward, example, check_trace=False)(*given.values())}
 
     assert_close([run(**batch)["logits"][0, front:]], [expected])
+
+
+@pytest.mark.parametrize(
+    ("name", "offsets", "got"),
+    [
+        ("cu_seq_lens_q", [0, 5, 9], "from 0 to 9"),
+        ("cu_seq_lens_q", [3, 12], "from 3 to 12"),
+        ("cu_seq_lens_q", [0, 5, 14], "from 0 to 14"),
+        ("cu_seq_lens_k", [0, 5, 9], "from 0 to 9"),
+    ],
+)
+def test_offsets_that_leave_tokens_out_are_an_error(name, offsets, got):
+    one = models.model("Llama", "attnreg")
+    batch = models.packed(models.documents(lengths=(5, 7)), True)
+    batch[name] = torch.tensor(offsets, dtype=torch.int32)
+    with pytest.raises(InvalidInputError, match=rf"^{name}: got offsets {got}, expected 0 to 12"):
+        one(**batch)
+
+
+def test_on_a_gpu_offsets_that_leave_tokens_out_are_an_error_once_they_are_known(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    seen, known = [], SimpleNamespace(leaves_rows_out=False)
+
+    def facts_of(*arguments):
+        seen.append(arguments)
+        return known
+
+    monkeypatch.setattr(packing, "facts_of", facts_of)
+    monkeypatch.setattr(packing, "stream_of", lambda tensor: 7)
+    offsets = torch.tensor([0, 5, 9], dtype=torch.int32).as_subclass(OnGpu)
+    passed = packing.Packing(None, None, offsets, offsets, 5, 5)
+    packing.check_all_tokens_count(passed, (2, 6, 6))
+    known.leaves_rows_out = True
+    with pytest.raises(
+        InvalidInputError,
+        match="got offsets that leave tokens out, or queries without keys, expected 0 to 12",
+    ):
+        packing.check_all_tokens_count(passed, (2, 6, 6))
+    assert seen == [(offsets, offsets, 12, 12, 7)] * 2
 
 
 def test_offsets_with_a_mask_that_has_chunks_and_no_documents_are_refused():

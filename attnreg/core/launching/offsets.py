@@ -182,7 +182,7 @@ class Facts:
         """
         self._properties: Any = None
         self._readback = None if launch is None else AsyncReadback(partial(self._compute, launch))
-        self._no_unused_rows = self._every_row_sees_a_key = False
+        self._no_unused_rows = self._every_row_sees_a_key = self._leaves_rows_out = False
 
     def differs(self, newer: Facts) -> Tensor:
         """Return on the device whether a property isn't true any more."""
@@ -198,6 +198,12 @@ class Facts:
         return self._no_unused_rows
 
     @property
+    def leaves_rows_out(self) -> bool:
+        """Whether a row belongs to no sequence, or a sequence has queries alone or keys alone."""
+        self._read()
+        return self._leaves_rows_out
+
+    @property
     def every_row_sees_a_key(self) -> bool:
         """Whether also no sequence has fewer keys than queries: a causal mask leaves each row a key."""
         self._read()
@@ -207,6 +213,7 @@ class Facts:
         readback = self._readback  # read once: another thread may reset it
         if readback is not None and (numbers := readback.read()) is not None:
             self._no_unused_rows, self._every_row_sees_a_key = map(bool, numbers)
+            self._leaves_rows_out = not self._no_unused_rows
             self._readback = None
 
 
