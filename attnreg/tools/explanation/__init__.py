@@ -146,7 +146,8 @@ def explain(
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if query.is_nested:
         return _explained(nested(call, leading), leading)
-    inputs = shapes_as("(B, H, S, D)", query=query.shape, key=key.shape, value=value.shape)
+    layout = "(B, H, S, D)" if query.dim() == 4 else "(..., S, D)"
+    inputs = shapes_as(layout, query=query.shape, key=key.shape, value=value.shape)
     return replace(_explained(masked(call), leading), inputs=inputs)
 
 

@@ -15,7 +15,7 @@ from attnreg.core.selection.render import ELIGIBLE, decision_table, headline
 from attnreg.core.torchlib import building
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.tools.explanation.lines import aligned, fitted, width_of
-from attnreg.tools.explanation.predicted import milliseconds, prediction_lines
+from attnreg.tools.explanation.predicted import lead_lines, milliseconds, prediction_lines
 
 RUNS = "runs it"
 # How the note begins that the first line has already where torch's own kernel runs the call.
@@ -162,6 +162,7 @@ def _usual(explanation: Explanation, width: int | None) -> Iterator[str]:
     predicted = explanation.forward.predicted
     if predicted is not None and explanation.backend is not None:
         yield f"  times by {predicted.table}"
+        yield from (f"  {line}" for line in lead_lines(explanation.forward, predicted))
     yield from (f"note: {path}" for path in _slow_paths(explanation))
     if explanation.details:
         yield f"note: {ASSUMES}"

@@ -33,11 +33,16 @@ def prediction_lines(spec: AttentionSpec, decision: Decision, prediction: Predic
     for point in prediction.points:
         near = "this very call" if point.itself else f"at distance {point.distance:.2f}"
         yield f"    from {point.size}, {near}"
-    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
-    if decision.source == prediction.table and able and able[0].backend != decision.backend:
-        yield f"    {able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
+    yield from (f"    {line}" for line in lead_lines(decision, prediction))
     for note in prediction.notes:
         yield f"    {note}"
+
+
+def lead_lines(decision: Decision, prediction: Prediction) -> Iterator[str]:
+    """Yield why the fastest predicted backend isn't chosen, where its lead is too small."""
+    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
+    if decision.source == prediction.table and able and able[0].backend != decision.backend:
+        yield f"{able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
 
 
 def _times(one: Candidate, spec: AttentionSpec) -> str:
