@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def info(verbose: Verbose = False, as_json: AsJson = False) -> None:
-    """Show devices, backends, the settings and variables that are set, and what is compiled.
+    """Show devices, backends, and the settings that are set.
 
     With --verbose also show where each backend comes from, every variable with its purpose, and torch's own
     choices. A backend that can't load and settings that can't be read are rows like any other: they don't

@@ -211,7 +211,7 @@ def _rows(explanation: Explanation) -> Iterator[tuple[str, str]]:
         # Of a call that attnreg never sees there is nothing to say of single backends.
         name, *rest = refused
         texts = {kept: text for kept, text in texts.items() if kept not in rest}
-        texts = {"all others" if kept == name else kept: text for kept, text in texts.items()}
+        texts = {"every other" if kept == name else kept: text for kept, text in texts.items()}
     for name, text in texts.items():
         if len(set(text)) == 1:
             yield name, text[0] + _times(name, decisions)
