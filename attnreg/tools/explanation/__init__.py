@@ -14,7 +14,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from attnreg.core import registry
-from attnreg.core.aten.bypassed import SDPA, SdpaCall, why_refused
+from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, why_refused
 from attnreg.core.contract.backend import UNTRIED
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, declined, scope
@@ -28,7 +28,7 @@ from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.front import AuxRequest, asks_for_lse
 from attnreg.core.varlen.plans import check_sinks, check_tensors
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
-from attnreg.tools.explanation.answer import NOBODY_ASKS, Explanation, shapes_as
+from attnreg.tools.explanation.answer import NOBODY_ASKS, Explanation
 from attnreg.tools.explanation.call_spec import (
     FLASH,
     VARLEN,
@@ -132,10 +132,7 @@ def explain(
             check_sinks(query, sinks)
         returns_lse, spec = asks_for_lse(return_aux), call_spec.spec
         spec = replace(spec, sinks=sinks is not None, grad_lse=returns_lse and spec.needs_backward)
-        explanation = _explained(call_spec._replace(spec=spec, returns_lse=returns_lse), leading)
-        return replace(
-            explanation, inputs=shapes_as("(T, H, D)", query=query.shape, key=key.shape, value=value.shape)
-        )
+        return _explained(call_spec._replace(spec=spec, returns_lse=returns_lse), leading)
     is_bounded = window_size is not None and tuple(window_size) != (-1, -1)
     alone = {
         "return_aux": asks_for_lse(return_aux) or None, "window_size": window_size if is_bounded else None,
@@ -144,11 +141,7 @@ def explain(
     }  # fmt: skip
     _refuse_of_dense(alone)
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.is_nested:
-        return _explained(nested(call, leading), leading)
-    layout = "(B, H, S, D)" if query.dim() == 4 else "(..., S, D)"
-    inputs = shapes_as(layout, query=query.shape, key=key.shape, value=value.shape)
-    return replace(_explained(masked(call), leading), inputs=inputs)
+    return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
 
 
 def _refuse_of_dense(packed_alone: Mapping[str, object]) -> None:
@@ -166,13 +159,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     spec = replace(shown, sinks=False) if described.returns_lse else shown
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
-        refusal = why_refused(spec.device, described.elsewhere, leading)
-        decided = {
-            direction: never_seen(described.elsewhere, direction, now.entries, refusal)
-            for direction in directions
-        }
-        notes = (*_front_notes("", leading), *described.notes)
-        return Explanation(shown, decided["forward"], decided.get("backward"), notes)
+        return _never_seen(described, described.elsewhere, shown, directions, leading)
     torchs = None if spec.batch_invariant else described.native
     entries = entries_with_native(torchs, now.entries)
     policy = now.policy.with_first(leading)
@@ -202,7 +189,24 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_turns(spec, policy, directions),
     )
     unasked = "" if is_asked else UNASKED
-    return Explanation(shown, decided["forward"], decided.get("backward"), notes, unasked, details=details)
+    both = decided["forward"], decided.get("backward")
+    return Explanation(shown, *both, notes, unasked, described.inputs, details)
+
+
+def _never_seen(
+    described: CallSpec,
+    elsewhere: Bypassed,
+    shown: AttentionSpec,
+    directions: tuple[Direction, ...],
+    leading: Preference | None,
+) -> Explanation:
+    """Return the explanation of a call that torch's own selector keeps from attnreg."""
+    refusal = why_refused(shown.device, elsewhere, leading)
+    entries = state().entries
+    decided = {direction: never_seen(elsewhere, direction, entries, refusal) for direction in directions}
+    notes = (*_front_notes("", leading), *described.notes)
+    both = decided["forward"], decided.get("backward")
+    return Explanation(shown, *both, notes, inputs=described.inputs)
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:

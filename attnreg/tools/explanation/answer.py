@@ -14,6 +14,7 @@ from attnreg.core.selection.predictions import Candidate
 from attnreg.core.selection.render import ELIGIBLE, decision_table, headline
 from attnreg.core.torchlib import building
 from attnreg.core.torchlib.frames import leave_module_uncompiled
+from attnreg.tools.explanation.call_spec import shapes_as
 from attnreg.tools.explanation.lines import aligned, fitted, width_of
 from attnreg.tools.explanation.predicted import lead_lines, milliseconds, prediction_lines
 
@@ -139,18 +140,6 @@ def _shapes_of(spec: AttentionSpec) -> str:
         key=(*rows_k, spec.heads_k, spec.head_dim),
         value=(*rows_k, spec.heads_k, spec.head_dim_v),
     )
-
-
-def shapes_as(layout: str, **shapes: tuple[int, ...]) -> str:
-    """Return shapes as text, equal ones once: `query (2, 8, 9, 64), key and value (...) as (B, H, S, D)`."""
-    names: dict[tuple[int, ...], list[str]] = {}
-    for name, shape in shapes.items():
-        names.setdefault(tuple(shape), []).append(name)
-    texts = [
-        f"{', '.join(named[:-1])}{' and ' if named[1:] else ''}{named[-1]} {shape}"
-        for shape, named in names.items()
-    ]
-    return f"{', '.join(texts)} as {layout}"
 
 
 def _usual(explanation: Explanation, width: int | None) -> Iterator[str]:
