@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from attnreg.core import aten
 from attnreg.core.aten import efficient
 from attnreg.core.aten.bypassed import ROUTED
 from attnreg.core.registry.entry import Entry
-from attnreg.core.torchlib import captured
-from attnreg.tools.explanation import UNASKED, call_spec
+from attnreg.core.torchlib import building, captured
+from attnreg.tools.explanation import call_spec
 
 NOTHING_ASKS = "nothing asks for a backend: torch's functions run torch's own kernels"
 NOT_SERVED = NOTHING_ASKS.replace("torch's f", "attnreg.varlen_attn runs as explained, torch's f")
@@ -53,7 +54,74 @@ def bhsd(*shape, **options):
 # A call for a machine that needn't be there
 
 
-def test_a_call_for_another_machine_is_explained_row_by_row():
+def test_a_call_for_another_machine_has_the_answer_first_and_a_line_for_each_backend():
+    answer = "FA4 forward and backward, by default order for sm_90"
+    assert str(explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True))) == (
+        f"torch's own kernel, as nothing asks for a backend; if something did: {answer}\n"
+        "  on cuda (simulated sm_90): query (2, 4096, 32, 128), key and value (2, 4096, 8, 128) as"
+        " (B, S, H, D) · bfloat16 · causal · needs grad\n"
+        "  FA4   runs it\n"
+        "  FA2   could run it\n"
+        "  math  could run it\n"
+        "  for other devices: cpu\n"
+        "note: assumes that the backends load on that device, with the packages that they need"
+    )
+    with attnreg.use_backend("math"):
+        explanation = explain(spec(needs_backward=True, heads_k=32), backend="math")
+    assert explanation.answer == "math forward and backward, by backend='math'"
+    assert explain(spec(needs_backward=True, varlen=True)).answer == (
+        "cpu forward and math backward, by default order for cpu"
+    )
+
+
+def test_shapes_are_those_of_the_call_in_its_own_layout(packed):
+    query, key = torch.randn(2, 4, 16, 8), torch.randn(2, 4, 24, 8)
+    assert "query (2, 4, 16, 8), key and value (2, 4, 24, 8) as (B, H, S, D)" in str(explain(query, key, key))
+    assert "query (2, 4, 16, 8), key and value (2, 4, 24, 8)" in str(explain(query, key, key, is_causal=True))
+    assert "query, key and value (8, 2, 8) as (T, H, D)" in str(explain(*packed((3, 5), heads=2, dim=8)))
+
+
+def test_directions_that_differ_are_named_in_the_line_of_a_backend():
+    explanation = explain(spec(needs_backward=True, varlen=True))
+    lines = str(explanation).splitlines()
+    assert "  cpu   forward: runs it; backward: has no backward" in lines
+    assert "  math  forward: could run it; backward: runs it" in lines
+    assert "  for other devices: FA4, FA2" in lines
+
+
+def test_lines_fit_the_terminal_and_a_pipe_gets_whole_ones(known, fake, monkeypatch):
+    absent = fake(
+        "absent", unavailable=lambda: "its package isn't installed", install="pip install 'its[own]'"
+    )
+    known["absent"] = Entry("absent", "a test", absent.backend)
+    explanation = explain(spec(needs_backward=True))
+    reason = "can't load here: its package isn't installed; install it with: pip install 'its[own]'"
+    whole = str(explanation)
+    assert f"  absent  {reason}" in whole.splitlines()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for columns in (40, 60, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = str(explanation)
+        assert max(map(len, text.splitlines())) <= columns
+        assert text.split() == whole.split()
+        for kept in ("pip install 'its[own]'", "(2, 4096, 32, 128)", "(B, S, H, D)"):
+            assert kept in text
+        verbose = explanation.text(verbose=True, width=columns)
+        assert "pip install 'its[own]'" in verbose and max(map(len, verbose.splitlines())) <= columns
+
+
+def test_without_the_compiled_part_the_slow_path_and_its_cost_are_named(monkeypatch):
+    monkeypatch.setattr(building, "may_be_loaded", lambda library: False)
+    text = str(explain(spec()))
+    assert "note: the call cache isn't used (`attnreg info` says why), so Python runs every call: " in text
+    assert "note: the CPU kernel isn't used" in text and "docs/benchmarks.md" in text
+    assert "isn't used" not in str(explain(spec("sm_90", "bf16")))
+    assert "the CPU kernel" not in str(explain(spec(), backend="math"))
+    monkeypatch.setattr(building, "may_be_loaded", lambda library: True)
+    assert "isn't used" not in str(explain(spec()))
+
+
+def test_all_of_a_call_for_another_machine_is_behind_verbose():
     forward, backward = (
         f"{direction} on cuda (simulated sm_90): FA4, by default order for sm_90\n"
         "  query (2, 4096, 32, 128) · key (2, 4096, 8, 128) · value (2, 4096, 8, 128) · bfloat16 · causal"
@@ -68,8 +136,9 @@ def test_a_call_for_another_machine_is_explained_row_by_row():
             ("backward", "has no backward"),
         )
     )
-    assert str(explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True))) == (
-        f"{UNASKED}\n\n{forward}{backward}"
+    text = explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True)).text(verbose=True)
+    assert text.partition("\n\n")[2] == (
+        f"{forward}{backward}"
         f"note: {NOTHING_ASKS}\n"
         "\n"
         "note: assumes that FA4 loads there (can't load here: no GPU here; "
@@ -457,7 +526,7 @@ def test_the_explanation_is_plain_data_for_json():
         "runs",
         "backend",
         "source",
-        *(field.name for field in dataclasses.fields(explanation)),
+        *("spec", "forward", "backward", "notes", "unasked"),
     ]
     chosen = {"backend": "FA4", "source": "default order for sm_90"}
     assert document.items() >= {"runs": True, **chosen}.items()
@@ -486,7 +555,9 @@ def test_the_error_of_a_refused_call_says_what_explain_says(known, fake, packed)
         "is_causal must be False, got True",
     )
     assert error.value.rejected == explanation.rejected
-    assert str(explanation) == str(error.value)  # without the note that nothing asks for a backend
+    headline, *rows = str(error.value).splitlines()
+    assert explanation.answer == headline
+    assert "\n".join(rows) in explanation.text(verbose=True)
 
 
 def test_explaining_runs_nothing_and_logs_no_fallback(routers, fake, ran, caplog):

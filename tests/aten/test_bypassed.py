@@ -224,7 +224,7 @@ def test_explain_says_that_torchs_math_kernel_takes_what_it_broadcasts(inputs, r
         F.scaled_dot_product_attention(*inputs)
         assert ran() == {}
     assert explained.runs
-    assert str(explained).startswith("forward on cpu: torch's math kernel, by torch's own selector")
+    assert str(explained).startswith("torch's math kernel forward, by torch's own selector\n")
 
 
 @pytest.mark.parametrize("batched", [True, False], ids=["of a batch", "without a batch"])
@@ -385,11 +385,10 @@ def test_explain_says_what_runs_tensors_of_fewer_dimensions(shape, tmp_path):
 def test_where_nothing_is_asked_for_the_headline_says_that_torchs_own_kernel_runs():
     query, key, value = tensors()
     assert str(attnreg.explain(query, key, value)).startswith(
-        "F.scaled_dot_product_attention runs torch's own kernel, as nothing asks for a backend. "
-        "If something did:\n\nforward on cpu: cpu, by"
+        "torch's own kernel, as nothing asks for a backend; if something did: cpu forward, by"
     )
     attnreg.register_backend("math")
-    assert str(attnreg.explain(query, key, value)).startswith("forward on cpu: math, by")
+    assert str(attnreg.explain(query, key, value)).startswith("math forward, by ")
 
 
 FLEX = {

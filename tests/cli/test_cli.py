@@ -17,6 +17,7 @@ from typer.main import get_command
 import attnreg
 from attnreg.core.settings import config
 from attnreg.tools import cli
+from attnreg.tools.explanation import lines
 
 CALL = ("--q", "2,64,4,32", "--kv", "2,48,2,32", "--device", "cpu")
 
@@ -224,12 +225,32 @@ def test_what_a_backend_prints_while_it_loads_stays_out_of_the_json(call, fake, 
     assert "Thank you" in result.stderr
 
 
-def test_tables_fit_80_columns_and_have_no_colours_on_a_pipe(call, fake, plugins):
-    reason = "no CUDA driver: " + "/a/very/long/path" * 12
+def too_long(output, width):
+    """Return the lines that don't fit, but for those that end with the path of a file."""
+    words = {line: line.split() for line in output.splitlines() if len(line) > width}
+    return [line for line, found in words.items() if not Path(found[-1]).is_absolute()]
+
+
+def test_lines_of_a_pipe_are_whole_and_those_of_a_terminal_fit_but_for_what_stays_whole(
+    call, fake, plugins, monkeypatch
+):
+    path = "/a/very/long/path" * 12
+    command = "pip install 'a-package[with-extras]'"
+    plugins(long=fake("long", unavailable=lambda: f"no CUDA driver: {path}", install=command).backend)
+    assert f"no CUDA driver: {path}; install it with: {command}; from entry point " in call("info").output
+    monkeypatch.setattr(lines, "width_of", lambda stream: 60)
+    output = call("info", "--verbose").output
+    assert [line.strip() for line in too_long(output, 60)] == [f"{command};"]
+    assert f" {path};\n" in output
+
+
+def test_tables_fit_80_columns_and_have_no_colours_on_a_pipe(call, fake, plugins, monkeypatch):
+    reason = "no CUDA driver: not one of all the files that it is looked for in is there" * 3
     plugins(long=fake("long", unavailable=lambda: reason).backend)
+    monkeypatch.setattr(lines, "width_of", lambda stream: 80)
     for arguments in (("info",), ("verify", "--case", "heads 4:2", "--device", "cpu")):
         output = call(*arguments).output
-        assert max(map(len, output.splitlines())) <= 80
+        assert too_long(output, 80) == []
         assert "\x1b" not in output
         assert all(line == line.rstrip() for line in output.splitlines())
 

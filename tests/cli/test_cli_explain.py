@@ -39,6 +39,21 @@ def test_explain_prints_what_attnreg_explain_returns(call):
     assert found["backward"]["rejected"].keys() == expected.backward.rejected.keys()
 
 
+def test_everything_is_behind_verbose(call):
+    usual, verbose = call("explain", *CALL), call("explain", *CALL, "--verbose")
+    assert "device must be" not in usual.output and "  for other devices: FA4, " in usual.output
+    assert "device must be cuda, got cpu" in verbose.output
+    assert verbose.output == f"{attnreg.explain(spec()).text(verbose=True)}\n"
+
+
+def test_the_answer_is_the_first_line_and_names_the_line_of_the_settings(call, monkeypatch, tmp_path):
+    file = tmp_path / "hopper.toml"
+    file.write_text('log_level = "info"\n[devices."sm_90"]\norder = ["FA4"]\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(file))
+    options = ("--q", "2,512,8,64", "--device", "sm_90", "--backward")
+    assert call("explain", *options).output.splitlines()[0] == "FA4 forward and backward, by hopper.toml:3"
+
+
 def test_a_causal_mask_that_is_not_that_of_is_causal_has_a_note(call):
     described = "note: the causal mask is aligned bottom-right here: the last query sees all keys."
     as_many_keys = ("explain", "--q", "2,64,4,32", "--device", "cpu", "--causal")
@@ -50,7 +65,7 @@ def test_a_causal_mask_that_is_not_that_of_is_causal_has_a_note(call):
 @pytest.mark.parametrize("options", ["--bias --softcap 3", "--bias --sinks", "--varlen --bias"])
 def test_of_a_call_that_no_function_makes_no_function_is_said_to_run_torchs_kernel(call, options):
     output = call("explain", *CALL, *options.split()).output
-    assert output.startswith("forward on cpu: ")
+    assert output.startswith(("cpu forward, by ", "math forward, by "))
     assert "note: no function makes such a call: " in output
 
 
@@ -109,7 +124,7 @@ def test_every_field_of_a_spec_has_an_option(call):
 
 def test_explain_without_a_device_is_about_this_machine(call):
     result = call("explain", "--q", "1,8,2,64")
-    assert f"forward on {'cuda' if torch.cuda.is_available() else 'cpu'}" in result.output
+    assert f"  on {'cuda' if torch.cuda.is_available() else 'cpu'}" in result.output
 
 
 def test_a_gpu_that_is_not_there_is_wrong_usage(call, monkeypatch):
@@ -141,4 +156,4 @@ def test_explain_obeys_or_refuses_a_backend_as_a_call_would(call):
 def test_explain_prefers_as_use_backend_does(call, options):
     result = call("explain", *CALL, *options.split())
     assert result.exit_code == 0
-    assert result.output.startswith("forward on cpu: math, by --prefer picky,math")
+    assert result.output.startswith("math forward, by --prefer picky,math\n")

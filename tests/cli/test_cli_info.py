@@ -87,9 +87,13 @@ def test_info_shows_each_setting_with_its_source(call, fake, plugins, monkeypatc
         "1. one, by ATTNREG_BACKEND 2. two, by site.toml:4",
         "math, by default order for cpu",
         "ATTNREG_STRICT 'yes'",
-        "ATTNREG_DISABLE not set",
     ):
         assert setting in words(result)
+    assert "ATTNREG_DISABLE" not in result.output and "What torch does" not in result.output
+    everything = call("info", "--verbose")
+    assert "ATTNREG_DISABLE not set backends that must not run" in words(everything)
+    assert "What torch does without attnreg" in everything.output
+    assert "from entry point one_package:BACKEND" in everything.output
     in_force = json.loads(call("info", "--json").stdout)["settings"]["in_force"]
     assert in_force[-1] == {"setting": "settings file", "value": str(file), "source": "ATTNREG_CONFIG"}
 

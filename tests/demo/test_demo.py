@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -88,15 +89,16 @@ def test_the_command_trains_on_real_text_and_agrees(tmp_path):
     assert 0.3 < trained(json.loads(ended.stdout), 2, 16) < 0.95
 
 
-def test_the_report_and_the_plot_show_losses_speed_what_ran_and_why(demo, tmp_path):
+def test_the_report_and_the_plot_show_losses_speed_with_its_spread_and_what_ran(demo, tmp_path):
     ended = demo()
     assert ended.exit_code == 0
     assert "equal but for rounding" in ended.stdout
     assert "attnreg.varlen_attn" in ended.stdout and "F.scaled_dot_product_attention" in ended.stdout
     assert "of the padded batches" in ended.stdout
-    assert "forward on cpu" in ended.stdout and "backward on cpu" in ended.stdout
-    assert "could run it" in ended.stdout or "must be" in ended.stdout, "no word on the other backends"
-    assert "demo.png" in ended.stdout
+    assert re.search(r"  packed +[\d,]+ \([\d,]+ to [\d,]+\), through attnreg.varlen_attn\n", ended.stdout)
+    assert re.search(r"  packed +cpu forward and .*, by default order for cpu\n", ended.stdout)
+    assert "could run it" not in ended.stdout
+    assert f"Plot: {tmp_path / 'demo.png'}\n" in ended.stdout
     picture = imread(tmp_path / "demo.png")
     assert picture.shape == (660, 1800, 4)
     for third in (picture[:, :600], picture[:, 600:1200], picture[:, 1200:]):
@@ -132,6 +134,10 @@ def test_the_first_step_and_padding_count_in_no_speed(result):
     made.steps[0].seconds.update(packed=1e9, padded=1e9)
     assert (made.throughput("packed"), made.throughput("padded"), made.speedup) == (300, 75, 4)
     assert made.padding == 0.25
+    made.steps[1].seconds.update(packed=1.0)
+    assert made.speeds("packed") == [150, 300]
+    assert made.spread("packed") == (187.5, 262.5)
+    assert result([3.0, 2.0], [3.0, 2.0]).spread("padded") == (75, 75)
 
 
 def test_a_slower_packed_training_is_said_to_be_slower(demo, result, monkeypatch):

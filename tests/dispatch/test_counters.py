@@ -69,6 +69,27 @@ def test_what_ran_is_counted_by_backend_and_direction(routers, fake, packed):
     }
 
 
+def test_calls_that_ran_without_a_compiled_library_name_the_slow_path_and_its_cost(routers, monkeypatch):
+    monkeypatch.setattr(building, "is_loaded", lambda library: False)
+    assert attnreg.stats().slow_paths == ()  # nothing ran
+    with attnreg.register_backend("math"):
+        sdpa()
+        (path,) = attnreg.stats().slow_paths
+        assert path.startswith(
+            "the call cache isn't used (`attnreg info` says why), so Python runs every call: "
+        )
+        with attnreg.use_backend("cpu"):
+            sdpa()
+    counted = attnreg.stats()
+    assert [line.partition(" isn't used")[0] for line in counted.slow_paths] == [
+        "the call cache",
+        "the CPU kernel",
+    ]
+    assert counted.to_dict()["slow_paths"] == list(counted.slow_paths)
+    monkeypatch.setattr(building, "is_loaded", lambda library: True)
+    assert attnreg.stats().slow_paths == () and "slow_paths" not in attnreg.stats().to_dict()
+
+
 def test_eight_threads_that_fall_back_are_counted_exactly_and_logged_once(routers, fake, caplog):
     mine = fake("mine", backward=False)
     with attnreg.register_backend(mine.backend):

@@ -53,7 +53,7 @@ def test_pages_have_programs():
 def test_quickstart_runs_the_backend_that_it_registers_and_says_why():
     text = printed("quickstart.py")
     assert "{'math': {'forward': 1, 'backward': 1}}" in text
-    assert "forward on cpu: math, by register_backend('math')" in text
+    assert "math forward and backward, by register_backend('math')\n" in text
 
 
 def test_quickstart_takes_ten_lines_of_code():

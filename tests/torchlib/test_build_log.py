@@ -81,6 +81,16 @@ def test_damage_is_said_in_the_line_about_compiling_again(built, compiler):
     locks.release(locks.lock_file(background.lock_path(), wait=True))  # the process that compiles has ended
 
 
+def test_a_missing_compiler_is_one_warning(cache, copying, compiler, untried):
+    problem = "WARNING attnreg runs without its compiled part: there is no C++ compiler, looked for CXX=none"
+    assert logged(ATTNREG_BUILD="background", CXX="none") == [problem]
+    assert logged(ATTNREG_BUILD="off", CXX="none") == []
+    compiler.does(copying)
+    for library in building.LIBRARIES:
+        building.build(library)
+    assert not any(line.startswith("WARNING") for line in logged(ATTNREG_BUILD="background", CXX="none"))
+
+
 PROCESS = """
 import torch
 import torch.nn.functional as F

@@ -65,6 +65,34 @@ def test_build_compiles_both_and_says_where_they_are(cache, compiler, copying, u
     assert build("--missing").output == ""
 
 
+def test_what_is_compiled_and_current_is_compiled_again_by_force_alone(cache, compiler, copying, untried):
+    compiler.does(copying)
+    assert "compiled in" in build().stdout
+    runs = len(compiler.runs())
+    found = build()
+    assert (found.exit_code, len(compiler.runs())) == (0, runs)
+    assert "both were compiled before; `attnreg build --force` compiles them again" in found.stdout
+    assert build("--force").exit_code == 0 and len(compiler.runs()) == 2 * runs
+    refused = build("--force", "--missing")
+    assert refused.exit_code == 2 and "--force: got --missing as well" in refused.stderr
+
+
+def test_what_is_compiled_is_reported_while_another_process_holds_the_lock(cache, compiler, copying, untried):
+    compiler.does(copying)
+    build()
+    held = locks.lock_file(background.lock_path())
+    assert building.build(building.CPU_KERNEL, only_missing=True) == building.target(building.CPU_KERNEL)
+    locks.release(held)
+
+
+def test_a_file_that_does_not_load_is_compiled_again(cache, compiler, copying, untried):
+    for library in building.LIBRARIES:
+        stand_in(library)
+    compiler.does(copying)
+    assert "compiled in" in build().stdout
+    assert all(map(building.can_load, building.LIBRARIES))
+
+
 def test_the_contents_of_a_library_are_on_the_disk_before_its_name_is(
     cache, compiler, copying, untried, monkeypatch
 ):

@@ -370,13 +370,22 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
         )
     )
     found = attnreg.explain(spec)
-    lines = str(found).splitlines()
-    assert lines[0] == f"forward on cpu: second, by {TABLE}"
+    usual = str(found).splitlines()
+    assert usual[0] == f"second forward and backward, by {TABLE}"
+    assert usual[2:7] == [
+        "  second  runs it, 0.020 ms forward + backward",
+        "  first   could run it, 0.040 ms forward + backward",
+        "  math    could run it",
+        "  third   forward: could run it, but failed: RuntimeError: no; backward: could run it",
+        f"  times by {TABLE}",
+    ]
+    lines = found.text(verbose=True).splitlines()
+    assert f"forward on cpu: second, by {TABLE}" in lines
     start = lines.index(f"  predicted by {TABLE}, in eager mode")
     assert "  third   could run it, but failed: RuntimeError: no" in lines
     assert lines[start + 1 : start + 6] == [
-        "    second  10.0 µs (first call 0 s), forward + backward 20.0 µs",
-        "    first   32.5 µs (first call 0.25 s), forward + backward 39.5 µs",
+        "    second  0.010 ms (first call 0.000 ms), forward + backward 0.020 ms",
+        "    first   0.033 ms (first call 250.0 ms), forward + backward 0.040 ms",
         "    third   failed: RuntimeError: no",
         "    math    not measured",
         "    from B 2, 256 x 256, H 4, this very call",
@@ -393,8 +402,8 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
     known["second"] = Entry("second", "a test", narrow)
     registry.changed()
     attnreg.configure(here(point(spec, first=30.0, second=10.0)))
-    lines = str(attnreg.explain(spec)).splitlines()
-    assert "    second  10.0 µs (first call 0 s); it can't run this call" in lines
+    lines = attnreg.explain(spec).text(verbose=True).splitlines()
+    assert "    second  0.010 ms (first call 0.000 ms); it can't run this call" in lines
 
 
 @pytest.mark.parametrize(
@@ -408,7 +417,7 @@ def test_explain_says_which_of_the_measured_backends_cannot_run_the_call(here, k
 )
 def test_explain_says_from_how_far_away_a_prediction_comes(here, changes, line):
     attnreg.configure(here(first=30.0, second=10.0))
-    assert f"    {line}" in str(attnreg.explain(spec_with(**changes))).splitlines()
+    assert f"    {line}" in attnreg.explain(spec_with(**changes)).text(verbose=True).splitlines()
 
 
 @pytest.mark.parametrize(("second", "is_said"), [(99.0, True), (90.0, False)])
@@ -417,26 +426,28 @@ def test_explain_says_why_the_fastest_predicted_is_not_chosen_where_its_lead_is_
 ):
     attnreg.configure(here(first=100.0, second=second))
     found = attnreg.explain(spec_with())
-    line = "    second's lead may be chance: first comes before it by default"
+    line = "second's lead may be chance: first comes before it by default"
     assert found.backend == ("first" if is_said else "second")
-    assert (line in str(found).splitlines()) == is_said
+    assert (f"  {line}" in str(found).splitlines()) == is_said
+    assert (f"    {line}" in found.text(verbose=True).splitlines()) == is_said
 
 
 def test_in_a_graph_the_gpu_times_alone_are_compared(here):
     attnreg.configure(here(first=took(5.0, 50.0), second=took(10.0, 10.0)))
     assert decided()[0] == "second"
     assert decided(capturing=True)[0] == "first"
-    assert "in a CUDA graph" in str(attnreg.explain(spec_with(capturing=True)))
+    assert "in a CUDA graph" in attnreg.explain(spec_with(capturing=True)).text(verbose=True)
 
 
 def test_a_call_that_nothing_can_run_is_refused_without_times(here, known):
     attnreg.configure(here(first=30.0))
     found = attnreg.explain(spec_with(), backend=None)
-    assert "predicted by" in str(found)
+    assert "predicted by" in found.text(verbose=True) and "times by" in str(found)
     known["none"] = Entry("none", "a test", cause=ImportError("no"))
     with pytest.raises(attnreg.BackendUnavailableError):
         attnreg.use_backend("none")
-    assert "predicted by" not in str(attnreg.explain(spec_with(), backend="none"))
+    refused = attnreg.explain(spec_with(), backend="none")
+    assert "predicted by" not in refused.text(verbose=True) and "times by" not in str(refused)
 
 
 def test_info_shows_the_table_in_force_or_why_there_is_none(here):

@@ -43,6 +43,8 @@ DTYPES = (
     "float16", "bfloat16", "float32", "float64",
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
 )  # fmt: skip
+# How the reason against a backend begins that serves no device of the call's type.
+OTHER_DEVICE = "device must be "
 DEVICES = (
     "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla", "maia", "vulkan", "privateuseone", "meta",
 )  # fmt: skip
@@ -117,7 +119,7 @@ class Capabilities:
         """Return every reason why the backend can't run `spec`; empty if it can."""
         if spec.device.type not in self.devices:
             # Further reasons would be about a device that this backend doesn't serve.
-            return (f"device must be {one_of(self.devices)}, got {spec.device.type}",)
+            return (f"{OTHER_DEVICE}{one_of(self.devices)}, got {spec.device.type}",)
         return (*self._limits(spec), *self._switches(spec))
 
     def runs(self, option: Option) -> bool:

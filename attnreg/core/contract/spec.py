@@ -246,9 +246,10 @@ class AttentionSpec:
         key = (*rows_k, self.heads_k, self.head_dim)
         value = (*rows_k, self.heads_k, self.head_dim_v)
         shapes = f"query {query} · key {key} · value {value} · {self.dtype}"
-        return " · ".join([shapes, *self._flags()])
+        return " · ".join([shapes, *self.flags()])
 
-    def _flags(self) -> list[str]:
+    def flags(self) -> list[str]:
+        """Return what a call has besides shapes and dtype, as the input line has it."""
         sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         shown = {
             f"packed, {sequences} up to {self.max_q} x {self.max_k}": self.varlen,

@@ -10,14 +10,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.spec import Direction
 from attnreg.core.registry.entry import SET_ASIDE
 from attnreg.core.selection.decision import Decision
 from attnreg.core.selection.render import fallback_line
-from attnreg.core.torchlib import captured
+from attnreg.core.torchlib import building, captured
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import InvalidInputError
@@ -115,6 +115,7 @@ class Stats:
         masks: what boolean masks of its calls were recognised as, with `masks = "recognise"`.
         overridden: sentences about other code that lies above attnreg's routers now. Calls of the ops that it
             overrides aren't counted.
+        slow_paths: a sentence for each compiled library that these calls ran without, with what that costs.
     """
 
     calls: dict[str, dict[str, int]]
@@ -123,6 +124,7 @@ class Stats:
     bypassed: tuple[Bypass, ...] = ()
     masks: tuple[MaskSeen, ...] = ()
     overridden: tuple[str, ...] = ()
+    slow_paths: tuple[str, ...] = field(default=(), compare=False)  # it depends on the machine
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data, for JSON."""
@@ -134,6 +136,7 @@ class Stats:
             "masks": [asdict(row) for row in self.masks],
             # Hardly any program has such code.
             **({"overridden": list(self.overridden)} if self.overridden else {}),
+            **({"slow_paths": list(self.slow_paths)} if self.slow_paths else {}),
         }
 
 
@@ -254,7 +257,16 @@ def stats() -> Stats:
         passed = (Bypass(kernel, reason, c.value) for (kernel, reason), c in _bypassed.items() if c.value)
         masks = (MaskSeen(seen, c.value) for seen, c in _masks.items() if c.value)
         rest = tuple(rows), tuple(failures), tuple(passed), tuple(masks)
-    return Stats(calls, *rest, captured.shadow_notes())
+    return Stats(calls, *rest, captured.shadow_notes(), _slow_paths(calls))
+
+
+def _slow_paths(calls: dict[str, dict[str, int]]) -> tuple[str, ...]:
+    """Return what the counted calls cost without the compiled libraries that this process hasn't loaded."""
+    return tuple(
+        building.slow_path(library)
+        for library in building.LIBRARIES
+        if (library.backend in calls if library.backend else calls) and not building.is_loaded(library)
+    )
 
 
 def reset_stats() -> None:

@@ -9,21 +9,16 @@ from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision
-from attnreg.core.selection.predictions import Prediction
 from attnreg.errors import UnsupportedInputError
 
-__all__ = ["decision_table", "fallback_line", "one_line", "option_lines", "refuse"]
+__all__ = ["decision_table", "fallback_line", "headline", "one_line", "option_lines", "refuse"]
 
 ELIGIBLE = "could run it"
 
 
 def decision_table(spec: AttentionSpec, decision: Decision) -> str:
     """Return a headline, the input line, and one aligned row per backend and reason."""
-    predicted = decision.predicted if decision.backend is not None else None
-    measured = _predicted(spec, decision, predicted) if predicted is not None else ()
-    return "\n".join(
-        (_headline(spec, decision), f"  {spec.of(decision.direction)}", *_rows(decision), *measured)
-    )
+    return "\n".join((headline(spec, decision), f"  {spec.of(decision.direction)}", *_rows(decision)))
 
 
 def fallback_line(backend: str, reason: str, instead: str) -> str:
@@ -53,7 +48,8 @@ def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:
     raise UnsupportedInputError(decision_table(spec, decision), decision.rejected)
 
 
-def _headline(spec: AttentionSpec, decision: Decision) -> str:
+def headline(spec: AttentionSpec, decision: Decision) -> str:
+    """Return who runs a direction on which device, and who decided; or that none can, and why."""
     if decision.backend is not None:
         return f"{decision.direction} on {spec.device}: {decision.backend}, by {decision.source}"
     why = f": {decision.refusal}" if decision.refusal else ""
@@ -73,35 +69,3 @@ def _rows(decision: Decision) -> list[str]:
             label = name if number == 0 else ""
             rows.append(f"  {label:<{width}}  {one_line([reason])}")
     return rows
-
-
-def _predicted(spec: AttentionSpec, decision: Decision, prediction: Prediction) -> Iterator[str]:
-    """Yield a prediction: a row for each backend, the points that it comes from, and the notes."""
-    where = "in a CUDA graph" if spec.capturing else "in eager mode"
-    unit = (
-        ""
-        if all(point.itself for point in prediction.points)
-        else "; a distance of 1 is a factor of two in a size"
-    )
-    yield f"  predicted by {prediction.table}, {where}{unit}"
-    rows = {}
-    for one in prediction.candidates:
-        text = one.trouble
-        if one.cost_us is not None:
-            parts = f"GPU {one.gpu_us:.1f}, host {one.host_us:.1f}, " if spec.device.type == "cuda" else ""
-            both = f", forward + backward {one.both_us:.1f} µs" if one.both_us is not None else ""
-            text = f"{one.cost_us:.1f} µs ({parts}first call {one.first_call_s:.3g} s){both}"
-        refused = "; it can't run this call" if one.backend in decision.rejected else ""
-        rows[one.backend] = f"{text}{refused}"
-    unknown = (name for name in decision.order if prediction.of(name) is None)
-    rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
-    width = max(map(len, rows))
-    yield from (f"    {name:<{width}}  {text}" for name, text in rows.items())
-    for point in prediction.points:
-        near = "this very call" if point.itself else f"at distance {point.distance:.2f}"
-        yield f"    from {point.size}, {near}"
-    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
-    if decision.source == prediction.table and able and able[0].backend != decision.backend:
-        yield f"    {able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
-    for note in prediction.notes:
-        yield f"    {note}"

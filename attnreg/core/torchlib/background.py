@@ -131,9 +131,12 @@ def _list_unused() -> list[str]:
 def build(library: Library, only_missing: bool = False) -> Path:
     """Compile a library now and return its file, even if compiling it has failed before.
 
-    Waits for other processes that compile. With `only_missing` an existing file is returned as it is. Raises
-    BuildError with the reason if compiling fails.
+    With `only_missing` an existing file is returned as it is, at once. Otherwise waits for other processes
+    that compile. Raises BuildError with the reason if compiling fails.
     """
+    # No lock yet: another process may hold it for a minute.
+    if only_missing and (file := find_file(library)):
+        return file
     try:
         _make_folders()
         with _hold_lock():
@@ -182,12 +185,19 @@ def _missing() -> list[Library]:
 
 
 def _start() -> None:
-    """Start the process that compiles, unless another process compiles or the build would fail."""
+    """Start the process that compiles, unless another process compiles or the build would fail.
+
+    A missing compiler is a warning: whoever runs the program can install one, and calls cost more until then.
+    """
+    compiler: list[str] = []
+    with _log_errors(logging.WARNING if sys.platform == "linux" else logging.INFO):
+        compiler = libraries.find()
+    if not compiler:
+        return
     with _log_errors(logging.INFO):
         failures = [earlier_failure(library) for library in _missing()]
         if failures and all(failures):
             raise BuildError(failures[0])
-        compiler = libraries.find()
         _make_folders()
         _detach(compiler)
 

@@ -28,8 +28,9 @@ from attnreg.core.torchlib.libraries import (
 from attnreg.errors import BuildError
 
 __all__ = [
-    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "in_one_line",
-    "loaded", "loaded_cpu_kernel", "may_be_loaded", "status", "target",
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "can_load", "ensure_built",
+    "in_one_line", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded", "slow_path", "status",
+    "target",
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")
@@ -51,6 +52,15 @@ def built() -> Path | None:
 def may_be_loaded(library: Library) -> bool:
     """Whether a library is compiled and ATTNREG_ROUTERS allows it; acquires no lock, unlike `status`."""
     return not is_left_out() and find_file(library) is not None
+
+
+def can_load(library: Library) -> bool:
+    """Return whether a library is compiled and this process can load it, whatever the variables say."""
+    file = find_file(library)
+    try:
+        return file is not None and bool((_load_module if library is CALL_CACHE else _load_kernel)(file))
+    except BuildError:
+        return False
 
 
 def loaded() -> ModuleType:
@@ -109,6 +119,16 @@ def _check_identity(library: Library, name: str) -> None:
     """
     if name != target(library).stem:
         raise ImportError(f"it has another library, {name}, expected {target(library).stem}")
+
+
+def is_loaded(library: Library) -> bool:
+    """Return whether this process has loaded a library."""
+    return (_load_module if library is CALL_CACHE else _load_kernel).cache_info().currsize > 0
+
+
+def slow_path(library: Library) -> str:
+    """Return what runs without a library and what that costs, as a sentence."""
+    return f"{library.title} isn't used (`attnreg info` says why), so {library.without}"
 
 
 def status(library: Library) -> Status:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from attnreg.errors import BuildError, InvalidInputError
 from attnreg.tools.cli.options import AsJson
 from attnreg.tools.cli.output import FAILED, console, import_torch, print_json, table
 
@@ -13,23 +14,27 @@ def build(
     missing: Annotated[
         bool, typer.Option("--missing", help="Compile only what isn't compiled yet and hasn't failed before.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Compile again what is compiled and current, too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile the call cache and the kernel for this CPU now.
 
     The call cache runs repeated calls without Python. Both are compiled for this torch and Python into the
     user's cache folder, with the C++ compiler that CXX names, or else one that is found. It takes about half
-    a minute. Programs that start after it use them. Without this command the first program that runs
-    attention has them compiled in the background, which ATTNREG_BUILD=off forbids. With
-    ATTNREG_ROUTERS=python neither is used.
+    a minute, or none where both are compiled and current. Programs that start after it use them. Without this
+    command the first program that runs attention has them compiled in the background, which ATTNREG_BUILD=off
+    forbids. With ATTNREG_ROUTERS=python neither is used.
 
     The exit code is 1 if one of them can't be compiled; the other is kept.
 
     Example: attnreg build
     """
+    if missing and force:
+        raise InvalidInputError("--force: got --missing as well, expected one of the two")
     import_torch()
     from attnreg.core.torchlib import building
-    from attnreg.errors import BuildError
 
     began = time.perf_counter()
     made: dict[str, str] = {}
@@ -39,12 +44,14 @@ def build(
     others = {status.reason for status in statuses.values() if status.state == "building"}
     for reason in others:
         typer.echo(f"attnreg: {reason}, waiting for it", err=True)
+    is_current = {name: not force and building.can_load(library) for name, library in libraries.items()}
     for name, library in libraries.items():
         try:
             if missing and statuses[name].state == "failed":
                 raise BuildError(statuses[name].reason)
+            keeps = is_current[name] or missing or bool(others and not force)
             with console(stderr=True).status(f"compiling {library.title}"):
-                made[name] = str(building.build(library, missing or bool(others)))
+                made[name] = str(building.build(library, keeps))
         except BuildError as error:
             failures.append(str(error))
             # With --missing it goes into a log.
@@ -57,6 +64,9 @@ def build(
     elif made and not missing:
         titles = {"file": "call cache", "cpu_kernel": "CPU kernel"}
         rows = [(titles[name], file) for name, file in made.items()]
-        table("", [*rows, ("compiled in", f"{seconds} s")])
+        again = "both were compiled before; `attnreg build --force` compiles them again"
+        table(
+            "", [*rows, ("current", again) if all(is_current.values()) else ("compiled in", f"{seconds} s")]
+        )
     if failures:
         raise typer.Exit(FAILED)

@@ -37,8 +37,8 @@ def demo(
 ) -> None:
     """Train a small model twice, packed and padded, and compare.
 
-    Both trainings read the same real text. Prints whether the losses agree, how fast each training was,
-    which backends ran and why, and draws a plot. The exit code is 1 if the losses differ.
+    Both trainings read the same real text. Prints whether the losses agree and how fast each training was,
+    and draws a plot. The exit code is 1 if the losses differ.
 
     Example: attnreg demo --steps 50 --out demo-output
     """
@@ -108,7 +108,6 @@ def _print(place: Console, result: Result) -> None:
     slower = "" if result.speedup >= 1 else ": it is slower here"
     tables = {
         "Text, one token per byte": {
-            "source": "docstrings of Python's standard library, its licence, attnreg's files",
             "documents": f"{len(lengths):,} in {len(result.steps)} batches, drawn at random",
             "lengths": f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {lengths[len(lengths) // 2]:,}",
             "padding": f"{result.padding:.0%} of the padded batches",
@@ -118,15 +117,19 @@ def _print(place: Console, result: Result) -> None:
             "difference": f"at most {result.largest_difference:.1e}; rounding explains up to {TOLERANCE:.0e}",
             "result": "equal but for rounding" if result.agrees else "WRONG: the trainings differ",
         },
-        "Speed, in tokens of text per second: the median step, padding not counted": {
-            **{name: f"{result.throughput(name):>9,.0f}  through {how}" for name, how in through.items()},
+        "Speed, in tokens of text per second": {
+            **{name: f"{_speed(result, name)}, through {how}" for name, how in through.items()},
             "ratio": f"packed is {result.speedup:.2f} times as fast{slower}",
+            "counted": f"the median of {len(result.speeds('packed'))} steps, and in parentheses their middle "
+            "half; padding isn't counted",
         },
     }
     for title, rows in tables.items():
         table(title, rows.items(), place=place)
-    counts = ((name, *map(str, n.values())) for name, n in result.ran.calls.items())
-    table("What ran", counts, ("backend", "forward", "backward"), right=2, place=place)
-    place.print("Why, for the last batch", style="bold")
-    place.print(str(result.why), soft_wrap=True)
-    place.print()
+    slow_paths = (("slow path", path) for path in result.ran.slow_paths)
+    table("What ran", [("packed", result.why.answer), *slow_paths], place=place)
+
+
+def _speed(result: Result, layout: str) -> str:
+    low, high = result.spread(layout)
+    return f"{result.throughput(layout):,.0f} ({low:,.0f} to {high:,.0f})"

@@ -1,6 +1,7 @@
 """`attnreg explain`: which backend would run a call, on this machine or on a simulated device."""
 
 import math
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -65,17 +66,19 @@ def explain(
     prefer: Annotated[
         list[str], valued("--prefer", "NAMES", "As inside use_backend(...): one or several with commas.")
     ] = [],  # noqa: B006 - typer makes a new list for each call
+    verbose: options.Verbose = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Say which backend would run a call, and why.
 
-    Also say of each other backend whether it could run the call, and if not, why. Nothing is run, so the
-    device may be one that this machine doesn't have.
+    The first line is the answer. Then each backend of the device has a line: whether it could run the call,
+    and if not, why. Nothing is run, so the device may be one that this machine doesn't have.
 
     Example: attnreg explain --q 2,4096,32,128 --device sm_90 --causal
     """
     import_torch()
     from attnreg.core.contract.spec import LEAST_SCALE
+    from attnreg.tools.explanation.lines import width_of
 
     if scale is not None and not math.isfinite(scale):
         raise InvalidInputError(f"--scale: got {scale}, expected a finite number")
@@ -100,7 +103,7 @@ def explain(
     if as_json:
         print_json(explanation.to_dict())
     else:
-        typer.echo(str(explanation))
+        typer.echo(explanation.text(verbose, width_of(sys.stdout)))
     if not explanation.runs:
         raise typer.Exit(FAILED)
 

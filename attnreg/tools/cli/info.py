@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from attnreg.errors import AttnregError
-from attnreg.tools.cli.options import AsJson
+from attnreg.tools.cli.options import AsJson, Verbose
 from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     Rows = Iterator[tuple[str, ...]]
 
 
-def info(as_json: AsJson = False) -> None:
-    """Show devices, backends, settings, and torch's own choices.
+def info(verbose: Verbose = False, as_json: AsJson = False) -> None:
+    """Show devices, backends, and the settings that are set.
 
-    A backend that can't load and settings that can't be read are rows like any other: they don't stop
-    the command. The exit code is 2 if settings can't be read.
+    With --verbose also show where each backend comes from, every variable with its purpose, and torch's own
+    choices. A backend that can't load and settings that can't be read are rows like any other: they don't
+    stop the command. The exit code is 2 if settings can't be read.
 
     Example: attnreg info --json > report.json
     """
@@ -39,7 +40,7 @@ def info(as_json: AsJson = False) -> None:
     if as_json:
         print_json(facts)
     else:
-        _print(facts)
+        _print(facts, verbose)
     if facts["settings"]["problem"]:
         raise typer.Exit(USAGE)
 
@@ -184,26 +185,20 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
             yield "settings file", str(loaded.origin.path), by
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print(facts: dict[str, Any], verbose: bool) -> None:
     versions = facts["versions"]
     names = ("attnreg", "python", "torch", "cuda", "cudnn")
     table("Versions", ((name, versions[name] or "none") for name in names))
     table("Devices, and their backends in order of preference", _device_rows(facts))
-    table("Backends", _backend_rows(facts["backends"]), ("name", "version", "state", "from"))
-    table("Environment", _variable_rows(facts["settings"]["variables"]))
+    table("Backends", _backend_rows(facts["backends"], verbose))
+    table("Environment", _variable_rows(facts["settings"]["variables"], verbose))
     table("Settings in force, highest precedence first", _setting_rows(facts["settings"]))
     table("Measured tables", _table_rows(facts["tables"]))
     table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]))
-    compiled = facts["compiled"]
-    libraries = (
-        (
-            library["library"],
-            library["file"] if library["state"] == "built" else f"{library['state']}: {library['reason']}",
-        )
-        for library in compiled
-    )
-    table(f"Compiled for torch {versions['torch']} and Python {versions['python']}", libraries)
-    table("What torch does without attnreg", _torch_rows(facts["torch"]))
+    title = f"Compiled for torch {versions['torch']} and Python {versions['python']}"
+    table(title, _library_rows(facts["compiled"]))
+    if verbose:
+        table("What torch does without attnreg", _torch_rows(facts["torch"]))
 
 
 def _device_rows(facts: dict[str, Any]) -> Rows:
@@ -218,17 +213,34 @@ def _device_rows(facts: dict[str, Any]) -> Rows:
         yield "cuda", f"none: {trouble}"
 
 
-def _backend_rows(backends: list[dict[str, Any]]) -> Rows:
+def _backend_rows(backends: list[dict[str, Any]], verbose: bool) -> Rows:
     for backend in backends:
-        yield backend["name"], backend["version"], backend["state"], backend["origin"]
-        if backend["reason"]:
-            yield "", "", "", backend["reason"]
+        origin = backend["origin"]
+        # attnreg's own all come from `attnreg.backends`, which says nothing.
+        shown = f"from {origin}" if verbose or not origin.startswith("attnreg.backends.") else ""
+        texts = [backend["version"], backend["reason"], shown]
+        yield backend["name"], backend["state"], "; ".join(filter(None, texts))
 
 
-def _variable_rows(variables: list[dict[str, Any]]) -> Rows:
-    for variable in variables:
+def _variable_rows(variables: list[dict[str, Any]], verbose: bool) -> Rows:
+    names = [variable for variable in variables if verbose or variable["value"] is not None]
+    for variable in names:
         yield variable["name"], "not set" if variable["value"] is None else repr(variable["value"])
-        yield "", variable["purpose"]
+        if verbose:
+            yield "", variable["purpose"]
+    if not names:
+        yield "none", "no variable of attnreg is set; `attnreg info --verbose` lists all"
+
+
+def _library_rows(libraries: list[dict[str, Any]]) -> Rows:
+    """Yield each library's file, or why it isn't used, and what that costs."""
+    from attnreg.core.torchlib import building
+
+    for library, row in zip(building.LIBRARIES, libraries, strict=True):
+        name, state = row["library"], row["state"]
+        yield name, row["file"] if state == "built" else f"{state}: {row['reason']}"
+        if state != "built":
+            yield "", f"so {library.without}"
 
 
 def _setting_rows(settings: dict[str, Any]) -> Rows:

@@ -37,6 +37,7 @@ def valued(name: str, metavar: str, text: str, *, show_default: bool = False, **
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print everything.")]
 DeviceHere = Annotated[
     str, valued("--device", "DEVICE", "cpu, cuda or cuda:1. Default: the GPU if there is one.")
 ]

@@ -1,4 +1,4 @@
-"""How a command prints and ends: tables that fit 80 columns, JSON alone on stdout, exit codes."""
+"""How a command prints and ends: tables as wide as the terminal, JSON alone on stdout, exit codes."""
 
 from __future__ import annotations
 
@@ -80,24 +80,26 @@ def table(
     right: int = 0,
     place: Console | None = None,
 ) -> None:
-    """Print a title and aligned rows, the last `right` columns flush right; too wide cells are folded."""
-    from rich.padding import Padding
-    from rich.table import Table
+    """Print a title and aligned rows, the last `right` columns flush right.
+
+    In a terminal the last column is wrapped, without breaking commands. Lines of a pipe or a file stay whole.
+    """
     from rich.text import Text
+
+    from attnreg.tools.explanation.lines import aligned, width_of
 
     place = place or console()
     if title:
-        place.print(title, style="bold")
+        place.print(title, style="bold", soft_wrap=True)
     names = list(headers)
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=any(names), header_style="dim")
-    for index, name in enumerate(names):
-        drawn.add_column(name, justify="right" if index >= len(names) - right else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    with place.capture() as captured:
-        place.print(Padding(drawn, (0, 0, 1, 2)))
-    # rich fills every line with blanks, which wrap where a terminal is made narrower, and spoil a diff.
-    place.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    lines = aligned([*([names] if any(names) else []), *rows], width_of(place.file), right=right)
+    for number, line in enumerate(lines):
+        dim = "dim" if number == 0 and any(names) else ""
+        # Without the blanks at its end, which wrap where a terminal is made narrower, and spoil a diff.
+        cells = Text().join(Text(cell, style=dim or STYLES.get(cell.strip(), "")) for cell in line)
+        cells.rstrip()
+        place.print(cells, soft_wrap=True)
+    place.print()
 
 
 @contextlib.contextmanager

@@ -107,6 +107,8 @@ def _print_stats() -> None:
         passed = ((row.kernel, str(row.count), row.reason) for row in counted.bypassed)
         title = "What PyTorch sent past attnreg, and why"
         table(title, passed, ("kernel", "calls", "reason"), place=place)
+    if counted.slow_paths:
+        table("Slow paths", (("", path) for path in counted.slow_paths), place=place)
     if counted.masks:
         masks = ((row.seen, str(row.count)) for row in counted.masks)
         table("What boolean masks were", masks, ("mask", "calls"), place=place)

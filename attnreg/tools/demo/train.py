@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.nn.functional as F
@@ -115,7 +115,19 @@ class Result:
 
     def throughput(self, layout: str) -> float:
         """Return the median bytes of text per second; padding is not counted."""
-        return median(sum(step.lengths) / step.seconds[layout] for step in self.steps[WARM_UP:])
+        return median(self.speeds(layout))
+
+    def speeds(self, layout: str) -> list[float]:
+        """Return the bytes of text per second of each step that counts, sorted."""
+        return sorted(sum(step.lengths) / step.seconds[layout] for step in self.steps[WARM_UP:])
+
+    def spread(self, layout: str) -> tuple[float, float]:
+        """Return between which speeds the middle half of the steps lies."""
+        speeds = self.speeds(layout)
+        if len(speeds) == 1:
+            return speeds[0], speeds[0]
+        low, _, high = quantiles(speeds, method="inclusive")
+        return low, high
 
     @property
     def speedup(self) -> float:

@@ -8,13 +8,13 @@ fronts and all below them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import Tensor
 
 from attnreg.core import registry
-from attnreg.core.aten.bypassed import SDPA, SdpaCall, why_refused
+from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, why_refused
 from attnreg.core.contract.backend import UNTRIED
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, declined, scope
@@ -22,12 +22,13 @@ from attnreg.core.dispatch.planning import decide, entries_with_native
 from attnreg.core.dispatch.state import state
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
-from attnreg.core.selection.render import decision_table, option_lines
+from attnreg.core.selection.render import option_lines
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.front import AuxRequest, asks_for_lse
 from attnreg.core.varlen.plans import check_sinks, check_tensors
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
+from attnreg.tools.explanation.answer import NOBODY_ASKS, Explanation
 from attnreg.tools.explanation.call_spec import (
     FLASH,
     VARLEN,
@@ -42,61 +43,6 @@ from attnreg.tools.explanation.call_spec import (
 __all__ = ["Explanation", "explain"]
 
 UNASKED = f"{SDPA} runs torch's own kernel, as nothing asks for a backend. If something did:"
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The decisions about a call that isn't run.
-
-    Attributes:
-        spec: the call that is explained.
-        forward: the decision about its forward.
-        backward: the decision about its backward; None where none is needed.
-        notes: what else decides whether attnreg sees the call at all.
-        unasked: what runs a dense call as long as nothing asks for a backend; else empty. The decisions are
-            then what would happen if something did.
-    """
-
-    spec: AttentionSpec
-    forward: Decision
-    backward: Decision | None = None
-    notes: tuple[str, ...] = ()
-    unasked: str = ""
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of the forward; None if none can run it."""
-        return self.forward.backend
-
-    @property
-    def source(self) -> str:
-        """Who decided about the forward."""
-        return self.forward.source
-
-    @property
-    def rejected(self) -> dict[str, tuple[str, ...]]:
-        """Why each of the others can't run the forward."""
-        return self.forward.rejected
-
-    @property
-    def runs(self) -> bool:
-        """Whether every direction that is needed has a backend."""
-        return self.backend is not None and (self.backward is None or self.backward.backend is not None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, for JSON."""
-        data = {"runs": self.runs, "backend": self.backend, "source": self.source, **asdict(self)}
-        for name in ("forward", "backward"):
-            decision = getattr(self, name)
-            if decision is not None and decision.predicted is not None:
-                data[name]["predicted"] = decision.predicted.to_dict()
-        return data
-
-    def __str__(self) -> str:
-        decisions = (self.forward,) if self.backward is None else (self.forward, self.backward)
-        tables = [decision_table(self.spec, decision) for decision in decisions]
-        notes = (f"note: {note}" for note in self.notes)
-        return "\n\n".join([*filter(None, [self.unasked]), *tables, *notes])
 
 
 def explain(
@@ -213,13 +159,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     spec = replace(shown, sinks=False) if described.returns_lse else shown
     directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     if described.elsewhere:
-        refusal = why_refused(spec.device, described.elsewhere, leading)
-        decided = {
-            direction: never_seen(described.elsewhere, direction, now.entries, refusal)
-            for direction in directions
-        }
-        notes = (*_front_notes("", leading), *described.notes)
-        return Explanation(shown, decided["forward"], decided.get("backward"), notes)
+        return _never_seen(described, described.elsewhere, shown, directions, leading)
     torchs = None if spec.batch_invariant else described.native
     entries = entries_with_native(torchs, now.entries)
     policy = now.policy.with_first(leading)
@@ -232,10 +172,14 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         decision = decided[direction] = _decision(spec, direction, able, policy, native)
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))
+    # What of attnreg's runs as explained even while nothing asks for a backend.
+    as_explained = described.front if described.front != SDPA else VARLEN if spec.varlen else ""
+    is_asked = now.active or leading is not None or described.front != SDPA or spec.varlen
+    details = tuple(_assumptions(spec, decided["forward"], entries))
     notes = (
-        *_front_notes(described.front if described.front != SDPA else VARLEN if spec.varlen else "", leading),
+        *_front_notes(as_explained, leading),
         *described.notes,
-        *_assumptions(spec, decided["forward"], entries),
+        *details,
         *(line for decision in decided.values() for line in option_lines(shown, decision, entries)),
         *_untried(decided.values(), entries),
         *_failures(decided.values()),
@@ -244,10 +188,25 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_unmeasured(spec, policy, directions),
         *_turns(spec, policy, directions),
     )
-    runs_torchs_kernel = described.front == SDPA and not spec.varlen  # while nothing asks for a backend
-    is_asked = now.active or leading is not None or not runs_torchs_kernel
     unasked = "" if is_asked else UNASKED
-    return Explanation(shown, decided["forward"], decided.get("backward"), notes, unasked)
+    both = decided["forward"], decided.get("backward")
+    return Explanation(shown, *both, notes, unasked, described.inputs, details)
+
+
+def _never_seen(
+    described: CallSpec,
+    elsewhere: Bypassed,
+    shown: AttentionSpec,
+    directions: tuple[Direction, ...],
+    leading: Preference | None,
+) -> Explanation:
+    """Return the explanation of a call that torch's own selector keeps from attnreg."""
+    refusal = why_refused(shown.device, elsewhere, leading)
+    entries = state().entries
+    decided = {direction: never_seen(elsewhere, direction, entries, refusal) for direction in directions}
+    notes = (*_front_notes("", leading), *described.notes)
+    both = decided["forward"], decided.get("backward")
+    return Explanation(shown, *both, notes, inputs=described.inputs)
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
@@ -311,7 +270,7 @@ def _front_notes(front: str, leading: Preference | None) -> Iterator[str]:
     """Yield what holds where nothing asks for a backend; `front` is what runs as explained all the same."""
     if not state().active and leading is None:
         as_explained = f"{front} runs as explained, " if front else ""
-        yield f"nothing asks for a backend: {as_explained}torch's functions run torch's own kernels"
+        yield f"{NOBODY_ASKS}{as_explained}torch's functions run torch's own kernels"
     yield from captured.shadow_notes()
 
 

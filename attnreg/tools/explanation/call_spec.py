@@ -46,6 +46,7 @@ class CallSpec(NamedTuple):
     for_backward: Preference | None = None  # what the backward alone asks for
     front: str = SDPA  # the function that makes such a call, "" if none does
     returns_lse: bool = False  # whether the program gets the LSE, so that no forward is given sinks
+    inputs: str = ""  # the shapes as the call has them, as text; empty if there are no tensors
 
 
 NO_MASK_TO_READ = (
@@ -69,6 +70,18 @@ ODD_DIMS = (
 )
 
 VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
+
+
+def shapes_as(layout: str, **shapes: tuple[int, ...]) -> str:
+    """Return shapes as text, equal ones once: `query (2, 8, 9, 64), key and value (...) as (B, H, S, D)`."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in shapes.items():
+        names.setdefault(tuple(shape), []).append(name)
+    texts = [
+        f"{', '.join(named[:-1])}{' and ' if named[1:] else ''}{named[-1]} {shape}"
+        for shape, named in names.items()
+    ]
+    return f"{', '.join(texts)} as {layout}"
 
 
 def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
@@ -235,6 +248,12 @@ def masked(call: SdpaCall) -> CallSpec:
 
     Of several packed calls that take its place the first is explained.
     """
+    layout = "(B, H, S, D)" if call.query.dim() == 4 else "(..., S, D)"
+    inputs = shapes_as(layout, query=call.query.shape, key=call.key.shape, value=call.value.shape)
+    return _masked(call)._replace(inputs=inputs)
+
+
+def _masked(call: SdpaCall) -> CallSpec:
     structure = recognised(call) if masks(policy.sources()) == RECOGNISE else None
     if not isinstance(structure, Structure):
         described = dense(*call)
@@ -299,6 +318,7 @@ def packed(
     Query, key and value are packed (T, H, D), of a floating-point dtype. `lengths` are the offsets (B + 1,),
     int32, and the longest lengths. Raises `InvalidInputError` if the arguments contradict each other.
     """
+    inputs = shapes_as("(T, H, D)", query=query.shape, key=key.shape, value=value.shape)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)
@@ -315,7 +335,8 @@ def packed(
     spec = spec_of(query, key, value, call, wants_gradient(query, key, value))
     kernels = ("flash", "mem_efficient", "math", "cudnn")
     all_allowed = all(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
-    return CallSpec(spec, notes=() if all_allowed else (SDPA_KERNEL_IGNORED,), front=VARLEN)
+    notes = () if all_allowed else (SDPA_KERNEL_IGNORED,)
+    return CallSpec(spec, notes=notes, front=VARLEN, inputs=inputs)
 
 
 def never_seen(
