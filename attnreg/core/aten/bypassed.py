@@ -221,7 +221,7 @@ def follow() -> None:
     _observes, _recognises = _observers > 0, False
     if policy.are_read():
         now = policy.sources()
-        _observes = _observes or bool(strict(now) or now.environment.record)
+        _observes = _observes or bool(strict(now) or now.environment.record or now.environment.stats)
         _recognises = run_recognised is not None and masks(now) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)

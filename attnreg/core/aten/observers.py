@@ -9,15 +9,16 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnreg.core.aten import bypassed
-from attnreg.core.dispatch import counters, trace
+from attnreg.core.dispatch import trace
 from attnreg.core.dispatch.counters import Counter
+from attnreg.core.dispatch.state import state
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.call_sites import traced_call_site
 from attnreg.core.torchlib.frames import leave_module_uncompiled
@@ -38,52 +39,48 @@ class ObservedOp(NamedTuple):
         keys: the dispatch keys of its observers. Those of autograd come first: torch derives its kernel for
             them from the op's other kernels.
         places: the arguments that `count_call` is called with.
-        count_call: counts a call.
+        count_call: counts a call. Returns the counter of all calls like it, unless each has to be looked at.
     """
 
     op: str
     keys: tuple[str, ...]
     places: tuple[int, ...]
-    count_call: Callable[..., None]
+    count_call: Callable[..., Counter | None]
 
 
 def count_math(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
-) -> None:
-    """Count a call of torch's math kernel.
+) -> Counter | None:
+    """Count a call of torch's math kernel, and return the counter of all calls like it.
 
     `query` is (B, H_q, S_q, D), `key` (B, H_k, S_k, D) and `value` (B, H_k, S_k, D_v). `attn_mask` broadcasts
     to (B, H_q, S_q, S_k).
     """
     if not bypassed.counts():
-        return
+        return None
     try:
         tensors = query, key, value
-        kind = None
-        if type(query) in _PLAIN and not torch._C._len_torch_dispatch_stack():
-            mask = None if attn_mask is None else (attn_mask.dim(), attn_mask.requires_grad)
-            strides = query.stride(-1), key.stride(-1), value.stride(-1)
-            shapes = query.shape, key.shape, value.shape
-            is_enabled = torch._C._get_flash_sdp_enabled()
-            kind = query.is_cpu, shapes, strides, mask, dropout_p, enable_gqa, is_enabled
-            if _count_known(kind):
-                return
         # While a graph is traced, a symbolic size that is compared becomes a guard of the graph.
         why = (
             bypassed.why_unrouted(*tensors, attn_mask, dropout_p, enable_gqa)
             if all(type(n) is int for x in tensors for n in (*x.shape, *x.stride()))
             else "; ".join(bypassed.reasons_of_sizes(dropout_p, 0, 0)) or bypassed.SELECTED
         )
-        _keep(kind, _count(f"aten::{_MATH.op}", bypassed.MATH, why, tensors))
+        return _count(f"aten::{_MATH.op}", bypassed.MATH, why, tensors)
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         log.debug("a call of torch's math kernel isn't counted: %s", error)
+        return None
 
 
-def count_fast_path(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Count a call of the fast path of encoder layers; query, key and value are (B, S, E)."""
-    if bypassed.counts() and not (type(query) in _PLAIN and _count_known(_FAST_PATH.op)):
-        op, tensors = f"aten::{_FAST_PATH.op}", (query, key, value)
-        _keep(_FAST_PATH.op, _count(op, bypassed.FAST_PATH, bypassed.OF_FAST_PATH, tensors))
+def count_fast_path(query: Tensor, key: Tensor, value: Tensor) -> Counter | None:
+    """Count a call of the fast path of encoder layers, and return the counter of all calls like it.
+
+    Query, key and value are (B, S, E).
+    """
+    if not bypassed.counts():
+        return None
+    op, why = f"aten::{_FAST_PATH.op}", bypassed.OF_FAST_PATH
+    return _count(op, bypassed.FAST_PATH, why, (query, key, value))
 
 
 def count_flex(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -91,31 +88,6 @@ def count_flex(query: Tensor, key: Tensor, value: Tensor) -> None:
     if bypassed.counts():
         kernel, why = "torch's flex_attention", "it has kernels of its own"
         _count(FLEX, kernel, why, (query, key, value), kept_by=("eager", "aot_eager"))
-
-
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
-# The counters of calls whose reason is known, by all that the reason depends on.
-_known: dict[Hashable, Counter] = {}
-MOST_KINDS = 1000
-
-
-def _count_known(kind: Hashable) -> bool:
-    """Count a call whose reason is known.
-
-    False for a call of a new kind, the first after `reset_stats`, and while calls are recorded.
-    """
-    counter = _known.get(kind)
-    if counter is None or not counter.value or trace.is_recording():
-        return False
-    counters.count((counter,))
-    return True
-
-
-def _keep(kind: Hashable, counter: Counter | None) -> None:
-    if counter is not None and kind is not None:
-        if len(_known) >= MOST_KINDS:
-            _known.clear()
-        _known[kind] = counter
 
 
 def _count(
@@ -131,13 +103,14 @@ def _count(
     counted, not AOTAutograd's: Dynamo traces also where the compiled graph comes from a cache.
 
     `tensors` are query, key and value, of any shapes. `kept_by` are backends of Dynamo whose graphs run the
-    op itself. Returns the counter of calls that compute something.
+    op itself. Returns the counter if all calls like this one count there, until settings change.
     """
     modes = torch._C._TorchDispatchModeKey
     if any(map(torch._C._get_dispatch_mode, (modes.PROXY, modes.FUNCTIONAL))):
         return None
     if torch._C._get_dispatch_mode(modes.FAKE) is None and _has_values(tensors[0]):
-        return trace.count_bypassed(op, kernel, reason, tensors)
+        counter = trace.count_bypassed(op, kernel, reason, tensors)
+        return counter if state().active and not trace.is_recording() else None
     if _is_traced_by_dynamo(kept_by):
         trace.count_bypassed(op, kernel, f"{reason} ({TRACED})", tensors, traced_call_site)
     return None
@@ -158,7 +131,7 @@ def _is_traced_by_dynamo(kept_by: tuple[str, ...]) -> bool:
 
 
 def _has_values(x: Tensor) -> bool:
-    return type(x) in _PLAIN or not torch._subclasses.fake_tensor.is_fake(x)
+    return type(x) in (Tensor, torch.nn.Parameter) or not torch._subclasses.fake_tensor.is_fake(x)
 
 
 _MATH = ObservedOp(

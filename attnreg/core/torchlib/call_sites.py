@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 # Between the program's line and the kernel lie frames of torch and of attnreg.
-_SKIPPED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep, "<")
+_SKIPPED = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep)
 # Frames of other packages count only where no frame of the program itself is on the stack. Packages lie below
 # the standard library in most environments, but not in all.
 _PACKAGES = (
@@ -47,7 +47,7 @@ def _frames() -> Iterator[tuple[str, int]]:
 def _innermost_of_program(frames: Iterable[tuple[str, int]]) -> str:
     in_package = ""
     for file, line in frames:
-        if file.startswith(_SKIPPED):
+        if file.startswith((*_SKIPPED, "<frozen ", "<eval_with_key>")):  # the last is the code of a graph
             continue
         if not file.startswith(_PACKAGES[:-2]) and not any(part in file for part in _PACKAGES[-2:]):
             return f"{file}:{line}"

@@ -49,8 +49,8 @@ PyObject* add_router(PyObject*, PyObject* args) {
 PyObject* add_observer(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   const char *op = nullptr, *key = nullptr;
-  PyObject *places = nullptr, *observe = nullptr;
-  if (!PyArg_ParseTuple(args, "ssO!O", &op, &key, &PyTuple_Type, &places, &observe)) {
+  PyObject *places = nullptr, *count = nullptr;
+  if (!PyArg_ParseTuple(args, "ssO!O", &op, &key, &PyTuple_Type, &places, &count)) {
     return nullptr;
   }
   const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + op).c_str(), "");
@@ -58,8 +58,9 @@ PyObject* add_observer(PyObject*, PyObject* args) {
   if (!handle.hasComputedKernelForDispatchKey(where)) {  // of an op that torch composes of others there is no other
     Py_RETURN_NONE;
   }
+  const auto site = -1 - static_cast<int64_t>(libraries.size());  // no router has a negative one
   auto observer = std::make_unique<Observer>(
-      numbers_of(places), handle.getComputedKernelForDispatchKey(where), held(observe));
+      site, numbers_of(places), handle.getComputedKernelForDispatchKey(where), held(count));
   auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", where, __FILE__, __LINE__);
   library->impl(op, torch::CppFunction::makeFromBoxedFunctor(std::move(observer)));
   libraries.push_back(std::move(library));
