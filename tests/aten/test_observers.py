@@ -198,8 +198,7 @@ def test_flex_attention_is_counted_where_it_runs_or_is_traced(registered):
     (kept,) = rows()
     assert (kept.reason, kept.count) == (why, 1)
     compiled(call, lambda graph, inputs: graph)(QUERY)
-    first, _ = rows()
-    assert first == traced(row)
+    assert traced(row) in rows()
 
 
 def test_a_kernel_that_the_program_asks_torch_for_is_the_reason(registered):
