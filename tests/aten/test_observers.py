@@ -154,6 +154,7 @@ def test_a_backend_of_dynamo_that_keeps_the_op_is_counted_at_each_run(registered
     assert (row.reason, row.count, row.op) == (DROPOUT, 2, MATH_OP)
 
 
+@pytest.mark.slow
 def test_counting_reads_no_symbolic_size(registered):
     graph = compiled(attend, "aot_eager", dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -185,6 +186,7 @@ def test_an_exported_program_is_counted_when_it_runs(registered, strict):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.slow
 def test_flex_attention_is_counted_where_it_runs_or_is_traced(registered):
     def call(query):
         return flex_attention(query, query, query)
