@@ -307,7 +307,7 @@ def test_stats_are_plain_data_for_json():
                 "reason": "a mask",
                 "count": 4,
                 "op": "",
-                "shapes": (),
+                "shapes": [],
                 "site": "",
             },
         ],
