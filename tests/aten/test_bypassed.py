@@ -405,7 +405,7 @@ FLEX = {
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("options", FLEX.values(), ids=FLEX)
-def test_flex_attention_is_neither_replaced_nor_counted(options, ran, tmp_path):
+def test_flex_attention_is_counted_and_not_replaced(options, ran, tmp_path):
     given = options()
     heads = 2 if "enable_gqa" in given else 4
     query, key, value = *tensors(2, 4, 8, 16, count=1), *tensors(2, heads, 8, 16, count=2)
@@ -413,7 +413,9 @@ def test_flex_attention_is_neither_replaced_nor_counted(options, ran, tmp_path):
         expected = flex_attention(query, key, value, **given)
         with attnreg.register_backend("math"), attnreg.record(tmp_path / "trace.jsonl"):
             got = flex_attention(query, key, value, **given)
-            assert attnreg.stats().bypassed == ()
+            (row,) = attnreg.stats().bypassed
+            assert (row.op, row.kernel, row.count) == ("flex_attention", "torch's flex_attention", 1)
+            assert row.shapes == (tuple(query.shape), tuple(key.shape), tuple(value.shape))
             assert ran() == {}
             SDPA(query, key, value, enable_gqa=True)
             assert ran() == {"math": (1, 0)}  # as the registration holds

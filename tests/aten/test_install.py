@@ -116,9 +116,9 @@ UNROUTED = (
     "_flash_attention_forward.quantized",
     "_scaled_dot_product_flash_attention.quantized",
     "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_attention_math",
     "_fused_sdp_choice",
 )
+OBSERVED = "_scaled_dot_product_attention_math", "_native_multi_head_attention"
 
 
 def test_other_ops_overloads_and_keys_are_left_alone():
@@ -126,6 +126,19 @@ def test_other_ops_overloads_and_keys_are_left_alone():
     before = [torch._C._dispatch_dump_table(f"aten::{op}") for op in UNROUTED]
     attnreg.install()
     assert [torch._C._dispatch_dump_table(f"aten::{op}") for op in UNROUTED] == before
+
+
+def test_observers_of_calls_that_pass_by_lie_over_torchs_own_kernels_until_the_routers_go():
+    before = [torch._C._dispatch_dump_table(f"aten::{op}").splitlines() for op in OBSERVED]
+    attnreg.install()
+    now = [torch._C._dispatch_dump_table(f"aten::{op}").splitlines() for op in OBSERVED]
+    changed = [
+        {new.partition(":")[0] for new, old in zip(*lines, strict=True) if new != old}
+        for lines in zip(now, before, strict=True)
+    ]
+    assert changed == [{"CPU", "CUDA", "AutogradCPU", "AutogradCUDA"}, {"CPU", "NestedTensorCPU"}]
+    aten.restore()
+    assert [torch._C._dispatch_dump_table(f"aten::{op}").splitlines() for op in OBSERVED] == before
 
 
 # ---- failures

@@ -109,7 +109,7 @@ def test_stats_of_a_program_without_attention_say_so(here):
     assert (done.returncode, done.stderr) == (0, "No attention call went through attnreg\n")
 
 
-def test_stats_of_a_program_that_asks_for_nothing_name_torchs_kernels(here):
+def test_stats_of_a_program_that_asks_for_nothing_name_torchs_kernels(here, tmp_path):
     here(
         "plain.py",
         "import torch\nq = torch.ones(1, 2, 8, 16)\n"
@@ -118,7 +118,57 @@ def test_stats_of_a_program_that_asks_for_nothing_name_torchs_kernels(here):
     done = forked(COMMAND, "run", "--stats", "plain.py")
     said = "torch's flash_attention kernel 2 nothing asks for a backend"
     assert (done.returncode, done.stdout) == (0, "")
-    assert " ".join(done.stderr.split()).endswith(f"and why kernel calls reason {said}")
+    printed = " ".join(done.stderr.split())
+    assert f"and why kernel calls reason {said} " in printed
+    assert printed.endswith(f"first call of torch's flash_attention kernel: {tmp_path / 'plain.py'}:3")
+
+
+PASSES_BY = """
+    import subprocess, sys
+    import torch
+    import torch.nn.functional as F
+
+    query = torch.randn(1, 2, 8, 16)
+    for _ in range(int(sys.argv[1])):
+        F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+    if sys.argv[1] == "2":
+        subprocess.run([sys.executable, __file__, "3"], check=True)
+        with torch.multiprocessing.get_context("fork").Pool(1) as pool:
+            pool.apply(F.scaled_dot_product_attention, (query, query, query, None, 0.5))
+            pool.close()
+            pool.join()
+"""
+
+
+def test_stats_of_all_processes_are_added_to_a_file(here, tmp_path):
+    file = here("program.py", PASSES_BY)
+    done = python("-m", "attnreg", "run", "--stats-to", "stats.jsonl", "--json", "program.py", "2")
+    assert done.returncode == 0, done.stderr
+    here_alone = json.loads(done.stderr)
+    assert here_alone["calls"] == {} and here_alone["fallbacks"] == []
+    rows = [json.loads(line) for line in (tmp_path / "stats.jsonl").read_text().splitlines()]
+    passed = {
+        "kernel": "torch's math kernel",
+        "reason": "dropout_p must be 0 on a CPU, got 0.5",
+        "op": "aten::_scaled_dot_product_attention_math",
+        "shapes": [[1, 2, 8, 16]] * 3,
+    }
+    counted = {row["bypassed"][0].pop("count"): row["bypassed"] for row in rows}
+    sites = [bypassed[0].pop("site") for bypassed in counted.values()]
+    assert counted == {1: [passed], 2: [passed], 3: [passed]}  # of the fork, of the program and of its child
+    assert sites.count(f"{file}:8") == 2
+    assert len({row["pid"] for row in rows}) == 3
+    site = here_alone["bypassed"][0].pop("site")
+    assert (here_alone["bypassed"], site) == ([{**passed, "count": 2}], f"{file}:8")
+
+
+def test_a_file_for_stats_that_cannot_be_written_is_an_error_before_the_program(here, run, tmp_path, capsys):
+    here("program.py", "open('started', 'w').close()")
+    with pytest.raises(SystemExit) as ended:
+        run("--stats-to", "no/stats.jsonl", "program.py")
+    assert ended.value.code == 2
+    assert "ATTNREG_STATS: " in (said := capsys.readouterr().err) and "can't be written" in said
+    assert not (tmp_path / "started").exists()
 
 
 # Saves what a program can see of how it was started.

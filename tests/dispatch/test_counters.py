@@ -322,7 +322,16 @@ def test_stats_are_plain_data_for_json():
     stats = dataclasses.replace(stats, masks=(MaskSeen("causal", 5),))
     assert json.loads(json.dumps(stats.to_dict())) == {
         "calls": {"a": {"forward": 1, "backward": 0}},
-        "bypassed": [{"kernel": "torch's math kernel", "reason": "a mask", "count": 4}],
+        "bypassed": [
+            {
+                "kernel": "torch's math kernel",
+                "reason": "a mask",
+                "count": 4,
+                "op": "",
+                "shapes": [],
+                "site": "",
+            },
+        ],
         "masks": [{"seen": "causal", "count": 5}],
         "fallbacks": [{"backend": "b", "reason": "too new", "count": 3}],
         "failures": [

@@ -5,8 +5,8 @@ registers the routers once. What they do depends on the backends registered at t
 they pass every call to torch's own kernel.
 
 Each family of ops has a file (`flash`, `cudnn`, `efficient`, `cpu`); they share `routing` and `schemas`.
-`nested` sends nested tensors to the flash op, and `bypassed` counts calls that no router sees. `scoped_ops`
-has ops for graphs that contain a `use_backend` block.
+`nested` sends nested tensors to the flash op. `observers` counts calls that no router sees in the ops where
+they end, and `bypassed` says why. `scoped_ops` has ops for graphs that contain a `use_backend` block.
 May import: `dispatch` and all below it. Read `routing.py` first.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from attnreg.core import registry
-from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested, scoped_ops
+from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested, observers, scoped_ops
 from attnreg.core.aten.routing import TORCH_VERSION, OpLayout, Route, RouterResult, router
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured
@@ -145,6 +145,7 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     try:
         for route, key, function in routers:
             _register(library, route.op, key, function, route.layout)
+        end_observation = observers.install(library)
     except Exception as error:
         remove()
         raise RegistrationError(f"routers can't be installed: {error}; every op is as it was") from error
@@ -162,6 +163,7 @@ def _register_all(checked: list[tuple[Route, frozenset[str]]]) -> Callable[[], N
     )
 
     def remove_all() -> None:
+        end_observation()
         restore_choice()  # first: on a CPU the op that it chooses has no kernel without the routers
         remove()
 

@@ -1,8 +1,10 @@
 """Calls of PyTorch's functions that bypass every router: detected, counted and explained.
 
 Torch decides inside `F.scaled_dot_product_attention` which op a call runs. Some of these ops have no router,
-nor has the fast path of encoder layers on a CPU, so attnreg doesn't see such calls. On request (`attnreg run
---stats`, a recording, `strict`) the functions are replaced by wrappers that inspect each call first.
+nor has the fast path of encoder layers on a CPU. `observers` counts the calls that come to these ops. A call
+has to be inspected before torch decides where `strict` may refuse it, where nothing is computed, and where
+nothing asks for a backend. For that (`attnreg run --stats`, a recording, `strict`) the functions are replaced
+by wrappers.
 
 Masks must be recognised in these wrappers, too: an op below receives none of the program's own tensors.
 """
@@ -22,7 +24,7 @@ from torch.nn.attention import SDPBackend
 from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
 from attnreg.core.aten.routing import TORCH_VERSION
 from attnreg.core.contract.spec import AttentionSpec, Device
-from attnreg.core.dispatch import counters, scope, trace
+from attnreg.core.dispatch import scope, trace
 from attnreg.core.dispatch.planning import Native, device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
@@ -45,8 +47,13 @@ ROUTED = {
 # Whether the flash kernel takes tensors (H, S, D), and one key head for all query heads without enable_gqa.
 BROADCASTS = TORCH_VERSION >= (2, 15)
 SDPA_NAME = "scaled_dot_product_attention"
-SDPA = f"F.{SDPA_NAME}"
+SDPA = nested.SDPA
 MATH = "torch's math kernel"
+FAST_PATH = "torch's fast path of encoder layers and MultiheadAttention"
+OF_FAST_PATH = (
+    "it has kernels of its own on a CPU; torch.backends.mha.set_fastpath_enabled(False) switches it off"
+)
+SELECTED = "torch's selector chose it"
 NOTHING_TO_DO = "there must be queries and keys"
 
 
@@ -97,10 +104,25 @@ def selected(
     if native is not None:
         return native
     kernel = f"torch's {choice.name.lower()} kernel"
+    return Bypassed(kernel, why_unrouted(query, key, value, attn_mask, dropout_p, enable_gqa))
+
+
+def why_unrouted(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    enable_gqa: bool = False,
+) -> str:
+    """Return why torch's selector has chosen a kernel without a router, as far as the arguments say it.
+
+    The arguments are fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
+    """
+    reasons = ""
     if query.is_cpu:
         reasons = "; ".join(_against_flash_on_cpu(query, key, value, attn_mask, dropout_p, enable_gqa))
-        return Bypassed(kernel, reasons or "torch's selector chose it")
-    return Bypassed(kernel, "torch's selector chose it")
+    return reasons or SELECTED
 
 
 def selected_nested(call: SdpaCall, leading: Preference | None = None) -> Bypassed | None:
@@ -119,13 +141,14 @@ def selected_for(spec: AttentionSpec) -> Bypassed | None:
     """
     if spec.varlen or spec.device.type != "cpu":
         return None
-    reasons = _by_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
+    reasons = reasons_of_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
     sizes = spec.batch, spec.heads_q, spec.heads_k, spec.max_q, spec.max_k, spec.head_dim, spec.head_dim_v
     reasons += [NOTHING_TO_DO] if 0 in sizes else []
     return Bypassed(MATH, "; ".join(reasons)) if reasons else None
 
 
-def _by_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:
+def reasons_of_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:
+    """Return why torch chooses its math kernel on a CPU, as far as these numbers say it."""
     reasons = [f"dropout_p must be 0 on a CPU, got {dropout_p}"] if dropout_p > 0.0 else []
     if head_dim != head_dim_v:
         reasons.append(f"head_dim of the value must be that of the query, {head_dim}, got {head_dim_v}")
@@ -158,7 +181,7 @@ def _against_flash_on_cpu(
             yield f"without enable_gqa query, key and value must have as many heads, got {heads}"
     if attn_mask is not None and attn_mask.dim() not in (2, 4):
         yield f"attn_mask must have 2 or 4 dimensions, got {attn_mask.dim()}"
-    yield from _by_sizes(dropout_p, query.shape[-1], value.shape[-1])
+    yield from reasons_of_sizes(dropout_p, query.shape[-1], value.shape[-1])
     for name, x in named.items():
         if x.stride(-1) != 1:
             yield f"the last stride of {name} must be 1, got {x.stride(-1)}"
@@ -169,6 +192,9 @@ def _against_flash_on_cpu(
 _lock = open_after_fork(threading.RLock())
 _observers = 0
 _observes = False
+ops_are_observed = False  # whether `observers` counts what comes to the ops without a router
+# Reasons of calls that no observed op shows.
+_UNOBSERVED = frozenset({NOTHING_TO_DO, nested.NOTHING_ASKS})
 
 # A function that runs calls whose mask it recognises, and returns None for all other calls; see the room
 # `masks`.
@@ -184,13 +210,18 @@ def observe(more: int) -> None:
     follow()
 
 
+def counts() -> bool:
+    """Whether to count calls that pass attnreg by: something asks for a backend, or somebody observes."""
+    return _observes or state().active or scope.current() is not None
+
+
 def follow() -> None:
     """Install or remove the wrappers, as the observers and the settings now require."""
     global _observes, _recognises
     _observes, _recognises = _observers > 0, False
     if policy.are_read():
         now = policy.sources()
-        _observes = _observes or bool(strict(now) or now.environment.record)
+        _observes = _observes or bool(strict(now) or now.environment.record or now.environment.stats)
         _recognises = run_recognised is not None and masks(now) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
@@ -216,9 +247,8 @@ def _first_looks(
         if bypass is not None:
             _refuse_if_strict(*bypass)
         result = torchs(*arguments, **options)
-        if bypass is not None:
-            counters.bypassed(bypass[1].kernel, bypass[1].reason)
-            trace.count_bypassed(bypass[1].kernel, bypass[1].reason)
+        if bypass is not None and (bypass[1].reason in _UNOBSERVED or not ops_are_observed):
+            trace.count_bypassed(SDPA, *bypass[1][:2], SdpaCall(*arguments, **options)[:3])
         return result
 
     replacement = Replacement(torchs, place, looking)
@@ -253,15 +283,11 @@ def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | 
     if state().active or scope.current() is not None:
         return None  # a router counts it
     (choice,) = (choice for (_, choice), routed in ROUTED.items() if routed is native)
-    return call.query, Bypassed(f"torch's {choice.name.lower()} kernel", "nothing asks for a backend")
+    return call.query, Bypassed(f"torch's {choice.name.lower()} kernel", nested.NOTHING_ASKS)
 
 
 def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:
-    bypassed = Bypassed(
-        "torch's fast path of encoder layers and MultiheadAttention",
-        "it has kernels of its own on a CPU; torch.backends.mha.set_fastpath_enabled(False) switches it off",
-        "nn.MultiheadAttention or nn.TransformerEncoderLayer",
-    )
+    bypassed = Bypassed(FAST_PATH, OF_FAST_PATH, "nn.MultiheadAttention or nn.TransformerEncoderLayer")
     return (source, bypassed) if source.is_cpu else None  # on a GPU it calls an op that is routed
 
 

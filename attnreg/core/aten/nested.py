@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend
 
-from attnreg.core.dispatch import scope
+from attnreg.core.dispatch import scope, trace
 from attnreg.core.dispatch.planning import device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.selection.decision import Preference
@@ -24,6 +24,8 @@ from attnreg.core.selection.decision import Preference
 NAME = "_select_sdp_backend"
 FRAMES = torch._C._dynamo.eval_frame
 KERNELS = "torch's kernels for nested tensors"
+SDPA = "F.scaled_dot_product_attention"
+NOTHING_ASKS = "nothing asks for a backend"
 
 
 def install() -> Callable[[], None]:
@@ -36,8 +38,10 @@ def install() -> Callable[[], None]:
         # Not `query.is_cpu`: on a nested tensor it costs a microsecond in `__torch_function__`.
         if query._values.is_cpu and FRAMES.get_eval_frame_callback() is None:
             is_causal = options.get("is_causal", rest[2] if len(rest) > 2 else False)
-            if not why_torchs(query, key, value, is_causal):
+            if not (why := why_torchs(query, key, value, is_causal)):
                 return SDPBackend.FLASH_ATTENTION
+            if why != NOTHING_ASKS and not torch.compiler.is_compiling():
+                trace.count_bypassed(SDPA, KERNELS, why, (query, key, value))
         return torchs(query, key, value, *rest, **options)  # type: ignore[no-any-return]
 
     # Between the graphs of a compiled program torch's kernels run. For the flash op torch would store the
@@ -63,7 +67,7 @@ def why_torchs(
     `leading` is a choice for this call alone, in place of the scoped choice.
     """
     if not _selects_backend(query, leading):
-        return "nothing asks for a backend"
+        return NOTHING_ASKS
     return "; ".join(_against_flash(query, key, value, is_causal))
 
 

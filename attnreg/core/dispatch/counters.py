@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+
+from torch import Tensor
 
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.spec import Direction
@@ -18,6 +20,7 @@ from attnreg.core.registry.entry import SET_ASIDE
 from attnreg.core.selection.decision import Decision
 from attnreg.core.selection.render import fallback_line
 from attnreg.core.torchlib import building, captured
+from attnreg.core.torchlib.call_sites import call_site
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import InvalidInputError
@@ -31,12 +34,15 @@ MOST_ROWS = 1000
 # How much of an error's text is kept.
 MOST_CHARACTERS = 300
 
+# The shapes of some tensors. A size that isn't known while a graph is traced is a name.
+Shapes = tuple[tuple[int | str, ...], ...]
+
 log = logging.getLogger("attnreg")
 
 _lock = open_after_fork(threading.RLock())
 _calls: dict[tuple[str, Direction], Counter] = {}
 _fallbacks: dict[tuple[str, str], Counter] = {}
-_bypassed: dict[tuple[str, str], Counter] = {}
+_bypassed: dict[tuple[str, str, str], tuple[Counter, Shapes, str]] = {}
 _masks: dict[str, Counter] = {}
 _failures: dict[tuple[str, Direction, str], tuple[Counter, str]] = {}
 _declined: dict[tuple[str, str], Direction] = {}
@@ -85,11 +91,23 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Bypass:
-    """Calls that torch's selector sent to a kernel of its own that isn't routed, why, and how many."""
+    """Calls that passed attnreg by, as kernels without a router ran them.
+
+    Attributes:
+        kernel: what ran them.
+        reason: why.
+        count: how many; a call in a compiled graph counts once, when the graph is made.
+        op: the op or the function of torch's that they ended in.
+        shapes: the shapes of query, key and value of the first.
+        site: where in the program the first was made, as "file:line".
+    """
 
     kernel: str
     reason: str
     count: int
+    op: str = ""
+    shapes: Shapes = ()
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +128,8 @@ class Stats:
             goes beyond a thousand rows is counted in one more, of the backend "*".
         failures: errors of kernels, whether they ended a call or another backend ran it; beyond a thousand
             rows as for `fallbacks`.
-        bypassed: calls of `F.scaled_dot_product_attention` that no router saw. They are looked for only by
-            `attnreg run --stats`, while calls are recorded, and with `strict`.
+        bypassed: calls that passed attnreg by, with kernel, reason, op, shapes and place in the program. They
+            are counted as soon as anything asks for a backend; docs/passed-by.md says which can't be seen.
         masks: what boolean masks of its calls were recognised as, with `masks = "recognise"`.
         overridden: sentences about other code that lies above attnreg's routers now. Calls of the ops that it
             overrides aren't counted.
@@ -153,12 +171,31 @@ def fallback_counter(backend: str, reason: str) -> Counter:
         return _fallbacks.setdefault(("*", "(further reasons)") if full else (backend, reason), Counter())
 
 
-def bypassed(kernel: str, reason: str) -> None:
-    """Count a call that went to a kernel of torch's own that isn't routed."""
+def bypassed(
+    op: str, kernel: str, reason: str, tensors: Iterable[Tensor], find_site: Callable[[], str] = call_site
+) -> Counter:
+    """Count a call that went to a kernel of torch's own that isn't routed; return its counter.
+
+    `tensors` are its query, key and value, of any shapes and dtypes. `find_site` is called for the first call
+    of its kind only.
+    """
+    place = op, kernel, reason
     with _lock:
-        full = len(_bypassed) >= MOST_ROWS and (kernel, reason) not in _bypassed
-        place = ("*", "(further reasons)") if full else (kernel, reason)
-        _bypassed.setdefault(place, Counter()).value += 1
+        if place not in _bypassed and len(_bypassed) >= MOST_ROWS:
+            place = "*", "*", "(further reasons)"
+        counter, *_ = _bypassed.get(place, (Counter(),))
+        if not counter.value:  # the first, also the first after `reset_stats`
+            _bypassed[place] = counter, tuple(map(_shape_of, tensors)), find_site()
+        counter.value += 1
+    return counter
+
+
+def _shape_of(x: Tensor) -> tuple[int | str, ...]:
+    """Return the shape of a tensor, without reading symbolic sizes: that would add guards to their graph."""
+    try:
+        return tuple(size if type(size) is int else str(size) for size in x.shape)
+    except RuntimeError:  # a nested tensor of torch's C++ has no shape
+        return ("nested",)
 
 
 def mask_seen(seen: str) -> None:
@@ -254,7 +291,11 @@ def stats() -> Stats:
                 calls.setdefault(backend, {"forward": 0, "backward": 0})[direction] = counter.value
         rows = (Fallback(backend, reason, c.value) for (backend, reason), c in _fallbacks.items() if c.value)
         failures = (Failure(*of, text, c.value) for of, (c, text) in _failures.items() if c.value)
-        passed = (Bypass(kernel, reason, c.value) for (kernel, reason), c in _bypassed.items() if c.value)
+        passed = (
+            Bypass(kernel, reason, counter.value, op, shapes, site)
+            for (op, kernel, reason), (counter, shapes, site) in _bypassed.items()
+            if counter.value
+        )
         masks = (MaskSeen(seen, c.value) for seen, c in _masks.items() if c.value)
         rest = tuple(rows), tuple(failures), tuple(passed), tuple(masks)
     return Stats(calls, *rest, captured.shadow_notes(), _slow_paths(calls))
@@ -274,7 +315,8 @@ def reset_stats() -> None:
     collect()
     with _lock:
         failures = (counter for counter, _ in _failures.values())
-        for several in (_calls.values(), _fallbacks.values(), failures, _bypassed.values(), _masks.values()):
+        passed = (counter for counter, *_ in _bypassed.values())
+        for several in (_calls.values(), _fallbacks.values(), failures, passed, _masks.values()):
             for counter in several:
                 counter.value = 0
 

@@ -15,7 +15,7 @@ from attnreg.core.contract.backend import Call, Launcher
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.lengths import Cut, Lengths, step_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
-from attnreg.core.dispatch import counters, trace
+from attnreg.core.dispatch import counters, stats_file, trace
 from attnreg.core.dispatch.declined import DeclinedError
 from attnreg.core.policy import current as policy
 from attnreg.core.policy import ranks
@@ -230,6 +230,7 @@ class State:
         try:
             self._policy = policy.current()
             trace.follow(policy.sources().environment.record)
+            stats_file.follow(policy.sources().environment.stats)
         except AttnregError as error:
             self._error = copy(error)
         self.batch_invariant = self._policy.batch_invariant

@@ -14,13 +14,18 @@ import multiprocessing.util
 import os
 import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from attnreg.core import registry
 from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.dispatch import counters as counters_of_process
 from attnreg.core.dispatch.counters import Counter, collect
 from attnreg.core.times.traces import merge
+from attnreg.core.torchlib.call_sites import call_site
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import AttnregError
 
@@ -95,10 +100,17 @@ class Recording:
             log.warning("%s lacks calls that attnreg never saw: %s", self.path, "; ".join(runs))
 
 
-def count_bypassed(kernel: str, reason: str) -> None:
-    """Count a call that no router saw, for what recordings say at their end."""
+def count_bypassed(
+    op: str, kernel: str, reason: str, tensors: Iterable[Tensor], find_site: Callable[[], str] = call_site
+) -> Counter:
+    """Count a call that no router saw, for `stats` and for what recordings say; return its counter.
+
+    The arguments are those of `counters.bypassed`: `tensors` are query, key and value, of any shapes.
+    """
+    counter = counters_of_process.bypassed(op, kernel, reason, tensors, find_site)
     for recording in _recordings:
         recording.bypassed[kernel, reason] += 1
+    return counter
 
 
 def is_recording() -> bool:

@@ -20,6 +20,7 @@ from attnreg.core.policy.lockfile import Lockfile
 from attnreg.core.policy.lockfile import load as load_lock
 from attnreg.core.settings import environment
 from attnreg.core.settings.environment import AS_GIVEN, NATIVE, ON_ERROR, REFERENCE, EnvironmentSettings
+from attnreg.core.times.table import check_writable as check_file
 from attnreg.core.times.table import load as load_table
 from attnreg.core.times.tables import Named
 from attnreg.core.times.traces import check_writable
@@ -72,8 +73,8 @@ def read(before: Sources) -> Sources:
 def checked(fresh: Sources, needs_record: bool = True) -> Sources:
     """Check sources against the registry, the files that they name, and each other.
 
-    Returns the sources with the measured tables and the lockfile that they name. A recording that can't be
-    written is an error only with `needs_record`; else it is logged and left out.
+    Returns the sources with the measured tables and the lockfile that they name. A recording or a
+    file for stats that can't be written is an error only with `needs_record`; else it is logged and left out.
 
     Raises:
         ConfigError: a name is wrong, a file is no table or no lockfile, a recording can't be written, or
@@ -86,15 +87,19 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
             building.loaded()
         except BuildError as error:
             raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
-    if variables.record is not None:
+    files = (("record", check_writable, "calls are not recorded"), ("stats", check_file, "no stats"))
+    for field, check, without in files:
+        file = getattr(variables, field)
         try:
-            with _named("ATTNREG_RECORD"):
-                check_writable(variables.record)
+            if file is not None:
+                with _named(f"ATTNREG_{field.upper()}"):
+                    check(file.absolute())
         except ConfigError as error:
             if needs_record:
                 raise
-            log.warning("calls are not recorded: %s", error)
-            fresh = replace(fresh, environment=variables._replace(record=None))
+            log.warning("%s: %s", without, error)
+            left_out: dict[str, Any] = {field: None}
+            fresh = replace(fresh, environment=fresh.environment._replace(**left_out))
     tables = []
     for loaded in fresh.loaded:
         if loaded.settings.tuned is not None:
@@ -219,7 +224,9 @@ def without_implementation(now: Sources) -> Sources:
     unset = {name: getattr(UNSET, name) for name, value in off.items() if getattr(variables, name) == value}
     return replace(
         now,
-        environment=variables._replace(routers="", build="", as_flash_attn=None, on_error="", **unset),
+        environment=variables._replace(
+            routers="", build="", as_flash_attn=None, on_error="", stats=None, **unset
+        ),
         program=program,
         file=file,
     )

@@ -36,6 +36,7 @@ class EnvironmentSettings(NamedTuple):
     policy: str = ""
     masks: str = ""
     record: Path | None = None
+    stats: Path | None = None
     lock: Path | None = None
     routers: str = ""
     build: str = ""
@@ -134,6 +135,10 @@ VARIABLES = {
     ),
     "ATTNREG_RECORD": Variable(
         _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"
+    ),
+    "ATTNREG_STATS": Variable(
+        _path,
+        "the file (JSON lines) to which each process of the program adds what ran in it, when it ends",
     ),
     "ATTNREG_LOCK": Variable(
         _path,

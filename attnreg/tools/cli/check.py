@@ -134,6 +134,7 @@ def _of_variables() -> Iterator[Finding]:
     from attnreg.core.policy.sources import Sources, check_names, read
     from attnreg.core.settings import environment
     from attnreg.core.times import traces
+    from attnreg.core.times.table import check_writable
 
     if faults := list(_faults(environment.read, os.environ)):
         yield from faults
@@ -147,6 +148,8 @@ def _of_variables() -> Iterator[Finding]:
         findings += _faults(lockfile.load, variables.lock, "ATTNREG_LOCK: ")
     if variables.record is not None:
         findings += _faults(traces.check_writable, variables.record, "ATTNREG_RECORD: ")
+    if variables.stats is not None:
+        findings += _faults(check_writable, variables.stats.absolute(), "ATTNREG_STATS: ")
     if variables.config is not None:
         findings += _of_settings(variables.config)
     if not any(finding.is_fault for finding in findings):

@@ -5,6 +5,7 @@ import builtins
 import functools
 import importlib.util
 import io
+import json
 import os
 import pkgutil
 import runpy
@@ -42,12 +43,17 @@ def run(
     stats: Annotated[
         bool, typer.Option("--stats", help="When the program ends, print on stderr which backends ran.")
     ] = False,
+    stats_to: Annotated[
+        Path | None,
+        valued("--stats-to", "FILE", "Add what ran to a file: a line of JSON for each process."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what ran as JSON, on stderr.")] = False,
     as_module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.")] = False,
 ) -> None:
     """Run a Python program on attention backends of your choice.
 
     The program needs no change. The options set ATTNREG_BACKEND, ATTNREG_DISABLE, ATTNREG_CONFIG,
-    ATTNREG_STRICT and ATTNREG_RECORD for the program and for the processes that it starts.
+    ATTNREG_STRICT, ATTNREG_RECORD and ATTNREG_STATS for the program and for the processes that it starts.
 
     Example: attnreg run --backend FA4,cuDNN train.py --epochs 3
     """
@@ -59,6 +65,7 @@ def run(
         "ATTNREG_CONFIG": "" if config is None else str(config.absolute()),
         "ATTNREG_STRICT": "" if strict is None else str(int(strict)),
         "ATTNREG_RECORD": "" if record is None else str(record.absolute()),
+        "ATTNREG_STATS": "" if stats_to is None else str(stats_to.absolute()),
     }
     # Read before the program starts, which checks the names of backends; torch is imported for that, before
     # attnreg's own modules as in `import_torch`. No GPU is initialised: the program may still set
@@ -69,11 +76,13 @@ def run(
 
     os.environ.update({variable: value for variable, value in variables.items() if value})
     attnreg.reload()
-    if stats:
-        from attnreg.core.aten import bypassed
+    if stats or as_json or stats_to is not None:
+        from attnreg.core import aten
 
-        bypassed.observe(1)
-        atexit.register(_print_stats)
+        aten.ensure()
+        aten.bypassed.observe(1)
+    if stats or as_json:
+        atexit.register(_print_json if as_json else _print_stats)
     context.obj.append(functools.partial(_start, name, arguments, as_module))
 
 
@@ -86,6 +95,12 @@ def _check_exists(name: str, as_module: bool) -> None:
             raise InvalidInputError(f"-m: got {name!r}, expected a module that can be imported")
     elif not Path(name).exists():
         raise InvalidInputError(f"got {name!r}, expected a program: there is no such file")
+
+
+def _print_json() -> None:
+    import attnreg
+
+    typer.echo(json.dumps(attnreg.stats().to_dict(), indent=2), err=True)
 
 
 def _print_stats() -> None:
@@ -107,6 +122,9 @@ def _print_stats() -> None:
         passed = ((row.kernel, str(row.count), row.reason) for row in counted.bypassed)
         title = "What PyTorch sent past attnreg, and why"
         table(title, passed, ("kernel", "calls", "reason"), place=place)
+        for row in counted.bypassed:  # below the table, whose cells would break a path
+            if row.site:
+                typer.echo(f"first call of {row.kernel}: {row.site}", err=True)
     if counted.slow_paths:
         table("Slow paths", (("", path) for path in counted.slow_paths), place=place)
     if counted.masks:

@@ -12,6 +12,7 @@
 #include <Python.h>
 #include <pthread.h>
 
+#include "observer.h"
 #include "router.h"
 #include "varlen.h"
 
@@ -40,6 +41,28 @@ PyObject* add_router(PyObject*, PyObject* args) {
   auto library = std::make_unique<torch::Library>(
       torch::Library::IMPL, "aten", c10::parseDispatchKey(key), __FILE__, __LINE__);
   library->impl(op, torch::CppFunction::makeFromBoxedFunctor(std::move(router)));
+  libraries.push_back(std::move(library));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* add_observer(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *op = nullptr, *key = nullptr;
+  PyObject *places = nullptr, *count = nullptr;
+  if (!PyArg_ParseTuple(args, "ssO!O", &op, &key, &PyTuple_Type, &places, &count)) {
+    return nullptr;
+  }
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + op).c_str(), "");
+  const auto where = c10::parseDispatchKey(key);
+  if (!handle.hasComputedKernelForDispatchKey(where)) {  // of an op that torch composes of others there is no other
+    Py_RETURN_NONE;
+  }
+  const auto site = -1 - static_cast<int64_t>(libraries.size());  // no router has a negative one
+  auto observer = std::make_unique<Observer>(
+      site, numbers_of(places), handle.getComputedKernelForDispatchKey(where), held(count));
+  auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", where, __FILE__, __LINE__);
+  library->impl(op, torch::CppFunction::makeFromBoxedFunctor(std::move(observer)));
   libraries.push_back(std::move(library));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
@@ -150,6 +173,7 @@ PyObject* drain(PyObject*, PyObject*) {
 }
 
 PyMethodDef functions[] = {
+    {"add_observer", add_observer, METH_VARARGS, "Put an observer over torch's kernel of an aten op below a key; the places of its arguments; the function."},
     {"add_router", add_router, METH_VARARGS, "Put a router over torch's kernel of an aten op below a key; how its tensors lie; the router in Python."},
     {"remove_routers", remove_routers, METH_NOARGS, "Take all routers out."},
     {"enable", enable, METH_O, "Look calls up, or leave every call to Python."},
