@@ -106,7 +106,7 @@ def _library(library: Library) -> dict[str, str | None]:
     from attnreg.core.torchlib import building
 
     state, path, reason = building.status(library)
-    if state == "built":
+    if state.startswith(("prebuilt", "built")) and not reason:
         try:
             (building.loaded if library is building.CALL_CACHE else building.loaded_cpu_kernel)()
         except AttnregError as error:
@@ -195,15 +195,17 @@ def _print(facts: dict[str, Any]) -> None:
     table("Measured tables", _table_rows(facts["tables"]))
     table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]))
     compiled = facts["compiled"]
-    libraries = (
-        (
-            library["library"],
-            library["file"] if library["state"] == "built" else f"{library['state']}: {library['reason']}",
-        )
-        for library in compiled
-    )
+    libraries = ((library["library"], _file_or_reason(library)) for library in compiled)
     table(f"Compiled for torch {versions['torch']} and Python {versions['python']}", libraries)
     table("What torch does without attnreg", _torch_rows(facts["torch"]))
+
+
+def _file_or_reason(library: dict[str, Any]) -> str:
+    """Return the file of a library that loads, or why it doesn't."""
+    state, file = library["state"], library["file"]
+    if state == "built":
+        return str(file)
+    return f"{state}: {file if state.startswith('prebuilt') else library['reason']}"
 
 
 def _device_rows(facts: dict[str, Any]) -> Rows:
