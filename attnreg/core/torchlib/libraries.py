@@ -35,8 +35,8 @@ SCRATCH = ".building-"
 # How many characters of a compiler's output a message has, and after how many seconds the compiler is killed.
 MOST_CHARACTERS, TIMEOUT = 2000, 1800
 
-# Flags that put the C++ library into a file, where no other library sees it.
-STANDALONE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--strip-all")
+# Flags of a library that a wheel brings: it loads on older systems than this one.
+FOR_WHEELS = ("-DATTNREG_FOR_WHEELS", "-Wl,--strip-all")
 
 # Scripts that load a new file in another process, because a broken file may crash it.
 TRY_MODULE = """
@@ -310,15 +310,12 @@ def compile_library(library: Library) -> Path:
 def compile_prebuilt(level: Level, folder: Path) -> Path:
     """Compile the CPU kernel for a level into a folder, as a wheel brings it, and return the file.
 
-    It depends on the system's C library alone: the C++ library is part of it. Raises BuildError as
-    `compile_library` does.
+    Raises BuildError as `compile_library` does.
     """
     library = CPU_KERNEL.for_level(level)
     file = folder / f"{identity(library)}.so"
     folder.mkdir(parents=True, exist_ok=True)
-    _compile(
-        library, file, "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,--strip-all"
-    )
+    _compile(library, file, *FOR_WHEELS)
     return file
 
 

@@ -12,7 +12,6 @@
 
 #include <atomic>
 #include <cmath>
-#include <exception>
 #include <new>
 
 #include "backward.h"
@@ -20,6 +19,11 @@
 #include "call.h"
 #include "forward.h"
 #include "forward_tiles.h"
+
+#if defined(ATTNREG_FOR_WHEELS) && defined(__x86_64__)
+// glibc before 2.29 has the other versions of these alone, which report errors in one more way.
+asm(".symver log, log@GLIBC_2.2.5\n.symver log2, log2@GLIBC_2.2.5");
+#endif
 
 namespace attnreg {
 
@@ -43,26 +47,26 @@ template <class Body>
 void in_threads(int64_t threads, const Body& body) {
   struct Run {
     const Body& body;
-    std::atomic<bool> failed{false};
-    std::exception_ptr error{};
+    std::atomic<bool> no_memory{false}, failed{false};
   } run{body};
-  // No exception may pass through torch's C functions: the first is thrown again behind them.
+  // No exception may pass through torch's C functions. What a wheel brings can't copy one, as old systems' libraries of C++
+  // have no function for it that new compilers call.
   const auto one_thread = [](int64_t, int64_t, void* context) {
     Run& run = *static_cast<Run*>(context);
     try {
       run.body();
+    } catch (const std::bad_alloc&) {
+      run.no_memory = true;
     } catch (...) {
-      if (!run.failed.exchange(true)) {
-        run.error = std::current_exception();
-      }
+      run.failed = true;
     }
   };
   const int32_t status = torchs_threads.run(0, threads, 1, one_thread, &run);
-  if (run.error) {
-    std::rethrow_exception(run.error);
+  if (run.no_memory) {
+    throw std::bad_alloc();
   }
-  if (status) {
-    throw status;
+  if (run.failed || status) {
+    throw kNoThreads;
   }
 }
 
