@@ -316,7 +316,7 @@ def test_a_named_table_that_is_a_prior_is_said_once_and_leads_those_that_ship(he
     for _ in range(2):
         assert decided_on_the_gpu(known)[:2] == ("third", f"{TABLE}, as a prior")
     (message,) = [record.message for record in caplog.records]
-    assert message.startswith(f"{TABLE} is only a prior: measured with attnreg 0.99.0, here it is ")
+    assert message.startswith(f"{TABLE} is only a prior: measured with torch 2.0.0, here it is ")
     assert message.endswith("; it decides until `attnreg tune` has run here")
 
 
