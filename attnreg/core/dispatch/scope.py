@@ -162,9 +162,9 @@ def inherited_number() -> int:
     return choice.number if choice is not None else 0
 
 
-def preferred(names: tuple[str, ...]) -> ScopedChoice:
+def preferred(names: tuple[str, ...], source: str = "") -> ScopedChoice:
     """Return the choice for a `use_backend` block; raises if a backend is unknown or can't load here."""
-    return _named(names, "", exclusive=False)
+    return _named(names, source, exclusive=False)
 
 
 def exclusive(name: str, source: str = "") -> ScopedChoice:
