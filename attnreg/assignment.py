@@ -201,6 +201,7 @@ def _with_inner(
 ) -> list[tuple[nn.Module, ModuleBlock | Inner]]:
     """Return the modules that match, with their blocks, and all modules inside them."""
     modules = list(model.named_modules(remove_duplicate=False))
+    matching = _with_lists(dict(modules), matching)
     by_id = {id(module): (name, module) for name, module in modules}
     inherited: dict[str, Inner] = {}
     of_module: dict[int, set[Inner]] = {}  # a shared module has several names
@@ -209,21 +210,37 @@ def _with_inner(
         block = matching.get(name)
         inherited[name] = inner[id(block)] if block else inherited.get(name.rpartition(".")[0], _OUTSIDE[0])
         of_module.setdefault(id(module), set()).add(inherited[name])
-    # Torch's smallest modules, such as Linear, call no attention.
     chosen: dict[int, ModuleBlock | Inner] = {
         key: min(blocks, key=id)
         for key, blocks in of_module.items()
-        if len(blocks) == 1 and blocks != {*_OUTSIDE} and not _is_small(by_id[key][1])
+        if len(blocks) == 1 and blocks != {*_OUTSIDE} and not _calls_none(by_id[key][1])
     }
     keys = {name: id(module) for name, module in modules}
     chosen |= {keys[name]: block for name, block in matching.items()}
-    for key in chosen:
-        _check(*by_id[key])
+    for name in matching:
+        _check(name, by_id[keys[name]][1])
     return [(by_id[key][1], block) for key, block in chosen.items()]
 
 
-def _is_small(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+def _with_lists(modules: dict[str, nn.Module], matching: dict[str, ModuleBlock]) -> dict[str, ModuleBlock]:
+    """Return blocks by name, with the members of matching modules that aren't called, such as ModuleList."""
+    blocks = dict(matching)
+    for name in modules:
+        outer = name.rpartition(".")[0]
+        if name and outer in blocks and _own_class(modules[outer]).forward is nn.Module.forward:
+            blocks.setdefault(name, blocks[outer])
+    return blocks
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    own: type[nn.Module] = getattr(type(module), _OWN_CLASS, type(module))
+    return own
+
+
+def _calls_none(module: nn.Module) -> bool:
+    """Whether a module calls no attention itself, as torch's smallest, or can't be put into a block."""
+    is_small = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return is_small or isinstance(module, torch.jit.ScriptModule)
 
 
 def _check(name: str, module: nn.Module) -> None:
@@ -284,7 +301,6 @@ class AssignedClasses:
     def _namespace(self, own: type[nn.Module], method: str) -> dict[str, Any]:
         run = getattr(own, method)
 
-        @functools.wraps(run)  # libraries read the arguments of `forward`
         def in_block(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             block = getattr(module, _BLOCKS, _OUTSIDE)[-1]
             if isinstance(block, Inner):
@@ -299,8 +315,9 @@ class AssignedClasses:
             with block:
                 return run(module, *args, **kwargs)
 
-        # Dynamo recompiles a code object a few times only, and each class has calls of its own.
+        # Dynamo recompiles a code object a few times only, so each class has one.
         in_block.__code__ = in_block.__code__.replace()
+        functools.update_wrapper(in_block, run)  # libraries read the arguments of `forward`
 
         def reduce(module: nn.Module, protocol: Any) -> Any:
             reduced = own.__reduce_ex__(module, protocol)

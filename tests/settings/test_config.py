@@ -76,7 +76,7 @@ def test_an_empty_file_gives_the_defaults(write, text):
     assert settings == Settings() == settings_from({})
     assert settings.model_dump() == {
         "strict": False, "disabled": (), "log_level": "warning", "policy": "measured",
-        "masks": "as_given", "on_error": "raise", "tuned": None, "devices": {},
+        "masks": "as_given", "on_error": "raise", "tuned": None, "devices": {}, "modules": {},
     }  # fmt: skip
 
 
