@@ -262,7 +262,10 @@ def leave_in_graph() -> None:
 
 def backends_in_graph() -> tuple[str, ...]:
     """Return the backends of the innermost block that is traced, or is in force between graphs."""
-    for place in reversed(range(torch._C._len_torch_function_stack())):
+    count = _count_modes()
+    if not count:  # almost always, and blocks ask each time
+        return ()
+    for place in reversed(range(count)):
         mode = torch._C._get_function_stack_at(place)
         if isinstance(mode, ScopeInGraph):
             return mode.names
