@@ -332,6 +332,15 @@ class AssignedClasses:
         in_block.__code__ = in_block.__code__.replace()
         functools.update_wrapper(in_block, run)  # libraries read the arguments of `forward`
 
+        names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+        namespace = {method: in_block, _OWN_CLASS: own, **names, **self._copying(own, method)}
+        if (finished := getattr(own, "cls_to_become", None)) is not None:
+            namespace["cls_to_become"] = self.derive(finished, method)  # of a lazy module, once it was called
+        return namespace
+
+    def _copying(self, own: type[nn.Module], method: str) -> dict[str, Callable[..., Any]]:
+        """Return the methods by which a module is copied and pickled with its backends."""
+
         def reduce(module: nn.Module, protocol: Any) -> Any:
             reduced = own.__reduce_ex__(module, protocol)
             if isinstance(reduced, str):
@@ -341,11 +350,14 @@ class AssignedClasses:
             made_by = [own if part is type(module) else part for part in (make, *args)]
             return _make_again, (method, *made_by), *rest
 
-        names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-        namespace = {method: in_block, "__reduce_ex__": reduce, _OWN_CLASS: own, **names}
-        if (finished := getattr(own, "cls_to_become", None)) is not None:
-            namespace["cls_to_become"] = self.derive(finished, method)  # of a lazy module, once it was called
-        return namespace
+        def deep_copy(module: nn.Module, memo: Any) -> nn.Module:
+            copied: nn.Module = own.__deepcopy__(module, memo)  # type: ignore[attr-defined]
+            _set_blocks(copied, _blocks(module))
+            return copied
+
+        # Such as GraphModule, which copies the attributes that it knows.
+        copies_itself = hasattr(own, "__deepcopy__")
+        return {"__reduce_ex__": reduce} | ({"__deepcopy__": deep_copy} if copies_itself else {})
 
 
 assigned = AssignedClasses()

@@ -176,6 +176,14 @@ def test_copies_and_pickles_keep_their_backends_and_a_state_dict_has_no_trace(ra
     assert ran_of(ran, torch.compile(copies[1], backend="aot_eager", fullgraph=True)) == BOTH
 
 
+def test_a_module_that_copies_itself_keeps_its_backends(ran):
+    model = torch.fx.symbolic_trace(nn.Sequential(Attention(), nn.ReLU()))
+    handle = attnreg.assign(model, {"": "math"})
+    copied = copy.deepcopy(model)
+    handle.remove()
+    assert [ran_of(ran, one) for one in (copied, copy.deepcopy(copied), model)] == [MATH, MATH, CPU]
+
+
 def test_a_pickled_model_loads_where_its_backend_does_not_and_raises_when_called():
     limits = attnreg.Capabilities(devices=("cpu",), dtypes=("float32",))
     load = lambda: attnreg.Kernels(lambda *_: None, lambda *_: None)  # noqa: E731

@@ -80,7 +80,8 @@ def test_an_empty_file_gives_the_defaults(write, text):
     }  # fmt: skip
 
 
-KEYS = "unknown key, expected one of strict, disabled, log_level, policy, masks, on_error, tuned, devices, modules"
+KEYS = "unknown key, expected one of strict, disabled, log_level, policy, masks, on_error, tuned, devices"
+KEYS += ", modules"
 KINDS = "expected 'cpu', 'cuda', another device type of torch or 'sm_NN'"
 LEVELS = "expected 'debug', 'info', 'warning' or 'error'"
 ONCE = "expected each name once: [0] is the same name, as case doesn't matter"
