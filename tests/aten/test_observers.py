@@ -214,6 +214,17 @@ def test_an_exported_program_is_counted_when_it_runs(registered, strict):
     assert (row.reason, row.count, row.op) == (DROPOUT, 1, MATH_OP)
 
 
+def test_without_routers_an_exported_program_is_decomposed_as_by_torch(registered):
+    def operations():
+        program = torch.export.export(Attention(), (QUERY,), strict=False).run_decompositions()
+        return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+    assert operations()[0] == MATH_OP.replace("::", ".") + ".default"  # torch finds a kernel for the device
+    aten.restore()
+    assert "aten.bmm.default" in operations()
+    aten.ensure()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.slow
 def test_flex_attention_is_counted_where_it_runs_or_is_traced(registered):
