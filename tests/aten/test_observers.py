@@ -214,6 +214,7 @@ def test_an_exported_program_is_counted_when_it_runs(registered, strict):
     assert (row.reason, row.count, row.op) == (DROPOUT, 1, MATH_OP)
 
 
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")
 def test_without_routers_an_exported_program_is_decomposed_as_by_torch(registered):
     def operations():
         program = torch.export.export(Attention(), (QUERY,), strict=False).run_decompositions()
