@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import attnreg
 from attnreg.core import aten
 from attnreg.core.aten import observers
+from attnreg.core.dispatch import call_cache
 from attnreg.core.dispatch.counters import Bypass
 from attnreg.core.torchlib.call_sites import _innermost_of_program
 
-pytestmark = pytest.mark.usefixtures("routers")
+pytestmark = pytest.mark.usefixtures("observed", "routers")
 
 MATH, MATH_OP = "torch's math kernel", "aten::_scaled_dot_product_attention_math"
 DROPOUT = "dropout_p must be 0 on a CPU, got 0.5"
@@ -45,12 +46,23 @@ DROPPED = Bypass(MATH, DROPOUT, 1, MATH_OP, (SHAPE,) * 3, line_of(attend))
 
 
 @pytest.fixture
+def observed(wanted_routers, request):
+    """Observe, before routers in Python are installed: these don't count a call else."""
+    if "compiled_routers" in request.fixturenames:
+        request.getfixturevalue("compiled_routers")
+    more = int(call_cache._wanted() == "python")
+    aten.bypassed.observe(more)
+    yield
+    aten.bypassed.observe(-more)
+
+
+@pytest.fixture
 def registered():
     with attnreg.register_backend("math"):
         yield
 
 
-def test_a_registration_alone_has_calls_counted(registered):
+def test_a_registration_alone_has_calls_counted(compiled_routers, registered):
     for _ in range(3):
         attend(QUERY)
     query, value = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 8)
@@ -68,13 +80,30 @@ def test_a_registration_alone_has_calls_counted(registered):
     assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
 
 
-def test_nothing_is_counted_while_nothing_asks_for_a_backend():
+def test_nothing_is_counted_while_nothing_asks_for_a_backend(compiled_routers):
     attend(QUERY)
     assert rows() == ()
     with attnreg.use_backend("math"):
         attend(QUERY)
     (row,) = rows()
     assert (row.reason, row.count) == (DROPOUT, 1)
+
+
+def test_without_the_compiled_part_calls_are_counted_where_somebody_observes(python_routers, tmp_path):
+    with attnreg.register_backend("math"):
+        aten.restore()
+        aten.bypassed.observe(-1)
+        aten.ensure()
+        attend(QUERY)
+        assert rows() == ()
+        with attnreg.record(tmp_path / "calls.toml"):
+            attend(QUERY)
+        assert rows() == (dataclasses.replace(DROPPED, op="F.scaled_dot_product_attention"),)
+        aten.restore()
+        aten.bypassed.observe(1)
+        aten.ensure()
+        attend(QUERY)
+        assert rows() == (DROPPED,)
 
 
 def in_inference_mode():
@@ -112,7 +141,7 @@ def test_a_checkpoint_runs_the_call_twice_and_both_count(registered):
     assert (row.count, row.site) == (2, line_of(attend))
 
 
-def test_observing_changes_no_number(registered):
+def test_observing_changes_no_number(compiled_routers, registered):
     def gradients(observed):
         torch.manual_seed(0)
         query = QUERY.clone().requires_grad_()
@@ -185,6 +214,18 @@ def test_an_exported_program_is_counted_when_it_runs(registered, strict):
     assert (row.reason, row.count, row.op) == (DROPOUT, 1, MATH_OP)
 
 
+@pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")
+def test_without_routers_an_exported_program_is_decomposed_as_by_torch(registered):
+    def operations():
+        program = torch.export.export(Attention(), (QUERY,), strict=False).run_decompositions()
+        return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+    assert operations()[0] == MATH_OP.replace("::", ".") + ".default"  # torch finds a kernel for the device
+    aten.restore()
+    assert "aten.bmm.default" in operations()
+    aten.ensure()
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.slow
 def test_flex_attention_is_counted_where_it_runs_or_is_traced(registered):
@@ -222,7 +263,7 @@ def test_layers_on_the_fast_path_are_counted_with_dense_and_nested_batches(regis
         assert (row.op, row.count, row.shapes) == ("aten::_native_multi_head_attention", 2, shapes)
 
 
-def test_removing_the_routers_ends_the_observation(registered):
+def test_removing_the_routers_ends_the_observation(compiled_routers, registered):
     hop = sys.modules["torch._higher_order_ops.flex_attention"].flex_attention
     observed = {**hop.py_kernels}
     aten.restore()

@@ -215,14 +215,19 @@ def counts() -> bool:
     return _observes or state().active or scope.current() is not None
 
 
+def is_observed() -> bool:
+    """Whether somebody observes: `attnreg run --stats`, a recording, a file for stats, `strict`."""
+    if _observers > 0 or not policy.are_read():
+        return _observers > 0
+    now = policy.sources()
+    return bool(strict(now) or now.environment.record or now.environment.stats)
+
+
 def follow() -> None:
     """Install or remove the wrappers, as the observers and the settings now require."""
     global _observes, _recognises
-    _observes, _recognises = _observers > 0, False
-    if policy.are_read():
-        now = policy.sources()
-        _observes = _observes or bool(strict(now) or now.environment.record or now.environment.stats)
-        _recognises = run_recognised is not None and masks(now) == RECOGNISE
+    _observes = is_observed()
+    _recognises = run_recognised is not None and policy.are_read() and masks(policy.sources()) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
         there = getattr(place, name)

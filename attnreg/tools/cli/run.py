@@ -79,8 +79,8 @@ def run(
     if stats or as_json or stats_to is not None:
         from attnreg.core import aten
 
-        aten.ensure()
         aten.bypassed.observe(1)
+        aten.ensure()
     if stats or as_json:
         atexit.register(_print_json if as_json else _print_stats)
     context.obj.append(functools.partial(_start, name, arguments, as_module))
