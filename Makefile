@@ -16,7 +16,7 @@ ROUTERS ?= $(shell set -- $$CXX; for name in $${1:-c++ g++ clang++}; do \
 DOCS_READY := .venv/docs-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint docs test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow matrix demo bench clean
+.PHONY: help venv lint docs test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow matrix demo bench wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -101,6 +101,9 @@ else
 	@for file in benchmarks/[a-z]*.py; do echo "make bench NAME=$$(basename "$$file" .py)"; done
 endif
 
+wheels: $(READY) ## the sdist, and the wheel with the compiled CPU kernel: built, checked, installed and run
+	release/wheels
+
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv .matrix build dist site demo-output .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .wheels .matrix build dist site demo-output .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from attnreg.tools.explanation import Explanation, explain
     from attnreg.tools.warmup import FirstCall, warmup
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "api": "Handle configure install list_backends record register_backend reload uninstall use_backend",

@@ -34,10 +34,10 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 _ABOUT_THE_MATRIX = f"""# What each backend runs
 
-Made from what the backends declare (`Capabilities`), the data that attnreg itself decides by. {YES} means that
-it is declared, {NO} that such a call goes to another backend. A backend may refuse single calls for a further
-reason, such as a missing package. `attnreg explain` says it for a call, without that GPU as well: `--device
-sm_90`. Other head dims are padded to the next multiple of 8, and `efficient` pads to a multiple of 4.
+Made from what the backends declare (`Capabilities`), the data that attnreg itself decides by. {YES} means
+that it is declared, {NO} that such a call goes to another backend. A backend may refuse single calls for a
+further reason, such as a missing package. `attnreg explain` says it for a call, without that GPU as well:
+`--device sm_90`. Other head dims are padded to the next multiple of 8, and `efficient` pads to one of 4.
 """
 
 

@@ -24,7 +24,7 @@ from attnreg.core.policy.lockfile import Lockfile, LockfileRow
 from attnreg.core.times import traces
 from attnreg.core.times.environments import _environment, environment, matched
 from attnreg.core.times.table import Environment
-from attnreg.core.torchlib import building, caches
+from attnreg.core.torchlib import building, caches, libraries
 from attnreg.errors import BuildError, UnsupportedInputError
 from attnreg.tools.measure.inputs import inputs
 
@@ -396,6 +396,9 @@ def test_a_table_measured_without_the_compiled_kernel_is_not_used_with_it(instal
 )
 def test_each_instruction_set_has_a_file_of_its_own(unbuilt, monkeypatch, known, flag):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: dict.fromkeys(libraries.LEVELS[0].instructions, True)
+    )
     flags = building.CPU_KERNEL.all_flags()
     assert [each for each in flags if each.startswith("-march")] == ([flag] if flag else [])
     here = building.target(building.CPU_KERNEL)

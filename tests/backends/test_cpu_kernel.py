@@ -1,7 +1,9 @@
 """The cpu backend's compiled kernel: results against float64, launchers, threads, and what it refuses."""
 
+import ctypes
 import itertools
 import math
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -342,6 +344,38 @@ print(all(map(torch.equal, before, solve(small))))
 def test_a_thread_without_memory_is_an_error_and_does_not_end_the_process(built_cpu_kernel):
     refused = "no memory for the blocks that attention works on"
     assert run(SHORT_OF_MEMORY, built_cpu_kernel) == [refused, refused, "True"]
+
+
+RUN = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_void_p)
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_call_runs_in_the_threads_that_torch_starts_for_it(built_cpu_kernel, cpu_kernel, tmp_path, works):
+    def count(number):
+        number[0] = 3
+        return 0
+
+    def start(begin, end, grain, body, context):
+        started.append((begin, end, grain))
+        if works:
+            for thread in range(begin, end):
+                BODY(body)(thread, thread + 1, context)
+        return int(not works)
+
+    started = []
+    file = shutil.copy(built_cpu_kernel, tmp_path)  # a library of its own, whose threads are these
+    library = ctypes.CDLL(str(file))
+    kernel = compiled.CompiledKernel.of(library)
+    functions = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.POINTER(ctypes.c_uint32))(count), RUN(start)
+    library.attnreg_use_threads(*functions)
+    q, k, v, _, call = inputs(ragged((300, 200, 100), dtype="float32"))
+    if works:
+        assert_same(kernel.forward(q, k, v, call), cpu_kernel.forward(q, k, v, call), tolerance=1e-5)
+    else:
+        with pytest.raises(RuntimeError, match="torch couldn't start its threads"):
+            kernel.forward(q, k, v, call)
+    assert started == [(0, 3, 1)]
 
 
 def test_threads_may_change_between_forward_and_backward(kernels, threads):

@@ -338,11 +338,11 @@ def test_the_table_of_another_architecture_is_no_prior(shipped, known):
 def test_a_named_table_that_is_a_prior_is_said_once_and_leads_those_that_ship(here, shipped, known, caplog):
     ship(shipped, known, "NVIDIA Test 8000", device="NVIDIA Test 8000")
     caplog.set_level(logging.WARNING, "attnreg")
-    attnreg.configure(here(device=GPU, first=9.0, third=4.0, changes={"attnreg": "0.99.0"}))
+    attnreg.configure(here(device=GPU, first=9.0, third=4.0, changes={"torch": "2.0.0"}))
     for _ in range(2):
         assert decided_on_the_gpu(known)[:2] == ("third", f"{TABLE}, as a prior")
     (message,) = [record.message for record in caplog.records]
-    assert message.startswith(f"{TABLE} is only a prior: measured with attnreg 0.99.0, here it is ")
+    assert message.startswith(f"{TABLE} is only a prior: measured with torch 2.0.0, here it is ")
     assert message.endswith("; it decides until `attnreg tune` has run here")
 
 

@@ -174,7 +174,6 @@ def test_a_difference_after_which_kernels_are_others_refuses_the_whole_table(cha
         ),
         ({"cuda": "12.8"}, "measured with CUDA 12.8, here it is 13.0"),
         ({"cudnn": "91700"}, "measured with cuDNN 91700, here it is 91900"),
-        ({"attnreg": "0.2.0"}, "measured with attnreg 0.2.0, here it is 0.1.0"),
         (
             {"backends": HERE.backends | {"cuDNN": "9.19.0 (frontend 1.30.0)"}},
             f"measured with cuDNN 9.19.0 (frontend 1.30.0), here it is {CUDNN}",
@@ -200,7 +199,7 @@ def test_a_table_of_a_cpu_is_no_prior_on_another():
     [
         ({}, ()),
         ({"driver": "580.82.07"}, ("measured with driver 580.82.07, here it is 580.65.06",)),
-        ({"attnreg": "0.1.7"}, ("measured with attnreg 0.1.7, here it is 0.1.0",)),
+        ({"attnreg": "0.2.7"}, ("measured with attnreg 0.2.7, here it is 0.1.0",)),
         ({"backends": HERE.backends | {"FA4": "4.0"}}, ("FA4 was measured and doesn't load here",)),
         ({"backends": {"FA2": "2.11.0+cu130"}}, ("cuDNN wasn't measured: it keeps its place",)),
         (  # another patch release of torch, and its own kernels with it

@@ -1,4 +1,4 @@
-"""Calls of the compiled kernel (`kernel/module.cpp`), which `attnreg build` compiles.
+"""Calls of the compiled kernel (`kernel/module.cpp`), which a wheel brings or `attnreg build` compiles.
 
 One call of the library runs a whole batch of any lengths on torch's threads. The library receives the call's
 kind and arguments (`problem.py`), and finds the sequences itself. So a launcher needs no Python.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,7 +43,10 @@ class CompiledKernel(NamedTuple):
 
     @classmethod
     def of(cls, library: ctypes.CDLL) -> CompiledKernel:
-        """Return the functions of a library."""
+        """Return the functions of a library, which run calls in torch's threads from now on."""
+        # Torch has loaded it, so its name is enough. The functions are of torch's stable C interface.
+        torchs = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD)
+        library.attnreg_use_threads(torchs.torch_get_num_threads, torchs.torch_parallel_for)
         entries = library.attnreg_forward, library.attnreg_backward
         for entry in entries:
             entry.argtypes, entry.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_int64
@@ -121,7 +125,7 @@ def load() -> CompiledKernel | None:
     """Return the library, or None where it isn't built or can't be loaded."""
     try:
         return CompiledKernel.of(building.loaded_cpu_kernel())
-    except BuildError as error:
+    except (BuildError, OSError) as error:  # or torch is one file that has another name
         # `ensure_built` logs a library that isn't built or used.
         level = logging.WARNING if building.may_be_loaded(building.CPU_KERNEL) else logging.DEBUG
         log.log(level, "the cpu backend uses torch's kernel alone: %s", error)

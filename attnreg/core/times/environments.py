@@ -105,7 +105,7 @@ RULES = {
     "cuda": Rule("CUDA", 2, 0),
     "cudnn": Rule("cuDNN", None, 1, OTHER_KERNELS),
     "threads": Rule("threads", None, None, "the times are those of so many threads"),
-    "attnreg": Rule("attnreg", 2, 1, "another major version calls kernels differently"),
+    "attnreg": Rule("attnreg", 1, 1, "another major version calls kernels differently"),
 }
 BACKEND = Rule("", None, 1, OTHER_KERNELS)
 

@@ -39,7 +39,8 @@ log = logging.getLogger("attnreg")
 class Status(NamedTuple):
     """The state of a library, as `attnreg info` shows it."""
 
-    state: str  # "built", "built, not used", "building", "failed", "off" or "not built"
+    # "built", "prebuilt AVX2" (by a wheel), "built, not used", "building", "failed", "off" or "not built"
+    state: str
     file: Path | None = None
     reason: str = ""  # why it isn't built or used, and what the user can do
 
@@ -90,7 +91,9 @@ def _load_module(file: Path) -> ModuleType:
 
 
 def loaded_cpu_kernel() -> ctypes.CDLL:
-    """Return the library of the CPU backend, loaded once; with ATTNREG_BUILD=now it is compiled first.
+    """Return the library of the CPU backend, loaded once, compiled here or brought by a wheel.
+
+    With ATTNREG_BUILD=now it is compiled first where there is neither.
 
     Raises BuildError as `loaded` does, and where ATTNREG_ROUTERS=python excludes compiled libraries.
     """
@@ -117,8 +120,8 @@ def _check_identity(library: Library, name: str) -> None:
 
     Another library would take the arguments of its functions for something else.
     """
-    if name != target(library).stem:
-        raise ImportError(f"it has another library, {name}, expected {target(library).stem}")
+    if name != (expected := libraries.identity(library)):
+        raise ImportError(f"it has another library, {name}, expected {expected}")
 
 
 def is_loaded(library: Library) -> bool:
@@ -136,7 +139,7 @@ def status(library: Library) -> Status:
     try:
         if file := find_file(library):
             left_out = "ATTNREG_ROUTERS=python leaves compiled libraries out" if is_left_out() else ""
-            return Status("off" if left_out else "built", file, left_out)
+            return Status("off" if left_out else libraries.how_built(file), file, left_out)
         if process := locks.holder(background.lock_path()):
             return Status("building", reason=f"process {process} is compiling now")
         if failure := background.earlier_failure(library):

@@ -1,7 +1,8 @@
 """The C++ libraries: their sources and flags, the file of each, and how the compiler is run.
 
 There are two: the call cache, which runs repeated calls without Python, and the kernel of the CPU backend.
-Each is described in its `module.cpp`. A library has a file for each version of torch and Python.
+Each is described in its `module.cpp`. The call cache has a file for each version of torch and Python. The
+kernel knows neither. It has a file for each level of instructions, and a wheel brings these (`PREBUILT`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ from attnreg.core.torchlib import caches, children
 from attnreg.errors import BuildError
 
 ROOT = Path(__file__).parents[2]
+# Libraries that a wheel brings; `make wheels` compiles them, and a checkout has none.
+PREBUILT = ROOT / "backends" / "cpu" / "prebuilt"
 
 COMPILERS = ("c++", "g++", "clang++")
 # The prefix of folders of unfinished builds; nothing else in the cache has it.
 SCRATCH = ".building-"
 # How many characters of a compiler's output a message has, and after how many seconds the compiler is killed.
 MOST_CHARACTERS, TIMEOUT = 2000, 1800
+
+# Flags of a library that a wheel brings: it loads on older systems than this one.
+FOR_WHEELS = ("-DATTNREG_FOR_WHEELS", "-Wl,--strip-all")
 
 # Scripts that load a new file in another process, because a broken file may crash it.
 TRY_MODULE = """
@@ -41,10 +47,45 @@ spec = importlib.util.spec_from_file_location(name, file, loader=loader)
 loader.exec_module(importlib.util.module_from_spec(spec))
 """
 TRY_LIBRARY = """
-import ctypes, torch
+import ctypes
 library = ctypes.CDLL(file)
-library.attnreg_forward, library.attnreg_backward, library.attnreg_library
+library.attnreg_use_threads, library.attnreg_forward, library.attnreg_backward, library.attnreg_library
 """
+
+
+class Level(NamedTuple):
+    """A level of x86-64 instructions.
+
+    Attributes:
+        name: its name for users.
+        capability: what `torch.backends.cpu.get_cpu_capability` calls it.
+        march: what compilers call it.
+        instructions: what a CPU of this level has, by the names of `torch.cpu.get_capabilities`.
+    """
+
+    name: str
+    capability: str
+    march: str
+    instructions: frozenset[str]
+
+
+_V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt"})
+_V4 = _V3 | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}
+# The highest first. Code for AMX is part of AVX-512, and runs only on CPUs that have AMX.
+LEVELS = (Level("AVX-512", "AVX512", "x86-64-v4", _V4), Level("AVX2", "AVX2", "x86-64-v3", _V3))
+
+
+def machine_level() -> Level | None:
+    """Return the highest level that torch uses on this machine and the CPU has all of, if there is one.
+
+    Torch looks at some of a level's instructions only, and a virtual machine may hide others.
+    """
+    capability, capabilities = torch.backends.cpu.get_cpu_capability(), torch.cpu.get_capabilities()
+    used = [level.capability for level in LEVELS]
+    if capability not in used:
+        return None
+    has = {name for name, value in capabilities.items() if value is True}
+    return next((level for level in LEVELS[used.index(capability) :] if level.instructions <= has), None)
 
 
 class Library(NamedTuple):
@@ -56,7 +97,7 @@ class Library(NamedTuple):
         title: its name in messages.
         main: the source file. It includes only headers of its own folder, and torch's.
         flags: flags of the compiler.
-        libraries: names of the torch libraries to link.
+        libraries: names of the torch libraries to link. Without any it serves every torch and Python.
         trial: a script that loads it, with variables `name` and `file`.
         without: what runs where it is missing, and what that costs by the pages of measurements.
         backend: the backend that alone uses it; empty if calls of all backends do.
@@ -75,10 +116,20 @@ class Library(NamedTuple):
     is_native: bool = False
 
     def all_flags(self) -> tuple[str, ...]:
-        """Return all flags; native code targets the x86-64 level of the instructions that torch uses here."""
-        known = torch.backends.cpu.get_cpu_capability() if self.is_native else ""
-        native = {"AVX512": ("-march=x86-64-v4",), "AVX2": ("-march=x86-64-v3",)}.get(known[:6], ())
-        return "-std=c++20", "-fPIC", "-shared", "-w", *self.flags, *native
+        """Return all flags; native code targets the x86-64 level of this machine."""
+        level = machine_level() if self.is_native else None
+        return (
+            "-std=c++20",
+            "-fPIC",
+            "-shared",
+            "-w",
+            *self.flags,
+            *([f"-march={level.march}"] if level else []),
+        )
+
+    def for_level(self, level: Level) -> Library:
+        """Return this library for a level, whichever this machine has."""
+        return self._replace(flags=(*self.flags, f"-march={level.march}"), is_native=False)
 
 
 CALL_CACHE = Library(
@@ -98,7 +149,7 @@ CPU_KERNEL = Library(
     "the CPU kernel",
     ROOT / "backends" / "cpu" / "kernel" / "module.cpp",
     ("-O3", "-ffp-contract=fast"),
-    ("c10", "torch_cpu"),
+    (),
     TRY_LIBRARY,
     "torch's kernel runs packed calls: forward + backward of ragged batches 1.23 times as fast as padding or "
     "a loop, with it 1.83; causal 1.17, with it 2.26 (2 cores, docs/benchmarks.md)",
@@ -114,19 +165,29 @@ DIGEST = hashlib.sha256
 DIGEST_BYTES = DIGEST().digest_size
 
 
+def identity(library: Library) -> str:
+    """Return the name of a library's file without its suffix; the library itself has the name, too.
+
+    It depends on the source, the flags, and for a library that links torch's on torch and Python. A native
+    library has a name for each level of instructions, because machines may share a home folder. Raises
+    OSError if the source is missing.
+    """
+    files = library.main, *sorted(library.main.parent.glob("*.h"))
+    sources = [file.read_text(encoding="utf-8") for file in files]
+    versions = map(str, _versions() if library.libraries else ())
+    parts = (*sources, *library.all_flags(), *versions, DIGEST.__name__)
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return f"{library.name}-{digest[:16]}"
+
+
 @functools.cache
 def target(library: Library = CALL_CACHE) -> Path:
-    """Return the path of a library's file, which depends on torch, Python, the flags and the source.
+    """Return the path that a library is compiled to.
 
-    A native library has a file for each level of instructions, because machines may share a home folder.
     Raises BuildError if the source is missing, or the user has no home folder.
     """
     try:
-        files = library.main, *sorted(library.main.parent.glob("*.h"))
-        sources = [file.read_text(encoding="utf-8") for file in files]
-        parts = (*sources, *library.all_flags(), *map(str, _versions()), DIGEST.__name__)
-        name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-        return caches.folder(library.folder) / f"{library.name}-{name}.so"
+        return caches.folder(library.folder) / f"{identity(library)}.so"
     except (OSError, RuntimeError) as error:
         raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
@@ -142,13 +203,46 @@ def find_file(library: Library) -> Path | None:
 def check_file(library: Library) -> Path:
     """Check the file of a library, and return the path to load it by, without links.
 
-    Raises BuildError if the file is missing, can't be read, is damaged, or another user can replace it.
+    A file that was compiled on this machine goes before one that a wheel brought. Raises BuildError if there
+    is neither, if the file can't be read or is damaged, or if another user can replace the compiled one.
     """
+    try:
+        return _check_compiled(library)
+    except BuildError:
+        if file := _check_prebuilt(library):
+            return file
+        raise
+
+
+def how_built(file: Path) -> str:
+    """Return "built" for a file of `check_file`, or, if a wheel brought it, "prebuilt" and its level."""
+    level = machine_level()
+    return f"prebuilt {level.name}" if level and file.parent == PREBUILT else "built"
+
+
+def _check_prebuilt(library: Library) -> Path | None:
+    """Return the file that a wheel brought for this source and machine, None without one.
+
+    Whoever can replace it can replace attnreg's Python as well, so its owner isn't checked. Raises BuildError
+    if it is damaged.
+    """
+    try:
+        file = PREBUILT / f"{identity(library)}.so"
+        is_whole = _has_digest(file)
+    except OSError:
+        return None
+    if not is_whole:
+        raise BuildError(f"{file} is damaged: install attnreg again, or run `attnreg build`")
+    return file
+
+
+def _check_compiled(library: Library) -> Path:
+    """Return the file of a library that was compiled on this machine; raises BuildError as `check_file`."""
     file = target(library)
     try:
         file = caches.resolve(file, strict=True)
-        problem, status = caches.unsafe(file), file.stat()
-        if not problem and not _digest_matches(file, status.st_ino, status.st_size, status.st_mtime_ns):
+        problem = caches.unsafe(file)
+        if not problem and not _has_digest(file):
             problem = f"{file} is damaged, and `attnreg build` compiles it again"
     except FileNotFoundError:
         what = f"{library.title} isn't compiled for this torch, Python and machine"
@@ -161,18 +255,24 @@ def check_file(library: Library) -> Path:
 
 
 def why_not_used(library: Library) -> str:
-    """Return why a compiled library isn't used; empty if it is used, or isn't compiled.
+    """Return why a library that is there isn't used; empty if it is used, or isn't there.
 
     Raises BuildError as `target` does, and OSError if the file's existence can't be determined.
     """
     with caches.readable_errors("read"):
-        is_there = target(library).is_file()
+        is_there = target(library).is_file() or (PREBUILT / target(library).name).is_file()
     try:
         if is_there:
             check_file(library)
     except BuildError as error:
         return str(error)
     return ""
+
+
+def _has_digest(file: Path) -> bool:
+    """Return whether a file is as it was when its digest was written behind it."""
+    status = file.stat()
+    return _digest_matches(file, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=16)
@@ -203,10 +303,7 @@ def compile_library(library: Library) -> Path:
             tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder,
         ):
             made = Path(folder) / file.name
-            _run_command([*find(), *_make_arguments(library, made)], folder)
-            with made.open("ab") as contents:
-                contents.write(DIGEST(made.read_bytes()).digest())
-            _run_command(python(f"name, file = arguments\n{library.trial}", library.name, str(made)), folder)
+            _compile(library, made)
             made.chmod(0o700)
             # The contents reach the disk before the name does, so that a crash leaves no empty file.
             with made.open("rb") as contents:
@@ -217,6 +314,27 @@ def compile_library(library: Library) -> Path:
     except OSError as error:
         raise BuildError(f"{problem} into {file}: {error}") from error
     return file
+
+
+def compile_prebuilt(level: Level, folder: Path) -> Path:
+    """Compile the CPU kernel for a level into a folder, as a wheel brings it, and return the file.
+
+    Raises BuildError as `compile_library` does.
+    """
+    library = CPU_KERNEL.for_level(level)
+    file = folder / f"{identity(library)}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    _compile(library, file, *FOR_WHEELS)
+    return file
+
+
+def _compile(library: Library, file: Path, *flags: str) -> None:
+    """Compile a library into a file with its digest at the end, and load it in another process for a test."""
+    _run_command([*find(), *_make_arguments(library, file), *flags], str(file.parent))
+    with file.open("ab") as contents:
+        contents.write(DIGEST(file.read_bytes()).digest())
+    trial = python(f"name, file = arguments\n{library.trial}", library.name, str(file))
+    _run_command(trial, str(file.parent))
 
 
 def find() -> list[str]:
@@ -269,16 +387,19 @@ def in_one_line(message: str) -> str:
 
 
 def _make_arguments(library: Library, output: Path) -> list[str]:
+    names = [*library.all_flags(), f'-DATTNREG_LIBRARY="{identity(library)}"']
+    files = [str(library.main), "-o", str(output)]
+    if not library.libraries:
+        return [*names, *files]
     inside = Path(torch.__file__).parent
     headers = inside / "include"
     includes = headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")
     runtime = f"libcudart.so.{(torch.version.cuda or '0').partition('.')[0]}"
     return [
-        *library.all_flags(),
+        *names,
         f'-DATTNREG_CUDART="{runtime}"',
-        f'-DATTNREG_LIBRARY="{target(library).stem}"',
         *(f"-I{folder}" for folder in includes),
-        *(str(library.main), "-o", str(output)),
+        *files,
         f"-L{inside / 'lib'}",
         *(f"-l{name}" for name in library.libraries),
     ]

@@ -21,10 +21,11 @@ def build(
 ) -> None:
     """Compile the call cache and the kernel for this CPU now.
 
-    The call cache runs repeated calls without Python. Both are compiled for this torch and Python into the
-    user's cache folder, with the C++ compiler that CXX names, or else one that is found. It takes about half
-    a minute, or none where both are compiled and current. Programs that start after it use them. Without this
-    command the first program that runs attention has them compiled in the background, which ATTNREG_BUILD=off
+    The call cache runs repeated calls without Python, and is compiled for this torch and Python. The kernel
+    is compiled even if a wheel brought one, unless --missing is given. Both go into the user's cache folder.
+    The compiler is the one that CXX names, or else one that is found. It takes about half a minute, or none
+    where both are compiled and current. Programs that start after it use them. Without this command the first
+    program that runs attention has what is missing compiled in the background, which ATTNREG_BUILD=off
     forbids. With ATTNREG_ROUTERS=python neither is used.
 
     The exit code is 1 if one of them can't be compiled; the other is kept.
@@ -44,7 +45,10 @@ def build(
     others = {status.reason for status in statuses.values() if status.state == "building"}
     for reason in others:
         typer.echo(f"attnreg: {reason}, waiting for it", err=True)
-    is_current = {name: not force and building.can_load(library) for name, library in libraries.items()}
+    is_current = {
+        name: not force and statuses[name].state == "built" and building.can_load(library)
+        for name, library in libraries.items()
+    }
     for name, library in libraries.items():
         try:
             if missing and statuses[name].state == "failed":

@@ -107,7 +107,7 @@ def _library(library: Library) -> dict[str, str | None]:
     from attnreg.core.torchlib import building
 
     state, path, reason = building.status(library)
-    if state == "built":
+    if state.startswith(("prebuilt", "built")) and not reason:
         try:
             (building.loaded if library is building.CALL_CACHE else building.loaded_cpu_kernel)()
         except AttnregError as error:
@@ -201,6 +201,14 @@ def _print(facts: dict[str, Any], verbose: bool) -> None:
         table("What torch does without attnreg", _torch_rows(facts["torch"]))
 
 
+def _file_or_reason(library: dict[str, Any]) -> str:
+    """Return the file of a library that loads, or why it doesn't."""
+    state, file = library["state"], library["file"]
+    if state == "built":
+        return str(file)
+    return f"{state}: {file if state.startswith('prebuilt') else library['reason']}"
+
+
 def _device_rows(facts: dict[str, Any]) -> Rows:
     for device in facts["devices"]:
         capability = device["compute_capability"]
@@ -238,8 +246,8 @@ def _library_rows(libraries: list[dict[str, Any]]) -> Rows:
 
     for library, row in zip(building.LIBRARIES, libraries, strict=True):
         name, state = row["library"], row["state"]
-        yield name, row["file"] if state == "built" else f"{state}: {row['reason']}"
-        if state != "built":
+        yield name, _file_or_reason(row)
+        if state != "built" and not state.startswith("prebuilt"):
             yield "", f"so {library.without}"
 
 

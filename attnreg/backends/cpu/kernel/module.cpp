@@ -1,4 +1,5 @@
-// Attention on a CPU, as a library without Python: `torchlib/building.py` compiles it, `compiled.py` calls it.
+// Attention on a CPU, as a library without Python and without torch: `torchlib/building.py` compiles it, `compiled.py`
+// calls it. One file serves every torch, so a wheel can bring it.
 //
 // Sequences of any lengths are one call, cut into tasks that torch's threads take one after the other. Matrices
 // are packed into panels (panels.h) in float32, whatever the dtype, and multiplied tile by tile (products.h).
@@ -8,11 +9,6 @@
 // and dropout · softmax.h: scores and their weights · key_sums.h: sums that tasks share · forward.h, backward.h: what a
 // task computes · few_rows.h: the forward of few rows, as in decoding · tiles.h, forward_tiles.h, backward_tiles.h: the
 // same in bfloat16 by AMX
-
-#include <ATen/EmptyTensor.h>
-#include <ATen/Parallel.h>
-#include <ATen/TensorIterator.h>
-#include <ATen/core/Tensor.h>
 
 #include <atomic>
 #include <cmath>
@@ -24,10 +20,55 @@
 #include "forward.h"
 #include "forward_tiles.h"
 
+#if defined(ATTNREG_FOR_WHEELS) && defined(__x86_64__)
+// glibc before 2.29 has the other versions of these alone, which report errors in one more way.
+asm(".symver log, log@GLIBC_2.2.5\n.symver log2, log2@GLIBC_2.2.5");
+#endif
+
 namespace attnreg {
 
 // Computing so many scores takes as long as waking a thread does, at common head dims.
 constexpr double kScoresPerThread = 4096;
+
+// Torch's threads, by functions of its C interface: `torch_get_num_threads` and `torch_parallel_for` of
+// torch/csrc/stable/c/shim.h, which return 0 where they succeed. Until `attnreg_use_threads` a call has one thread.
+struct Threads {
+  int32_t (*get_count)(uint32_t* count);
+  int32_t (*run)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
+} torchs_threads{};
+
+int64_t get_num_threads() {
+  uint32_t count = 1;
+  return torchs_threads.get_count && torchs_threads.get_count(&count) == 0 ? count : 1;
+}
+
+// Runs a function once in each of `threads` threads of torch, or once in all where this is one of its threads already.
+template <class Body>
+void in_threads(int64_t threads, const Body& body) {
+  struct Run {
+    const Body& body;
+    std::atomic<bool> no_memory{false}, failed{false};
+  } run{body};
+  // No exception may pass through torch's C functions. What a wheel brings can't copy one, as old systems' libraries of C++
+  // have no function for it that new compilers call.
+  const auto one_thread = [](int64_t, int64_t, void* context) {
+    Run& run = *static_cast<Run*>(context);
+    try {
+      run.body();
+    } catch (const std::bad_alloc&) {
+      run.no_memory = true;
+    } catch (...) {
+      run.failed = true;
+    }
+  };
+  const int32_t status = torchs_threads.run(0, threads, 1, one_thread, &run);
+  if (run.no_memory) {
+    throw std::bad_alloc();
+  }
+  if (run.failed || status) {
+    throw kNoThreads;
+  }
+}
 
 // Runs the tasks 0 to `count` in torch's own threads, each with a worker of its own.
 template <class Make, class Work>
@@ -40,15 +81,8 @@ void in_parallel(int64_t count, double cost, Make&& make, Work&& work) {
     }
   };
   const int64_t worth = std::min(cost / kScoresPerThread, 1e6);
-  const int64_t threads = std::min<int64_t>({count, at::get_num_threads(), worth});
-  if (threads < 2 || at::in_parallel_region()) {
-    return take();
-  }
-  // `at::parallel_for` is a template: with it, this file would have to be compiled with the OpenMP that torch was.
-  // A TensorIterator over one element for each thread has torch itself start the threads.
-  const at::TensorBase each = at::detail::empty_cpu({threads}, at::kByte);
-  auto iterator = at::TensorIteratorConfig().check_all_same_dtype(false).resize_outputs(false).add_output(each).build();
-  iterator.for_each([&](char**, const int64_t*, int64_t, int64_t) { take(); }, 1);
+  const int64_t threads = std::min<int64_t>({count, get_num_threads(), worth});
+  threads < 2 ? take() : in_threads(threads, take);
 }
 
 double cost_of(const std::vector<Task>& tasks, int64_t group) {
@@ -62,7 +96,7 @@ double cost_of(const std::vector<Task>& tasks, int64_t group) {
 // The tasks of a forward, of at most `most` rows, a multiple of `step`; of fewer where there are many threads. Under a
 // window the blocks of keys begin at the first key that a task sees, so that the task of a row shows in its bits.
 std::vector<Task> forward_tasks(const Problem& problem, int64_t most, int64_t step) {
-  const int64_t group = problem.group(), threads = at::get_num_threads();
+  const int64_t group = problem.group(), threads = get_num_threads();
   int64_t rows = 0;
   for (int64_t i = 0; i < problem.count; i++) {
     rows += problem.sequences[i].rows * problem.heads;
@@ -113,7 +147,7 @@ struct Part {
 
 template <class Worker>
 void backward_by(const Problem& problem) {
-  const int64_t group = problem.group(), threads = at::get_num_threads();
+  const int64_t group = problem.group(), threads = get_num_threads();
   std::vector<Task> heads;
   for (int64_t i = 0; i < problem.count; i++) {
     for (int64_t head = 0; head < problem.key_heads; head++) {
@@ -184,6 +218,11 @@ extern "C" {
 // The name of its file, without the suffix: whoever loads the file compares both.
 const char* attnreg_library() {
   return ATTNREG_LIBRARY;
+}
+
+// Has calls run in torch's threads, see `Threads`.
+void attnreg_use_threads(decltype(attnreg::Threads::get_count) get_count, decltype(attnreg::Threads::run) run) {
+  attnreg::torchs_threads = {get_count, run};
 }
 
 // Whether bfloat16 is multiplied by AMX where that is possible.
