@@ -1,5 +1,6 @@
 """Promises about the site of `make docs`: its pages, what is made from attnreg, its links. None builds it."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -97,3 +98,23 @@ def test_what_builds_the_site_is_pinned_and_not_twice():
     assert {"mkdocs-material", "mkdocstrings-python"} <= {one.name for one in of_site}
     assert [one.name for one in of_site if not re.fullmatch(r"==[\w.]+", str(one.specifier))] == []
     assert [one.name for one in of_site if one.name.lower() in others] == []
+
+
+def texts_of(source):
+    """Return the texts of a module; of an f-string those between its values."""
+    return [
+        x.value
+        for x in ast.walk(ast.parse(source))
+        if isinstance(x, ast.Constant) and isinstance(x.value, str)
+    ]
+
+
+def test_every_message_of_the_page_about_messages_is_in_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(messages) > 20
+    texts = [text for file in (ROOT / "attnreg").rglob("*.py") for text in texts_of(file.read_text("utf-8"))]
+    # A logger's format has its values as %s, %r and %d.
+    said = "\n".join(re.sub(r"%[srd]", "\n", text) for text in texts)
+    missing = {part for message in messages for part in message.split("…") if part not in said}
+    assert missing == set()
