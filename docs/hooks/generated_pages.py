@@ -49,7 +49,7 @@ def matrix() -> str:
     known = [entry for entry in registry.entries().values() if not entry.installed]
     backends = [entry.backend for entry in known if entry.backend is not None]
     text = [_ABOUT_THE_MATRIX]
-    for device, title in (("cpu", "On a CPU"), ("cuda", "On a GPU (CUDA)")):
+    for device, title in (("cuda", "On a GPU (CUDA)"), ("cpu", "On a CPU")):
         for direction in ("forward", "backward"):
             declared = [(one.name, getattr(one, direction)) for one in backends]
             able = {name: limits for name, limits in declared if limits and device in limits.devices}
@@ -178,6 +178,11 @@ def _each_command(name: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield from _each_command(f"{name} {part}", inner)
 
 
+_ABOUT_PYTHON = (
+    "`Settings` has the [keys of a settings file](../settings.md#keys-of-a-settings-file) as fields."
+)
+
+
 def python_pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each page about the public names of a module."""
     homes = {name: f"attnreg.{home}.{name}" for name, home in attnreg._HOME.items()}
@@ -186,7 +191,7 @@ def python_pages() -> Iterator[tuple[str, str]]:
     kernels = ["Backend", "Kernels", "Call", "Capabilities", "Range", "Cut"]
     rest = [name for name in attnreg.__all__ if name not in {*spread, *errors, *kernels}]
     for page, title, names in (
-        ("attnreg", "attnreg", rest),
+        ("attnreg", f"attnreg\n\n{_ABOUT_PYTHON}", rest),
         ("backends", "attnreg: for authors of kernels", kernels),
         ("errors", "attnreg: errors", errors),
         ("parallel", "attnreg: several GPUs", spread),

@@ -1,7 +1,8 @@
 """What mkdocs calls while it builds the site: pages from elsewhere are added, and links are made to fit.
 
-The pages are written for GitHub. There a link may lead to any file of the repository; in the site it leads to
-the page made of that file, else to the repository, else it is plain text.
+The pages are written for GitHub. There a link may lead to any file of the repository. In the site it leads to
+the page made of that file, else to the repository, else it is plain text. A link to nothing stays, for mkdocs
+to refuse.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def fitting(text: str, origin: str, page: str, files: Files) -> str:
         target = FROM_ROOT.get(file, file.removeprefix("docs/"))
         if files.get_file_from_path(target) is not None:
             return f"{label}({posixpath.relpath(target, posixpath.dirname(page) or '.')}{anchor})"
+        if not (ROOT / file).exists():
+            return found[0]  # for mkdocs to refuse
         if repository := _repository():
             kind = "tree" if (ROOT / file).is_dir() else "blob"
             return f"{label}({repository}/{kind}/HEAD/{file}{anchor})"

@@ -87,6 +87,7 @@ def test_links_lead_to_pages_of_the_site_or_to_the_repository(monkeypatch):
     assert fitted(code, "docs/choosing.md", "choosing.md") == f"{in_repository}[c](https://y.org/z)"
     monkeypatch.setattr(site_hooks, "_repository", lambda: "")
     assert fitted("see [`a`](../Makefile).", "docs/choosing.md", "choosing.md") == "see `a`."
+    assert fitted("[a](none.md)", "docs/choosing.md", "choosing.md") == "[a](none.md)"  # mkdocs refuses it
 
 
 def test_what_builds_the_site_is_pinned_and_not_twice():
