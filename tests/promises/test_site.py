@@ -12,8 +12,10 @@ from packaging.requirements import Requirement
 import attnreg
 from attnreg.core import registry
 from attnreg.core.contract.options import OPTIONS
+from attnreg.core.policy import lockfile
 from attnreg.core.settings.config import Settings
 from attnreg.core.settings.environment import VARIABLES
+from attnreg.core.times import table
 from attnreg.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -119,3 +121,15 @@ def test_every_message_of_the_page_about_messages_is_in_the_code():
     said = "\n".join(re.sub(r"%[srd]", "\n", text) for text in texts)
     missing = {part for message in messages for part in message.split("…") if part not in said}
     assert missing == set()
+
+
+def test_the_page_about_stable_interfaces_has_the_formats_that_are_written_and_read():
+    page = (ROOT / "docs" / "stable-interfaces.md").read_text(encoding="utf-8")
+    for module in (lockfile, table):
+        assert f'`"format": "{module.FORMAT}"`, `"version": {module.VERSION}`' in page
+    assert f"versions {', '.join(map(str, lockfile.EARLIER))} and {lockfile.VERSION} |" in page
+    names = {
+        entry.name for entry in registry.entries().values() if entry.origin.startswith("attnreg.backends")
+    }
+    row = next(line for line in page.splitlines() if line.startswith("| names of backends"))
+    assert set(re.findall(r"`(\w+)`", row)) == names
