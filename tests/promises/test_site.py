@@ -6,6 +6,7 @@ from pathlib import Path
 
 import generated_pages
 import pytest
+import shared_entries
 import site_hooks
 from packaging.requirements import Requirement
 
@@ -133,3 +134,10 @@ def test_the_page_about_stable_interfaces_has_the_formats_that_are_written_and_r
     }
     row = next(line for line in page.splitlines() if line.startswith("| names of backends"))
     assert set(re.findall(r"`(\w+)`", row)) == names
+
+
+def test_an_entry_of_a_docstring_for_several_names_becomes_one_for_each():
+    docstring = "Args:\n    a, b: one,\n        two.\n    c: three, and four: five\n    d, e: six.\n"
+    first = "    a: one,\n        two.\n    b: one,\n        two.\n"
+    second = "    c: three, and four: five\n    d: six.\n    e: six."
+    assert shared_entries.split_names(docstring).rstrip() == f"Args:\n{first}{second}"
