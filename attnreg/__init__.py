@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         uninstall,
         use_backend,
     )
+    from attnreg.assignment import Assignment, assign
     from attnreg.core.contract.backend import Backend, Call, Kernels
     from attnreg.core.contract.capabilities import Capabilities, Range
     from attnreg.core.contract.lengths import Cut
@@ -59,6 +60,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "api": "Handle configure install list_backends record register_backend reload uninstall use_backend",
+    "assignment": "Assignment assign",
     "core.contract.backend": "Backend Call Kernels",
     "core.contract.capabilities": "Capabilities Range",
     "core.contract.lengths": "Cut",
@@ -82,7 +84,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {"flash_attn", "integrations"}  # parts of attnreg that a program may name without an import
 
 __all__ = [  # noqa: RUF022 - by what they are for
-    "register_backend", "Handle", "use_backend", "install", "uninstall", "list_backends",
+    "register_backend", "Handle", "use_backend", "assign", "Assignment", "install", "uninstall",
+    "list_backends",
     "configure", "reload", "Settings",
     "explain", "Explanation", "Decision", "AttentionSpec", "Device",
     "stats", "Stats", "reset_stats", "record", "warmup", "FirstCall",

@@ -276,7 +276,7 @@ class use_backend(_Block, scope.ScopeInGraph):  # noqa: N801 - a context manager
     def __init__(self, *names: str) -> None:
         if not names:
             raise InvalidInputError("use_backend: got no name, expected at least one backend")
-        choice = _choice_of(names)
+        choice = choice_or_error(names)
         if not isinstance(choice, scope.ScopedChoice):
             raise choice
         self.names, self._choice = names, choice
@@ -302,10 +302,10 @@ class use_backend(_Block, scope.ScopeInGraph):  # noqa: N801 - a context manager
         scope.enter(before)
 
 
-def _choice_of(names: tuple[str, ...]) -> scope.ScopedChoice | AttnregError:
+def choice_or_error(names: tuple[str, ...], source: str = "") -> scope.ScopedChoice | AttnregError:
     """Return the choice of a block, or the error: Dynamo, which traces calls of this, would wrap it."""
     try:
-        choice = scope.preferred(names)
+        choice = scope.preferred(names, source)
         aten.ensure()
     except AttnregError as error:
         return error
@@ -313,7 +313,7 @@ def _choice_of(names: tuple[str, ...]) -> scope.ScopedChoice | AttnregError:
 
 
 # As `torch.compiler.assume_constant_result` marks a function, which imports all of Dynamo.
-_choice_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+choice_or_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class record(_Block):  # noqa: N801 - a context manager, named as it is used

@@ -18,8 +18,8 @@ ROOT = Path(attnreg.__file__).parent
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
     "errors, settings, torchlib, contract, launching, adaptation, backends registry, selection, times, "
-    "policy, dispatch, aten, varlen, measure, masks, flash_attn, integrations, _autoload api, explanation, "
-    "parallel, tuning, warmup, testing, bench, demo, cli, __main__"
+    "policy, dispatch, aten, varlen, measure, masks, flash_attn, integrations, _autoload api, assignment, "
+    "explanation, parallel, tuning, warmup, testing, bench, demo, cli, __main__"
 )
 # What a call passes knows nothing of the other wings.
 WINGS = {
@@ -247,7 +247,7 @@ def test_every_module_has_its_place_in_the_layers():
 
 def test_what_a_call_passes_imports_no_other_wing():
     wing_of = {room: wing for wing, rooms in WINGS.items() for room in rooms}
-    assert set(LAYER) - set(wing_of) == {"errors", "_autoload", "api", "__main__"}
+    assert set(LAYER) - set(wing_of) == {"errors", "_autoload", "api", "assignment", "__main__"}
     assert {room(name) for name in MODULES if name.startswith("core.")} == WINGS["core"] - {"backends"}
     assert {room(name) for name in MODULES if name.startswith("tools.")} == WINGS["tools"] - {"testing"}
     arrows = {

@@ -162,9 +162,9 @@ def inherited_number() -> int:
     return choice.number if choice is not None else 0
 
 
-def preferred(names: tuple[str, ...]) -> ScopedChoice:
+def preferred(names: tuple[str, ...], source: str = "") -> ScopedChoice:
     """Return the choice for a `use_backend` block; raises if a backend is unknown or can't load here."""
-    return _named(names, "", exclusive=False)
+    return _named(names, source, exclusive=False)
 
 
 def exclusive(name: str, source: str = "") -> ScopedChoice:
@@ -262,7 +262,10 @@ def leave_in_graph() -> None:
 
 def backends_in_graph() -> tuple[str, ...]:
     """Return the backends of the innermost block that is traced, or is in force between graphs."""
-    for place in reversed(range(torch._C._len_torch_function_stack())):
+    count = _count_modes()
+    if not count:  # almost always, and blocks ask each time
+        return ()
+    for place in reversed(range(count)):
         mode = torch._C._get_function_stack_at(place)
         if isinstance(mode, ScopeInGraph):
             return mode.names

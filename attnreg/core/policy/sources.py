@@ -200,6 +200,16 @@ def masks(now: Sources) -> str:
     return now.environment.masks or _strongest(now, "masks")[0] or "as_given"
 
 
+def modules(now: Sources) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Return the backends of each pattern for modules and their source; the strongest settings come last."""
+    patterns: dict[str, tuple[tuple[str, ...], str]] = {}
+    for loaded in reversed(now.loaded):
+        for pattern, names in loaded.settings.modules.items():
+            patterns.pop(pattern, None)
+            patterns[pattern] = names, loaded.origin.describe(("modules", pattern))
+    return patterns
+
+
 def log_level(now: Sources) -> str:
     """Return the log level of the strongest settings with a log level, or an empty string."""
     return (_strongest(now, "log_level")[0] or "").upper()

@@ -91,6 +91,10 @@ def _in_order(names: object) -> object:
     return names
 
 
+def _as_list(names: object) -> object:
+    return (names,) if isinstance(names, str) else names
+
+
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     first: dict[str, int] = {}
     places = [first.setdefault(name.casefold(), index) for index, name in enumerate(names)]
@@ -141,6 +145,7 @@ def _file(path: object) -> object:
 Name = Annotated[str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_in_order), AfterValidator(_each_once)]
 DeviceKey = Annotated[str, AfterValidator(_device)]
+Preferred = Annotated[Names, Field(min_length=1), BeforeValidator(_as_list)]
 TableFile = Annotated[Path, BeforeValidator(_file)]
 
 
@@ -207,6 +212,11 @@ class Settings(_Table):
         description="Settings by device: a device type ('cpu', 'cuda') or the stronger 'sm_NN'.",
         json_schema_extra={"propertyNames": {"pattern": DEVICE_KEY}},
     )
+    modules: dict[Name, Preferred] = Field(
+        default_factory=dict,
+        description="Backends by module, for a program that calls attnreg.assign(model): a pattern for names "
+        "of modules, and a backend, or several in order. The last pattern that matches decides.",
+    )
 
     @model_validator(mode="after")
     def _free_of_contradictions(self) -> Self:
@@ -230,6 +240,9 @@ def _ordered(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
     for device, table in settings.devices.items():
         for index, name in enumerate(table.order):
             yield ("devices", device, "order", index), name
+    for pattern, names in settings.modules.items():
+        for index, name in enumerate(names):
+            yield ("modules", pattern, index), name
 
 
 def _disabled(settings: Settings) -> Iterator[tuple[KeyPath, str]]:

@@ -56,10 +56,12 @@ def may_be_loaded(library: Library) -> bool:
 
 
 def can_load(library: Library) -> bool:
-    """Return whether a library is compiled and this process can load it, whatever the variables say."""
+    """Return whether a library is compiled here and this process can load it, whatever the variables say."""
     file = find_file(library)
     try:
-        return file is not None and bool((_load_module if library is CALL_CACHE else _load_kernel)(file))
+        return file == libraries.target(library) and bool(
+            (_load_module if library is CALL_CACHE else _load_kernel)(file)
+        )
     except BuildError:
         return False
 

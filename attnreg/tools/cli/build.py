@@ -45,10 +45,7 @@ def build(
     others = {status.reason for status in statuses.values() if status.state == "building"}
     for reason in others:
         typer.echo(f"attnreg: {reason}, waiting for it", err=True)
-    is_current = {
-        name: not force and statuses[name].state == "built" and building.can_load(library)
-        for name, library in libraries.items()
-    }
+    is_current = {name: not force and building.can_load(library) for name, library in libraries.items()}
     for name, library in libraries.items():
         try:
             if missing and statuses[name].state == "failed":

@@ -180,6 +180,8 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
         for key in ("log_level", "policy", "masks", "on_error", "tuned"):
             if (value := getattr(loaded.settings, key)) and key in loaded.settings.model_fields_set:
                 yield key, str(value), loaded.origin.describe((key,))
+        for pattern, names in loaded.settings.modules.items():
+            yield f"modules {pattern}", ", ".join(names), loaded.origin.describe(("modules", pattern))
         if loaded.origin.path is not None:
             by = "ATTNREG_CONFIG" if loaded is sources.environment_file else "configure(...)"
             yield "settings file", str(loaded.origin.path), by
