@@ -13,8 +13,10 @@ GPU_PROCESSES ?= 4
 ROUTERS ?= $(shell set -- $$CXX; for name in $${1:-c++ g++ clang++}; do \
 	command -v $$name >/dev/null 2>&1 && echo compiled && exit; done; echo python)
 
+DOCS_READY := .venv/docs-ready
+
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow matrix demo bench wheels clean
+.PHONY: help venv lint docs test test-slow sanitize fuzz fuzz-gpu test-gpu test-gpu-slow matrix demo bench wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +39,14 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+
+$(DOCS_READY): $(READY) docs/requirements.txt
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--requirement docs/requirements.txt
+	@touch $@
+
+docs: $(DOCS_READY) ## build the site into site/; a warning, such as a link that leads nowhere, is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # A process for each core, so that each of them needs one thread; where a test asks for more, a thread that waits doesn't
 # spin, which takes a core from another process. They and the Python processes that they start keep bytecode, whatever the
@@ -95,5 +105,5 @@ wheels: $(READY) ## the sdist, and the wheel with the compiled CPU kernel: built
 	release/wheels
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv .wheels .matrix build dist demo-output .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .wheels .matrix build dist site demo-output .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
