@@ -56,7 +56,7 @@ def looks_at_lengths(entries, spec):
 
 def check_pairs(entries, spec, draw, pairs):
     """Compare what is decided about pairs of one class; returns how many there were, and of exact ones."""
-    cuts = kind_of(types.SimpleNamespace(entries=entries), spec, "forward").cuts
+    cuts = kind_of(types.SimpleNamespace(entries=entries, policy=Policy()), spec, "forward").cuts
     drawn = [draw_spec(draw, spec, cuts) for _ in range(CALLS_OF_A_KIND)]
     compared = exact = 0
     for group in by_class(drawn, cuts):

@@ -252,7 +252,8 @@ def test_what_runs_with_sinks_is_what_was_fastest_with_sinks(in_force, packed, r
     found = attnreg.explain(*packed(LENGTHS), sinks=sinks())
     assert (found.backend, found.backward.backend, found.spec.sinks) == ("second", "second", True)
     assert found.source == found.backward.source == "measured table here.json (configure(...))"
-    assert "this very call" in str(found) and "results are rescaled for the sinks" in str(found)
+    text = found.text(verbose=True)
+    assert "this very call" in text and "results are rescaled for the sinks" in text
     assert attnreg.explain(*packed(LENGTHS)).backend == "first"
 
 
@@ -278,7 +279,7 @@ def test_without_points_with_sinks_those_without_decide_and_explain_says_so(in_f
         (note,) = one.predicted.notes
         assert note.startswith("nothing of this kind was measured; these are of ")
         assert note.endswith(", without sinks")
-    assert "nothing of this kind was measured" in str(found)
+    assert "nothing of this kind was measured" in found.text(verbose=True)
     without = attnreg.explain(CALLED)
     assert without.forward.predicted.notes == ()
     assert found.forward.predicted.candidates == without.forward.predicted.candidates
@@ -322,7 +323,7 @@ def test_with_points_with_sinks_alone_they_decide_for_calls_without_and_explain_
     for spec in (CALLED, dataclasses.replace(WITH, capturing=True)):
         found = attnreg.explain(spec)
         assert (found.backend, found.backward.backend) == ("second", "second")
-        assert "these are of" in str(found) and "sinks" in found.forward.predicted.notes[0]
+        assert "these are of" in found.text(verbose=True) and "sinks" in found.forward.predicted.notes[0]
 
 
 def test_exact_times_without_sinks_count_more_than_those_with_sinks_of_another_head_dim(in_force):
@@ -435,7 +436,7 @@ def test_tune_measures_a_call_with_sinks_and_its_table_then_decides(tune, tmp_pa
     assert (found.backend, found.backward.backend) == ("counting", "counting")
     assert "sinks counted by the kernel" in str(found)
     shown = invoke("explain", "--q", "2,32,4,64", "--varlen", "--sinks", "--device", "cpu", "--backward")
-    assert "counting, by measured table t.json" in words(shown)
+    assert "counting forward and backward, by measured table t.json" in words(shown)
 
 
 @pytest.mark.usefixtures("routers")

@@ -172,15 +172,17 @@ def _rows_of_kinds(calls: list[Recorded], policy: Policy) -> tuple[list[Lockfile
     rows: list[LockfileRow] = []
     refused: Refused = []
     for group in kinds.values():
-        decided: dict[Direction, list[Decided]] = {}
+        # Backwards of one kind of forwards may be of several: some have a gradient of the LSE.
+        decided: dict[tuple[Direction, object], list[Decided]] = {}
         for call in group:
             for decision in _decisions(call.spec, bool(call.backward), policy):
                 if decision.backend is None:
                     refused.append((call.spec, decision))
                 else:
                     one = Decided(call.spec, decision.backend, decision.source)
-                    decided.setdefault(decision.direction, []).append(one)
-        for direction, part in decided.items():
+                    of_direction = kind_of(call.spec, decision.direction)
+                    decided.setdefault((decision.direction, of_direction), []).append(one)
+        for (direction, _), part in decided.items():
             rows += _rows_of_kind(part, direction, policy)
     return rows, refused
 
