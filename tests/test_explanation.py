@@ -434,6 +434,27 @@ def test_a_backend_of_the_call_is_obeyed_or_refused():
     )
 
 
+def test_who_asks_for_a_backend_that_cannot_run_the_call_is_named_below_the_answer(routers, fake):
+    narrow = fake("narrow", window=False, dtypes=("float32",), backward=False).backend
+    attnreg.register_backend(narrow)
+    query, *_ = inputs = bhsd(2, 4, 16, 8, requires_grad=True)
+    answer, overruled, *_ = str(explain(*inputs)).splitlines()
+    assert answer == "narrow forward, by register_backend('narrow'); cpu backward, by default order for cpu"
+    assert (
+        overruled == "  register_backend('narrow') can't be obeyed in the backward: narrow: has no backward"
+    )
+    with torch.no_grad():
+        assert explain(*inputs).overruled == ()
+    with attnreg.use_backend("narrow"):
+        explanation = explain(*(x.detach() for x in inputs), scale=0.0)
+        assert explanation.overruled == ()
+        longer = explain(query.detach(), *[query.detach()[:, :, :5]] * 2, is_causal=True)
+    reason = "window_size must be (-1, -1) or causal, got (-1, 11)"
+    assert longer.overruled == (f"  use_backend('narrow') can't be obeyed in the forward: narrow: {reason}",)
+    assert longer.overruled[0] in longer.text(verbose=True).splitlines()
+    assert "overruled" not in longer.to_dict()
+
+
 def test_a_backend_of_the_call_that_cannot_load_here_is_a_refusal_and_no_error():
     explanation = explain(spec("cuda", "bf16"), backend="fa4")
     assert explanation.backend is None
