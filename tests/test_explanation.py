@@ -453,6 +453,9 @@ def test_who_asks_for_a_backend_that_cannot_run_the_call_is_named_below_the_answ
     assert longer.overruled == (f"  use_backend('narrow') can't be obeyed in the forward: narrow: {reason}",)
     assert longer.overruled[0] in longer.text(verbose=True).splitlines()
     assert "overruled" not in longer.to_dict()
+    with attnreg.use_backend("narrow", "math"):
+        (line,) = explain(*inputs, dropout_p=0.5).overruled
+    assert "can't be obeyed in the forward and backward: narrow, math: never sees this call: " in line
 
 
 def test_a_backend_of_the_call_that_cannot_load_here_is_a_refusal_and_no_error():

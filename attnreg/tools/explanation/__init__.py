@@ -201,12 +201,16 @@ def _overruled(spec: AttentionSpec, decisions: Iterable[Decision], policy: Polic
     first = next(wanted, None)
     if first is None:
         return
-    names = {name.casefold() for name in first.names}
+    names = list(map(str.casefold, first.names))
     reasons: dict[str, list[str]] = {}
     for decision in decisions:
-        asked = [name for name in decision.asked_for if name.casefold() in names]
+        known = {name.casefold(): name for name in decision.order}
+        asked = [known[name] for name in names if name in known]
         if decision.backend is not None and asked and decision.rejected.keys() >= set(asked):
-            why = "; ".join(f"{name}: {one_line(decision.rejected[name])}" for name in asked)
+            against: dict[str, list[str]] = {}
+            for name in asked:
+                against.setdefault(one_line(decision.rejected[name]), []).append(name)
+            why = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in against.items())
             reasons.setdefault(why, []).append(decision.direction)
     for why, directions in reasons.items():
         yield f"  {first.source} can't be obeyed in the {' and '.join(directions)}: {why}"
@@ -225,7 +229,8 @@ def _never_seen(
     decided = {direction: never_seen(elsewhere, direction, entries, refusal) for direction in directions}
     notes = (*_front_notes("", leading), *described.notes)
     both = decided["forward"], decided.get("backward")
-    return Explanation(shown, *both, notes, inputs=described.inputs)
+    overruled = tuple(_overruled(shown, decided.values(), state().policy.with_first(leading)))
+    return Explanation(shown, *both, notes, inputs=described.inputs, overruled=overruled)
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
