@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.known import know
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attnreg
 from attnreg import errors, explain, flash_attn
@@ -287,7 +288,45 @@ def test_what_is_explained_is_what_runs(routers, ran, fake, make, grad, how):
         backward = explanation.backward.backend
     names = {explanation.backend, backward} - {None}
     assert ran() == {name: (int(name == explanation.backend), int(name == backward)) for name in names}
-    assert explanation.notes == ()
+    is_longer = tensors[0].shape[2] > tensors[1].shape[2]
+    assert explanation.notes == ((call_spec.TOP_LEFT.format((-1, 4)),) if is_longer else ())
+
+
+@pytest.mark.parametrize(
+    ("make", "queries", "window", "noted"),
+    [
+        (causal_lower_right, 64, (-1, 0), "as one with is_causal=True"),
+        (causal_upper_left, 64, (-1, 0), "as one with is_causal=True"),
+        (causal_upper_left, 32, (-1, 0), "as one with is_causal=True"),
+        (causal_lower_right, 32, (-1, -1), "makes a boolean attn_mask"),
+    ],
+)
+def test_a_causal_bias_is_explained_as_the_call_that_its_class_makes(
+    routers, ran, make, queries, window, noted
+):
+    query, key = torch.randn(2, 8, queries, 64), torch.randn(2, 8, 64, 64)
+    bias = make(queries, 64)
+    with attnreg.use_backend("math"):
+        explanation = explain(query, key, key, attn_mask=bias)
+        F.scaled_dot_product_attention(query, key, key, bias)
+    assert explanation.backend == "math"
+    assert ran() == {"math": (1, 0)}
+    assert (explanation.spec.window, explanation.spec.bias) == (window, window == (-1, -1))
+    assert any(noted in note for note in explanation.notes)
+    with pytest.raises(errors.InvalidInputError, match="got a CausalBias with is_causal=True, expected one"):
+        explain(query, key, key, attn_mask=bias, is_causal=True)
+
+
+@pytest.mark.parametrize(("kernel", "dim", "name"), [("flash", 64, "FA2"), ("efficient", 60, "efficient")])
+def test_a_causal_bias_that_torch_gives_to_an_op_of_a_gpu_is_explained_as_causal(
+    monkeypatch, kernel, dim, name
+):
+    monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda parameters: True)
+    query, key = torch.randn(2, 8, 32, 60), torch.randn(2, 8, 64, 60)
+    explanation = explain(query, key, key, attn_mask=causal_lower_right(32, 64))
+    spec = explanation.spec
+    assert (spec.window, spec.bias, spec.head_dim, spec.head_dim_v) == ((-1, 0), False, dim, dim)
+    assert f"torch gives a call with this CausalBias to the op of {name}" in explanation.notes
 
 
 def test_the_gradient_of_a_mask_is_explained_as_that_of_torchs_efficient_kernel(monkeypatch):
@@ -393,6 +432,30 @@ def test_a_backend_of_the_call_is_obeyed_or_refused():
     assert str(error.value) == (
         "no backend is named 'FA5'; did you mean 'FA4'? known backends: FA4, FA2, cpu, math"
     )
+
+
+def test_who_asks_for_a_backend_that_cannot_run_the_call_is_named_below_the_answer(routers, fake):
+    narrow = fake("narrow", window=False, dtypes=("float32",), backward=False).backend
+    attnreg.register_backend(narrow)
+    query, *_ = inputs = bhsd(2, 4, 16, 8, requires_grad=True)
+    answer, overruled, *_ = str(explain(*inputs)).splitlines()
+    assert answer == "narrow forward, by register_backend('narrow'); cpu backward, by default order for cpu"
+    assert (
+        overruled == "  register_backend('narrow') can't be obeyed in the backward: narrow: has no backward"
+    )
+    with torch.no_grad():
+        assert explain(*inputs).overruled == ()
+    with attnreg.use_backend("narrow"):
+        explanation = explain(*(x.detach() for x in inputs), scale=0.0)
+        assert explanation.overruled == ()
+        longer = explain(query.detach(), *[query.detach()[:, :, :5]] * 2, is_causal=True)
+    reason = "window_size must be (-1, -1) or causal, got (-1, 11)"
+    assert longer.overruled == (f"  use_backend('narrow') can't be obeyed in the forward: narrow: {reason}",)
+    assert longer.overruled[0] in longer.text(verbose=True).splitlines()
+    assert "overruled" not in longer.to_dict()
+    with attnreg.use_backend("narrow", "math"):
+        (line,) = explain(*inputs, dropout_p=0.5).overruled
+    assert "can't be obeyed in the forward and backward: narrow, math: never sees this call: " in line
 
 
 def test_a_backend_of_the_call_that_cannot_load_here_is_a_refusal_and_no_error():

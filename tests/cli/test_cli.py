@@ -17,6 +17,7 @@ from typer.main import get_command
 import attnreg
 from attnreg.core.settings import config
 from attnreg.tools import cli
+from attnreg.tools.cli.options import OF_PACKAGES
 from attnreg.tools.explanation import lines
 
 CALL = ("--q", "2,64,4,32", "--kv", "2,48,2,32", "--device", "cpu")
@@ -282,3 +283,11 @@ def test_commands_work_without_numpy_and_say_nothing_of_it(tmp_path, lines):
     exits = [line for line in done.stdout.splitlines() if line.startswith("exit")]
     assert exits == ["exit 0"] * len(lines.splitlines()), done.stderr
     assert "NumPy" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "tune"])
+def test_a_backend_that_no_installed_package_has_is_an_error_with_a_next_step(call, command):
+    result = call(command, "--backend", "zzz", "--device", "cpu")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("attnreg: no backend is named 'zzz'; known backends: ")
+    assert result.stderr.endswith(f"; {OF_PACKAGES}\n")

@@ -2,7 +2,9 @@
 
 import math
 import shlex
+import sys
 
+import pytest
 from support.command_line import broken_loader, rows, words
 
 import attnreg
@@ -96,7 +98,12 @@ def test_verify_fails_a_backend_that_refuses_what_it_declares(call, fake, plugin
     )  # some cases alone needn't have all that is declared
 
 
-def test_verify_says_how_to_repeat_what_is_wrong(call, fake, plugins, kernels):
+@pytest.mark.parametrize(
+    ("program", "form"), [("bin/attnreg", "attnreg"), ("attnreg/__main__.py", "python -m attnreg")]
+)
+def test_verify_says_how_to_repeat_what_is_wrong(call, fake, plugins, kernels, monkeypatch, program, form):
+    monkeypatch.setattr(sys, "argv", [program])
+
     def ignores_scale(q, k, v, call):
         return kernels.forward(q, k, v, call._replace(scale=0.125))
 
@@ -111,7 +118,7 @@ def test_verify_says_how_to_repeat_what_is_wrong(call, fake, plugins, kernels):
         "packed scale 0.3",
     }
     assert found["scale 0.3"]["repeat"] == (
-        "attnreg verify --backend wrong --device cpu --dtype bfloat16 --seed 0 --case 'scale 0.3'"
+        f"{form} verify --backend wrong --device cpu --dtype bfloat16 --seed 0 --case 'scale 0.3'"
     )
     assert found["scale 0"]["repeat"] == ""
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from support import dense, truth
 from support.masks import drawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attnreg
 from attnreg.masks.serving import LEFT
@@ -292,3 +293,14 @@ def test_a_default_device_hides_no_mask(mask, seen):
     with torch.no_grad():
         expected = F.scaled_dot_product_attention(*inputs, attn_mask=added(mask).float())
     torch.testing.assert_close(results.detach(), expected)
+
+
+@pytest.mark.usefixtures("recognise")
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("named", [False, True], ids=["by position", "by name"])
+def test_a_causal_bias_is_run_by_its_class_and_not_read_as_a_mask(make, named):
+    query, key = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 6, 8)
+    bias, mask = make(4, 6), torch.ones(4, 6, dtype=torch.bool).tril(0 if make is causal_upper_left else 2)
+    how = {"attn_mask": bias} if named else {}
+    out = F.scaled_dot_product_attention(query, key, key, *(() if named else (bias,)), **how)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, key, mask))

@@ -1,5 +1,6 @@
 """Promise: the template of a kernel author's package installs, is found, and runs where it is asked for."""
 
+import re
 import shutil
 import sys
 import tomllib
@@ -70,6 +71,21 @@ def test_its_readme_and_ci_name_what_it_has():
     assert points == {"attnreg.backends": {"example": "attnreg_example:BACKEND"}}
     for text in (readme, workflow):
         assert "attnreg verify --backend example --device cpu" in text
+
+
+def test_its_readme_names_every_file_that_has_the_backends_name():
+    texts = {
+        file.relative_to(TEMPLATE).as_posix(): re.sub("attnreg[-_]example", "", file.read_text("utf-8"))
+        for pattern in ("*.*", "src/**/*.py", "tests/*.py", ".github/**/*.yml")
+        for file in TEMPLATE.glob(pattern)
+        if file.is_file()
+    }
+    named = {name for name, text in texts.items() if re.search(r"\bexample\b", text)}
+    init = "src/attnreg_example/__init__.py"
+    assert named == {init, "pyproject.toml", ".github/workflows/test.yml", "README.md"}
+    step = (TEMPLATE / "README.md").read_text("utf-8").partition("**Rename it.**")[2].partition("\n3. ")[0]
+    for name in ("`__init__.py`", "`pyproject.toml`", "`.github/workflows/test.yml`", "this page"):
+        assert name in " ".join(step.split())
 
 
 @pytest.mark.slow

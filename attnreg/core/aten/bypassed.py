@@ -12,6 +12,7 @@ Masks must be recognised in these wrappers, too: an op below receives none of th
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -80,6 +81,15 @@ class SdpaCall(NamedTuple):
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+
+
+def is_causal_bias(mask: object) -> bool:
+    """Whether a mask is a `torch.nn.attention.bias.CausalBias`, whose class turns the call into another one.
+
+    Its module isn't imported here, because it imports torch's compiler. Without it there is no such mask.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
 
 
 def selected(
@@ -243,6 +253,11 @@ def _first_looks(
 
     def looking(*arguments: Any, **options: Any) -> Any:
         bypass = None
+        mask: Any = arguments[3] if len(arguments) > 3 else options.get("attn_mask")
+        if takes_masks and is_causal_bias(mask):
+            # Its class knows torch's function by its name in F, where this one is. With torch's own it would
+            # read the memory of the mask, which nobody has written.
+            return mask.__torch_function__(getattr(F, SDPA_NAME), (type(mask),), arguments, options)
         if not torch.compiler.is_compiling():
             if takes_masks and _recognises and (result := _run_recognised(arguments, options)) is not None:
                 return result

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnreg.core.settings.environment import REFERENCE
-from attnreg.errors import BackendUnavailableError, ConfigError, InvalidInputError, did_you_mean
+from attnreg.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    InvalidInputError,
+    UnknownBackendError,
+    did_you_mean,
+)
 from attnreg.tools.cli.output import counted
 
 if TYPE_CHECKING:
@@ -63,6 +69,7 @@ Budget = Annotated[str, valued("--budget", "TIME", "Stop after this time: 60s, 5
 TRACE = valued("--from", "FILE", "Calls recorded by attnreg.record or ATTNREG_RECORD.")
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+OF_PACKAGES = "a package's own is known once the package, with its entry point, is installed"
 
 
 def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
@@ -179,7 +186,10 @@ def candidates(named: tuple[str, ...], device: torch.device, files: bool = True)
     from attnreg.core import registry
     from attnreg.core.policy import current as policy
 
-    entries = dict.fromkeys(registry.find(name) for name in named) or registry.entries().values()
+    try:
+        entries = dict.fromkeys(registry.find(name) for name in named) or registry.entries().values()
+    except UnknownBackendError as error:
+        raise UnknownBackendError(f"{error}; {OF_PACKAGES}") from None
     disabled = policy.current().disabled if files else policy.disabled_backends()
     return [(entry, _reason(entry, device, disabled.get(entry.name.casefold(), ""))) for entry in entries]
 

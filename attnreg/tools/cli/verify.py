@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
 from collections.abc import Collection, Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -166,6 +168,8 @@ def _row_data(kit: Conformance, outcome: Outcome) -> dict[str, Any]:
         f"--backend {shlex.quote(kit.backend.name)} --device {kit.device} --dtype {dtype} --seed {kit.seed}"
     )
     full = " --full" if outcome.case.heavy else ""
+    is_module = Path(sys.argv[0]).parts[-2:] == ("attnreg", "__main__.py")
+    command = "python -m attnreg" if is_module else "attnreg"
     return {
         "case": case,
         "dtype": dtype,
@@ -173,7 +177,7 @@ def _row_data(kit: Conformance, outcome: Outcome) -> dict[str, Any]:
         "state": "skipped" if outcome.refused else "right" if outcome.passed else "wrong",
         "reasons": list(outcome.reasons),
         "failure": outcome.failure,
-        "repeat": "" if outcome.passed else f"attnreg verify {where}{full} --case {shlex.quote(case)}",
+        "repeat": "" if outcome.passed else f"{command} verify {where}{full} --case {shlex.quote(case)}",
         "errors": {tensor: numbers(error) for tensor, error in outcome.errors.items()},
     }
 

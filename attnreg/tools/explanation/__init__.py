@@ -16,6 +16,7 @@ from torch import Tensor
 from attnreg.core import registry
 from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, why_refused
 from attnreg.core.contract.backend import UNTRIED
+from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, declined, scope
 from attnreg.core.dispatch.planning import decide, entries_with_native
@@ -190,7 +191,29 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     )
     unasked = "" if is_asked else UNASKED
     both = decided["forward"], decided.get("backward")
-    return Explanation(shown, *both, notes, unasked, described.inputs, details)
+    overruled = tuple(_overruled(spec, decided.values(), now.policy.with_first(leading)))
+    return Explanation(shown, *both, notes, unasked, described.inputs, details, overruled)
+
+
+def _overruled(spec: AttentionSpec, decisions: Iterable[Decision], policy: Policy) -> Iterator[str]:
+    """Yield who asks most strongly for backends, where none of them runs a direction, and why not."""
+    wanted = (one for one in policy.preferences if one.names and one.applies_to(spec.device))
+    first = next(wanted, None)
+    if first is None:
+        return
+    names = list(map(str.casefold, first.names))
+    reasons: dict[str, list[str]] = {}
+    for decision in decisions:
+        known = {name.casefold(): name for name in decision.order}
+        asked = [known[name] for name in names if name in known]
+        if decision.backend is not None and asked and decision.rejected.keys() >= set(asked):
+            against: dict[str, list[str]] = {}
+            for name in asked:
+                against.setdefault(one_line(decision.rejected[name]), []).append(name)
+            why = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in against.items())
+            reasons.setdefault(why, []).append(decision.direction)
+    for why, directions in reasons.items():
+        yield f"  {first.source} can't be obeyed in the {' and '.join(directions)}: {why}"
 
 
 def _never_seen(
@@ -206,7 +229,8 @@ def _never_seen(
     decided = {direction: never_seen(elsewhere, direction, entries, refusal) for direction in directions}
     notes = (*_front_notes("", leading), *described.notes)
     both = decided["forward"], decided.get("backward")
-    return Explanation(shown, *both, notes, inputs=described.inputs)
+    overruled = tuple(_overruled(shown, decided.values(), state().policy.with_first(leading)))
+    return Explanation(shown, *both, notes, inputs=described.inputs, overruled=overruled)
 
 
 def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:

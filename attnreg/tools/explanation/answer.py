@@ -23,7 +23,7 @@ RUNS = "runs it"
 NOBODY_ASKS = "nothing asks for a backend: "
 ASSUMES = "assumes that the backends load on that device, with the packages that they need"
 # Of `to_dict` no part: they are the same facts, as text.
-OF_TEXT = ("inputs", "details")
+OF_TEXT = ("inputs", "details", "overruled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Explanation:
             then what would happen if something did.
         inputs: the shapes as the call has them, as text; empty if there is a spec alone.
         details: the notes on single backends of another machine, which only `text(verbose=True)` has.
+        overruled: who asks for backends of which none can run a direction, and why not, as text.
     """
 
     spec: AttentionSpec
@@ -51,6 +52,7 @@ class Explanation:
     unasked: str = ""
     inputs: str = field(default="", repr=False, compare=False)
     details: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    overruled: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def backend(self) -> str | None:
@@ -144,6 +146,7 @@ def _shapes_of(spec: AttentionSpec) -> str:
 
 def _usual(explanation: Explanation, width: int | None) -> Iterator[str]:
     yield explanation.answer
+    yield from explanation.overruled
     yield _inputs(explanation)
     yield from ("".join(line).rstrip() for line in aligned(_rows(explanation), width))
     if others := _for_other_devices(explanation):
@@ -173,6 +176,7 @@ def _slow_paths(explanation: Explanation) -> Iterator[str]:
 
 def _everything(explanation: Explanation) -> Iterator[str]:
     yield explanation.answer
+    yield from explanation.overruled
     yield _inputs(explanation)
     for decision in explanation._decisions():
         yield ""

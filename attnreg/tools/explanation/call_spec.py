@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnreg.core.aten import efficient, flash
-from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, selected, selected_for, selected_nested
+from attnreg.core.aten.bypassed import (
+    SDPA,
+    Bypassed,
+    SdpaCall,
+    is_causal_bias,
+    selected,
+    selected_for,
+    selected_nested,
+)
 from attnreg.core.aten.nested import is_dense_inside
 from attnreg.core.aten.routing import call_of as dense_call_of
 from attnreg.core.aten.schemas import SdpaCpuForward
+from attnreg.core.contract.lengths import bounds
 from attnreg.core.contract.options import options_of
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
@@ -62,6 +72,10 @@ BOTTOM_RIGHT = (
     "the causal mask is aligned bottom-right here: the last query sees all keys. is_causal of "
     "F.scaled_dot_product_attention is aligned top-left, which is another mask unless there are as many keys "
     "as queries: attnreg.explain, given the call's own tensors, explains that"
+)
+TOP_LEFT = (
+    "is_causal=True of F.scaled_dot_product_attention is aligned top-left: with more queries than keys it is "
+    "window_size={} for backends, whose windows are aligned bottom-right"
 )
 ODD_DIMS = (
     "of head dims that aren't multiples of 8 (in float32 of 4) torch's own selector takes its math kernel on "
@@ -191,7 +205,9 @@ def dense(
         needs_backward = needs_backward or wants_gradient(query, key, attn_mask)
     of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
     for_backward = efficient.FOR_BIAS if of_mask else None
-    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, for_backward=for_backward)
+    is_rewritten = is_causal and call.window[1] > 0 and elsewhere is None
+    notes = (TOP_LEFT.format(call.window),) if is_rewritten else ()
+    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, notes, for_backward)
 
 
 def _is_left_to_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
@@ -250,7 +266,48 @@ def masked(call: SdpaCall) -> CallSpec:
     """
     layout = "(B, H, S, D)" if call.query.dim() == 4 else "(..., S, D)"
     inputs = shapes_as(layout, query=call.query.shape, key=call.key.shape, value=call.value.shape)
-    return _masked(call)._replace(inputs=inputs)
+    described = _causal_bias(call) if is_causal_bias(call.attn_mask) else _masked(call)
+    return described._replace(inputs=inputs)
+
+
+def _causal_bias(call: SdpaCall) -> CallSpec:
+    """Return the spec of the call that `torch.nn.attention.bias.CausalBias` makes of one with it as mask."""
+    mask: Any = call.attn_mask
+    if call.is_causal:
+        raise InvalidInputError("attn_mask: got a CausalBias with is_causal=True, expected one of the two")
+    if mask.variant.name == "UPPER_LEFT" or mask.seq_len_q == mask.seq_len_kv:
+        described = _masked(call._replace(attn_mask=None, is_causal=True))
+        return _with_note(described, "torch runs a call with this CausalBias as one with is_causal=True")
+    native = _of_lower_right(call)
+    if native is None:
+        described = _masked(call._replace(attn_mask=mask._materialize(call.query.device)))
+        return _with_note(described, "torch makes a boolean attn_mask of this CausalBias")
+    described = dense(*call._replace(attn_mask=None))
+    spec = described.spec
+    spec = replace(spec, window=bounds(spec.window, True, spec.max_q, spec.max_k))
+    if native is flash.DENSE:
+        added = -spec.head_dim % 8
+        spec = replace(
+            spec,
+            head_dim=spec.head_dim + added,
+            head_dim_v=spec.head_dim_v + added,
+            needs_backward=torch.is_grad_enabled(),
+        )
+    described = described._replace(spec=spec, native=native, elsewhere=None)
+    return _with_note(described, f"torch gives a call with this CausalBias to the op of {native.name}")
+
+
+def _of_lower_right(call: SdpaCall) -> Native | None:
+    """Return whose op `CausalBias` calls for an oblong mask that is aligned bottom-right, if any."""
+    cuda = torch.backends.cuda
+    parameters = cuda.SDPAParams(*call[:3], None, call.dropout_p, False, call.enable_gqa)
+    if cuda.can_use_flash_attention(parameters):
+        return flash.DENSE
+    return efficient.EFFICIENT if cuda.can_use_efficient_attention(parameters) else None
+
+
+def _with_note(described: CallSpec, note: str) -> CallSpec:
+    return described._replace(notes=(note, *described.notes))
 
 
 def _masked(call: SdpaCall) -> CallSpec:
@@ -259,11 +316,11 @@ def _masked(call: SdpaCall) -> CallSpec:
         described = dense(*call)
         if structure is None:
             return described
-        return described._replace(notes=(f"attn_mask is passed on {LEFT}{structure}",))
+        return _with_note(described, f"attn_mask is passed on {LEFT}{structure}")
     note = f"attn_mask is recognised as {structure.seen}: "
     if structure.is_causal is not None:
         described = dense(*call._replace(attn_mask=None, is_causal=structure.is_causal))
-        return described._replace(notes=(f"{note}the call runs as one without a mask",))
+        return _with_note(described, f"{note}the call runs as one without a mask")
     of_queries, of_keys = structure.shares
     note += f"{of_queries:.0%} of the queries and {of_keys:.0%} of the keys count"
     specs = [spec_of_part(call, part) for part in structure.parts]
