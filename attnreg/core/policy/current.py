@@ -31,6 +31,7 @@ from attnreg.core.policy.sources import (
     only_records,
     read,
     strict,
+    under_a_lock,
     without_implementation,
 )
 from attnreg.core.policy.sources import policy as decides_by
@@ -75,8 +76,8 @@ def sources() -> Sources:
                 _sources = reread(needs_record=False)
             except AttnregError as error:
                 if not keeps_native():
-                    _unreadable = copy(error)
-                    raise
+                    _unreadable = under_a_lock(error)
+                    raise copy(_unreadable) from error
                 leave_out(error)
                 _sources = Sources()
             _take_effect(Sources(), _sources)

@@ -196,7 +196,8 @@ class Settings(_Table):
     on_error: Literal["raise", "native"] = Field(
         default="raise",
         description="What a fault in this file, or in a file that it names, does. raise: each call raises "
-        "the error. native: an error is logged, the settings are left out, and torch's own kernels run.",
+        "the error. native: an error is logged, the settings are left out, and torch's own kernels run; with "
+        "ATTNREG_LOCK the error is raised all the same.",
     )
     tuned: TableFile | None = Field(
         default=None,

@@ -157,7 +157,8 @@ VARIABLES = {
     ON_ERROR: Variable(
         _one_of(RAISE, NATIVE),
         "what a fault in variables, settings files, or files that they name does: raise (the default: each "
-        "call raises the error), or native (an error is logged, and torch's own kernels run without them)",
+        "call raises the error), or native (an error is logged, and torch's own kernels run without them; "
+        "with ATTNREG_LOCK it is raised all the same)",
     ),
     "ATTNREG_AS_FLASH_ATTN": Variable(
         _boolean,
