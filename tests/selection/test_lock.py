@@ -22,6 +22,7 @@ from attnreg.core.policy.lockfile import LockInForce
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, tied_to
 from attnreg.core.times import traces
+from attnreg.core.torchlib import background, building
 from attnreg.errors import BackendUnavailableError, ConfigError, UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("routers")
@@ -239,6 +240,35 @@ def test_another_environment_is_refused_and_named(replaying, ran, change, differ
     start = f"ATTNREG_LOCK: {file}: rows[0] says second for this forward, but it was {difference}"
     assert refused(attend, 8).startswith(start)
     assert ran() == {}
+
+
+@pytest.mark.parametrize(
+    ("locked", "here", "remedy"),
+    [
+        ("1.0", "1.0 (compiled kernel)", "lock it again, the kernel is compiled now"),
+        ("1.0 (compiled kernel)", "1.0", "`attnreg build` compiles the kernel (`attnreg info` says why"),
+    ],
+    ids=["compiled since", "not compiled"],
+)
+def test_a_lock_with_and_without_the_compiled_kernel_says_what_to_do(
+    lock, monkeypatch, fake, locked, here, remedy
+):
+    data = json.loads(lock.read_text())
+    data["environment"]["backends"]["second"] = locked
+    lock.write_text(json.dumps(data))
+    replace("second", fake("second", version=lambda: here).backend)
+    put_in_force(lock, monkeypatch)
+    differs = f"locked with second {locked}, here it is {here}: {remedy}"
+    assert f"rows[0] says second for this forward, but it was {differs}" in refused(attend, 8)
+    assert differs in words(invoke("lock", "--check", lock))
+    assert background._kernel_is_required == locked.endswith("kernel)")
+
+
+def test_the_kernel_is_compiled_before_calls_are_locked(trace, tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr(building, "wait_built", lambda: waits.append(background._kernel_is_required))
+    assert invoke("lock", "--from", trace, "--out", tmp_path / "lock.json").exit_code == 0
+    assert waits[0]
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,7 @@ def set_aside() -> Callable[[], None]:
 
 
 def _take_effect(before: Sources, now: Sources) -> None:
+    building.require_kernel(now.lock is not None and now.lock.has_compiled_kernel)
     level = log_level(now)
     if level or log_level(before):
         log.setLevel(level or logging.NOTSET)

@@ -60,7 +60,8 @@ def lock(
 
     The kinds are those of recorded calls, whatever their lengths. With ATTNREG_LOCK=FILE a program runs each
     call on the backend of the lockfile, or fails and says what differs. --check says before that what would
-    fail. An ATTNREG_LOCK that is set already has no influence on the command.
+    fail. A missing kernel for the CPU is compiled first, unless ATTNREG_BUILD=off. An ATTNREG_LOCK that is
+    set already has no influence on the command.
 
     Example: attnreg lock --from calls.jsonl --out lock.json
     """
@@ -118,12 +119,16 @@ def _lock(trace: Path, out: Path, device: str, exact: bool) -> tuple[Lockfile, R
     from attnreg.core.policy.lockfile import FORMAT, Lockfile
     from attnreg.core.times import traces
     from attnreg.core.times.environments import environment
+    from attnreg.core.torchlib import building
 
     check_writable("--out", out, FORMAT)
     if out.exists() and trace.exists() and out.samefile(trace):
         raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
     recorded = traces.read(trace)
     place = _device(trace, recorded, device)
+    if place.type == "cpu":  # a program would compile the kernel some time later, and the lock would be wrong
+        building.require_kernel(True)
+        building.wait_built()
     policy = replace(state().policy, lock=None)
     if policy.batch_invariant and any(
         call.spec.varlen and not call.spec.batch_invariant for call in recorded
