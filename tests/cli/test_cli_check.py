@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import attnreg
 from attnreg.core.policy import lockfile
 from attnreg.core.times import table as measured
 from attnreg.tools.cli.init import FOLDER
@@ -41,6 +42,19 @@ def test_every_fault_of_a_settings_file_is_shown_with_its_line_and_a_hint(call, 
         False,
     )  # the path as it was given
     assert all(f"  {line}\n" in shown.stdout for line in faults_of(result)[str(file)]), "lines stay whole"
+
+
+def test_more_than_ten_faults_are_all_listed_and_an_error_counts_them(call, tmp_path, monkeypatch):
+    file = tmp_path / "rollout.toml"
+    file.write_text("\n".join(f"key{n} = 1" for n in range(11)) + '\n[devices.cpu]\norder = ["FA9", "FA8"]\n')
+    with pytest.raises(attnreg.ConfigError, match=r"and 3 more \(13 in all\)$"):
+        attnreg.configure(file)
+    for n in range(12):
+        monkeypatch.setenv(f"ATTNREG_UNKNOWN{n}", "1")
+    faults = faults_of(call("check", str(file), "--json"))
+    assert (len(faults[str(file)]), len(faults["variables"])) == (13, 12)
+    assert not any(" more (" in line for lines in faults.values() for line in lines)
+    assert ["FA9" in faults[str(file)][11], "FA8" in faults[str(file)][12]] == [True, True]
 
 
 def test_files_and_variables_that_are_right_have_no_fault(call, tmp_path):

@@ -27,6 +27,7 @@ from attnreg.core.policy.sources import (
     checked,
     disabled,
     keeps_native,
+    load_settings,
     log_level,
     only_records,
     read,
@@ -183,11 +184,11 @@ def watch(more: int) -> None:
 
 def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> Sources:
     """Return the settings in force with a new file, or new settings of the program; raises `ConfigError`."""
+    if isinstance(path_or_settings, str | os.PathLike):
+        return checked(replace(sources(), file=load_settings(path_or_settings)))
     # Importing pydantic takes 0.1 s, and most programs need no settings file.
     from attnreg.core.settings import config
 
-    if isinstance(path_or_settings, str | os.PathLike):
-        return checked(replace(sources(), file=config.load(path_or_settings)))
     program = config.LoadedSettings(config.settings_from(path_or_settings))
     return checked(replace(sources(), program=program))
 

@@ -61,14 +61,20 @@ def read(before: Sources) -> Sources:
     now = replace(before, environment=environment.read(), environment_file=None)
     if now.environment.config is None and before.file is None:
         return now
+    if now.environment.config is not None:
+        now = replace(now, environment_file=load_settings(now.environment.config))
+    if before.file is not None and before.file.origin.path:
+        now = replace(now, file=load_settings(before.file.origin.path))
+    return now
+
+
+def load_settings(path: str | os.PathLike[str]) -> LoadedSettings:
+    """Read a settings file; a `ConfigError` counts all faults, unknown names of backends among them."""
     # Importing pydantic takes 0.1 s, and most programs need no settings file.
     from attnreg.core.settings import config
 
-    if now.environment.config is not None:
-        now = replace(now, environment_file=config.load(now.environment.config))
-    if before.file is not None and before.file.origin.path:
-        now = replace(now, file=config.load(before.file.origin.path))
-    return now
+    config.check_file(path, [entry.name for entry in registry.entries().values()])
+    return config.load(path)
 
 
 def checked(fresh: Sources, needs_record: bool = True) -> Sources:

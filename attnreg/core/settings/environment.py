@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg.errors import ConfigError, did_you_mean, first_ten, short_repr
+from attnreg.errors import MOST_LISTED, ConfigError, did_you_mean, first_ten, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -172,8 +172,8 @@ VARIABLES = {
 }
 
 
-def read(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
-    """Parse the variables; a `ConfigError` has one line for each problem.
+def read(environ: Mapping[str, str] = os.environ, most: int = MOST_LISTED) -> EnvironmentSettings:
+    """Parse the variables; a `ConfigError` has one line for each of the first problems, `most` of them.
 
     It is one if a value is wrong, two contradict each other, or a name that starts with `ATTNREG_` is no
     variable of attnreg.
@@ -198,7 +198,7 @@ def read(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
         if name.casefold() in disabled
     ]
     if problems:
-        raise ConfigError("\n".join(first_ten(problems, _text_of)))
+        raise ConfigError("\n".join(first_ten(problems, _text_of, most)))
     return environment
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -106,7 +107,7 @@ def _of_settings(file: Path) -> Iterator[Finding]:
     from attnreg.core.times import table as measured
 
     names = [entry.name for entry in registry.entries().values()]
-    yield from _faults(lambda file: config.check_file(file, names), file)
+    yield from _faults(lambda file: config.check_file(file, names, sys.maxsize), file)
     try:
         loaded = config.load(file)
     except ConfigError:
@@ -136,7 +137,7 @@ def _of_variables() -> Iterator[Finding]:
     from attnreg.core.times import traces
     from attnreg.core.times.table import check_writable
 
-    if faults := list(_faults(environment.read, os.environ)):
+    if faults := list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ)):
         yield from faults
         return
     variables = environment.read()
