@@ -116,6 +116,16 @@ def test_a_file_that_is_none_of_attnregs_is_a_fault(call, tmp_path, name, text, 
     assert faults_of(result)[str(file)][0].startswith(f"{file}{fault}")
 
 
+def test_of_a_lockfile_a_note_says_that_only_its_format_is_right(call, tmp_path, monkeypatch):
+    environment = {"device": "x", "torch": "2.13.0", "attnreg": "0.2.0", "backends": {}}
+    file = tmp_path / "lock.json"
+    lockfile.Lockfile(file, "cpu", measured.Environment(**environment), ()).save()
+    monkeypatch.setenv("ATTNREG_LOCK", str(file))
+    checked = json.loads(call("check", str(file), "--json").stdout)["checked"]
+    says = f": only the format was read; `attnreg lock --check {file}` says whether its rows hold on this"
+    assert [one["notes"] for one in checked] == [[f"{file}{says} machine"], [f"ATTNREG_LOCK{says} machine"]]
+
+
 def test_strict_settings_that_refuse_nothing_are_a_note(call, tmp_path):
     file = tmp_path / "site.toml"
     file.write_text('strict = true\n[devices.cuda]\norder = ["FA4", "Math"]\n')

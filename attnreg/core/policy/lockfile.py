@@ -204,11 +204,14 @@ class LockInForce:
         """
         number = next(self._numbers(spec, direction), None)
         if number is None:
+            # The backward is decided first, when its forward is called.
+            is_first = direction == "backward" and next(self._numbers(spec, "forward"), None) is None
+            missing = "forward, nor for its backward," if is_first else direction
             raise UnsupportedInputError(
-                f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}\n"
-                f"  nearest: {self._nearest(spec, direction)}\n"
-                f"  to add it, record the program without {VARIABLE}, then `attnreg lock --from TRACE --out "
-                "FILE`"
+                f"{VARIABLE}: {self.file.path} has no row for this {missing} on {spec.device}: {spec}\n"
+                f"  nearest: {self._nearest(spec, 'forward' if is_first else direction)}\n"
+                f"  to add it, record the program without {VARIABLE} into the same trace, which keeps the "
+                "calls in it, then `attnreg lock --from TRACE --out FILE`"
             )
         row, name = self.file.rows[number], f"{VARIABLE}: {self.file.path}: rows[{number}]"
         if differs := self.differences(spec.device, row.backend):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 VARIABLES = "variables"
 FILES = "settings (.toml), a lockfile or a table (.json), or a recording (.jsonl)"
+ONLY_FORMAT = "only the format was read; `attnreg lock --check {}` says whether its rows hold on this machine"
 
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="FILE...", help=f"Files to check: {FILES}.", show_default=False)
@@ -75,11 +76,21 @@ def _of_file(file: Path) -> Iterator[Finding]:
     if file.suffix == ".toml":
         yield from _of_settings(file)
     elif file.suffix == ".json":
-        yield from _faults(_load_json, file)
+        yield from _of_json(file)
     elif file.suffix == ".jsonl":
         yield from _faults(traces.read, file)
     else:
         yield Finding(f"{file}: got the suffix {file.suffix!r}, expected {FILES}")
+
+
+def _of_json(file: Path) -> Iterator[Finding]:
+    """Yield the first fault of a lockfile or a table, and that a lockfile's rows weren't compared."""
+    from attnreg.core.policy.lockfile import Lockfile
+
+    loaded: list[object] = []
+    yield from _faults(lambda file: loaded.append(_load_json(file)), file)
+    if any(isinstance(one, Lockfile) for one in loaded):
+        yield Finding(f"{file}: {ONLY_FORMAT.format(file)}", False)
 
 
 def _load_json(file: Path) -> object:
@@ -146,7 +157,9 @@ def _of_variables() -> Iterator[Finding]:
         for name in names:
             findings += _faults(registry.find, name, f"{variable}: ")
     if variables.lock is not None:
-        findings += _faults(lockfile.load, variables.lock, "ATTNREG_LOCK: ")
+        faults = list(_faults(lockfile.load, variables.lock, "ATTNREG_LOCK: "))
+        only_format = Finding(f"ATTNREG_LOCK: {ONLY_FORMAT.format(variables.lock)}", False)
+        findings += faults or [only_format]
     if variables.record is not None:
         findings += _faults(traces.check_writable, variables.record, "ATTNREG_RECORD: ")
     if variables.stats is not None:

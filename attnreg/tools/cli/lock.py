@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnreg.core.settings.environment import REFERENCE
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.tools.cli.options import TRACE, AsJson, check_writable, present_device, valued
 from attnreg.tools.cli.output import (
@@ -317,10 +318,19 @@ def _print(file: Lockfile, refused: Refused) -> None:
         for (backend, direction, lengths, source), n in counts.items()
     )
     table("Locked", rows, ("backend", "direction", "rows", "lengths", "decided by"))
+    for row in {(row.direction, row.spec.varlen): row for row in file.rows if _is_fallback(row)}.values():
+        which = f"{'packed' if row.spec.varlen else 'dense'} {row.direction}s"
+        why = "as no other backend can run some"
+        typer.echo(f"Note: {which} are locked to the reference, {REFERENCE}, {why}: {row.spec}\n")
     if refused:
         calls = ((decision.direction, str(spec)) for spec, decision in refused)
         table("No backend can run", calls, ("direction", "call"))
     table("Summary", [("lockfile", f"{file.path}, {counted(len(file.rows), 'row')}")])
+
+
+def _is_fallback(row: LockfileRow) -> bool:
+    """Whether a row is for the reference though nothing asked for it: no other backend could run the call."""
+    return row.backend.casefold() == REFERENCE and row.source.startswith("default order")
 
 
 def _show_faults(path: Path, device: str, as_json: bool) -> None:
@@ -353,7 +363,8 @@ def _faults(path: Path, device: str) -> tuple[Lockfile, Device, list[str]]:
         else _place(file.device, f"{path}: device", file.environment.compute_capability)
     )
     if place.type != file.device:
-        return file, place, [f"locked on {file.device}, here it is {place.type}"]
+        again = f": lock again with `--device {device}`" if device else ""
+        return file, place, [f"locked on {file.device}, here it is {place.type}{again}"]
     backends = dict.fromkeys(row.backend for row in file.rows)
     in_force = LockInForce(file, registry.entries)
     faults = [differs for name in backends if (differs := in_force.differences(place, name))]
