@@ -116,6 +116,17 @@ def test_a_file_that_is_none_of_attnregs_is_a_fault(call, tmp_path, name, text, 
     assert faults_of(result)[str(file)][0].startswith(f"{file}{fault}")
 
 
+def test_a_backend_in_the_order_of_devices_that_it_never_serves_is_a_note(call, tmp_path):
+    file = tmp_path / "site.toml"
+    orders = {"sm_100": '"FA3", "FA4"', "cpu": '"FA2"', "cuda": '"FA3"'}
+    file.write_text("".join(f"[devices.{device}]\norder = [{order}]\n" for device, order in orders.items()))
+    (notes, _) = [one["notes"] for one in json.loads(call("check", str(file), "--json").stdout)["checked"]]
+    assert [note.partition(": devices.")[2] for note in notes] == [
+        "\"sm_100\".order[0]: 'FA3' runs no call there: compute capability must be 9.0, got 10.0 (too new)",
+        "cpu.order[0]: 'FA2' runs no call there: device must be cuda, got cpu",
+    ]
+
+
 def test_of_a_lockfile_a_note_says_that_only_its_format_is_right(call, tmp_path, monkeypatch):
     environment = {"device": "x", "torch": "2.13.0", "attnreg": "0.2.0", "backends": {}}
     file = tmp_path / "lock.json"
@@ -138,7 +149,9 @@ def test_strict_settings_that_refuse_nothing_are_a_note(call, tmp_path):
 def test_init_writes_a_template_with_its_comments(call, tmp_path, template):
     file = tmp_path / "attnreg.toml"
     assert call("init", str(file), "--template", template).exit_code == 0
-    assert file.read_text("utf-8") == (FOLDER / f"{template}.toml").read_text("utf-8")
+    text = (FOLDER / f"{template}.toml").read_text("utf-8")
+    assert file.read_text("utf-8") == text.replace("default.toml", "attnreg.toml")
+    assert ("ATTNREG_CONFIG=attnreg.toml python" in file.read_text("utf-8")) == (template == "default")
     again = call("init", str(file))
     assert (again.exit_code, again.stderr) == (
         2,

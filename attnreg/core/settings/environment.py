@@ -82,6 +82,9 @@ _BOOLEANS = {
 }
 
 
+SWITCH = "(1 or 0; true, yes, on, false, no and off are as good)"
+
+
 def _boolean(text: str) -> bool:
     if text.casefold() not in _BOOLEANS:
         raise ValueError(f"got {short_repr(text)}, expected one of {', '.join(_BOOLEANS)}")
@@ -120,7 +123,7 @@ VARIABLES = {
     "ATTNREG_DISABLE": Variable(_names, "backends that must not run, separated by commas"),
     "ATTNREG_CONFIG": Variable(_path, "the settings file (TOML) to read"),
     "ATTNREG_STRICT": Variable(
-        _boolean, "whether it is an error if none of the preferred backends can run a call (1 or 0)"
+        _boolean, "whether it is an error if none of the preferred backends can run a call " + SWITCH
     ),
     "ATTNREG_POLICY": Variable(
         _one_of("measured", "order", "adaptive", "batch_invariant"),
@@ -162,7 +165,7 @@ VARIABLES = {
     ),
     "ATTNREG_AS_FLASH_ATTN": Variable(
         _boolean,
-        "whether `import flash_attn` finds attnreg's functions where flash-attn isn't installed (1 or 0)",
+        "whether `import flash_attn` finds attnreg's functions where flash-attn isn't installed " + SWITCH,
     ),
     "ATTNREG_TRANSFORMERS": Variable(
         _switch_or("flash_attention_2"),

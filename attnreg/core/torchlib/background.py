@@ -209,8 +209,13 @@ def _start() -> None:
     A missing compiler is a warning: whoever runs the program can install one, and calls cost more until then.
     """
     compiler: list[str] = []
-    with _log_errors(logging.WARNING if sys.platform == "linux" else logging.INFO):
-        compiler = libraries.find()
+    on_linux = sys.platform == "linux"
+    with _log_errors(logging.WARNING if on_linux else logging.INFO):
+        try:
+            compiler = libraries.find()
+        except BuildError as error:
+            silence = ", or set ATTNREG_BUILD=off to silence this" if on_linux else ""
+            raise BuildError(f"{error}{silence}") from error
     if not compiler:
         return
     with _log_errors(logging.INFO):

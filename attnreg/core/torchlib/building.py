@@ -146,7 +146,9 @@ def status(library: Library) -> Status:
             return Status("failed", reason=failure)
         if reason := libraries.why_not_used(library):
             return Status("built, not used", target(library), reason)
-        caches.check_writable(target(library).parent)
+        for folder in (target(library).parent, background.lock_path().parent):
+            caches.check_writable(folder)
+            caches.check_can_make(folder)
         libraries.find()
     except (BuildError, OSError, RuntimeError) as error:
         return Status("not built", reason=str(error))

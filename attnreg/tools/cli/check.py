@@ -134,9 +134,23 @@ def _without_effect(settings: Settings) -> Iterator[tuple[tuple[str | int, ...],
     from attnreg.core.settings.environment import REFERENCE
 
     for device, own in settings.devices.items():
+        yield from _unable(device, own.order)
         if settings.strict and REFERENCE in (name.casefold() for name in own.order):
             key = ("devices", device, "order")
             yield key, f"names {REFERENCE!r}, which runs every call: strict = true refuses no call here"
+
+
+def _unable(device: str, order: tuple[str, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the key of each backend in an order that can't run a call of these devices, with the reason."""
+    from attnreg.core import registry
+    from attnreg.core.contract.spec import Device
+
+    place = Device.parse(device) if device.startswith("sm_") else Device(device)
+    for index, name in enumerate(order):
+        entry = registry.entries().get(name.casefold())  # an unknown name is a fault already
+        if entry is not None and entry.backend is not None:
+            for reason in entry.backend.forward.against_device(place):
+                yield ("devices", device, "order", index), f"{name!r} runs no call there: {reason}"
 
 
 def _of_variables() -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from attnreg.tools.cli.options import TRACE, AsJson, check_writable, present_dev
 from attnreg.tools.cli.output import (
     FAILED,
     USAGE,
+    console,
     counted,
     import_torch,
     print_json,
@@ -129,7 +130,8 @@ def _lock(trace: Path, out: Path, device: str, exact: bool) -> tuple[Lockfile, R
     place = _device(trace, recorded, device)
     if place.type == "cpu":  # a program would compile the kernel some time later, and the lock would be wrong
         building.require_kernel(True)
-        building.wait_built()
+        with console(stderr=True).status("looking for the compiled kernel, compiling it if it is missing"):
+            building.wait_built()
     policy = replace(state().policy, lock=None)
     if policy.batch_invariant and any(
         call.spec.varlen and not call.spec.batch_invariant for call in recorded
