@@ -26,7 +26,7 @@ from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import scope, trace
 from attnreg.core.policy import current as policy
-from attnreg.core.policy.sources import keeps_native
+from attnreg.core.policy.sources import keeps_native, under_a_lock
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.traces import check_writable
 from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_wrapper_uncompiled
@@ -156,7 +156,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
     Raises:
         ConfigError: the file can't be read, or a value is wrong. The message has file, line, key, and what
             was got and expected. For a file with the line `on_error = "native"`, and with
-            ATTNREG_ON_ERROR=native, the message is logged instead.
+            ATTNREG_ON_ERROR=native, the message is logged instead, unless ATTNREG_LOCK is set.
         RegistrationError: the routers can't be installed.
 
     An error changes nothing.
@@ -166,8 +166,10 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
         try:
             fresh = policy.changed_by(path_or_settings)
         except ConfigError as error:
-            if not isinstance(path_or_settings, str | os.PathLike) or not keeps_native(path_or_settings):
+            if not isinstance(path_or_settings, str | os.PathLike):
                 raise
+            if not keeps_native(path_or_settings):
+                raise under_a_lock(error, path_or_settings) from error
             policy.leave_out(error, policy.EARLIER_SETTINGS)
             return
         aten.ensure()

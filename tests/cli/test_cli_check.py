@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import attnreg
 from attnreg.core.policy import lockfile
 from attnreg.core.times import table as measured
 from attnreg.tools.cli.init import FOLDER
@@ -41,6 +42,19 @@ def test_every_fault_of_a_settings_file_is_shown_with_its_line_and_a_hint(call, 
         False,
     )  # the path as it was given
     assert all(f"  {line}\n" in shown.stdout for line in faults_of(result)[str(file)]), "lines stay whole"
+
+
+def test_more_than_ten_faults_are_all_listed_and_an_error_counts_them(call, tmp_path, monkeypatch):
+    file = tmp_path / "rollout.toml"
+    file.write_text("\n".join(f"key{n} = 1" for n in range(11)) + '\n[devices.cpu]\norder = ["FA9", "FA8"]\n')
+    with pytest.raises(attnreg.ConfigError, match=r"and 3 more \(13 in all\)$"):
+        attnreg.configure(file)
+    for n in range(12):
+        monkeypatch.setenv(f"ATTNREG_UNKNOWN{n}", "1")
+    faults = faults_of(call("check", str(file), "--json"))
+    assert (len(faults[str(file)]), len(faults["variables"])) == (13, 12)
+    assert not any(" more (" in line for lines in faults.values() for line in lines)
+    assert ["FA9" in faults[str(file)][11], "FA8" in faults[str(file)][12]] == [True, True]
 
 
 def test_files_and_variables_that_are_right_have_no_fault(call, tmp_path):
@@ -102,6 +116,27 @@ def test_a_file_that_is_none_of_attnregs_is_a_fault(call, tmp_path, name, text, 
     assert faults_of(result)[str(file)][0].startswith(f"{file}{fault}")
 
 
+def test_a_backend_in_the_order_of_devices_that_it_never_serves_is_a_note(call, tmp_path):
+    file = tmp_path / "site.toml"
+    orders = {"sm_100": '"FA3", "FA4"', "cpu": '"FA2"', "cuda": '"FA3"'}
+    file.write_text("".join(f"[devices.{device}]\norder = [{order}]\n" for device, order in orders.items()))
+    (notes, _) = [one["notes"] for one in json.loads(call("check", str(file), "--json").stdout)["checked"]]
+    assert [note.partition(": devices.")[2] for note in notes] == [
+        "\"sm_100\".order[0]: 'FA3' runs no call there: compute capability must be 9.0, got 10.0 (too new)",
+        "cpu.order[0]: 'FA2' runs no call there: device must be cuda, got cpu",
+    ]
+
+
+def test_of_a_lockfile_a_note_says_that_only_its_format_is_right(call, tmp_path, monkeypatch):
+    environment = {"device": "x", "torch": "2.13.0", "attnreg": "0.2.0", "backends": {}}
+    file = tmp_path / "lock.json"
+    lockfile.Lockfile(file, "cpu", measured.Environment(**environment), ()).save()
+    monkeypatch.setenv("ATTNREG_LOCK", str(file))
+    checked = json.loads(call("check", str(file), "--json").stdout)["checked"]
+    says = f": only the format was read; `attnreg lock --check {file}` says whether its rows hold on this"
+    assert [one["notes"] for one in checked] == [[f"{file}{says} machine"], [f"ATTNREG_LOCK{says} machine"]]
+
+
 def test_strict_settings_that_refuse_nothing_are_a_note(call, tmp_path):
     file = tmp_path / "site.toml"
     file.write_text('strict = true\n[devices.cuda]\norder = ["FA4", "Math"]\n')
@@ -114,7 +149,9 @@ def test_strict_settings_that_refuse_nothing_are_a_note(call, tmp_path):
 def test_init_writes_a_template_with_its_comments(call, tmp_path, template):
     file = tmp_path / "attnreg.toml"
     assert call("init", str(file), "--template", template).exit_code == 0
-    assert file.read_text("utf-8") == (FOLDER / f"{template}.toml").read_text("utf-8")
+    text = (FOLDER / f"{template}.toml").read_text("utf-8")
+    assert file.read_text("utf-8") == text.replace("default.toml", "attnreg.toml")
+    assert ("ATTNREG_CONFIG=attnreg.toml python" in file.read_text("utf-8")) == (template == "default")
     again = call("init", str(file))
     assert (again.exit_code, again.stderr) == (
         2,

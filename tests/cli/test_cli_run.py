@@ -71,6 +71,15 @@ def test_a_program_that_imports_only_torch_runs_on_the_backend(here):
     assert found == (0, "{'math': {'forward': 1, 'backward': 1}}\n", "")
 
 
+def test_faulty_settings_that_are_left_out_do_not_keep_the_program_from_running(here, run, capsys, caplog):
+    here("train.py", "print('trained')\n")
+    here("site.toml", 'on_error = "native"\nstrct = true\n')
+    run("--config", "site.toml", "train.py")
+    assert capsys.readouterr().out == "trained\n"
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "torch's own kernels run" in line and "strct" in line
+
+
 PICKY = """
     from attnreg import Backend, Capabilities
     from attnreg.backends.math import BACKEND as reference

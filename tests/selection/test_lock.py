@@ -22,6 +22,7 @@ from attnreg.core.policy.lockfile import LockInForce
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, tied_to
 from attnreg.core.times import traces
+from attnreg.core.torchlib import background, building
 from attnreg.errors import BackendUnavailableError, ConfigError, UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("routers")
@@ -211,12 +212,15 @@ def test_a_call_that_is_not_in_the_lock_is_refused_and_the_error_says_how_to_add
     call, nearest, remedy = message.splitlines()
     assert call.startswith(f"ATTNREG_LOCK: {file} has no row for this forward on cpu: query (1, 40, 2, 24)")
     assert nearest == "  nearest: rows[0], second, with head_dim 16 (here 24), head_dim_v 16 (here 24)"
-    assert "record the program without ATTNREG_LOCK, then `attnreg lock --from TRACE --out FILE`" in remedy
+    assert (
+        "record the program without ATTNREG_LOCK into the same trace, which keeps the calls in it" in remedy
+    )
+    assert remedy.endswith("then `attnreg lock --from TRACE --out FILE`")
     found = attnreg.explain(query, query, query)
     assert (found.backend, found.runs, found.forward.refusal) == (None, False, message)
     query = query.requires_grad_()
     backward = refused(F.scaled_dot_product_attention, query, query, query)
-    assert "has no row for this backward" in backward  # already in the forward
+    assert "has no row for this forward, nor for its backward, on cpu: query" in backward
     assert ran() == {}
 
 
@@ -239,6 +243,35 @@ def test_another_environment_is_refused_and_named(replaying, ran, change, differ
     start = f"ATTNREG_LOCK: {file}: rows[0] says second for this forward, but it was {difference}"
     assert refused(attend, 8).startswith(start)
     assert ran() == {}
+
+
+@pytest.mark.parametrize(
+    ("locked", "here", "remedy"),
+    [
+        ("1.0", "1.0 (compiled kernel)", "lock it again, the kernel is compiled now"),
+        ("1.0 (compiled kernel)", "1.0", "`attnreg build` compiles the kernel (`attnreg info` says why"),
+    ],
+    ids=["compiled since", "not compiled"],
+)
+def test_a_lock_with_and_without_the_compiled_kernel_says_what_to_do(
+    lock, monkeypatch, fake, locked, here, remedy
+):
+    data = json.loads(lock.read_text())
+    data["environment"]["backends"]["second"] = locked
+    lock.write_text(json.dumps(data))
+    replace("second", fake("second", version=lambda: here).backend)
+    put_in_force(lock, monkeypatch)
+    differs = f"locked with second {locked}, here it is {here}: {remedy}"
+    assert f"rows[0] says second for this forward, but it was {differs}" in refused(attend, 8)
+    assert differs in words(invoke("lock", "--check", lock))
+    assert background._kernel_is_required == locked.endswith("kernel)")
+
+
+def test_the_kernel_is_compiled_before_calls_are_locked(trace, tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr(building, "wait_built", lambda: waits.append(background._kernel_is_required))
+    assert invoke("lock", "--from", trace, "--out", tmp_path / "lock.json").exit_code == 0
+    assert waits[0]
 
 
 @pytest.mark.parametrize(
@@ -300,6 +333,18 @@ def test_a_backward_that_a_dropout_mask_ties_is_locked_with_its_forward(trace, t
 
     assert decide("first").backend == "first"
     assert "but the forward's dropout mask would have second run it" in refused(decide, "second")
+
+
+def test_with_strict_a_call_that_torch_sends_past_the_lock_is_an_error(replaying, ran, monkeypatch):
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    replaying()
+    query = torch.randn(1, 2, 8, 16)
+    message = refused(F.scaled_dot_product_attention, query, query, query, dropout_p=0.5)
+    assert "so that ATTNREG_LOCK doesn't hold for it, and strict (ATTNREG_STRICT) makes that an" in message
+    found = attnreg.explain(query, query, query, dropout_p=0.5)
+    assert not found.runs
+    attend(8)
+    assert ran() == {"second": (1, 0)}
 
 
 # A file that is no lock

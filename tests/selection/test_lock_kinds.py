@@ -324,6 +324,22 @@ def test_a_check_finds_settings_and_backends_that_lead_elsewhere(lock, change, m
     assert any(reasons[change] in line for line in faults(file))
 
 
+def test_calls_that_are_locked_to_the_reference_for_want_of_another_are_noted(
+    lock, packed, fake, tmp_path, monkeypatch
+):
+    lock(lambda: train(packed, (5, 9)))
+    arguments = ("lock", "--from", tmp_path / "trace.jsonl", "--out", tmp_path / "lock.json")
+    assert "Note" not in invoke(*arguments).output
+    for name in ("short", "rest"):
+        replace(name, fake(name, dtypes=("float64",)).backend)
+    shown = words(invoke(*arguments))
+    for direction in ("forwards", "backwards"):
+        assert f"Note: packed {direction} are locked to the reference, math, as no other backend" in shown
+    monkeypatch.setenv("ATTNREG_BACKEND", "math")
+    attnreg.reload()
+    assert "Note" not in invoke(*arguments).output, "it was asked for"
+
+
 def test_a_lock_for_a_gpu_is_made_and_checked_without_it(lock, packed, monkeypatch):
     file = lock(lambda: train(packed, (5, 9)), "--device", "sm_90")
     data = json.loads(file.read_text())
@@ -332,7 +348,9 @@ def test_a_lock_for_a_gpu_is_made_and_checked_without_it(lock, packed, monkeypat
     assert {row["backend"] for row in data["rows"]} == {"short"}
     assert faults(file, "--device", "sm_90") == []
     assert faults(file, "--device", "sm_80") == ["locked with compute capability 9.0, here it is 8.0"]
-    assert faults(file, "--device", "cpu") == ["locked on cuda, here it is cpu"]
+    assert faults(file, "--device", "cpu") == [
+        "locked on cuda, here it is cpu: lock again with `--device cpu`"
+    ]
     in_force = LockInForce(lockfile.load(file), registry.entries)
     assert in_force.differences(Device("cuda", (9, 0), name="NVIDIA H100"), "short") == ""
     differs = in_force.differences(Device("cuda", (10, 0)), "short")

@@ -83,3 +83,31 @@ def test_otherwise_a_fault_stays_an_error(monkeypatch, tmp_path, query, variable
     with pytest.raises(attnreg.ConfigError, match=r"strct: unknown key|got 'natif'"):
         F.scaled_dot_product_attention(query, query, query)
     attnreg.uninstall()
+
+
+@pytest.mark.parametrize("fault", ["a file", "the lockfile"])
+def test_with_a_lockfile_a_fault_stays_an_error_that_says_so(monkeypatch, tmp_path, query, ran, fault):
+    site = tmp_path / "site.toml"
+    site.write_text(FAULT)
+    monkeypatch.setenv("ATTNREG_LOCK", str(tmp_path / "gone.json"))
+    if fault == "a file":
+        monkeypatch.setenv("ATTNREG_CONFIG", str(site))
+    else:
+        monkeypatch.setenv("ATTNREG_ON_ERROR", "native")
+    attnreg.install()
+    for _ in range(2):
+        with pytest.raises(attnreg.ConfigError) as error:
+            F.scaled_dot_product_attention(query, query, query)
+    assert ran() == {} and not policy.left_out()
+    assert str(error.value).endswith(
+        "native\" doesn't apply: ATTNREG_LOCK is set, so no call may run unlocked"
+    )
+    attnreg.uninstall()
+
+
+def test_with_a_lockfile_a_fault_in_a_file_of_configure_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "site.toml").write_text(FAULT)
+    attnreg.configure({})
+    monkeypatch.setenv("ATTNREG_LOCK", "lock.json")
+    with pytest.raises(attnreg.ConfigError, match=r"(?s)strct: unknown key.*ATTNREG_LOCK is set"):
+        attnreg.configure(tmp_path / "site.toml")

@@ -16,6 +16,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(building, "built", lambda: libraries.find_file(building.CALL_CACHE))
     monkeypatch.setattr(background, "_considered", False)
     monkeypatch.setattr(background, "_waited", False)
+    monkeypatch.setattr(background, "_kernel_is_required", False)
     building.target.cache_clear()
     yield tmp_path / "cache" / "attnreg"
     building.target.cache_clear()

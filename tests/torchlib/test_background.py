@@ -260,6 +260,19 @@ def test_now_logs_a_failure_and_does_not_retry(cache, compiler, monkeypatch, log
     assert line.startswith(f"{runs_without}{compiler.script} says no such header (tried at 2")
 
 
+def test_a_kernel_that_a_lockfile_is_for_is_compiled_before_it_is_loaded_unless_nothing_may_be(
+    cache, working, untried, monkeypatch, log
+):
+    monkeypatch.setenv("ATTNREG_BUILD", "off")
+    building.require_kernel(True)
+    building.wait_built()
+    assert working.runs() == []
+    monkeypatch.delenv("ATTNREG_BUILD")
+    assert building.loaded_cpu_kernel()
+    assert len(working.runs()) == 2
+    assert log[0] == "compiling before the first call, as a lockfile is for what lasts"
+
+
 def test_now_names_the_library_where_one_alone_fails(cache, compiler, copying, untried, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     compiler.does('case "$2" in *attnreg_cpu*) echo no such header >&2; exit 1;; esac', copying)

@@ -67,12 +67,15 @@ def test_the_library_that_alone_is_not_used_is_named(built, mode):
         other.chmod(0o700)
 
 
+INSTALL = "install one, or set ATTNREG_BUILD=off to silence this"
+
+
 def test_damage_is_said_in_the_line_about_compiling_again(built, compiler):
     reasons = [f"{file} is damaged, and `attnreg build` compiles it again" for file in built]
     for file in built:
         os.truncate(file, 8192)
     (line,) = logged(ATTNREG_BUILD="background", CXX="none")
-    reason = "there is no C++ compiler, looked for CXX=none"
+    reason = f"there is no C++ compiler, looked for CXX=none: {INSTALL}"
     assert line == f"WARNING attnreg runs without its compiled part: {'; '.join([*reasons, reason])}"
     compiler.does("exit 1")
     (line,) = logged(ATTNREG_BUILD="background")
@@ -82,7 +85,8 @@ def test_damage_is_said_in_the_line_about_compiling_again(built, compiler):
 
 
 def test_a_missing_compiler_is_one_warning(cache, copying, compiler, untried):
-    problem = "WARNING attnreg runs without its compiled part: there is no C++ compiler, looked for CXX=none"
+    reason = f"there is no C++ compiler, looked for CXX=none: {INSTALL}"
+    problem = f"WARNING attnreg runs without its compiled part: {reason}"
     assert logged(ATTNREG_BUILD="background", CXX="none") == [problem]
     assert logged(ATTNREG_BUILD="off", CXX="none") == []
     compiler.does(copying)

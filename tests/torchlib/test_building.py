@@ -111,7 +111,7 @@ def test_the_contents_of_a_library_are_on_the_disk_before_its_name_is(
 def test_a_missing_compiler_is_named(cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.delenv("ATTNREG_BUILD")
-    problem = "there is no C++ compiler, looked for CXX=no-such-compiler"
+    problem = "there is no C++ compiler, looked for CXX=no-such-compiler: install one"
     result = build()
     assert result.exit_code == 1
     assert f"attnreg: the call cache can't be compiled: {problem}\n" in result.stderr
@@ -217,6 +217,9 @@ def test_info_says_why_nothing_is_compiled(cache, compiler, monkeypatch):
     words = " ".join(CliRunner().invoke(app, ["info"]).output.split())
     assert f"call cache not built: {os.devnull} can't be written to" in words
     assert "repeated calls run by Python" in words
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # whoever runs this
+    building.target.cache_clear()
+    assert "/proc can't be written" in info()["call cache"]["reason"]
 
 
 def test_info_says_of_what_cannot_be_read_what_the_call_says(cache, monkeypatch):

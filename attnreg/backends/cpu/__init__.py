@@ -12,7 +12,7 @@ import torch
 
 from attnreg.backends.cpu import choice, compiled, torch_path
 from attnreg.backends.cpu.flash import Flash
-from attnreg.core.contract.backend import Backend, Kernels
+from attnreg.core.contract.backend import COMPILED_KERNEL, Backend, Kernels
 from attnreg.core.contract.capabilities import ANY_SIZE, Capabilities, Range, one_of
 from attnreg.core.contract.spec import AttentionSpec
 
@@ -55,7 +55,7 @@ def load() -> Kernels:
 
 def version() -> str:
     """Return torch's version, and whether the compiled kernel is loaded: times and numbers depend on both."""
-    return f"{torch.__version__} (compiled kernel)" if compiled.load() is not None else str(torch.__version__)
+    return f"{torch.__version__}{'' if compiled.load() is None else COMPILED_KERNEL}"
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:

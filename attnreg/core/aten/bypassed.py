@@ -29,6 +29,7 @@ from attnreg.core.dispatch import scope, trace
 from attnreg.core.dispatch.planning import Native, device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
+from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import RECOGNISE
@@ -321,6 +322,7 @@ def _refuse_if_strict(tensor: Tensor, bypassed: Bypassed) -> None:
 def why_refused(device: Device, bypassed: Bypassed, scoped: Preference | None) -> str:
     """Return why a bypassed call is an error, by strict or by `backend=`; else an empty string.
 
+    Strict refuses calls of devices for which a backend is asked for, and with a lockfile all calls.
     A call without queries or keys is no error, because nothing is computed.
     """
     policy_now = state().policy
@@ -330,14 +332,17 @@ def why_refused(device: Device, bypassed: Bypassed, scoped: Preference | None) -
         if preference is not None and preference.applies_to(device)
     ]
     is_exclusive = bool(preferences) and preferences[0].exclusive
-    if not preferences or not (policy_now.strict or is_exclusive) or NOTHING_TO_DO in bypassed.reason:
+    by_strict = policy_now.strict and (preferences or policy_now.lock is not None)
+    if not (by_strict or is_exclusive) or NOTHING_TO_DO in bypassed.reason:
         return ""
     sent = f"{bypassed.function} sends this call to {bypassed.kernel}"
     if is_exclusive:
         return f"{sent}, and {preferences[0].source} allows no other than that backend: {bypassed.reason}"
+    unseen = (
+        f"no backend of {preferences[0].source} sees it" if preferences else f"{LOCK} doesn't hold for it"
+    )
     return (
-        f"{sent}, so that no backend of {preferences[0].source} sees it, and strict ({policy_now.strict}) "
-        f"makes that an error: {bypassed.reason}"
+        f"{sent}, so that {unseen}, and strict ({policy_now.strict}) makes that an error: {bypassed.reason}"
     )
 
 

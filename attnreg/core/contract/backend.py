@@ -50,6 +50,9 @@ __all__ = ["UNTRIED", "Backend", "Call", "Kernels", "Launcher"]
 # What messages say of an experimental backend: it ...
 UNTRIED = "hasn't run on the hardware that it is written for"
 
+# At the end of the version of a backend that has loaded a kernel in C++ of attnreg's.
+COMPILED_KERNEL = " (compiled kernel)"
+
 
 class Call(NamedTuple):
     """The arguments of one call, except query, key and value.

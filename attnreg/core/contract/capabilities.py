@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.options import OPTIONS, Option
-from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.errors import RegistrationError
 
 __all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line", "one_of"]
@@ -117,10 +117,22 @@ class Capabilities:
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why the backend can't run `spec`; empty if it can."""
+        of_device = tuple(self.against_device(spec.device))
         if spec.device.type not in self.devices:
-            # Further reasons would be about a device that this backend doesn't serve.
-            return (f"{OTHER_DEVICE}{one_of(self.devices)}, got {spec.device.type}",)
-        return (*self._limits(spec), *self._switches(spec))
+            return of_device  # further reasons would be about a device that this backend doesn't serve
+        return (*of_device, *self._limits(spec), *self._switches(spec))
+
+    def against_device(self, device: Device) -> Iterator[str]:
+        """Yield the reason why the backend runs no call on a device; none if it may run some."""
+        got = device.capability
+        if device.type not in self.devices:
+            yield f"{OTHER_DEVICE}{one_of(self.devices)}, got {device.type}"
+        elif self.compute_capability is not None and got is not None:
+            low, high = self.compute_capability
+            if not low <= got <= high:
+                expected = _dotted(low) if low == high else f"{_dotted(low)} to {_dotted(high)}"
+                side = "old" if got < low else "new"
+                yield f"compute capability must be {expected}, got {_dotted(got)} (too {side})"
 
     def runs(self, option: Option) -> bool:
         """Whether calls with an option are declared."""
@@ -150,13 +162,6 @@ class Capabilities:
             yield f"head_dim of the value must be {self.head_dim_v}, got {spec.head_dim_v}"
 
     def _limits(self, spec: AttentionSpec) -> Iterator[str]:
-        got = spec.device.capability
-        if self.compute_capability is not None and got is not None:
-            low, high = self.compute_capability
-            if not low <= got <= high:
-                expected = _dotted(low) if low == high else f"{_dotted(low)} to {_dotted(high)}"
-                side = "old" if got < low else "new"
-                yield f"compute capability must be {expected}, got {_dotted(got)} (too {side})"
         if spec.dtype not in self.dtypes:
             yield f"dtype must be {one_of(self.dtypes)}, got {spec.dtype}"
         yield from self.against_dims(spec)

@@ -152,9 +152,8 @@ class Stats:
             "failures": [asdict(row) for row in self.failures],
             "bypassed": [asdict(row) for row in self.bypassed],
             "masks": [asdict(row) for row in self.masks],
-            # Hardly any program has such code.
-            **({"overridden": list(self.overridden)} if self.overridden else {}),
-            **({"slow_paths": list(self.slow_paths)} if self.slow_paths else {}),
+            "overridden": list(self.overridden),
+            "slow_paths": list(self.slow_paths),
         }
 
 

@@ -27,10 +27,12 @@ from attnreg.core.policy.sources import (
     checked,
     disabled,
     keeps_native,
+    load_settings,
     log_level,
     only_records,
     read,
     strict,
+    under_a_lock,
     without_implementation,
 )
 from attnreg.core.policy.sources import policy as decides_by
@@ -75,8 +77,8 @@ def sources() -> Sources:
                 _sources = reread(needs_record=False)
             except AttnregError as error:
                 if not keeps_native():
-                    _unreadable = copy(error)
-                    raise
+                    _unreadable = under_a_lock(error)
+                    raise copy(_unreadable) from error
                 leave_out(error)
                 _sources = Sources()
             _take_effect(Sources(), _sources)
@@ -182,11 +184,11 @@ def watch(more: int) -> None:
 
 def changed_by(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str, Any]) -> Sources:
     """Return the settings in force with a new file, or new settings of the program; raises `ConfigError`."""
+    if isinstance(path_or_settings, str | os.PathLike):
+        return checked(replace(sources(), file=load_settings(path_or_settings)))
     # Importing pydantic takes 0.1 s, and most programs need no settings file.
     from attnreg.core.settings import config
 
-    if isinstance(path_or_settings, str | os.PathLike):
-        return checked(replace(sources(), file=config.load(path_or_settings)))
     program = config.LoadedSettings(config.settings_from(path_or_settings))
     return checked(replace(sources(), program=program))
 
@@ -221,6 +223,7 @@ def set_aside() -> Callable[[], None]:
 
 
 def _take_effect(before: Sources, now: Sources) -> None:
+    building.require_kernel(now.lock is not None and now.lock.has_compiled_kernel)
     level = log_level(now)
     if level or log_level(before):
         log.setLevel(level or logging.NOTSET)

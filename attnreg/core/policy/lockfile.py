@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from attnreg.core.contract.backend import COMPILED_KERNEL
 from attnreg.core.contract.lengths import LENGTHS, Cut, Lengths, bounds, cuts_of_window
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Device, Direction
 from attnreg.core.policy.ranges import Ranges, includes, ranges_from, ranges_to
@@ -91,6 +92,12 @@ class Lockfile:
         rows = sorted(json.dumps(row.to_dict(), sort_keys=True) for row in self.rows)
         data = json.dumps([self.device, asdict(self.environment), rows], sort_keys=True)
         return hashlib.sha256(data.encode()).hexdigest()[:12]
+
+    @property
+    def has_compiled_kernel(self) -> bool:
+        """Whether a row is for a backend with a kernel that attnreg compiles."""
+        versions = self.environment.backends
+        return any(versions[row.backend].endswith(COMPILED_KERNEL) for row in self.rows)
 
     def save(self) -> None:
         """Write the file atomically, one row per line; raises `ConfigError` if it can't be written."""
@@ -197,11 +204,14 @@ class LockInForce:
         """
         number = next(self._numbers(spec, direction), None)
         if number is None:
+            # The backward is decided first, when its forward is called.
+            is_first = direction == "backward" and next(self._numbers(spec, "forward"), None) is None
+            missing = "forward, nor for its backward," if is_first else direction
             raise UnsupportedInputError(
-                f"{VARIABLE}: {self.file.path} has no row for this {direction} on {spec.device}: {spec}\n"
-                f"  nearest: {self._nearest(spec, direction)}\n"
-                f"  to add it, record the program without {VARIABLE}, then `attnreg lock --from TRACE --out "
-                "FILE`"
+                f"{VARIABLE}: {self.file.path} has no row for this {missing} on {spec.device}: {spec}\n"
+                f"  nearest: {self._nearest(spec, 'forward' if is_first else direction)}\n"
+                f"  to add it, record the program without {VARIABLE} into the same trace, which keeps the "
+                "calls in it, then `attnreg lock --from TRACE --out FILE`"
             )
         row, name = self.file.rows[number], f"{VARIABLE}: {self.file.path}: rows[{number}]"
         if differs := self.differences(spec.device, row.backend):
@@ -267,7 +277,18 @@ class LockInForce:
             alone = replace(
                 here, compute_capability=locked.compute_capability, attnreg=locked.attnreg, backends={}
             )
-        return "; ".join(matched(alone, here, "locked", whole=True).differences)
+        differs = "; ".join(matched(alone, here, "locked", whole=True).differences)
+        return differs + _remedy(alone.backends.get(backend, ""), here.backends.get(backend, ""))
+
+
+def _remedy(locked: str, here: str) -> str:
+    """Return what to do where a version of a backend has attnreg's compiled kernel and the other doesn't."""
+    was, now = (version.endswith(COMPILED_KERNEL) for version in (locked, here))
+    if not locked or not here or was == now:
+        return ""
+    if now:
+        return ": lock it again, the kernel is compiled now"
+    return ": `attnreg build` compiles the kernel (`attnreg info` says why it isn't used), or lock it again"
 
 
 def _variants(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:

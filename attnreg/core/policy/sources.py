@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from attnreg.core.times.table import load as load_table
 from attnreg.core.times.tables import Named
 from attnreg.core.times.traces import check_writable
 from attnreg.core.torchlib import building
-from attnreg.errors import BuildError, ConfigError, UnknownBackendError
+from attnreg.errors import AttnregError, BuildError, ConfigError, UnknownBackendError
 
 if TYPE_CHECKING:
     from attnreg.core.settings.config import LoadedSettings
@@ -60,14 +61,20 @@ def read(before: Sources) -> Sources:
     now = replace(before, environment=environment.read(), environment_file=None)
     if now.environment.config is None and before.file is None:
         return now
+    if now.environment.config is not None:
+        now = replace(now, environment_file=load_settings(now.environment.config))
+    if before.file is not None and before.file.origin.path:
+        now = replace(now, file=load_settings(before.file.origin.path))
+    return now
+
+
+def load_settings(path: str | os.PathLike[str]) -> LoadedSettings:
+    """Read a settings file; a `ConfigError` counts all faults, unknown names of backends among them."""
     # Importing pydantic takes 0.1 s, and most programs need no settings file.
     from attnreg.core.settings import config
 
-    if now.environment.config is not None:
-        now = replace(now, environment_file=config.load(now.environment.config))
-    if before.file is not None and before.file.origin.path:
-        now = replace(now, file=config.load(before.file.origin.path))
-    return now
+    config.check_file(path, [entry.name for entry in registry.entries().values()])
+    return config.load(path)
 
 
 def checked(fresh: Sources, needs_record: bool = True) -> Sources:
@@ -122,7 +129,29 @@ def keeps_native(file: str | os.PathLike[str] | None = None) -> bool:
 
     ATTNREG_ON_ERROR decides. Without it the line `on_error = "native"` decides, of the settings file `file`
     or else of ATTNREG_CONFIG's. Neither is read as settings are, because the fault may be anywhere.
+    With a lockfile they aren't left out: see `under_a_lock`.
     """
+    return _asks_for_native(file) and not _asks_for_lock()
+
+
+def under_a_lock(error: AttnregError, file: str | os.PathLike[str] | None = None) -> AttnregError:
+    """Return an error of settings; it says so where `on_error = "native"` doesn't apply to it.
+
+    Calls that were left to torch's own kernels would run unlocked, which a lockfile forbids.
+    """
+    told = copy(error)
+    if _asks_for_lock() and _asks_for_native(file):
+        told.args = (
+            f'{error}\non_error = "native" doesn\'t apply: {LOCK} is set, so no call may run unlocked',
+        )
+    return told
+
+
+def _asks_for_lock() -> bool:
+    return bool(os.environ.get(LOCK, "").strip())
+
+
+def _asks_for_native(file: str | os.PathLike[str] | None) -> bool:
     if wanted := os.environ.get(ON_ERROR, "").strip():
         return wanted.casefold() == NATIVE
     try:

@@ -6,9 +6,10 @@ the file and the line, and keeps them: a decision can name the line that it come
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -28,7 +29,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from attnreg.core.settings import toml_file
 from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.settings.toml_file import KeyPath, Origin
-from attnreg.errors import MOST_KNOWN, ConfigError, did_you_mean, first_ten, short_repr
+from attnreg.errors import MOST_KNOWN, MOST_LISTED, ConfigError, did_you_mean, first_ten, short_repr
 
 __all__ = [
     "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
@@ -201,7 +202,8 @@ class Settings(_Table):
     on_error: Literal["raise", "native"] = Field(
         default="raise",
         description="What a fault in this file, or in a file that it names, does. raise: each call raises "
-        "the error. native: an error is logged, the settings are left out, and torch's own kernels run.",
+        "the error. native: an error is logged, the settings are left out, and torch's own kernels run; with "
+        "ATTNREG_LOCK the error is raised all the same.",
     )
     tuned: TableFile | None = Field(
         default=None,
@@ -279,7 +281,8 @@ def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
 
     A `ConfigError` lists the unknown names with their lines, and the known names.
     """
-    _check_named(loaded.origin, (*_disabled(loaded.settings), *_ordered(loaded.settings)), known)
+    named = (*_disabled(loaded.settings), *_ordered(loaded.settings))
+    _raise_if_any(_unknown_names(loaded.origin, named, known))
 
 
 def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -293,37 +296,41 @@ def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
                 yield (*key, index), name.strip()
 
 
-def _check_named(origin: Origin, named: Iterable[tuple[KeyPath, str]], known: Iterable[str]) -> None:
+def _unknown_names(
+    origin: Origin, named: Iterable[tuple[KeyPath, str]], known: Iterable[str]
+) -> list[Callable[[], str]]:
+    """Return a function for each unknown name, which makes the line of an error about it."""
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
     unknown = [(key, name) for key, name in named if name.casefold() not in keys]
-    if unknown:
-        expected = ", ".join(first_ten(names, most=MOST_KNOWN))
+    expected = ", ".join(first_ten(names, most=MOST_KNOWN))
 
-        def problem(of: tuple[KeyPath, str]) -> str:
-            near = did_you_mean(of[1], names)
-            return origin.problem(of[0], f"got {short_repr(of[1])}, expected one of {expected}{near}")
+    def problem(key: KeyPath, name: str) -> str:
+        near = did_you_mean(name, names)
+        return origin.problem(key, f"got {short_repr(name)}, expected one of {expected}{near}")
 
-        raise ConfigError("\n".join(first_ten(unknown, problem)))
+    return [functools.partial(problem, *of) for of in unknown]
 
 
-def check_file(path: str | os.PathLike[str], known: Iterable[str]) -> None:
+def _raise_if_any(problems: list[Callable[[], str]], most: int = MOST_LISTED) -> None:
+    """Raise an error with the lines of the first problems, if there are any; other lines aren't made."""
+    if problems:
+        raise ConfigError("\n".join(first_ten(problems, lambda line: line(), most)))
+
+
+def check_file(path: str | os.PathLike[str], known: Iterable[str], most: int = MOST_LISTED) -> None:
     """Check a settings file, and that it names known backends only.
 
-    A `ConfigError` lists every fault. Unknown names of backends are among them, whatever else is wrong.
+    A `ConfigError` lists the first faults, `most` of them, and counts all. Unknown names of backends are
+    among them, whatever else is wrong.
     """
     data, origin = toml_file.read(path)
-    faults = []
+    problems = []
     try:
-        _validated(data, origin)
-    except ConfigError as error:
-        faults = str(error).splitlines()
-    try:
-        _check_named(origin, _named(data), known)
-    except ConfigError as error:
-        faults += str(error).splitlines()
-    if faults:
-        raise ConfigError("\n".join(faults))
+        Settings.model_validate(data)
+    except ValidationError as error:
+        problems = _problems(error, Settings, origin)
+    _raise_if_any([*problems, *_unknown_names(origin, _named(data), known)], most)
 
 
 def schema() -> dict[str, Any]:
@@ -341,8 +348,13 @@ def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:
 
 def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:
     origin = origin or Origin(call=f"{table.__name__}(...)")
+    return ConfigError("\n".join(first_ten(_problems(error, table, origin), lambda line: line())))
+
+
+def _problems(error: ValidationError, table: type[_Table], origin: Origin) -> list[Callable[[], str]]:
+    """Return a function for each problem in the order of lines, which makes the line of an error about it."""
     details = sorted(error.errors(include_url=False), key=lambda detail: origin.line(_key(detail)))
-    return ConfigError("\n".join(first_ten(details, lambda detail: _problem(detail, table, origin))))
+    return [functools.partial(_problem, detail, table, origin) for detail in details]
 
 
 def _key(detail: ErrorDetails) -> KeyPath:

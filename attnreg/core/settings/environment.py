@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg.errors import ConfigError, did_you_mean, first_ten, short_repr
+from attnreg.errors import MOST_LISTED, ConfigError, did_you_mean, first_ten, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -82,6 +82,9 @@ _BOOLEANS = {
 }
 
 
+SWITCH = "(1 or 0; true, yes, on, false, no and off are as good)"
+
+
 def _boolean(text: str) -> bool:
     if text.casefold() not in _BOOLEANS:
         raise ValueError(f"got {short_repr(text)}, expected one of {', '.join(_BOOLEANS)}")
@@ -120,7 +123,7 @@ VARIABLES = {
     "ATTNREG_DISABLE": Variable(_names, "backends that must not run, separated by commas"),
     "ATTNREG_CONFIG": Variable(_path, "the settings file (TOML) to read"),
     "ATTNREG_STRICT": Variable(
-        _boolean, "whether it is an error if none of the preferred backends can run a call (1 or 0)"
+        _boolean, "whether it is an error if none of the preferred backends can run a call " + SWITCH
     ),
     "ATTNREG_POLICY": Variable(
         _one_of("measured", "order", "adaptive", "batch_invariant"),
@@ -157,11 +160,12 @@ VARIABLES = {
     ON_ERROR: Variable(
         _one_of(RAISE, NATIVE),
         "what a fault in variables, settings files, or files that they name does: raise (the default: each "
-        "call raises the error), or native (an error is logged, and torch's own kernels run without them)",
+        "call raises the error), or native (an error is logged, and torch's own kernels run without them; "
+        "with ATTNREG_LOCK it is raised all the same)",
     ),
     "ATTNREG_AS_FLASH_ATTN": Variable(
         _boolean,
-        "whether `import flash_attn` finds attnreg's functions where flash-attn isn't installed (1 or 0)",
+        "whether `import flash_attn` finds attnreg's functions where flash-attn isn't installed " + SWITCH,
     ),
     "ATTNREG_TRANSFORMERS": Variable(
         _switch_or("flash_attention_2"),
@@ -171,8 +175,8 @@ VARIABLES = {
 }
 
 
-def read(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
-    """Parse the variables; a `ConfigError` has one line for each problem.
+def read(environ: Mapping[str, str] = os.environ, most: int = MOST_LISTED) -> EnvironmentSettings:
+    """Parse the variables; a `ConfigError` has one line for each of the first problems, `most` of them.
 
     It is one if a value is wrong, two contradict each other, or a name that starts with `ATTNREG_` is no
     variable of attnreg.
@@ -197,7 +201,7 @@ def read(environ: Mapping[str, str] = os.environ) -> EnvironmentSettings:
         if name.casefold() in disabled
     ]
     if problems:
-        raise ConfigError("\n".join(first_ten(problems, _text_of)))
+        raise ConfigError("\n".join(first_ten(problems, _text_of, most)))
     return environment
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from attnreg.core.settings import environment
 from attnreg.core.torchlib import caches, libraries, locks
-from attnreg.core.torchlib.libraries import LIBRARIES, Library, find_file, target
+from attnreg.core.torchlib.libraries import CPU_KERNEL, LIBRARIES, Library, find_file, target
 from attnreg.core.torchlib.slow import log_if_slow
 from attnreg.errors import AttnregError, BuildError
 
@@ -49,7 +49,7 @@ background.build_missing()
 # Failures that aren't stored: the disk may have room when the next program starts.
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
-_considered = _waited = False
+_considered = _waited = _kernel_is_required = False
 _waiting = locks.open_after_fork(threading.Lock())
 
 
@@ -60,7 +60,8 @@ def ensure_built() -> None:
     started and a line is logged, because the program may end with this call. Never raises. If a compiled
     library isn't used, the line says why and is a warning.
 
-    With ATTNREG_BUILD=now it waits, as `wait_built` does; with `off` it compiles nothing.
+    With ATTNREG_BUILD=now, and for the kernel of a lockfile, it waits, as `wait_built` does; with `off` it
+    compiles nothing.
     """
     global _considered
     if _considered:
@@ -68,7 +69,7 @@ def ensure_built() -> None:
     _considered = True
     with _log_errors(logging.INFO):
         mode = build_mode()
-        if mode == "now":
+        if _waits():
             wait_built()
         elif mode == "background" and _missing():
             _start()
@@ -76,13 +77,28 @@ def ensure_built() -> None:
             raise BuildError(unused[0])  # `_log_errors` adds the other reasons
 
 
+def require_kernel(is_required: bool) -> None:
+    """Set whether `wait_built` compiles a missing CPU kernel unless ATTNREG_BUILD is "off".
+
+    A lockfile does, because decisions with the kernel differ from those without it.
+    """
+    global _kernel_is_required
+    _kernel_is_required = is_required
+
+
+def _waits() -> bool:
+    mode = build_mode()
+    return mode == "now" or (mode == "background" and _kernel_is_required and find_file(CPU_KERNEL) is None)
+
+
 def wait_built() -> None:
     """Compile the missing libraries in this process if ATTNREG_BUILD is "now". Never raises.
 
+    So it does where a lockfile is for a CPU kernel that is missing: see `require_kernel`.
     Compiles once in a process. Other threads wait meanwhile, and so do processes that share the cache folder.
     """
     global _waited
-    if _waited or build_mode() != "now":
+    if _waited or not _waits():
         return
     with _waiting:
         if _waited:
@@ -92,7 +108,10 @@ def wait_built() -> None:
                 libraries.find()
                 _make_folders()
                 if not all(map(earlier_failure, missing)):
-                    log.info("compiling before the first call, as ATTNREG_BUILD=now asks")
+                    asks = (
+                        "ATTNREG_BUILD=now asks" if build_mode() == "now" else "a lockfile is for what lasts"
+                    )
+                    log.info("compiling before the first call, as %s", asks)
                 what = " and ".join(library.title for library in missing)
                 with log_if_slow(f"the first call waited: compiling {what}"), _hold_lock():
                     failures = build_missing()
@@ -190,8 +209,13 @@ def _start() -> None:
     A missing compiler is a warning: whoever runs the program can install one, and calls cost more until then.
     """
     compiler: list[str] = []
-    with _log_errors(logging.WARNING if sys.platform == "linux" else logging.INFO):
-        compiler = libraries.find()
+    on_linux = sys.platform == "linux"
+    with _log_errors(logging.WARNING if on_linux else logging.INFO):
+        try:
+            compiler = libraries.find()
+        except BuildError as error:
+            silence = ", or set ATTNREG_BUILD=off to silence this" if on_linux else ""
+            raise BuildError(f"{error}{silence}") from error
     if not compiler:
         return
     with _log_errors(logging.INFO):

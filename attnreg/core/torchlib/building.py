@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from attnreg.core.torchlib import background, caches, libraries, locks
-from attnreg.core.torchlib.background import build, ensure_built, is_left_out, wait_built
+from attnreg.core.torchlib.background import build, ensure_built, is_left_out, require_kernel, wait_built
 from attnreg.core.torchlib.libraries import (
     CALL_CACHE,
     CPU_KERNEL,
@@ -29,8 +29,8 @@ from attnreg.errors import BuildError
 
 __all__ = [
     "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "can_load", "ensure_built",
-    "in_one_line", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded", "slow_path", "status",
-    "target",
+    "in_one_line", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded", "require_kernel", "slow_path",
+    "status", "target", "wait_built",
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")
@@ -148,7 +148,9 @@ def status(library: Library) -> Status:
             return Status("failed", reason=failure)
         if reason := libraries.why_not_used(library):
             return Status("built, not used", target(library), reason)
-        caches.check_writable(target(library).parent)
+        for folder in (target(library).parent, background.lock_path().parent):
+            caches.check_writable(folder)
+            caches.check_can_make(folder)
         libraries.find()
     except (BuildError, OSError, RuntimeError) as error:
         return Status("not built", reason=str(error))

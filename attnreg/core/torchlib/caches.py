@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def check_writable(folder: Path) -> None:
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         place = "there" if nearest == folder else f"to {folder}"
         raise PermissionError(f"{nearest} can't be written to, and compiled libraries go {place}")
+
+
+def check_can_make(folder: Path) -> None:
+    """Raise OSError if no file can be made in a folder, or in the nearest that exists; leaves nothing there.
+
+    For root the rights of a folder say nothing, as on a file system that can't be written.
+    """
+    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise type(error)(f"{nearest} can't be written: {error.strerror}") from error
 
 
 def unsafe(place: Path, to_be_made_in: bool = False) -> str:

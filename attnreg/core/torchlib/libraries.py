@@ -353,7 +353,7 @@ def find() -> list[str]:
         if path := shutil.which(name):
             return [str(Path(path).absolute()), *arguments]
     looked_for = f"CXX={wanted}" if wanted else " or ".join(COMPILERS)
-    raise BuildError(f"there is no C++ compiler, looked for {looked_for}")
+    raise BuildError(f"there is no C++ compiler, looked for {looked_for}: install one")
 
 
 def identify_compiler(command: list[str]) -> str:

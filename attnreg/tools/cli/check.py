@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 VARIABLES = "variables"
 FILES = "settings (.toml), a lockfile or a table (.json), or a recording (.jsonl)"
+ONLY_FORMAT = "only the format was read; `attnreg lock --check {}` says whether its rows hold on this machine"
 
 Files = Annotated[
     list[Path] | None, typer.Argument(metavar="FILE...", help=f"Files to check: {FILES}.", show_default=False)
@@ -74,11 +76,21 @@ def _of_file(file: Path) -> Iterator[Finding]:
     if file.suffix == ".toml":
         yield from _of_settings(file)
     elif file.suffix == ".json":
-        yield from _faults(_load_json, file)
+        yield from _of_json(file)
     elif file.suffix == ".jsonl":
         yield from _faults(traces.read, file)
     else:
         yield Finding(f"{file}: got the suffix {file.suffix!r}, expected {FILES}")
+
+
+def _of_json(file: Path) -> Iterator[Finding]:
+    """Yield the first fault of a lockfile or a table, and that a lockfile's rows weren't compared."""
+    from attnreg.core.policy.lockfile import Lockfile
+
+    loaded: list[object] = []
+    yield from _faults(lambda file: loaded.append(_load_json(file)), file)
+    if any(isinstance(one, Lockfile) for one in loaded):
+        yield Finding(f"{file}: {ONLY_FORMAT.format(file)}", False)
 
 
 def _load_json(file: Path) -> object:
@@ -106,7 +118,7 @@ def _of_settings(file: Path) -> Iterator[Finding]:
     from attnreg.core.times import table as measured
 
     names = [entry.name for entry in registry.entries().values()]
-    yield from _faults(lambda file: config.check_file(file, names), file)
+    yield from _faults(lambda file: config.check_file(file, names, sys.maxsize), file)
     try:
         loaded = config.load(file)
     except ConfigError:
@@ -122,9 +134,23 @@ def _without_effect(settings: Settings) -> Iterator[tuple[tuple[str | int, ...],
     from attnreg.core.settings.environment import REFERENCE
 
     for device, own in settings.devices.items():
+        yield from _unable(device, own.order)
         if settings.strict and REFERENCE in (name.casefold() for name in own.order):
             key = ("devices", device, "order")
             yield key, f"names {REFERENCE!r}, which runs every call: strict = true refuses no call here"
+
+
+def _unable(device: str, order: tuple[str, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the key of each backend in an order that can't run a call of these devices, with the reason."""
+    from attnreg.core import registry
+    from attnreg.core.contract.spec import Device
+
+    place = Device.parse(device) if device.startswith("sm_") else Device(device)
+    for index, name in enumerate(order):
+        entry = registry.entries().get(name.casefold())  # an unknown name is a fault already
+        if entry is not None and entry.backend is not None:
+            for reason in entry.backend.forward.against_device(place):
+                yield ("devices", device, "order", index), f"{name!r} runs no call there: {reason}"
 
 
 def _of_variables() -> Iterator[Finding]:
@@ -136,7 +162,7 @@ def _of_variables() -> Iterator[Finding]:
     from attnreg.core.times import traces
     from attnreg.core.times.table import check_writable
 
-    if faults := list(_faults(environment.read, os.environ)):
+    if faults := list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ)):
         yield from faults
         return
     variables = environment.read()
@@ -145,7 +171,9 @@ def _of_variables() -> Iterator[Finding]:
         for name in names:
             findings += _faults(registry.find, name, f"{variable}: ")
     if variables.lock is not None:
-        findings += _faults(lockfile.load, variables.lock, "ATTNREG_LOCK: ")
+        faults = list(_faults(lockfile.load, variables.lock, "ATTNREG_LOCK: "))
+        only_format = Finding(f"ATTNREG_LOCK: {ONLY_FORMAT.format(variables.lock)}", False)
+        findings += faults or [only_format]
     if variables.record is not None:
         findings += _faults(traces.check_writable, variables.record, "ATTNREG_RECORD: ")
     if variables.stats is not None:

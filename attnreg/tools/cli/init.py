@@ -29,7 +29,7 @@ def init(file: Out = Path("attnreg.toml"), template: Template = "default") -> No
     if template not in names:
         near = did_you_mean(template, names)
         raise ConfigError(f"--template: got {template!r}, expected one of {', '.join(names)}{near}")
-    text = (FOLDER / f"{template}.toml").read_text("utf-8")
+    text = (FOLDER / f"{template}.toml").read_text("utf-8").replace("default.toml", file.name)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

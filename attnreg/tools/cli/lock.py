@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnreg.core.settings.environment import REFERENCE
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.tools.cli.options import TRACE, AsJson, check_writable, present_device, valued
 from attnreg.tools.cli.output import (
     FAILED,
     USAGE,
+    console,
     counted,
     import_torch,
     print_json,
@@ -60,7 +62,8 @@ def lock(
 
     The kinds are those of recorded calls, whatever their lengths. With ATTNREG_LOCK=FILE a program runs each
     call on the backend of the lockfile, or fails and says what differs. --check says before that what would
-    fail. An ATTNREG_LOCK that is set already has no influence on the command.
+    fail. A missing kernel for the CPU is compiled first, unless ATTNREG_BUILD=off. An ATTNREG_LOCK that is
+    set already has no influence on the command.
 
     Example: attnreg lock --from calls.jsonl --out lock.json
     """
@@ -118,12 +121,17 @@ def _lock(trace: Path, out: Path, device: str, exact: bool) -> tuple[Lockfile, R
     from attnreg.core.policy.lockfile import FORMAT, Lockfile
     from attnreg.core.times import traces
     from attnreg.core.times.environments import environment
+    from attnreg.core.torchlib import building
 
     check_writable("--out", out, FORMAT)
     if out.exists() and trace.exists() and out.samefile(trace):
         raise InvalidInputError(f"--out: got {out}, expected another file than that of --from")
     recorded = traces.read(trace)
     place = _device(trace, recorded, device)
+    if place.type == "cpu":  # a program would compile the kernel some time later, and the lock would be wrong
+        building.require_kernel(True)
+        with console(stderr=True).status("looking for the compiled kernel, compiling it if it is missing"):
+            building.wait_built()
     policy = replace(state().policy, lock=None)
     if policy.batch_invariant and any(
         call.spec.varlen and not call.spec.batch_invariant for call in recorded
@@ -314,10 +322,19 @@ def _print(file: Lockfile, refused: Refused) -> None:
         for (backend, direction, lengths, source), n in counts.items()
     )
     table("Locked", rows, ("backend", "direction", "rows", "lengths", "decided by"))
+    for row in {(row.direction, row.spec.varlen): row for row in file.rows if _is_fallback(row)}.values():
+        which = f"{'packed' if row.spec.varlen else 'dense'} {row.direction}s"
+        why = "as no other backend can run some"
+        typer.echo(f"Note: {which} are locked to the reference, {REFERENCE}, {why}: {row.spec}\n")
     if refused:
         calls = ((decision.direction, str(spec)) for spec, decision in refused)
         table("No backend can run", calls, ("direction", "call"))
     table("Summary", [("lockfile", f"{file.path}, {counted(len(file.rows), 'row')}")])
+
+
+def _is_fallback(row: LockfileRow) -> bool:
+    """Whether a row is for the reference though nothing asked for it: no other backend could run the call."""
+    return row.backend.casefold() == REFERENCE and row.source.startswith("default order")
 
 
 def _show_faults(path: Path, device: str, as_json: bool) -> None:
@@ -350,7 +367,8 @@ def _faults(path: Path, device: str) -> tuple[Lockfile, Device, list[str]]:
         else _place(file.device, f"{path}: device", file.environment.compute_capability)
     )
     if place.type != file.device:
-        return file, place, [f"locked on {file.device}, here it is {place.type}"]
+        again = f": lock again with `--device {device}`" if device else ""
+        return file, place, [f"locked on {file.device}, here it is {place.type}{again}"]
     backends = dict.fromkeys(row.backend for row in file.rows)
     in_force = LockInForce(file, registry.entries)
     faults = [differs for name in backends if (differs := in_force.differences(place, name))]

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from attnreg.errors import InvalidInputError
+from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.tools.cli.options import valued
 from attnreg.tools.cli.output import console, table
 
@@ -72,10 +72,8 @@ def run(
     # CUDA_VISIBLE_DEVICES.
     import torch  # noqa: F401
 
-    import attnreg
-
     os.environ.update({variable: value for variable, value in variables.items() if value})
-    attnreg.reload()
+    _read_settings()
     if stats or as_json or stats_to is not None:
         from attnreg.core import aten
 
@@ -84,6 +82,22 @@ def run(
     if stats or as_json:
         atexit.register(_print_json if as_json else _print_stats)
     context.obj.append(functools.partial(_start, name, arguments, as_module))
+
+
+def _read_settings() -> None:
+    """Read the settings that the program would read, which `on_error = "native"` may leave out."""
+    import attnreg
+    from attnreg.core.policy import current as policy
+    from attnreg.core.policy.sources import Sources, keeps_native, under_a_lock
+
+    try:
+        attnreg.reload()
+    except ConfigError as error:
+        if not keeps_native():
+            raise under_a_lock(error) from error
+        if policy.left_out() != str(error):  # `import torch` may have said it
+            policy.apply(Sources())
+            policy.leave_out(error)
 
 
 def _check_exists(name: str, as_module: bool) -> None:
