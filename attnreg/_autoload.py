@@ -230,7 +230,9 @@ def _leave_first_use_uncompiled() -> None:
 
     After a graph break that use is a frame of its own: Dynamo compiled a thousand functions of the modules.
     """
-    if sys.modules.get("torch") is not None:  # None: the program forbids its import
+    if sys.modules.get("torch") is None:  # None in its place: the program forbids the import
+        return
+    with contextlib.suppress(Exception):  # of a torch without what is private there: Dynamo compiles more
         from attnreg.core.torchlib.frames import leave_module_uncompiled
 
         for name in ("attnreg", __name__):

@@ -102,9 +102,15 @@ class Assignment:
         chosen = _with_inner(model, matching)
         root = Inner(None)
         self._placed = [(model, root), *chosen]
-        _set_blocks(model, (root, *_blocks(model)))  # before blocks, of which the last counts
-        for module, block in chosen:
-            _set_blocks(module, (*_blocks(module), block))
+        try:
+            _set_blocks(model, (root, *_blocks(model)))  # before blocks, of which the last counts
+            for module, block in chosen:
+                _set_blocks(module, (*_blocks(module), block))
+        except Exception as error:
+            self.remove()
+            raise InvalidInputError(
+                f"assign: a class of the model can't be derived from: {type(error).__name__}: {error}"
+            ) from error
 
     def remove(self) -> None:
         """Undo the assignment; a second call changes nothing. Calls that are running keep their choice."""
@@ -246,7 +252,9 @@ def _own_class(module: nn.Module) -> type[nn.Module]:
 
 def _calls_none(module: nn.Module) -> bool:
     """Whether a module calls no attention itself, as torch's smallest, or can't be put into a block."""
-    is_small = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    # Of a parametrized module torch changes the class itself, which has to be the module's own then.
+    children = [name for name, _ in module.named_children() if name != "parametrizations"]
+    is_small = type(module).__module__.startswith("torch.nn.") and not children
     return is_small or isinstance(module, torch.jit.ScriptModule)
 
 
@@ -330,7 +338,9 @@ class AssignedClasses:
 
         # Dynamo recompiles a code object a few times only, so each class has one.
         in_block.__code__ = in_block.__code__.replace()
-        functools.update_wrapper(in_block, run)  # libraries read the arguments of `forward`
+        # Libraries read the arguments of `forward`. Without its attributes: by those of a compiled function
+        # Dynamo would trace that function in place of this one.
+        functools.update_wrapper(in_block, run, updated=())
 
         names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
         namespace = {method: in_block, _OWN_CLASS: own, **names, **self._copying(own, method)}

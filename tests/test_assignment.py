@@ -399,3 +399,39 @@ def test_a_backend_of_modules_that_is_unknown_or_disabled_is_an_error_with_its_l
     file.write_text('[modules]\n"*.attn" = []\n', encoding="utf-8")
     with pytest.raises(attnreg.ConfigError, match=r"attnreg.toml:2: modules.*expected at least one name"):
         attnreg.configure(file)
+
+
+def test_a_forward_that_is_compiled_itself_runs_by_the_choice_in_an_outer_graph():
+    class Compiled(torch.nn.Module):
+        @torch.compile(backend="eager")
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model = torch.nn.Sequential(Compiled())
+    with attnreg.assign(model, {"0": "math"}):
+        torch.compile(model, backend="eager")(torch.randn(1, 2, 5, 8))
+    assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
+
+
+def test_parametrizations_of_a_part_can_be_removed_while_the_model_is_assigned():
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)))
+    )
+    with attnreg.assign(model, {"0": "math"}):
+        torch.nn.utils.parametrize.remove_parametrizations(model[0][0], "weight")
+    assert type(model[0][0]) is torch.nn.Linear
+
+
+def test_a_class_that_cannot_be_derived_from_leaves_the_model_as_it_was():
+    class Odd(torch.nn.Module):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Sequential(), Odd())
+
+    def refuse(cls, **options):
+        raise TypeError("kind is missing")
+
+    Odd.__init_subclass__ = classmethod(refuse)
+    with pytest.raises(attnreg.InvalidInputError, match="can't be derived from: TypeError: kind is missing"):
+        attnreg.assign(model, {"0": "math", "1": "math"})
+    assert [type(module) for module in model.modules()] == [torch.nn.Sequential, torch.nn.Sequential, Odd]

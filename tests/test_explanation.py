@@ -58,7 +58,7 @@ def bhsd(*shape, **options):
 def test_a_call_for_another_machine_has_the_answer_first_and_a_line_for_each_backend():
     answer = "FA4 forward and backward, by default order for sm_90"
     assert str(explain(spec("sm_90", "bf16", window=(-1, 0), needs_backward=True))) == (
-        f"torch's own kernel, as nothing asks for a backend; if something did: {answer}\n"
+        f"torch's own kernel, because nothing asks for a backend; attnreg itself would choose: {answer}\n"
         "  on cuda (simulated sm_90): query (2, 4096, 32, 128), key and value (2, 4096, 8, 128) as"
         " (B, S, H, D) · bfloat16 · causal · needs grad\n"
         "  FA4   runs it\n"

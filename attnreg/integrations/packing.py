@@ -84,16 +84,16 @@ def check_all_tokens_count(packing: Packing, sizes: tuple[int, int, int]) -> Non
     offsets = packing.cu_seq_q, packing.cu_seq_k
     if not is_readable():
         return
-    if offsets[0].is_cuda:
-        tokens_q, tokens_k = (batch * length for length in lengths)
-        if facts_of(*offsets, tokens_q, tokens_k, stream_of(offsets[0])).leaves_rows_out:
-            raise InvalidInputError(
-                "cu_seq_lens_q, cu_seq_lens_k: got offsets that leave tokens out, or queries without keys, "
-                f"expected 0 to {tokens_q} and 0 to {tokens_k}, the numbers of tokens"
-            )
-        return
     for name, given, length in zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, lengths, strict=True):
-        first, last, tokens = int(given[0]), int(given[-1]), batch * length
+        tokens = batch * length
+        if given.is_cuda:
+            # Of the same offsets for queries and keys: then rows are left out, or none are.
+            if facts_of(given, given, tokens, tokens, stream_of(given)).leaves_rows_out:
+                raise InvalidInputError(
+                    f"{name}: got offsets that leave tokens out, expected 0 to {tokens}, the number of tokens"
+                )
+            continue
+        first, last = given[[0, -1]].tolist() if given.numel() else (None, None)
         if (first, last) != (0, tokens):
             raise InvalidInputError(
                 f"{name}: got offsets from {first} to {last}, expected 0 to {tokens}, the number of tokens"

@@ -104,6 +104,14 @@ def test_dense_results_are_merged_alike_and_sums_are_in_float32():
     assert_close(lse, lses.double().logsumexp(0).float())
 
 
+def test_what_lies_in_rows_that_see_no_key_counts_nothing():
+    outs, lses = drawn(3, 3), [torch.zeros(HEADS, 3, dtype=torch.float64) for _ in range(2)]
+    lses[1][:, 2] = -torch.inf
+    expected = attnreg.merge(outs, lses)
+    outs[1][2] = torch.nan
+    assert_close(attnreg.merge(outs, lses), expected)
+
+
 def test_a_lse_that_is_nan_is_not_hidden():
     lses = torch.zeros(2, HEADS, 3)
     lses[1, 0, 2] = torch.nan

@@ -268,8 +268,9 @@ def _first_looks(
         if bypass is not None:
             _refuse_if_strict(*bypass)
         result = torchs(*arguments, **options)
-        if bypass is not None and (bypass[1].reason in _UNOBSERVED or not ops_are_observed):
-            trace.count_bypassed(SDPA, *bypass[1][:2], SdpaCall(*arguments, **options)[:3])
+        if bypass is not None and _is_counted_here(bypass[1]):
+            tensors = SdpaCall(*arguments, **options)[:3] if takes_masks else bypass[:1]
+            trace.count_bypassed(bypass[1].function, *bypass[1][:2], tensors)
         return result
 
     replacement = Replacement(torchs, place, looking)
@@ -277,6 +278,12 @@ def _first_looks(
         builtins: Any = torch.jit._builtins
         builtins._register_builtin(replacement, builtins._find_builtin(torchs))
     return replacement
+
+
+def _is_counted_here(bypassed: Bypassed) -> bool:
+    """Whether nothing else counts such a call: no observed op, nor the choice for jagged nested tensors."""
+    others_count = ops_are_observed or bypassed.kernel == nested.KERNELS
+    return bypassed.reason in _UNOBSERVED or not others_count
 
 
 def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:

@@ -280,4 +280,6 @@ def distance_between(wanted: Kind, other: Kind) -> float | None:
     if other.head_dim < wanted.head_dim or other.head_dim_v < wanted.head_dim_v or not wanted.head_dim_v:
         return None
     dims = other.head_dim * other.head_dim_v / max(wanted.head_dim * wanted.head_dim_v, 1)
-    return (wanted.dtype != other.dtype) * 0.5 + 2 * log2(dims) + bool(different) * 0.05
+    # Kernels read a mask in different ways, which times without one don't have.
+    options = ("sinks" in different) * 0.05 + ("bias" in different) * 1.0
+    return (wanted.dtype != other.dtype) * 0.5 + 2 * log2(dims) + options

@@ -39,10 +39,19 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     # The lowest number in place of -inf, because the gradient of -inf - -inf is NaN.
     finite = scores.masked_fill(sees_none, torch.finfo(dtype).min / 2)
     total = finite.logsumexp(0)
-    weights = (finite - total).exp().masked_fill(sees_none, 0.0).transpose(-1, -2).unsqueeze(-1)
-    merged = sum(out * weight for out, weight in zip(outs, weights.unbind(), strict=True))
+    weights = (finite - total).exp()
+    # What lies in rows that see no key counts nothing: it may be a buffer that nobody has written.
+    merged = sum(
+        _by_row(weight) * out.masked_fill(_by_row(unseen), 0.0)
+        for out, weight, unseen in zip(outs, weights, sees_none, strict=True)
+    )
     lse = total.masked_fill(sees_none.all(0), -torch.inf)
     return merged.to(outs[0].dtype), lse.to(lses[0].dtype)  # type: ignore[union-attr]
+
+
+def _by_row(of_heads: Tensor) -> Tensor:
+    """Return numbers (..., H, S) as (..., S, H, 1)."""
+    return of_heads.transpose(-1, -2).unsqueeze(-1)
 
 
 def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:

@@ -36,10 +36,11 @@ class Finding(NamedTuple):
 
 
 def check(files: Files = None, as_json: AsJson = False) -> None:
-    """Check files and variables, and show all faults.
+    """Check settings, variables and other files, and show their faults.
 
+    All faults of settings and variables are shown, and the first fault of a lockfile, table or recording.
     The exit code is 2 if there is a fault. The files that variables and settings name are checked as well.
-    Notes are about settings that are right but have no effect; they change no exit code.
+    Notes are about settings that are valid but have no effect. They don't change the exit code.
 
     Example: attnreg check rollout.toml lock.json
     """

@@ -274,9 +274,15 @@ def _table_rows(reports: list[dict[str, Any]]) -> Rows:
             yield "", line
 
 
+# The devices' orders of preference stand above it.
+_RUN_BY_TORCH = (
+    "run by torch's own kernels, as nothing asks for a backend; attnreg.varlen_attn goes by the order"
+)
+
+
 def _router_rows(routers: dict[str, Any], settings: dict[str, Any]) -> Rows:
     compiled, trouble = routers["compiled"], routers["untouched_programs"]
-    calls = "run by attnreg's backends" if routers["serving"] else "run by torch, as no backend is selected"
+    calls = "run by attnreg's backends" if routers["serving"] else _RUN_BY_TORCH
     if settings["problem"] and not settings["left_out"]:
         calls = "refused: see the problems above"
     yield "routers", "installed" if routers["installed"] else "not installed"

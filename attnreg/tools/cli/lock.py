@@ -60,10 +60,10 @@ def lock(
 ) -> None:
     """Write a lockfile: which backend runs each kind of call.
 
-    The kinds are those of recorded calls, whatever their lengths. With ATTNREG_LOCK=FILE a program runs each
-    call on the backend of the lockfile, or fails and says what differs. --check says before that what would
-    fail. A missing kernel for the CPU is compiled first, unless ATTNREG_BUILD=off. An ATTNREG_LOCK that is
-    set already has no influence on the command.
+    A kind is all of a recorded call but its lengths. With ATTNREG_LOCK=FILE a program runs each call on the
+    backend of the lockfile, or fails and says what differs. --check shows in advance what would fail. If
+    the compiled kernel for the CPU is missing, it is compiled first, unless ATTNREG_BUILD=off. The command
+    ignores ATTNREG_LOCK.
 
     Example: attnreg lock --from calls.jsonl --out lock.json
     """

@@ -81,7 +81,7 @@ class Explanation:
             if decision.backend is None:
                 return headline(self.spec, decision)
         answer = _answer(self._decisions())
-        unasked = "torch's own kernel, as nothing asks for a backend; if something did: "
+        unasked = "torch's own kernel, because nothing asks for a backend; attnreg itself would choose: "
         return f"{unasked}{answer}" if self.unasked else answer
 
     def to_dict(self) -> dict[str, Any]:
