@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import warnings
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -232,11 +232,13 @@ def _leave_first_use_uncompiled() -> None:
     """
     if sys.modules.get("torch") is None:  # None in its place: the program forbids the import
         return
+    # As in `core.torchlib.frames`, which isn't imported here: torch loads this module only, if no variable is set.
     with contextlib.suppress(Exception):  # of a torch without what is private there: Dynamo compiles more
-        from attnreg.core.torchlib.frames import leave_module_uncompiled
-
-        for name in ("attnreg", __name__):
-            leave_module_uncompiled(name)
+        frames = sys.modules["torch"]._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for module in (sys.modules["attnreg"], sys.modules[__name__]):
+            for function in [x for x in vars(module).values() if isinstance(x, FunctionType)]:
+                frames.set_code_exec_strategy(function.__code__, skip)
 
 
 def _load_op(name: str) -> object:

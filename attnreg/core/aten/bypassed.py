@@ -237,7 +237,7 @@ def is_observed() -> bool:
 def follow() -> None:
     """Install or remove the wrappers, as the observers and the settings now require."""
     global _observes, _recognises
-    _observes = is_observed()
+    _observes = nested.is_looked_at = is_observed()
     _recognises = run_recognised is not None and policy.are_read() and masks(policy.sources()) == RECOGNISE
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
@@ -281,9 +281,8 @@ def _first_looks(
 
 
 def _is_counted_here(bypassed: Bypassed) -> bool:
-    """Whether nothing else counts such a call: no observed op, nor the choice for jagged nested tensors."""
-    others_count = ops_are_observed or bypassed.kernel == nested.KERNELS
-    return bypassed.reason in _UNOBSERVED or not others_count
+    """Whether no observed op counts such a call."""
+    return bypassed.reason in _UNOBSERVED or bypassed.kernel == nested.KERNELS or not ops_are_observed
 
 
 def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:

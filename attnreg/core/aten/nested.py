@@ -26,6 +26,7 @@ FRAMES = torch._C._dynamo.eval_frame
 KERNELS = "torch's kernels for nested tensors"
 SDPA = "F.scaled_dot_product_attention"
 NOTHING_ASKS = "nothing asks for a backend"
+is_looked_at = False  # whether `bypassed` looks at each call of SDPA, and counts those that torch runs
 
 
 def install() -> Callable[[], None]:
@@ -40,7 +41,7 @@ def install() -> Callable[[], None]:
             is_causal = options.get("is_causal", rest[2] if len(rest) > 2 else False)
             if not (why := why_torchs(query, key, value, is_causal)):
                 return SDPBackend.FLASH_ATTENTION
-            if why != NOTHING_ASKS and not torch.compiler.is_compiling():
+            if why != NOTHING_ASKS and not is_looked_at and not torch.compiler.is_compiling():
                 trace.count_bypassed(SDPA, KERNELS, why, (query, key, value))
         return torchs(query, key, value, *rest, **options)  # type: ignore[no-any-return]
 
