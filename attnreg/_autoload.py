@@ -232,7 +232,7 @@ def _leave_first_use_uncompiled() -> None:
     """
     if sys.modules.get("torch") is None:  # None in its place: the program forbids the import
         return
-    # As in `core.torchlib.frames`, which isn't imported here: torch loads this module only, if no variable is set.
+    # As in `core.torchlib.frames`, which isn't imported here: it would cost each `import torch`.
     with contextlib.suppress(Exception):  # of a torch without what is private there: Dynamo compiles more
         frames = sys.modules["torch"]._C._dynamo.eval_frame
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
