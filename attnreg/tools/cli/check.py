@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def check(files: Files = None, as_json: AsJson = False) -> None:
-    """Check settings, variables and other files, and show their faults.
+    """Check files and variables, and show their faults.
 
     All faults of settings and variables are shown, and the first fault of a lockfile, table or recording.
     The exit code is 2 if there is a fault. The files that variables and settings name are checked as well.
