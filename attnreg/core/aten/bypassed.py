@@ -281,8 +281,10 @@ def _first_looks(
 
 
 def _is_counted_here(bypassed: Bypassed) -> bool:
-    """Whether no observed op counts such a call."""
-    return bypassed.reason in _UNOBSERVED or bypassed.kernel == nested.KERNELS or not ops_are_observed
+    """Whether no observed op counts such a call; in inference mode calls pass by what is above autograd."""
+    is_unobserved = bypassed.reason in _UNOBSERVED or bypassed.kernel == nested.KERNELS
+    in_inference = torch.is_inference_mode_enabled() and bypassed.kernel != FAST_PATH
+    return is_unobserved or in_inference or not ops_are_observed
 
 
 def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
