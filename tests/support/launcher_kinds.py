@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.native_calls import NativeCall
+from support.program_calls import InPrograms
 
 from attnreg.core.launching import offsets
 from attnreg.core.launching.launchers import (
@@ -238,6 +239,7 @@ KINDS = {
         OnAddresses("forward", shape).launcher,
         OnAddresses("backward", shape).launcher,
     ),
+    "program": lambda shape: (InPrograms("forward", shape).launcher, InPrograms("backward", shape).launcher),
 }
 
 

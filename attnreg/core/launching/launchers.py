@@ -168,7 +168,7 @@ class NativeLauncher:
 
 @dataclass(frozen=True, slots=True)
 class FunctionLauncher:
-    """A function of Python's for packed calls, which leaves rows to the call cache.
+    """A function of Python's, which leaves rows of packed calls to the call cache.
 
     Where rows aren't known to belong to sequences with queries and keys, the call cache clears the results'
     other rows. The function is then called as if that were known.
@@ -178,12 +178,16 @@ class FunctionLauncher:
         window: (left, right) as in `Call`: rows that see no key are cleared by it.
         finite: pairs of a tensor's place and 1 if its rows are those of keys, else 0. In a copy of such a
             tensor, rows past the last offset are zeros: the function reads them, and a NaN would spread.
+        programs: `programs(batch, max_q, max_k, tokens_q, tokens_k)` returns what C++ runs in place of the
+            function, as `programs.described` does, for calls of these lengths; None where the function has
+            to run. C++ keeps what it returns.
     """
 
     form: ClassVar = "function"
     run: Callable[..., tuple[Tensor, ...] | None]
-    window: tuple[int, int]
+    window: tuple[int, int] = (-1, -1)
     finite: tuple[tuple[int, int], ...] = ()
+    programs: Callable[..., tuple[Any, ...] | None] | None = None
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""

@@ -16,6 +16,7 @@
 #include "device_code.h"
 #include "launchers.h"
 #include "lengths.h"
+#include "program.h"
 
 namespace attnreg {
 
@@ -54,6 +55,7 @@ struct Entry {  // how a call is run: by one of the four, or by torch's own kern
   std::shared_ptr<const OpLauncher> op;
   std::shared_ptr<const NativeLauncher> native;
   std::shared_ptr<const AddressLauncher> addresses;
+  std::shared_ptr<const Programs> programs;  // run in place of a function of Python's, where they can
   Window window{};  // of a packed call on a GPU: by it rows are cleared that aren't known to see a key
   bool clears = false;  // whether they are cleared after a function of Python's; after the others they always are
   std::vector<std::pair<size_t, bool>> finite{};  // tensors whose rows of no sequence have to be finite, and (true) of keys
@@ -326,6 +328,11 @@ inline int64_t scoped_choice() {
   return last.choice;
 }
 
+// Run a function of Python's, or what it describes; false if it can't run the call any more.
+inline bool launch_function(const Entry& entry, const Launch& call, Tensors& results) {
+  return (entry.programs && launch(*entry.programs, call, results)) || launch(entry.python.get(), call, results);
+}
+
 // Run a kept call; false if its launcher can't. The results are as the contract says. `keys` are those of the op's dispatch.
 inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   const auto device = call.tensors[0].device();
@@ -351,9 +358,9 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
     for (const auto& [place, of_keys] : entry.finite) {
       tensors[place] = blanked(*code, tensors[place], call.offsets(of_keys));
     }
-    done = launch(entry.python.get(), Launch{tensors, call.lengths, true, true, true, call.is_forward}, results);
+    done = launch_function(entry, Launch{tensors, call.lengths, true, true, true, call.is_forward}, results);
   } else {
-    done = launch(entry.python.get(), call, results);
+    done = launch_function(entry, call, results);
   }
   if (!done) {
     return false;
