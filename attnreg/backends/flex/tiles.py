@@ -20,7 +20,8 @@ TOO_LARGE = re.compile(r"out of resource|OutOfResources|No valid triton configs"
 Tiles = Mapping[str, int]
 
 
-def _forward(queries: int, keys: int, stages: int, warps: int) -> Tiles:
+def of_forward(queries: int, keys: int, stages: int, warps: int) -> Tiles:
+    """Return tiles of a forward: a block of queries, which stays in registers, by a block of keys."""
     return {
         "fwd_BLOCK_M": queries,
         "fwd_BLOCK_N": keys,
@@ -29,7 +30,7 @@ def _forward(queries: int, keys: int, stages: int, warps: int) -> Tiles:
     }
 
 
-def _backward(rows: int, columns: int, stages: int, warps: int) -> Tiles:
+def of_backward(rows: int, columns: int, stages: int, warps: int) -> Tiles:
     """Return tiles of which one side stays in registers (`columns`) while the other is walked over."""
     of_keys = {"bwd_BLOCK_M1": rows, "bwd_BLOCK_N1": columns}
     of_queries = {"bwd_BLOCK_M2": columns, "bwd_BLOCK_N2": rows}
@@ -39,10 +40,10 @@ def _backward(rows: int, columns: int, stages: int, warps: int) -> Tiles:
 # By direction, and whether elements have 16 bits. The first of 16 bits spill the fewest registers of those
 # that were compiled for Hopper with a head dim of 512; shared memory 192 and 96 KB, then 48 KB.
 LARGE: dict[tuple[str, bool], tuple[Tiles, ...]] = {
-    ("forward", True): (_forward(64, 32, 2, 8), _forward(64, 32, 1, 8), _forward(16, 16, 1, 4)),
-    ("forward", False): (_forward(32, 16, 1, 4), _forward(16, 16, 1, 4)),
-    ("backward", True): (_backward(32, 32, 1, 8), _backward(16, 16, 1, 4)),
-    ("backward", False): (_backward(16, 16, 1, 4),),
+    ("forward", True): (of_forward(64, 32, 2, 8), of_forward(64, 32, 1, 8), of_forward(16, 16, 1, 4)),
+    ("forward", False): (of_forward(32, 16, 1, 4), of_forward(16, 16, 1, 4)),
+    ("backward", True): (of_backward(32, 32, 1, 8), of_backward(16, 16, 1, 4)),
+    ("backward", False): (of_backward(16, 16, 1, 4),),
 }
 
 
