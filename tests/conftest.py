@@ -76,7 +76,7 @@ def pytest_runtest_logstart():
 
 
 # As the backends spell themselves, whatever the command line does.
-SPELLED = {name.casefold(): name for name in ("FA2", "FA3", "FA4", "cuDNN", "math", "cpu")}
+SPELLED = {name.casefold(): name for name in ("FA2", "FA3", "FA4", "cuDNN", "flex", "math", "cpu")}
 
 
 # Not a backend of its own: FA2's second provider, which is source only and takes minutes to build.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import flex_graphs as graphs
 from support.cpu_calls import refuse
 
 from attnreg.backends.cpu import choice
@@ -27,3 +28,9 @@ def threads(request, once_on_one_thread):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def flex_graphs(monkeypatch):
+    """Have flex's graphs run on the CPU, uncompiled; returns its programs by kind."""
+    return graphs.run_uncompiled(monkeypatch)

@@ -9,7 +9,7 @@ from attnreg.core.policy import lockfile
 from attnreg.core.times import table as measured
 from attnreg.tools.cli.init import FOLDER
 
-KNOWN = "cpu, cuDNN, efficient, FA2, FA3, FA4, math"
+KNOWN = "cpu, cuDNN, efficient, FA2, FA3, FA4, flex, math"
 
 
 def faults_of(result):

@@ -256,7 +256,7 @@ def test_the_backends_of_attnreg_are_found_and_listed_without_a_look_at_a_gpu(ro
     for name in ("is_available", "device_count", "get_device_capability", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: called.append(name))
     attnreg.install()
-    assert {"math", "FA2", "FA3", "FA4", "cuDNN", "efficient"} < set(attnreg.list_backends())
+    assert {"math", "FA2", "FA3", "FA4", "cuDNN", "efficient", "flex"} < set(attnreg.list_backends())
     assert called == []
     assert registry.find("FA2").unavailable()
     assert called == ["is_available"]
@@ -267,5 +267,5 @@ def test_on_a_gpu_that_is_newer_than_all_kernels_they_say_so_and_math_runs():
     explanation = attnreg.explain(dataclasses.replace(SPEC, device=newest, dtype="bfloat16"))
     assert explanation.backend == "math"
     of_gpus = {name: why for name, why in explanation.rejected.items() if "device must be" not in why[0]}
-    assert of_gpus.keys() == {"FA2", "FA3", "FA4", "cuDNN", "efficient"}
+    assert of_gpus.keys() == {"FA2", "FA3", "FA4", "cuDNN", "efficient", "flex"}
     assert all(why[0].endswith("got 13.0 (too new)") for why in of_gpus.values())

@@ -200,8 +200,8 @@ def owners(names):
 # How many cases of `QUICK` the limits of each backend admit in both directions on an H200, those with a known
 # issue included: a backend that came to refuse more than that would pass by running less. Torch's FA2 takes
 # pages from torch 2.12 on.
-ADMITTED = {"FA2": 318 if PAGES else 316, "FA3": 312, "FA4": 310, "cuDNN": 278, "math": 732}
-HEAVY_ADMITTED = {"FA2": 10, "FA3": 10, "FA4": 10, "cuDNN": 10, "math": 32}
+ADMITTED = {"FA2": 318 if PAGES else 316, "FA3": 312, "FA4": 310, "cuDNN": 278, "flex": 504, "math": 732}
+HEAVY_ADMITTED = {"FA2": 10, "FA3": 10, "FA4": 10, "cuDNN": 10, "flex": 12, "math": 32}
 
 
 def admitted(reasons):
@@ -216,7 +216,8 @@ REFUSAL = re.compile(
         (
             r"dtype must be float16 or bfloat16, got float(32|64)$",
             r"head_dim must be 8 to 256 in steps of 8, got \d+$",
-            r"head_dim of the value must be (8 to 256 in steps of 8|that of the query, \d+), got \d+$",
+            r"head_dim must be 16 to 512 in steps of 8, got \d+$",
+            r"head_dim of the value must be (8 to 256 in steps of 8|16 to 512 in steps of 8|that of the query, \d+), got \d+$",
             r"head_dim of the value must be at most the query's, \d+, got \d+$",
             r"head_dim of the value must be the query's where heads are shared, \d+, got \d+$",
             r"head_dim must not be 8, 16, .* whose gradients are wrong, got \d+$",

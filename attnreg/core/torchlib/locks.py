@@ -31,6 +31,7 @@ ORDER = (
     "core.policy.ranks._lock",  # other ranks are waited for behind it
     "backends.cudnn.execution_plans._building",
     "backends.fa4.adapter._compile_lock",
+    "backends.flex.programs._compile_lock",
     "core.aten.bypassed._lock",
     "core.varlen.autograd._lock",
     "core.dispatch.scope._lock",

@@ -1,0 +1,72 @@
+"""flex: torch's FlexAttention, compiled by Inductor, for packed and dense calls that other kernels refuse.
+
+It runs head dims up to 512 and float32 in packed calls, on any card that Triton compiles for. This module
+declares what it can run. Read `adapter` next: it maps the contract's calls to programs. `visible` computes
+which keys each query sees, `graphs` traces torch's ops, `programs` compiles them. README.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from attnreg.backends.flex.adapter import backward, forward
+from attnreg.core.contract.backend import Backend, Kernels
+from attnreg.core.contract.capabilities import GRID, Capabilities, Range
+from attnreg.core.contract.spec import AttentionSpec
+
+# `tl.dot` multiplies no smaller tiles than 16 by 16.
+LIMITS: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16", "float32"),
+    "compute_capability": ((7, 5), (12, 1)),
+    "head_dim": Range(16, 512, 8),
+    "head_dim_v": Range(16, 512, 8),
+    "batch": Range(0, GRID),
+    "heads": Range(0, GRID),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "alibi", "seqused_k"), True),
+    **dict.fromkeys(("any_scale", "softcap", "deterministic"), True),
+}
+FORWARD = Capabilities(**LIMITS, num_splits=True)
+BACKWARD = Capabilities(**LIMITS, grad_lse=True)
+
+
+def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
+    return tuple(_reasons(spec))
+
+
+def _reasons(spec: AttentionSpec) -> Iterator[str]:
+    capability = spec.device.capability
+    if spec.dtype == "bfloat16" and capability is not None and capability < (8, 0):
+        yield f"compute capability must be 8.0 or above for bfloat16, got {capability[0]}.{capability[1]}"
+
+
+def _load() -> Kernels:
+    return Kernels(forward, backward)
+
+
+def _unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU here"
+    return None if find_spec("triton") else "triton isn't installed"
+
+
+def _version() -> str:
+    return str(torch.__version__)
+
+
+BACKEND = Backend(
+    name="flex",
+    forward=FORWARD,
+    backward=BACKWARD,
+    load=_load,
+    unavailable=_unavailable,
+    version=_version,
+    refuses=_refuses,
+    install="pip install triton",
+    priority=-50,
+    compiles=True,
+)

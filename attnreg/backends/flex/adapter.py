@@ -1,0 +1,206 @@
+"""The contract's calls as calls of flex programs.
+
+Flex takes (B, H, S, D); a packed batch is one sequence to it, (1, H, T, D), whose mask is the offsets'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnreg.backends.flex import visible
+from attnreg.backends.flex.graphs import TABLE
+from attnreg.backends.flex.kinds import Kind, layout_of
+from attnreg.backends.flex.programs import program_for
+from attnreg.backends.flex.visible import Visible
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.spec import Direction
+from attnreg.core.launching.offsets import derived_from, empty_results, facts, find_unused
+from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
+
+# The name of the length of each dimension, by tensor. Other sizes are fixed.
+OF_QUERIES, OF_KEYS = ("B", "", "S_q", ""), ("B", "", "S_k", "")
+DIMENSIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("query", "out", "grad_out"), OF_QUERIES),
+    **dict.fromkeys(("key", "value"), OF_KEYS),
+    **dict.fromkeys(("lse", "grad_lse"), ("B", "", "S_q")),
+    **dict.fromkeys(("low", "high", "place"), ("B_mask", "S_q")),
+    "sequence": ("S_q",),
+    "bias": ("B", "", "S_q", "S_k"),
+    **dict.fromkeys(("kv_num_blocks", "full_kv_num_blocks"), ("B_mask", "", "N_q")),
+    **dict.fromkeys(("kv_indices", "full_kv_indices"), ("B_mask", "", "N_q", "N_k")),
+    **dict.fromkeys(("q_num_blocks", "full_q_num_blocks"), ("B_mask", "", "N_k")),
+    **dict.fromkeys(("q_indices", "full_q_indices"), ("B_mask", "", "N_k", "N_q")),
+}
+
+
+class _Request(NamedTuple):
+    """A program's kind, its lengths and its tensors."""
+
+    kind: Kind
+    lengths: Mapping[str, int]
+    tensors: tuple[Tensor, ...]
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the output, in the query's dtype, and the LSE in float32, (B, H, S_q) or (H, T_q).
+
+    Query and key are (B, S, H, D) or packed (T, H, D), the value has head dim D_v; all are float16, bfloat16
+    or float32.
+
+    Raises:
+        BackendUnavailableError: torch can't compile the kernel.
+    """
+    if not (query.numel() and key.numel()):
+        return empty_results(query, value, call)
+    seen = _visible(query, key, call)
+    key, value = _without_unused(query, key, value, call)
+    tensors = {"query": _bhsd(query), "key": _bhsd(key), "value": _bhsd(value)}
+    out, lse = _run("forward", tensors, seen, call)
+    return _rows(out, call), lse[0] if call.varlen else lse
+
+
+def backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, in their shapes and dtype.
+
+    `grad_out` and `out` are like the forward's output, `lse` like its LSE. Raises as `forward` does.
+    """
+    if not (query.numel() and key.numel()):
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    seen = _visible(query, key, call)
+    key, value = _without_unused(query, key, value, call)
+    if _may_be_blind(query, key, call):
+        # Their weights are 0, and so is the product with a NaN only where the NaN is gone.
+        blind = seen.blind[0] if call.varlen else seen.blind
+        query, grad_out = (x.masked_fill(blind[..., None, None], 0) for x in (query, grad_out))
+    tensors = {"query": _bhsd(query), "key": _bhsd(key), "value": _bhsd(value)}
+    tensors |= {"out": _bhsd(out), "grad_out": _bhsd(grad_out)}
+    tensors["lse"] = lse.contiguous()[None] if call.varlen else lse.contiguous()
+    if call.grad_lse is not None:
+        grad_lse = call.grad_lse.contiguous()[None] if call.varlen else call.grad_lse.contiguous()
+        tensors["grad_lse"] = grad_lse.masked_fill(seen.blind[:, None], 0.0)
+    grad_q, grad_k, grad_v = _run("backward", tensors, seen, call)
+    return _rows(grad_q, call), _rows(grad_k, call), _rows(grad_v, call)
+
+
+def _run(direction: Direction, tensors: dict[str, Tensor], seen: Visible, call: Call) -> tuple[Tensor, ...]:
+    kind, lengths, inputs = _request(direction, tensors, seen, call)
+    return tuple(program_for(kind, lengths).run(*inputs))
+
+
+def _request(direction: Direction, tensors: dict[str, Tensor], seen: Visible, call: Call) -> _Request:
+    tensors |= {"low": seen.low, "high": seen.high, **dict(zip(TABLE, seen.table, strict=True))}
+    bias, slopes = "none", 0
+    if call.attn_bias is not None:
+        bias = "mask" if call.attn_bias.dtype == torch.bool else "added"
+        tensors["bias"] = _expanded_bias(tensors["query"], tensors["key"], call.attn_bias)
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes.dim()
+        tensors |= {"place": seen.place, "sequence": seen.sequence, "slopes": call.alibi_slopes}
+    lengths, names = _lengths(tensors), DIMENSIONS | {"slopes": ("B_slopes", "")[-slopes:]}
+    layouts = tuple((name, layout_of(x, names[name], lengths)) for name, x in tensors.items())
+    block = visible.block_size(lengths["S_q"], lengths["S_k"])
+    device = tensors["query"].device
+    kind = Kind(direction, device, call.scale, call.softcap, bias, slopes, call.varlen, block, layouts)
+    return _Request(kind, lengths, tuple(tensors.values()))
+
+
+def _lengths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the lengths of a call by the names of `DIMENSIONS`."""
+    batch, _, rows, _ = tensors["query"].shape
+    blocks_q, blocks_k = tensors["kv_indices"].shape[-2:]
+    slopes = tensors.get("slopes")
+    return {
+        "B": batch,
+        "S_q": rows,
+        "S_k": tensors["key"].shape[2],
+        "B_mask": tensors["low"].shape[0],
+        "N_q": blocks_q,
+        "N_k": blocks_k,
+        "B_slopes": 1 if slopes is None else slopes.shape[0],
+    }
+
+
+def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
+    """Return which keys each query sees, derived once for all layers that share their offsets."""
+    stream = stream_of(query) if query.is_cuda else 0
+    rows = query.shape[-3], key.shape[-3]
+    masked = call.attn_bias is not None and call.attn_bias.dtype == torch.bool
+    if call.cu_seqlens_q is not None:
+        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+        make = partial(visible.of_packed, *rows, call.window, masked)
+        return derived_from(offsets, stream, ("flex", *rows, call.window), make)
+    if call.seqused_k is not None:
+        make_dense = partial(_of_used, *rows, call.window, masked)
+        return derived_from((call.seqused_k,), stream, ("flex", *rows, call.window, masked), make_dense)
+    return _of_shape(query.device, stream, *rows, call.window, masked)
+
+
+def _of_used(rows_q: int, rows_k: int, window: tuple[int, int], masked: bool, used: Tensor) -> Visible:
+    return visible.of_dense(rows_q, rows_k, window, masked, used.device, used)
+
+
+# Dense masks by their shape: a model has a few.
+_dense: dict[tuple[object, ...], Visible] = {}
+_MOST_DENSE = 16
+
+
+def _of_shape(
+    device: torch.device, stream: int, rows_q: int, rows_k: int, window: tuple[int, int], masked: bool
+) -> Visible:
+    source = device, stream, rows_q, rows_k, window, masked
+    found = _dense.get(source)
+    if found is None:
+        found = visible.of_dense(rows_q, rows_k, window, masked, device)
+        if needs_graph_memory(found.low):
+            return found
+        while len(_dense) >= _MOST_DENSE:
+            _dense.pop(next(iter(_dense)), None)
+        _dense[source] = found
+    return found
+
+
+def _may_be_blind(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether a query may see no key, as far as the host knows."""
+    if call.varlen:
+        known = facts(call, query.shape[0], key.shape[0], stream_of(query) if query.is_cuda else 0)
+        return not (known.every_row_sees_a_key and call.window in ((-1, -1), (-1, 0)))
+    return call.seqused_k is not None or (call.window != (-1, -1) and query.shape[1] > key.shape[1])
+
+
+def _without_unused(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return key and value with zeros in rows that no sequence counts: their NaN would reach other rows."""
+    if call.varlen:
+        known = facts(call, query.shape[0], key.shape[0], stream_of(query) if query.is_cuda else 0)
+        if known.no_unused_rows:
+            return key, value
+    unused = find_unused(query, key, call).keys
+    if unused is None:
+        return key, value
+    hidden = unused[..., None, None]
+    return key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+
+
+def _bhsd(x: Tensor) -> Tensor:
+    """Return (B, S, H, D) or (T, H, D) as (B, H, S, D), copied only where the kernels can't read it."""
+    if x.stride(-1) != 1 or any(
+        step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
+    ):
+        x = x.contiguous()
+    return x.transpose(0, 1)[None] if x.dim() == 3 else x.transpose(1, 2)
+
+
+def _rows(x: Tensor, call: Call) -> Tensor:
+    """Return (B, H, S, D) as the contract has it."""
+    return x[0].transpose(0, 1) if call.varlen else x.transpose(1, 2)
+
+
+def _expanded_bias(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    batch, heads, rows, _ = query.shape
+    return bias[(None,) * (4 - bias.dim())].expand(batch, heads, rows, key.shape[2])

@@ -1,0 +1,164 @@
+"""Which keys each query sees, and the table of blocks that flex skips, masks or runs whole.
+
+Every mask of the contract but a boolean bias leaves each query one range of keys. Offsets, windows and
+`seqused_k` are that, so one kernel serves them all. All of it is computed on the device, without a wait.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+# Queries and keys of a block of the table. Larger blocks hide less, and keep the table of long batches small.
+BLOCK, LARGE_BLOCK = 128, 512
+# How many blocks a table of small ones may have: 64 MB for its four lists.
+MOST_BLOCKS = 2**22
+
+# Past every key.
+_BEYOND = 2**31 - 1
+
+
+class Visible(NamedTuple):
+    """The keys that each query sees.
+
+    Attributes:
+        low, high: int32 (1 or B, S_q), the first key and the one behind the last; equal without a key.
+        place: int32 (1 or B, S_q), the key at the query's own place, from which ALiBi counts distances.
+        sequence: int32 (S_q,), the sequence of each query of a packed batch; 0 in a dense one.
+        table: as `block_table` returns it; empty if the call has only ranges.
+    """
+
+    low: Tensor
+    high: Tensor
+    place: Tensor
+    sequence: Tensor
+    table: tuple[Tensor, ...]
+
+    def differs(self, newer: Self) -> Tensor:
+        """Return on the device whether a query sees other keys now."""
+        return (self.low != newer.low).any() | (self.high != newer.high).any()
+
+    @property
+    def blind(self) -> Tensor:
+        """Which queries see no key, bool (1 or B, S_q)."""
+        return self.low >= self.high
+
+
+def block_size(tokens_q: int, tokens_k: int) -> int:
+    """Return how many queries and keys a block of the table has."""
+    small = -(-tokens_q // BLOCK) * -(-tokens_k // BLOCK)
+    return BLOCK if small <= MOST_BLOCKS else LARGE_BLOCK
+
+
+def of_packed(
+    tokens_q: int,
+    tokens_k: int,
+    window: tuple[int, int],
+    masked: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    used: Tensor | None,
+) -> Visible:
+    """Return what the queries of a packed batch see; offsets are int32 (B + 1,), `used` is int32 (B,)."""
+    batch = cu_seqlens_q.shape[0] - 1
+    rows = torch.arange(tokens_q, dtype=torch.int32, device=cu_seqlens_q.device)
+    sequence = torch.searchsorted(cu_seqlens_q.contiguous(), rows, right=True, out_int32=True) - 1
+    inside = (sequence >= 0) & (sequence < batch)
+    sequence = sequence.clamp(0, max(batch - 1, 0))
+    # The row of zeros is for a batch without a sequence.
+    ends_q = torch.cat((cu_seqlens_q[1:], cu_seqlens_q.new_zeros(1)))
+    starts = torch.cat((cu_seqlens_k[:-1], cu_seqlens_k.new_zeros(1)))
+    lengths = torch.cat((cu_seqlens_k.diff(), cu_seqlens_k.new_zeros(1)))
+    if used is not None:
+        lengths = torch.minimum(lengths, torch.cat((used, used.new_zeros(1))))
+    start, length = starts[sequence], lengths[sequence]
+    place = rows - ends_q[sequence] + length  # in its sequence
+    low, high = _windowed(place, length, window)
+    low, high = (torch.where(inside, start + bound, 0) for bound in (low, high))
+    tokens = tokens_q, tokens_k
+    return _with_table(low[None], high[None], (start + place)[None], sequence, tokens, masked)
+
+
+def of_dense(
+    tokens_q: int,
+    tokens_k: int,
+    window: tuple[int, int],
+    masked: bool,
+    device: torch.device,
+    used: Tensor | None = None,
+) -> Visible:
+    """Return what the queries of a dense batch see: `used` is int32 (B,), or None if all keys count."""
+    rows = torch.arange(tokens_q, dtype=torch.int32, device=device)[None]
+    length = rows.new_full((1, 1), tokens_k) if used is None else used[:, None].to(torch.int32)
+    place = rows - tokens_q + length
+    low, high = _windowed(place, length.expand(place.shape), window)
+    return _with_table(low, high, place, torch.zeros_like(rows[0]), (tokens_q, tokens_k), masked)
+
+
+def _windowed(place: Tensor, length: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the bounds of what queries see, as places in their sequences; equal if they see nothing."""
+    left, right = window
+    # A window may be as wide as int32 allows, so a sum with it is of 64 bits.
+    low = (place.long() - left).clamp(min=0) if left >= 0 else torch.zeros_like(place)
+    high = torch.minimum(place.long() + right + 1, length) if right >= 0 else length
+    high = torch.maximum(low, high)
+    return low.to(torch.int32), high.to(torch.int32)
+
+
+def _with_table(
+    low: Tensor, high: Tensor, place: Tensor, sequence: Tensor, tokens: tuple[int, int], masked: bool
+) -> Visible:
+    table = block_table(low[:, None], high[:, None], tokens[1], block_size(*tokens), masked)
+    parts = (x.contiguous() for x in (low, high, place, sequence))
+    return Visible(*parts, table)
+
+
+def block_table(low: Tensor, high: Tensor, tokens_k: int, size: int, masked: bool) -> tuple[Tensor, ...]:
+    """Return the blocks of keys for each block of queries, and of queries for each block of keys.
+
+    Args:
+        low, high: int32 (B, R, S_q), the R ranges of keys that each query sees.
+        tokens_k: the number of keys.
+        size: the queries, and the keys, of a block.
+        masked: whether no block may be run without its mask, as a bias hides further keys.
+
+    Returns:
+        Eight int32 tensors, as torch's `BlockMask` has them: number (B, 1, blocks of queries) and indices
+        (B, 1, blocks of queries, blocks of keys) of the masked blocks, then of the whole ones; then the same
+        four with queries and keys exchanged.
+    """
+    seen, whole = _blocks(low, high, tokens_k, size)
+    if masked:
+        whole = torch.zeros_like(whole)
+    lists = [_listed(blocks) for blocks in (seen & ~whole, whole)]
+    lists += [_listed(blocks.mT) for blocks in (seen & ~whole, whole)]
+    return tuple(x[:, None] for pair in lists for x in pair)
+
+
+def _blocks(low: Tensor, high: Tensor, tokens_k: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return which blocks have a visible score, maybe, and in which every score is visible, surely."""
+    blind = low >= high
+    first = _per_block(low.masked_fill(blind, _BEYOND), size, _BEYOND).amin(-1)
+    last = _per_block(high.masked_fill(blind, -1), size, -1).amax(-1)
+    # Rows behind the last query hide nothing; a blind row hides the whole block.
+    latest = _per_block(low.masked_fill(blind, _BEYOND), size, -1).amax(-1)
+    earliest = _per_block(high.masked_fill(blind, -1), size, _BEYOND).amin(-1)
+    starts = torch.arange(-(-tokens_k // size), dtype=torch.int32, device=low.device) * size
+    first, last, latest, earliest = (x[..., None] for x in (first, last, latest, earliest))
+    seen = (first < starts + size) & (last > starts)
+    whole = (latest <= starts) & (earliest >= starts + size)
+    return seen.any(1), whole.any(1)
+
+
+def _per_block(bounds: Tensor, size: int, filler: int) -> Tensor:
+    """Return (B, R, S_q) as (B, R, blocks, size), with fillers behind the last query."""
+    padded = torch.nn.functional.pad(bounds, (0, -bounds.shape[-1] % size), value=filler)
+    return padded.view(*bounds.shape[:-1], -1, size)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each row of a boolean table how many blocks it has, and their numbers, these first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

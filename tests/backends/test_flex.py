@@ -1,0 +1,277 @@
+"""The flex backend: its masks, tables and graphs on a CPU, where torch's dense ops run them uncompiled."""
+
+import pytest
+import torch
+from support.flex_graphs import backend
+from support.packages import gpu_spec
+
+import attnreg
+from attnreg.backends import flex
+from attnreg.backends.flex import adapter, programs, tiles, visible
+from attnreg.backends.flex.kinds import layout_of
+from attnreg.core import registry
+from attnreg.core.launching import offsets
+from attnreg.errors import BackendUnavailableError
+from attnreg.testing import Conformance
+from attnreg.tools.measure import QUICK, Case, inputs
+
+FLOAT32 = {str(case).removesuffix(" float32"): case for case in QUICK if case.dtype == "float32"}
+
+# A case of each thing that the backend declares.
+CASES = (
+    *("length 127", "packed heads 4:2", "causal lengths 64 and 1", "window (4, 0)", "no keys"),
+    *("key padding mask", "additive bias", "alibi", "packed alibi", "packed softcap"),
+)
+
+
+def packed(**options):
+    return Case(**{"name": "packed", "lens_q": (130, 7, 40), "lens_k": (150, 7, 33), "varlen": True,
+                   "dtype": "float32", "heads": (4, 2), "window": (-1, 0), **options})  # fmt: skip
+
+
+@pytest.fixture
+def kit(flex_graphs):
+    return Conformance(backend(), "cpu", ["float32"])
+
+
+@pytest.mark.parametrize("name", [name for name in FLOAT32 if name in CASES])
+def test_a_case_of_each_kind_is_right_in_both_directions(kit, name):
+    outcome = kit.run(FLOAT32[name])
+    assert outcome.passed, outcome
+    assert outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}, outcome.reasons
+
+
+OPTIONS = {
+    "head dim 512": {"dims": (512, 512)},
+    "a value of another head dim": {"dims": (64, 128)},
+    "rows past the last offset, which are NaN": {"tail": 17, "poison": True},
+    "keys that don't count, which are NaN": {"seqused_k": (100, 7, 0), "poison": True},
+    "a gradient of the LSE": {"grad_lse": True},
+    "a negative scale": {"scale": -0.1},
+    "a window": {"window": (30, 5)},
+    "a window as wide as int32 allows": {"window": (2**31 - 1, 2**31 - 1)},
+    "a shared tensor of queries, keys and values": {"layout": "odd rows"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_packed_options_are_right_in_both_directions(kit, options):
+    outcome = kit.run(packed(**options))
+    assert outcome.passed, outcome
+    assert outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"}, outcome.reasons
+
+
+@pytest.mark.parametrize("name", ["varlen_attn(backend=): repeated", "SDPA in use_backend: repeated"])
+def test_calls_of_both_fronts_reach_the_backend_and_are_right(kit, name):
+    outcome = kit.run(kit.find(f"{name} float32"))
+    assert outcome.passed, outcome
+    assert not outcome.refused
+
+
+@pytest.mark.slow
+def test_the_whole_kit_passes(kit):
+    report = kit.report([kit.run(check) for check in kit.checks])
+    assert [str(outcome) for outcome in report.outcomes if not outcome.passed] == []
+
+
+# Programs
+
+
+def called(case):
+    q, k, v, grad, call = inputs(case)
+    out, lse = adapter.forward(q, k, v, call)
+    return adapter.backward(grad, q, k, v, out, lse, call)
+
+
+def test_new_lengths_compile_nothing(flex_graphs):
+    for number in range(3):
+        called(packed(lens_q=(130 + 40 * number, 200), lens_k=(150 + number, 190)))
+    assert [len(compiled) for compiled in flex_graphs.values()] == [1, 1]
+    assert {kind.direction for kind in flex_graphs} == {"forward", "backward"}
+
+
+def test_each_dense_layout_has_a_program_for_all_its_lengths(flex_graphs):
+    for layout in ("plain", "bhsd"):
+        for length in (130, 170):
+            q, k, v, _, call = inputs(packed(varlen=False, lens_q=(length,) * 3, lens_k=(length + 9,) * 3))
+            if layout == "bhsd":
+                q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+            adapter.forward(q, k, v, call)
+    assert [len(compiled) for compiled in flex_graphs.values()] == [1, 1]
+
+
+def test_a_program_is_used_only_for_lengths_that_it_holds_for(flex_graphs, monkeypatch):
+    """Inductor guards a limit of int32 addresses, say; here a stand-in of it specializes on a length."""
+
+    def for_few_tokens(graph, fakes):
+        bool(fakes[0].shape[2] < 200)
+        return graph
+
+    monkeypatch.setattr(programs, "compile_graph", for_few_tokens)
+    for length in (130, 190, 210, 150):
+        q, k, v, _, call = inputs(packed(lens_q=(length,), lens_k=(140,)))
+        adapter.forward(q, k, v, call)
+    assert [len(compiled) for compiled in flex_graphs.values()] == [2]
+
+
+def test_a_kind_that_compiles_for_each_length_anew_is_given_up(flex_graphs, monkeypatch):
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(programs, "compile_graph", lambda graph, fakes: int(fakes[0].shape[2]) and graph)
+    with pytest.raises(BackendUnavailableError, match="flex compiled 2 programs for one kind of call"):
+        for length in (130, 190, 210):
+            q, k, v, _, call = inputs(packed(lens_q=(length,), lens_k=(140,)))
+            adapter.forward(q, k, v, call)
+
+
+def test_tiles_that_the_gpu_cannot_hold_are_followed_by_smaller_ones(flex_graphs, monkeypatch):
+    tried = []
+
+    def too_large(graph, fakes):
+        (node,) = (node for node in graph.graph.nodes if "flex_attention" in str(node.target))
+        tried.append({name: x for name, x in node.args[6].items() if name.startswith("fwd_")})
+        if len(tried) < 3:
+            raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory")
+        return graph
+
+    monkeypatch.setattr(programs, "compile_graph", too_large)
+    q, k, v, _, call = inputs(packed())
+    adapter.forward(q, k, v, call)
+    assert tried == [{}, *tiles.LARGE["forward", False]][:3]
+
+
+def test_an_error_of_the_compiler_leaves_the_call_to_the_next_backend(flex_graphs, monkeypatch):
+    def broken(graph, fakes):
+        raise RuntimeError("no ptxas")
+
+    monkeypatch.setattr(programs, "compile_graph", broken)
+    q, k, v, _, call = inputs(packed())
+    with pytest.raises(BackendUnavailableError, match=r"flex couldn't be compiled: no ptxas"):
+        adapter.forward(q, k, v, call)
+    with attnreg.register_backend(backend()):
+        out = attnreg.varlen_attn(
+            q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, enable_gqa=True
+        )
+    assert out.isfinite().all()
+    assert attnreg.stats().calls == {"cpu": {"forward": 1, "backward": 0}}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "names", "expected"),
+    [
+        ((1, 4, 50, 8), (1600, 8, 32, 1), ("B", "", "S", ""), ((1600, ()), (8, ()), (32, ()), (1, ()))),
+        ((3, 4, 50, 8), (1600, 8, 32, 1), ("B", "", "S", ""), ((32, ("S",)), (8, ()), (32, ()), (1, ()))),
+        ((3, 4, 50, 8), (1600, 400, 8, 1), ("B", "", "S", ""), ((32, ("S",)), (8, ("S",)), (8, ()), (1, ()))),
+        ((3, 4, 50, 8), (9600, 8, 96, 1), ("B", "", "S", ""), ((9600, ()), (8, ()), (96, ()), (1, ()))),
+    ],
+    ids=["packed", "dense", "dense, heads first", "a part of a longer cache"],
+)
+def test_a_layout_names_the_lengths_in_its_strides(sizes, strides, names, expected):
+    layout = layout_of(torch.empty_strided(sizes, strides), names, {"B": sizes[0], "S": sizes[2]})
+    expected = ((32, ("S",)), *expected[1:]) if sizes[0] == 1 else expected
+    assert layout.strides == expected
+    assert layout.sizes == (sizes[0] if sizes[0] == 1 else "B", 4, "S", 8)
+
+
+# What queries see
+
+
+def dense_mask(seen, tokens_k):
+    keys = torch.arange(tokens_k)
+    return (keys >= seen.low[..., None]) & (keys < seen.high[..., None])
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0), (3, 200), (0, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(300,), (1, 129, 0, 500, 128), (40,) * 9], ids=str)
+def test_the_table_names_each_block_with_a_visible_score_and_masks_what_it_must(lengths, window):
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    tokens = sum(lengths) + 5
+    seen = visible.of_packed(tokens, tokens, window, False, cu_seqlens, cu_seqlens, None)
+    mask = torch.nn.functional.pad(dense_mask(seen, tokens)[0], (0, -tokens % 128, 0, -tokens % 128))
+    blocks = mask.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2)
+    some, every = blocks.flatten(2).any(-1), blocks.flatten(2).all(-1)
+    masked, whole = (
+        torch.zeros_like(some).scatter_(1, order.long(), torch.arange(order.shape[-1]) < number[:, None])
+        for number, order in (
+            (seen.table[0][0, 0], seen.table[1][0, 0]),
+            (seen.table[2][0, 0], seen.table[3][0, 0]),
+        )
+    )
+    assert not (masked & whole).any()
+    assert (some <= (masked | whole)).all()
+    assert (whole <= every).all()
+    # All but a few: the last blocks, which are padded, and blocks of several sequences.
+    assert (masked | whole).sum() <= 2 * some.sum() + 2
+
+
+def test_a_large_batch_has_larger_blocks():
+    assert visible.block_size(2**17, 2**17) == 128
+    assert visible.block_size(2**20, 2**20) == 512
+
+
+def test_what_queries_see_is_derived_once_for_all_layers(flex_graphs, monkeypatch):
+    made = []
+    of_packed = visible.of_packed
+    monkeypatch.setattr(visible, "of_packed", lambda *given: made.append(1) or of_packed(*given))
+    monkeypatch.setattr(offsets, "TRUSTED", 1e9)
+    q, k, v, grad, call = inputs(packed())
+    for _ in range(3):
+        out, lse = adapter.forward(q, k, v, call)
+        adapter.backward(grad, q, k, v, out, lse, call)
+    assert len(made) == 1
+    call.cu_seqlens_k.copy_(torch.tensor([0, 150, 157, 170], dtype=torch.int32))
+    out, _ = adapter.forward(q, k, v, call)
+    assert len(made) == 2
+    assert (out[157:] != 0).any()
+
+
+# Choice
+
+
+def chosen(device="sm_90", **changes):
+    given = {"varlen": True, "window": (-1, 0), "needs_backward": True, **changes}
+    explanation = attnreg.explain(gpu_spec(device, **given))
+    return explanation.backend, explanation.backward.backend
+
+
+@pytest.mark.parametrize(
+    ("device", "changes"),
+    [
+        ("sm_90", {"head_dim": 512}),
+        ("sm_90", {"dtype": "float32"}),
+        ("sm_80", {"head_dim": 264}),
+        ("sm_75", {"dtype": "float16"}),
+    ],
+    ids=["head dim 512", "float32", "head dim 264", "a card without FA2"],
+)
+def test_packed_calls_that_only_math_ran_are_decided_for_flex(device, changes):
+    assert chosen(device, **changes) == ("flex", "flex")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "FA4"),
+        ({"varlen": False, "dtype": "float32", "heads_k": 8}, "efficient"),
+        ({"head_dim": 520}, "math"),
+        ({"dropout": 0.1, "head_dim": 512}, "math"),
+    ],
+    ids=["16 bits", "dense float32", "a head dim above 512", "dropout"],
+)
+def test_what_other_kernels_run_is_not_left_to_it(changes, expected):
+    assert chosen(**changes) == (expected, expected)
+
+
+def test_bfloat16_needs_a_card_that_has_it():
+    reasons = registry.find("flex").reasons(gpu_spec("sm_75", head_dim=512), "forward")
+    assert reasons == ("compute capability must be 8.0 or above for bfloat16, got 7.5",)
+
+
+def test_a_call_in_a_cuda_graph_is_left_to_another_backend():
+    reasons = registry.find("flex").reasons(gpu_spec(head_dim=512, capturing=True), "forward")
+    assert reasons == ("can't be recorded in a CUDA graph",)
+
+
+def test_without_triton_it_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(flex, "find_spec", lambda name: None)
+    assert flex.BACKEND.unavailable() == "triton isn't installed"
