@@ -204,7 +204,7 @@ class FunctionLauncher:
 
 
 class Prepared(NamedTuple):
-    """How a kernel on addresses runs a call of some lengths.
+    """How a kernel on addresses runs calls of some lengths.
 
     Tensors are numbered: first those that the call is given, offsets aside; then the results; then what is
     derived from the offsets.
@@ -219,10 +219,14 @@ class Prepared(NamedTuple):
         lse_token_first: whether a packed forward's LSE, (H, T), has the strides (1, H).
         lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
             will do.
-        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
-            packed calls, or None if it can't run any more. While the offsets exist unchanged and the tensors
-            are alive (`offsets.derived_from` keeps them) it is called again only after `offsets.TRUSTED`
-            seconds. None for dense calls.
+        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns a tensor with all that the kernel reads of
+            packed calls' offsets, and the places in it, in bytes, of what `operands` numbers; or None if it
+            can't run any more. While the offsets exist unchanged and the tensor is alive
+            (`offsets.derived_from` keeps it) it is called again only after `offsets.TRUSTED` seconds. None
+            for dense calls.
+        lengths: for which other lengths, with the same strides, all of this is the same: of batch, max_q,
+            max_k, tokens_q and tokens_k the least and the most. The call cache then doesn't ask again. None
+            if it is for just the lengths that were asked for.
     """
 
     launch: Callable[[int, int, int], bool]
@@ -230,7 +234,8 @@ class Prepared(NamedTuple):
     workspace: int = 0
     lse_token_first: bool = False
     lse_strides: tuple[int, ...] | None = None
-    derive: Callable[[Tensor, Tensor], list[Tensor] | None] | None = None
+    derive: Callable[[Tensor, Tensor], tuple[Tensor, tuple[int, ...]] | None] | None = None
+    lengths: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +293,16 @@ class AddressLauncher:
                 uninitialized(tuple(x.shape), contiguous_strides(x.shape), x.dtype, device)
                 for x in tensors[1:4]
             )
-        derived = [] if how.derive is None or call is None else how.derive(*call.offsets)
-        if derived is None:
-            return None
-        operands = *tensors, *results, *derived
-        addresses = (ctypes.c_void_p * len(how.operands))(*(address_of(operands[n]) for n in how.operands))
+        operands, places = (*tensors, *results), list[int]()
+        if how.derive is not None and call is not None:
+            derived = how.derive(*call.offsets)
+            if derived is None:
+                return None
+            first = address_of(derived[0])
+            places = [first + place for place in derived[1]]
+        count = len(operands)
+        pointers = [address_of(operands[n]) if n < count else places[n - count] for n in how.operands]
+        addresses = (ctypes.c_void_p * len(pointers))(*pointers)
         workspace = uninitialized((how.workspace,), (1,), torch.uint8, device)
         stream = stream_of(query) if device.type == "cuda" else 0
         if not how.launch(ctypes.addressof(addresses), address_of(workspace), stream):

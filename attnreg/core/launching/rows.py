@@ -61,6 +61,8 @@ def clear_forward(
         right,
         cu_seqlens_q.stride(0),
         cu_seqlens_k.stride(0),
+        0,  # tokens of the keys, and the place: facts are asked for apart, by `facts`
+        0,
     )
 
 

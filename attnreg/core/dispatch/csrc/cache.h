@@ -333,6 +333,12 @@ inline bool launch_function(const Entry& entry, const Launch& call, Tensors& res
   return (entry.programs && launch(*entry.programs, call, results)) || launch(entry.python.get(), call, results);
 }
 
+// Whether rows of a packed call are cleared behind an entry's launcher.
+inline bool clears_rows(const Entry& entry, const Launch& call) {
+  const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
+  return call.is_packed && !entry.native && is_unknown && call.tensors[0].is_cuda();
+}
+
 // Run a kept call; false if its launcher can't. The results are as the contract says. `keys` are those of the op's dispatch.
 inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   const auto device = call.tensors[0].device();
@@ -340,8 +346,7 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
   if (device.is_cuda()) {
     there.reset_device(device);
   }
-  const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
-  const bool clears = call.is_packed && !entry.native && is_unknown && device.is_cuda();
+  const bool clears = clears_rows(entry, call);
   const DeviceCode* code = clears ? device_code_of(device) : nullptr;
   if (clears && !code) {
     return false;

@@ -66,7 +66,8 @@ inline at::Tensor blanked(const DeviceCode& code, const at::Tensor& x, const at:
   return copy;
 }
 
-// Clear the results of a packed forward or backward; nothing if they have no rows.
+// Clear the results of a packed forward or backward; nothing if they have no rows. A forward's kernel also answers what is
+// so of the offsets where the call says so.
 inline void clear(const DeviceCode& code, const Launch& call, Window window, const Tensors& results) {
   const at::Tensor &queries = call.offsets(0), &keys = call.offsets(1);
   const int64_t batch = queries.size(0) - 1, step_q = queries.stride(0), step_k = keys.stride(0);
@@ -74,11 +75,11 @@ inline void clear(const DeviceCode& code, const Launch& call, Window window, con
   if (call.is_forward) {
     const at::Tensor &out = results[0], &lse = results[1];
     const int64_t size = static_cast<int64_t>(out.element_size()), rows = out.size(0);
-    if (rows > 0) {
-      launch_on(code, code.clear_forward, blocks(rows), kBlock128, out,
+    if (const int64_t total = blocks(rows) + (call.answer != 0); total > 0) {
+      launch_on(code, code.clear_forward, total, kBlock128, out,
                 {word_of(out), word_of(lse), word_of(queries), word_of(keys), batch, rows, out.size(1),
                  out.size(2) * size, out.stride(0) * size, out.stride(1) * size, lse.stride(0), lse.stride(1),
-                 window.left, window.right, step_q, step_k});
+                 window.left, window.right, step_q, step_k, call.lengths.numbers[Lengths::kTokensK], call.answer});
     }
     return;
   }
