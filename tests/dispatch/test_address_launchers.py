@@ -289,6 +289,8 @@ def test_an_error_of_prepare_or_a_wrong_answer_is_the_callers_error(
         ({"operands": [0, 1]}, "Prepared.operands: got [0, 1], expected a tuple"),
         ({"operands": (0, -1)}, "Prepared: got -1, expected whole numbers from 0"),
         ({"lse_strides": 0}, "Prepared.lse_strides: got 0, expected a tuple"),
+        ({"lengths": [(1, 2)] * 5}, f"Prepared.lengths: got {[(1, 2)] * 5}, expected a tuple"),
+        ({"lengths": ((1, None),) * 5}, "Prepared: got None, expected whole numbers from 0"),
         ({"workspace": 0.5}, "Prepared: got 0.5, expected whole numbers from 0"),
     ],
 )

@@ -210,7 +210,10 @@ def test_a_forward_has_the_device_say_what_is_so_of_its_rows(named, compiled_cac
 
 @pytest.mark.only_for("FA2")
 @pytest.mark.parametrize("fault", ["raises", "declines"])
-def test_a_forward_that_fails_leaves_the_question_to_the_next_call(named, compiled_cache, monkeypatch, fault):
+@pytest.mark.parametrize("finite", [(), ((2, 1),)], ids=["asks behind", "asks before"])
+def test_a_forward_that_fails_leaves_the_question_to_the_next_call(
+    named, compiled_cache, monkeypatch, fault, finite
+):
     entry, state = registry.find(named), {"fails": False}
     original = entry.kernels()
 
@@ -225,7 +228,7 @@ def test_a_forward_that_fails_leaves_the_question_to_the_next_call(named, compil
             state["ran"] = True
             return launcher(*given)
 
-        return launcher and FunctionLauncher(run, call.window)
+        return launcher and FunctionLauncher(run, call.window, finite)
 
     monkeypatch.setattr(entry, "_kernels", original._replace(specialize=specialize))
     with attnreg.register_backend(named):

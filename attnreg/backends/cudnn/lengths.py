@@ -154,7 +154,10 @@ class BatchLengths:
     def inputs_of(
         self, plan: ExecutionPlan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None
     ) -> Inputs:
-        """Return an execution plan's inputs; the offsets are those that this was made of."""
+        """Return an execution plan's inputs.
+
+        The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are those that this was made of.
+        """
         for rows, buffer in self._buffers:
             places = rows.places_of(plan, buffer.shape[1])
             if places is not None:

@@ -293,16 +293,12 @@ class AddressLauncher:
                 uninitialized(tuple(x.shape), contiguous_strides(x.shape), x.dtype, device)
                 for x in tensors[1:4]
             )
-        operands, places = (*tensors, *results), list[int]()
+        read: tuple[Tensor, tuple[int, ...]] | None = None
         if how.derive is not None and call is not None:
-            derived = how.derive(*call.offsets)
-            if derived is None:
+            read = how.derive(*call.offsets)
+            if read is None:
                 return None
-            first = address_of(derived[0])
-            places = [first + place for place in derived[1]]
-        count = len(operands)
-        pointers = [address_of(operands[n]) if n < count else places[n - count] for n in how.operands]
-        addresses = (ctypes.c_void_p * len(pointers))(*pointers)
+        addresses = _addresses(how, (*tensors, *results), read)
         workspace = uninitialized((how.workspace,), (1,), torch.uint8, device)
         stream = stream_of(query) if device.type == "cuda" else 0
         if not how.launch(ctypes.addressof(addresses), address_of(workspace), stream):
@@ -314,12 +310,23 @@ class AddressLauncher:
         return self.run(*arguments)
 
 
+def _addresses(
+    how: Prepared, tensors: tuple[Tensor, ...], read: tuple[Tensor, tuple[int, ...]] | None
+) -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of a kernel's operands, of any shape: tensors, and places in what was read."""
+    count, places = len(tensors), () if read is None else read[1]
+    first = 0 if read is None else address_of(read[0])
+    found = [address_of(tensors[n]) if n < count else first + places[n - count] for n in how.operands]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
 def check_prepared(how: Prepared) -> None:
     """Check what `prepare` has returned; raises RegistrationError where it isn't as `Prepared` says."""
     strides = () if how.lse_strides is None else how.lse_strides
-    for name, value in {"operands": how.operands, "lse_strides": strides}.items():
+    lengths = () if how.lengths is None else how.lengths
+    for name, value in {"operands": how.operands, "lse_strides": strides, "lengths": lengths}.items():
         if not isinstance(value, tuple):
             raise RegistrationError(f"Prepared.{name}: got {value!r}, expected a tuple")
-    for number in (*how.operands, *strides, how.workspace):
+    for number in (*how.operands, *strides, how.workspace, *(one for pair in lengths for one in pair)):
         if not isinstance(number, int) or number < 0:
             raise RegistrationError(f"Prepared: got {number!r}, expected whole numbers from 0")

@@ -140,9 +140,15 @@ extern "C" __global__ void attnreg_clear_backward(
   }
 }
 
+// As of the kernel above a further block writes facts, if there is a place for them.
 extern "C" __global__ void attnreg_blank(
     char* to, const char* from, const int* offsets, i64 batch, i64 tokens, i64 heads, i64 head_bytes,
-    i64 to_row_step, i64 to_head_step, i64 from_row_step, i64 from_head_step, i64 step) {
+    i64 to_row_step, i64 to_head_step, i64 from_row_step, i64 from_head_step, i64 step, const int* offsets_q,
+    const int* offsets_k, i64 tokens_q, i64 tokens_k, i64 step_q, i64 step_k, unsigned short* place) {
+  if ((i64)blockIdx.x * (blockDim.x / 32) >= tokens) {
+    write_facts(nullptr, place, offsets_q, offsets_k, batch, tokens_q, tokens_k, step_q, step_k);
+    return;
+  }
   const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;  // a warp for each
   if (row >= tokens) return;
   const char* source = row < offsets[batch * step] ? from + row * from_row_step : nullptr;

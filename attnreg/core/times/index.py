@@ -199,8 +199,8 @@ class Kinds:
         """Return the points of that kind's family, or of the nearest family that may replace it.
 
         For a few queries families that have points with few queries are preferred, because kernels then have
-        other code paths. Packed calls of few queries have no other family: the way in which kernels split the
-        keys of a packed call isn't that of a dense call, nor of many queries. On an H100 points of 128 queries
+        other code paths. Packed calls of few queries have no other family: kernels split the keys of a packed
+        call otherwise than those of a dense call, or of many queries. On an H100 points of 128 queries
         predicted 16 us for FA2, which took 258, where FA4 took 81.
         """
         family, short = family_of(kind), max_q <= SHORT

@@ -339,6 +339,11 @@ inline bool clears_rows(const Entry& entry, const Launch& call) {
   return call.is_packed && !entry.native && is_unknown && call.tensors[0].is_cuda();
 }
 
+// Whether a kernel that is launched for a call anyway can also answer what is so of its offsets.
+inline bool can_answer(const Entry& entry, const Launch& call) {
+  return clears_rows(entry, call) && (call.is_forward || !entry.finite.empty());
+}
+
 // Run a kept call; false if its launcher can't. The results are as the contract says. `keys` are those of the op's dispatch.
 inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   const auto device = call.tensors[0].device();
@@ -361,7 +366,7 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
   } else if (clears) {
     Tensors tensors(call.tensors.begin(), call.tensors.end());
     for (const auto& [place, of_keys] : entry.finite) {
-      tensors[place] = blanked(*code, tensors[place], call.offsets(of_keys));
+      tensors[place] = blanked(*code, tensors[place], call, of_keys);
     }
     done = launch_function(entry, Launch{tensors, call.lengths, true, true, true, call.is_forward}, results);
   } else {

@@ -122,7 +122,8 @@ struct Launch {
   bool knows_rows;  // whether every row of a packed call is known to see a key
   bool fills_rows;  // whether every row is known to belong to a sequence that has queries and keys
   bool is_forward;
-  int64_t answer = 0;  // where the kernel that clears a forward's rows also writes what is so of the offsets, or 0
+  // Where a kernel of ours that is launched for the call anyway is to answer what is so of the offsets; 0 once one does.
+  int64_t* answer = nullptr;
 
   size_t operands() const {
     return tensors.size() - (is_packed ? 2 : 0);

@@ -28,23 +28,25 @@ inline void release_answer(Offsets& pair) {
   }
 }
 
-// A place that was taken for an answer, as long as the device isn't asked for it. Whoever has it asks, or an error or a
-// launcher that can't run the call comes between: then the place is given back, and the next call with the offsets asks.
-class Question {
- public:
+// A place that was taken for an answer. Whoever has it has the device asked, or an error or a launcher that can't run the
+// call comes between: then the place is given back, and the next call with the offsets asks.
+struct Question {
+  int64_t slot = -1;
+  int64_t place = 0;  // the address there; 0 where there is no place, and as soon as a kernel is launched that answers
+
   Question() = default;
   Question(const Question&) = delete;
   Question& operator=(const Question&) = delete;
 
   ~Question() {
-    if (slot_ < 0) {
+    if (!is_open()) {
       return;
     }
     std::vector<Offsets> dropped;  // destroyed after the lock is released
     const std::unique_lock lock(guard);
     // Nobody else has taken the place meanwhile, also if the pair was dropped: it is taken again only after an answer.
-    answers[slot_] = 0;
-    const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& one) { return one.slot == slot_; });
+    answers[slot] = 0;
+    const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& one) { return one.slot == slot; });
     if (pair == cache.offsets.end()) {
       return;
     }
@@ -57,29 +59,16 @@ class Question {
     }
   }
 
+  bool is_open() const {
+    return place != 0;
+  }
+
   // Under the lock. False if there is no place.
   bool take() {
-    slot_ = take_answer();
-    return slot_ >= 0;
+    slot = take_answer();
+    place = slot < 0 ? 0 : reinterpret_cast<int64_t>(answers + slot);
+    return is_open();
   }
-
-  bool is_open() const {
-    return slot_ >= 0;
-  }
-  int64_t slot() const {
-    return slot_;
-  }
-  // Where the device is to answer.
-  int64_t place() const {
-    return slot_ < 0 ? 0 : reinterpret_cast<int64_t>(answers + slot_);
-  }
-  // The device was asked.
-  void close() {
-    slot_ = -1;
-  }
-
- private:
-  int64_t slot_ = -1;
 };
 
 // Have the device say what is so of a pair of offsets, without a wait, by a kernel of its own.
@@ -88,8 +77,8 @@ inline void ask_device(const at::Tensor& queries, const at::Tensor& keys, int64_
   const int64_t batch = queries.size(0) - 1;
   const int64_t threads = std::min<int64_t>((std::max<int64_t>(batch, 1) + 31) / 32 * 32, 1024);
   launch_on(code, code.facts, 1, threads, queries,
-            {0, question.place(), word_of(queries), word_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
-  question.close();
+            {0, question.place, word_of(queries), word_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
+  question.place = 0;
 }
 
 inline Facts read_answer(int64_t slot) {
@@ -128,7 +117,7 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
     });
     if (pair == cache.offsets.end()) {
       dropped.known = question.take() ? Known::kAsked : Known::kNothing;
-      dropped.slot = question.slot();
+      dropped.slot = question.slot;
       if (cache.offsets.size() < kMostOffsets) {
         cache.offsets.push_back(std::move(dropped));
       } else {
@@ -141,7 +130,7 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
         return pair->facts;
       }
       pair->known = question.take() ? Known::kAskedAgain : Known::kNothing;
-      pair->slot = question.slot();
+      pair->slot = question.slot;
     } else if (pair->known != Known::kNothing && answers[pair->slot] != kPending) {
       const Facts now = read_answer(pair->slot);
       has_changed = pair->known == Known::kAskedAgain && is_less(now, pair->facts);

@@ -80,8 +80,8 @@ inline bool run_varlen(
   const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
   Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known.knows_rows, known.fills_rows, query == 0};
   if (question.is_open()) {
-    if (call.is_forward && !entry->counts_sinks && clears_rows(*entry, call)) {
-      call.answer = question.place();  // the kernel that clears rows answers, too: one kernel less
+    if (!entry->counts_sinks && can_answer(*entry, call)) {
+      call.answer = &question.place;  // one kernel less
     } else {
       ask_device(queries, keys, tokens_q, tokens_k, question);
     }
@@ -98,7 +98,6 @@ inline bool run_varlen(
     results.clear();
     return false;
   }
-  question.close();
   entry->count();
   return true;
 }
