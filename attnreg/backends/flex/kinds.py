@@ -19,7 +19,7 @@ Size = int | str
 Stride = tuple[int, tuple[str, ...]]
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """A tensor without its lengths."""
 
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     strides: tuple[Stride, ...]
 
 
-class Kind(NamedTuple):
+class ProgramKind(NamedTuple):
     """All that a program depends on but lengths.
 
     Attributes:
@@ -49,10 +49,10 @@ class Kind(NamedTuple):
     slopes: int
     packed: bool
     block: int
-    layouts: tuple[tuple[str, Layout], ...]
+    layouts: tuple[tuple[str, TensorLayout], ...]
 
 
-def layout_of(x: Tensor, names: tuple[str, ...], lengths: Mapping[str, int]) -> Layout:
+def layout_of(x: Tensor, names: tuple[str, ...], lengths: Mapping[str, int]) -> TensorLayout:
     """Return the layout of a tensor.
 
     Args:
@@ -80,4 +80,4 @@ def layout_of(x: Tensor, names: tuple[str, ...], lengths: Mapping[str, int]) -> 
             factors = (*factors, size)
         else:
             number *= size
-    return Layout(x.dtype, sizes, tuple(strides))
+    return TensorLayout(x.dtype, sizes, tuple(strides))

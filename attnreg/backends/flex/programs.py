@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.flex.graphs import traced
-from attnreg.backends.flex.kinds import Kind
+from attnreg.backends.flex.kinds import ProgramKind
 from attnreg.backends.flex.tiles import TOO_LARGE, tiles_for
 from attnreg.core.torchlib.isolation import raise_if_of_program, run_in_thread
 from attnreg.core.torchlib.locks import open_after_fork
@@ -42,10 +42,10 @@ class Program(NamedTuple):
     holds: Callable[[Mapping[str, int]], bool] | None
 
 
-_programs: dict[Kind, list[Program]] = {}
+_programs: dict[ProgramKind, list[Program]] = {}
 
 
-def program_for(kind: Kind, lengths: Mapping[str, int]) -> Program:
+def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
     """Return the program of a kind that is right for these lengths, compiled where there is none.
 
     Raises:
@@ -69,7 +69,7 @@ def program_for(kind: Kind, lengths: Mapping[str, int]) -> Program:
         return programs[-1]
 
 
-def _compiled(kind: Kind, lengths: Mapping[str, int]) -> Program:
+def _compiled(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
     with _on(kind.device):
         *others, last = tiles_for(kind)
         for tiles in others:
@@ -81,7 +81,7 @@ def _compiled(kind: Kind, lengths: Mapping[str, int]) -> Program:
         return _with_tiles(kind, lengths, last)
 
 
-def _with_tiles(kind: Kind, lengths: Mapping[str, int], tiles: Mapping[str, int]) -> Program:
+def _with_tiles(kind: ProgramKind, lengths: Mapping[str, int], tiles: Mapping[str, int]) -> Program:
     graph, fakes, shapes = traced(kind, lengths, tiles)
     return Program(compile_graph(graph, fakes), _condition(shapes))
 
