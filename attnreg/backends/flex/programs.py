@@ -8,6 +8,7 @@ in a thread of their own, whose modes aren't the caller's.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +63,8 @@ def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
         if len(programs) >= MOST_PROGRAMS:
             raise BackendUnavailableError(f"flex compiled {MOST_PROGRAMS} programs for one kind of call")
         try:
-            programs.append(run_in_thread(lambda: _compiled(kind, lengths)))
+            context = contextvars.copy_context()  # has torch's settings of Inductor
+            programs.append(run_in_thread(lambda: context.run(_compiled, kind, lengths)))
         except BaseException as error:
             raise_if_of_program(error)
             raise BackendUnavailableError(f"flex couldn't be compiled: {error}") from error
