@@ -50,7 +50,7 @@ def traced(
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     symbols = _symbols(environment, kind, lengths)
     names = [name for name, _ in kind.layouts]
-    options = KERNEL_OPTIONS | tiles
+    options = {**KERNEL_OPTIONS, **tiles}
     run = _forward if kind.direction == "forward" else _backward
     with mode:
         fakes = [_fake(layout, symbols, kind.device) for _, layout in kind.layouts]
