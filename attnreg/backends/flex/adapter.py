@@ -104,7 +104,7 @@ def _request(direction: Direction, tensors: dict[str, Tensor], seen: Visible, ca
         slopes = call.alibi_slopes.dim()
         tensors |= {"place": seen.place, "sequence": seen.sequence, "slopes": call.alibi_slopes}
     lengths, names = _lengths(tensors), DIMENSIONS | {"slopes": ("B_slopes", "")[-slopes:]}
-    layouts = tuple((name, layout_of(x, names[name], lengths)) for name, x in tensors.items())
+    layouts = tuple((name, layout_of(x, names[name])) for name, x in tensors.items())
     block = visible.block_size(lengths["S_q"], lengths["S_k"])
     device = tensors["query"].device
     kind = ProgramKind(direction, device, call.scale, call.softcap, bias, slopes, call.varlen, block, layouts)
