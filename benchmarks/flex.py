@@ -16,7 +16,6 @@ import argparse
 import functools
 import random
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from attnreg.backends.flex import programs, tiles
 from attnreg.core import registry
 from attnreg.tools.bench.report import save, show, show_machine
 from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.timing import timer_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,13 +130,13 @@ def _varlen(backend: str, offsets: Tensor, longest: int, *tensors: Tensor) -> Te
     return out
 
 
-def drawn(
-    tokens: int, heads: tuple[int, int], dim: int, dtype: torch.dtype, device: torch.device
-) -> list[Tensor]:
+def drawn(part: Part, lengths: list[int], device: torch.device, seed: int) -> list[Tensor]:
     """Draw query, key, value and the output's gradient, (T, H, D)."""
-    counts = heads[0], heads[1], heads[1], heads[0]
-    tensors = [torch.randn(tokens, count, dim, device=device, dtype=dtype) for count in counts]
-    return [x.requires_grad_(place < 3) for place, x in enumerate(tensors)]
+    lens, dtype = tuple(lengths), str(part.dtype).removeprefix("torch.")
+    case = Case(name="flex", lens_q=lens, lens_k=lens, varlen=True, heads=part.heads,
+                dims=(part.dim, part.dim), dtype=dtype)  # fmt: skip
+    *leaves, grad, _ = inputs(case, device, seed, drawn_on=device)
+    return [*(x.requires_grad_() for x in leaves), grad]
 
 
 def seconds_of(
@@ -145,20 +145,15 @@ def seconds_of(
     """Return the seconds of a layer, and the results of the last."""
     *leaves, grad = tensors if not options.forward else [x.detach() for x in tensors]
     grads: tuple[Tensor, ...] = ()
-    synchronize()
-    start = time.perf_counter()
+    timer = timer_for(grad.device)
+    timer.wait()
+    begun = timer.now()
     for _ in range(options.layers):
         out = layer(*leaves)
         if not options.forward:
             grads = torch.autograd.grad(out, leaves, grad)
-    synchronize()
-    return (time.perf_counter() - start) / options.layers, (out.detach(), *grads)
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    timer.wait()
+    return (timer.now() - begun) / options.layers, (out.detach(), *grads)
 
 
 @dataclass
@@ -177,18 +172,18 @@ def measure(
     options: argparse.Namespace,
 ) -> dict[str, Side]:
     """Time each side on each batch; the first side's results are what the others are compared with."""
-    sides = {name: Side([]) for name in makes}
+    sides, timer = {name: Side([]) for name in makes}, timer_for(torch.device(options.device))
     for number, (batch, tensors) in enumerate(batches):
         names = [name for name, side in sides.items() if not side.failed]
         results: dict[str, tuple[Tensor, ...]] = {}
         for name in names if number == 0 else random.sample(names, len(names)):
             side = sides[name]
             try:
-                synchronize()
-                begun = time.perf_counter()
+                timer.wait()
+                begun = timer.now()
                 layer = makes[name](batch)  # a mask belongs to a step, not to a layer
-                synchronize()
-                made = time.perf_counter() - begun
+                timer.wait()
+                made = timer.now() - begun
                 taken, results[name] = seconds_of(layer, tensors, options)
             except Exception as error:  # noqa: BLE001 - a side that can't run is a row with its reason
                 side.failed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -211,9 +206,9 @@ def packed(part: Part, options: argparse.Namespace) -> dict[str, Side]:
         part = Part(part.name, (2, 1), 32, torch.float32, 200, 90, {})
 
     def batches() -> Iterator[tuple[list[int], list[Tensor]]]:
-        for _ in range(options.steps + 1):
+        for step in range(options.steps + 1):
             lengths = lengths_of(part, draw)
-            yield lengths, drawn(sum(lengths), part.heads, part.dim, part.dtype, device)
+            yield lengths, drawn(part, lengths, device, step)
 
     makes = {
         FLEX: lambda lengths: by_attnreg("flex", lengths, device),
@@ -227,8 +222,9 @@ def prefix(options: argparse.Namespace) -> dict[str, Side]:
     """Measure branches that share a prefix: SDPA with the dense mask, and flex by hand."""
     device, draw = torch.device(options.device), random.Random(0)
     first, branches, longest = (20, 3, 16) if options.small else (PREFIX, BRANCHES, BRANCH)
-    dtype = torch.float32 if options.small else torch.bfloat16
-    heads, dim = ((2, 2), 32) if options.small else ((16, 16), 128)
+    part = Part("prefix", (16, 16), 128, torch.bfloat16, 0, 0, {})
+    if options.small:
+        part = Part("prefix", (2, 2), 32, torch.float32, 0, 0, {})
 
     def batches() -> Iterator[tuple[tuple[int, list[int]], list[Tensor]]]:
         for number in range(options.steps + 1):
@@ -236,8 +232,7 @@ def prefix(options: argparse.Namespace) -> dict[str, Side]:
             drawn_lengths = [
                 longest if number % 2 else draw.randint(longest // 2, longest) for _ in range(branches)
             ]
-            tokens = first + sum(drawn_lengths)
-            yield (first, drawn_lengths), drawn(tokens, heads, dim, dtype, device)
+            yield (first, drawn_lengths), drawn(part, [first + sum(drawn_lengths)], device, number)
 
     makes = {
         BY_HAND: lambda batch: tree_by_hand(*batch, device, options.small),
@@ -305,7 +300,7 @@ TRIED = {
 
 def tried_tiles(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time the kernels by themselves with other tiles than the backend's."""
-    rows, chosen = [], tiles.tiles_for
+    rows, chosen, timer = [], tiles.tiles_for, timer_for(torch.device(options.device))
     kernels = registry.find("flex").kernels()
     for part in PARTS:
         lengths = (120, 200) if options.small else (3000, 1000, 4000, 200)
@@ -327,11 +322,11 @@ def tried_tiles(options: argparse.Namespace) -> list[dict[str, Any]]:
                 programs.tiles_for = lambda kind, candidate=candidate: (candidate,)
                 row = {"part": part.name, "direction": direction, "tiles": str(dict(candidate))}
                 try:
-                    begun = time.perf_counter()
+                    begun = timer.now()
                     got = runs[direction]()
-                    synchronize()
-                    row["first"] = time.perf_counter() - begun
-                    row["seconds"] = min(_once(runs[direction]) for _ in range(5))
+                    timer.wait()
+                    row["first"] = timer.now() - begun
+                    row["seconds"] = min(timer.back_to_back(runs[direction], 3) for _ in range(3))
                     row["finite"] = all(bool(x.isfinite().all()) for x in got)
                 except Exception as error:  # noqa: BLE001 - what doesn't fit is a row
                     row["failed"] = f"{type(error).__name__}: {str(error)[-200:]}"
@@ -341,14 +336,6 @@ def tried_tiles(options: argparse.Namespace) -> list[dict[str, Any]]:
     programs.tiles_for = chosen
     programs._programs.clear()
     return rows
-
-
-def _once(run: Callable[[], object]) -> float:
-    synchronize()
-    begun = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - begun
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnreg.backends.flex import visible
 from attnreg.backends.flex.graphs import TABLE
-from attnreg.backends.flex.kinds import Kind, layout_of
+from attnreg.backends.flex.kinds import ProgramKind, layout_of
 from attnreg.backends.flex.programs import program_for
 from attnreg.backends.flex.visible import Visible
 from attnreg.core.contract.backend import Call
@@ -41,7 +41,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 class _Request(NamedTuple):
     """A program's kind, its lengths and its tensors."""
 
-    kind: Kind
+    kind: ProgramKind
     lengths: Mapping[str, int]
     tensors: tuple[Tensor, ...]
 
@@ -104,10 +104,10 @@ def _request(direction: Direction, tensors: dict[str, Tensor], seen: Visible, ca
         slopes = call.alibi_slopes.dim()
         tensors |= {"place": seen.place, "sequence": seen.sequence, "slopes": call.alibi_slopes}
     lengths, names = _lengths(tensors), DIMENSIONS | {"slopes": ("B_slopes", "")[-slopes:]}
-    layouts = tuple((name, layout_of(x, names[name], lengths)) for name, x in tensors.items())
+    layouts = tuple((name, layout_of(x, names[name])) for name, x in tensors.items())
     block = visible.block_size(lengths["S_q"], lengths["S_k"])
     device = tensors["query"].device
-    kind = Kind(direction, device, call.scale, call.softcap, bias, slopes, call.varlen, block, layouts)
+    kind = ProgramKind(direction, device, call.scale, call.softcap, bias, slopes, call.varlen, block, layouts)
     return _Request(kind, lengths, tuple(tensors.values()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnreg.backends.flex.kinds import Kind, Layout
+from attnreg.backends.flex.kinds import ProgramKind, TensorLayout
 
 # From torch/nn/attention/flex_attention.py: what `flex_attention` passes for a call that wants the LSE.
 KERNEL_OPTIONS = {
@@ -39,7 +39,7 @@ LN_2 = math.log(2.0)
 
 
 def traced(
-    kind: Kind, lengths: Mapping[str, int], tiles: Mapping[str, int]
+    kind: ProgramKind, lengths: Mapping[str, int], tiles: Mapping[str, int]
 ) -> tuple[torch.fx.GraphModule, list[Tensor], Any]:
     """Return the graph of a kind, its inputs as fake tensors, and what is assumed of lengths."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -50,7 +50,7 @@ def traced(
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     symbols = _symbols(environment, kind, lengths)
     names = [name for name, _ in kind.layouts]
-    options = KERNEL_OPTIONS | tiles
+    options = {**KERNEL_OPTIONS, **tiles}
     run = _forward if kind.direction == "forward" else _backward
     with mode:
         fakes = [_fake(layout, symbols, kind.device) for _, layout in kind.layouts]
@@ -58,7 +58,7 @@ def traced(
     return graph, fakes, (environment, {name: symbol.node.expr for name, symbol in symbols.items()})
 
 
-def _symbols(environment: Any, kind: Kind, lengths: Mapping[str, int]) -> dict[str, torch.SymInt]:
+def _symbols(environment: Any, kind: ProgramKind, lengths: Mapping[str, int]) -> dict[str, torch.SymInt]:
     """Return a symbol for each length in a kind's layouts."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -72,7 +72,7 @@ def _symbols(environment: Any, kind: Kind, lengths: Mapping[str, int]) -> dict[s
     return symbols
 
 
-def _fake(layout: Layout, symbols: Mapping[str, torch.SymInt], device: torch.device) -> Tensor:
+def _fake(layout: TensorLayout, symbols: Mapping[str, torch.SymInt], device: torch.device) -> Tensor:
     sizes = [symbols[size] if isinstance(size, str) else size for size in layout.sizes]
     strides = []
     for number, names in layout.strides:
@@ -83,7 +83,9 @@ def _fake(layout: Layout, symbols: Mapping[str, torch.SymInt], device: torch.dev
     return torch.empty_strided(sizes, strides, dtype=layout.dtype, device=device)
 
 
-def _forward(kind: Kind, tensors: Mapping[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _forward(
+    kind: ProgramKind, tensors: Mapping[str, Tensor], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Return output (B, H, S_q, D_v) and LSE (B, H, S_q), in the contract's base."""
     from torch._higher_order_ops.flex_attention import flex_attention
 
@@ -95,7 +97,7 @@ def _forward(kind: Kind, tensors: Mapping[str, Tensor], options: dict[str, Any])
 
 
 def _backward(
-    kind: Kind, tensors: Mapping[str, Tensor], options: dict[str, Any]
+    kind: ProgramKind, tensors: Mapping[str, Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     from torch._higher_order_ops.flex_attention import create_fw_bw_graph, flex_attention_backward
@@ -114,7 +116,7 @@ def _backward(
     return grads[0], grads[1], grads[2]
 
 
-def _table(kind: Kind, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def _table(kind: ProgramKind, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """Return the table of blocks and the mask, as this version of torch passes them."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -125,7 +127,7 @@ def _table(kind: Kind, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     return (*mask.as_tuple()[:-1], _mask_of(kind))
 
 
-def _mask_of(kind: Kind) -> Callable[..., Tensor]:
+def _mask_of(kind: ProgramKind) -> Callable[..., Tensor]:
     """Return which key n a query m sees, of batch b and head h; its tensors are `_modifications`' third."""
 
     def mask(b: Tensor, h: Tensor, m: Tensor, n: Tensor, low: Tensor, high: Tensor, *bias: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ def _mask_of(kind: Kind) -> Callable[..., Tensor]:
 
 
 def _modifications(
-    kind: Kind, tensors: Mapping[str, Tensor]
+    kind: ProgramKind, tensors: Mapping[str, Tensor]
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the function that changes scores, and the tensors that it and the mask read."""
     read = [name for name in OF_SCORES if name in tensors and (name != "bias" or kind.bias == "added")]

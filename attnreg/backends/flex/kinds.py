@@ -6,7 +6,7 @@ the names that it is multiplied by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ Size = int | str
 Stride = tuple[int, tuple[str, ...]]
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """A tensor without its lengths."""
 
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     strides: tuple[Stride, ...]
 
 
-class Kind(NamedTuple):
+class ProgramKind(NamedTuple):
     """All that a program depends on but lengths.
 
     Attributes:
@@ -49,35 +49,38 @@ class Kind(NamedTuple):
     slopes: int
     packed: bool
     block: int
-    layouts: tuple[tuple[str, Layout], ...]
+    layouts: tuple[tuple[str, TensorLayout], ...]
 
 
-def layout_of(x: Tensor, names: tuple[str, ...], lengths: Mapping[str, int]) -> Layout:
-    """Return the layout of a tensor.
+def layout_of(x: Tensor, names: tuple[str, ...]) -> TensorLayout:
+    """Return the layout of a tensor, of any shape and dtype.
 
-    Args:
-        x: any shape and dtype.
-        names: for each dimension the name of its length, or an empty string where its size is fixed.
-        lengths: the lengths by name; lengths of 1 are fixed, as torch compiles for them apart.
+    `names` has for each dimension the name of its length, or an empty string where its size is fixed. Sizes
+    of 1 are fixed, because torch compiles for them apart.
     """
-    sizes = tuple(
-        name if name and lengths[name] > 1 else size for name, size in zip(names, x.shape, strict=True)
-    )
-    strides: list[Stride] = [(1, ())] * x.dim()
-    number = 1  # of the next stride, if dimensions follow each other without gaps
+    return _layout(x.dtype, x.shape, x.stride(), names)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...], names: tuple[str, ...]
+) -> TensorLayout:
+    sizes = tuple(name if name and size > 1 else size for name, size in zip(names, shape, strict=True))
+    strides: list[Stride] = [(1, ())] * len(shape)
+    # Of the next stride, if dimensions follow each other without gaps: a number, lengths, their product.
     factors: tuple[str, ...] = ()
-    for dim in sorted(range(x.dim()), key=lambda dim: (x.stride(dim), -dim)):
-        size, stride = sizes[dim], x.stride(dim)
-        value = number
-        for name in factors:
-            value *= lengths[name]
-        if stride != value and x.shape[dim] > 1:
-            number, factors = stride, ()
+    number = value = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (steps[dim], -dim)):
+        if steps[dim] != value and shape[dim] > 1:
+            number, factors, value = steps[dim], (), steps[dim]
         strides[dim] = number, factors
-        if stride == 0 and x.shape[dim] > 1:
-            number, factors = 1, ()
-        elif isinstance(size, str):
+        size = sizes[dim]
+        if value == 0:  # repeats: the next dimension begins anew
+            number, factors, value = 1, (), 1
+            continue
+        value *= shape[dim]
+        if isinstance(size, str):
             factors = (*factors, size)
         else:
             number *= size
-    return Layout(x.dtype, sizes, tuple(strides))
+    return TensorLayout(dtype, sizes, tuple(strides))

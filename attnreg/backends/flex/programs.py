@@ -8,6 +8,7 @@ in a thread of their own, whose modes aren't the caller's.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.flex.graphs import traced
-from attnreg.backends.flex.kinds import Kind
+from attnreg.backends.flex.kinds import ProgramKind
 from attnreg.backends.flex.tiles import TOO_LARGE, tiles_for
 from attnreg.core.torchlib.isolation import raise_if_of_program, run_in_thread
 from attnreg.core.torchlib.locks import open_after_fork
@@ -42,10 +43,10 @@ class Program(NamedTuple):
     holds: Callable[[Mapping[str, int]], bool] | None
 
 
-_programs: dict[Kind, list[Program]] = {}
+_programs: dict[ProgramKind, list[Program]] = {}
 
 
-def program_for(kind: Kind, lengths: Mapping[str, int]) -> Program:
+def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
     """Return the program of a kind that is right for these lengths, compiled where there is none.
 
     Raises:
@@ -62,14 +63,15 @@ def program_for(kind: Kind, lengths: Mapping[str, int]) -> Program:
         if len(programs) >= MOST_PROGRAMS:
             raise BackendUnavailableError(f"flex compiled {MOST_PROGRAMS} programs for one kind of call")
         try:
-            programs.append(run_in_thread(lambda: _compiled(kind, lengths)))
+            context = contextvars.copy_context()  # has torch's settings of Inductor
+            programs.append(run_in_thread(lambda: context.run(_compiled, kind, lengths)))
         except BaseException as error:
             raise_if_of_program(error)
             raise BackendUnavailableError(f"flex couldn't be compiled: {error}") from error
         return programs[-1]
 
 
-def _compiled(kind: Kind, lengths: Mapping[str, int]) -> Program:
+def _compiled(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
     with _on(kind.device):
         *others, last = tiles_for(kind)
         for tiles in others:
@@ -81,7 +83,7 @@ def _compiled(kind: Kind, lengths: Mapping[str, int]) -> Program:
         return _with_tiles(kind, lengths, last)
 
 
-def _with_tiles(kind: Kind, lengths: Mapping[str, int], tiles: Mapping[str, int]) -> Program:
+def _with_tiles(kind: ProgramKind, lengths: Mapping[str, int], tiles: Mapping[str, int]) -> Program:
     graph, fakes, shapes = traced(kind, lengths, tiles)
     return Program(compile_graph(graph, fakes), _condition(shapes))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from attnreg.backends.flex.kinds import Kind
+from attnreg.backends.flex.kinds import ProgramKind
 
 # Head dims up to which torch chooses first.
 MOST_BY_TORCH = 256
@@ -47,7 +47,7 @@ LARGE: dict[tuple[str, bool], tuple[Tiles, ...]] = {
 }
 
 
-def tiles_for(kind: Kind) -> tuple[Tiles, ...]:
+def tiles_for(kind: ProgramKind) -> tuple[Tiles, ...]:
     """Return the tiles to try for a kind, in this order; an empty mapping leaves them to torch."""
     layouts = dict(kind.layouts)
     dims = [layouts[name].sizes[-1] for name in ("query", "value")]

@@ -111,8 +111,7 @@ def _with_table(
     low: Tensor, high: Tensor, place: Tensor, sequence: Tensor, tokens: tuple[int, int], masked: bool
 ) -> Visible:
     table = block_table(low[:, None], high[:, None], tokens[1], block_size(*tokens), masked)
-    parts = (x.contiguous() for x in (low, high, place, sequence))
-    return Visible(*parts, table)
+    return Visible(low.contiguous(), high.contiguous(), place.contiguous(), sequence, table)
 
 
 def block_table(low: Tensor, high: Tensor, tokens_k: int, size: int, masked: bool) -> tuple[Tensor, ...]:
