@@ -36,12 +36,13 @@ def interface_of_package() -> Interface | None:
 def _handle(function: Any) -> int | None:
     """Return the handle of a function of TVM-FFI's; None for any other function.
 
-    A function that takes addresses of Python's converts its arguments before the call, so it has none.
+    The package has three kinds: functions that this process compiled, with defaults or without, and functions
+    from its disk cache. The launches pass all arguments, so none needs its defaults. A function that takes
+    addresses of Python's converts its arguments before the call, so it has no handle here.
     """
     arguments = getattr(function, "execution_args", None)
-    if arguments is None or arguments.has_pointer_address_arg_specs:
+    if arguments is not None and arguments.has_pointer_address_arg_specs:
         return None
-    # A function with defaults wraps a function of TVM-FFI's; the launches pass all arguments.
     unwrap = getattr(function, "__tvm_ffi_object__", None)
     function = function if unwrap is None else unwrap()
     handle = getattr(function, "__chandle__", None)
