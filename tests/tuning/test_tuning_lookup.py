@@ -7,7 +7,7 @@ import random
 import pytest
 from support.tuned import point, spec_with, took
 
-from attnreg.core.selection.predictions import MARGIN, reordered
+from attnreg.core.selection.predictions import MARGIN, Candidate, Prediction, reordered
 from attnreg.core.times.index import Kinds
 from attnreg.core.times.kinds import (
     FEW,
@@ -460,3 +460,22 @@ def test_without_times_of_the_other_direction_each_is_ranked_by_its_own():
     found = predict_both(Kinds([point(a=20.0, b=10.0)]), spec_with(needs_backward=True), "t")
     assert [one.backend for one in found["forward"].candidates] == ["b", "a"]
     assert found["backward"] is None and found["forward"].candidates[0].both_us is None
+
+
+@pytest.mark.parametrize(
+    ("able", "building", "gpu_us", "expected"),
+    [
+        ("cudnn efficient math", {"cudnn"}, 60.0, "efficient"),
+        ("cudnn efficient math", {"cudnn"}, 9000.0, "cudnn"),  # building is a small part
+        ("cudnn efficient math", set(), 60.0, "cudnn"),  # shapes come again
+        ("cudnn math", {"cudnn"}, 60.0, "cudnn"),  # math is slow without a limit
+        ("fa2 cudnn efficient math", {"cudnn"}, 60.0, "fa2"),  # it was measured, and builds nothing
+    ],
+)
+def test_an_unmeasured_backend_goes_before_one_that_builds_for_longer(able, building, gpu_us, expected):
+    seconds = 0.05 if building else 0.0
+    cudnn = Candidate("cuDNN", gpu_us + seconds * 1e6, gpu_us, 30.0, seconds)
+    prediction = Prediction("a table", (Candidate("FA2", 200.0, 200.0), cudnn), building=frozenset(building))
+    order = reordered(["fa2", "cudnn", "efficient", "math"], set(able.split()), prediction)
+    assert next(name for name in order if name in able.split()) == expected
+    assert sorted(order) == ["cudnn", "efficient", "fa2", "math"]

@@ -15,6 +15,11 @@ from typing import Any, Protocol
 # 0.02 for host times, too, they took 1.075, 1.030, 1.089 and 1.041 times as long.
 MARGIN, HOST_MARGIN = 0.02, 0.1
 
+# How many times a measured kernel's time an unmeasured kernel is assumed to take, where the measured kernel
+# builds something for each new shape. Torch's efficient kernel takes twice cuDNN's time without building
+# (`docs/results/fresh.md`). Building takes cuDNN 50 ms, as long as a thousand small calls.
+UNMEASURED = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -72,6 +77,7 @@ class Prediction:
         candidates: the measured backends, the fastest first, those with trouble last.
         points: the points used, the nearest first.
         notes: reasons why the prediction may be inexact.
+        building: the backends whose times include what they build for each new shape, in lower case.
         leads: whether a backend that it doesn't know comes behind those that it does, and not in its place in
             the default order. rest: what orders these, if anything does.
     """
@@ -80,6 +86,7 @@ class Prediction:
     candidates: tuple[Candidate, ...]
     points: tuple[Source, ...] = ()
     notes: tuple[str, ...] = ()
+    building: frozenset[str] = frozenset()
     leads: bool = False
     rest: Prediction | None = None
 
@@ -92,7 +99,8 @@ class Prediction:
         """Return the same as plain data, for JSON."""
         points = [{"size": one.size, "distance": one.distance} for one in self.points]
         rest = self.rest and self.rest.to_dict()
-        return {**asdict(replace(self, points=(), rest=None)), "points": points, "rest": rest}
+        plain = asdict(replace(self, points=(), rest=None))
+        return plain | {"points": points, "rest": rest, "building": sorted(self.building)}
 
 
 def with_sources(
@@ -114,7 +122,28 @@ def reordered(default: Sequence[str], able: Container[str], prediction: Predicti
 
     The measured backends are ordered by cost among the positions that they have by default; one that wasn't
     measured keeps its position, unless the prediction `leads`. Those that were wrong or failed come last.
+    A first choice that builds for each new shape for longer than an unmeasured backend is assumed to take
+    goes behind it; the last backend by default isn't such, because it is slow without a limit.
     """
+    names = _by_cost(default, able, prediction)
+    first = next((name for name in names if name in able), None)
+    chosen = None if first is None else prediction.of(first)
+    if first is None or chosen is None or first not in prediction.building or not _builds_long(chosen):
+        return names
+    unmeasured = (x for x in default[:-1] if x in able and prediction.of(x) is None)
+    if (other := next(unmeasured, None)) is None:
+        return names
+    names.remove(other)
+    names.insert(names.index(first), other)
+    return names
+
+
+def _builds_long(candidate: Candidate) -> bool:
+    alone = max(candidate.gpu_us, candidate.host_us)
+    return candidate.cost_us is not None and candidate.cost_us > UNMEASURED * alone
+
+
+def _by_cost(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
     known = {name: one for name in default if (one := prediction.of(name)) is not None}
     costs = {name: one.rank_us for name, one in known.items() if one.rank_us is not None}
     best = min((cost for name, cost in costs.items() if name in able), default=0.0)

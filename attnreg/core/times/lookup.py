@@ -14,6 +14,7 @@ host time depends on how many kernels a call launches. It is the time of a call 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from math import dist, exp, log
 from typing import NamedTuple
@@ -112,7 +113,7 @@ def predict(
         for distance, (place, point, _) in near
         for itself in (distance < EXACT and point.place == (kind, size),)
     )
-    return Prediction(table, _ranked(candidates), points, tuple(notes))
+    return Prediction(table, _ranked(candidates), points, tuple(notes), builders)
 
 
 def predict_both(
@@ -150,7 +151,7 @@ def _with(own: Prediction | None, other: Prediction | None) -> Prediction | None
             times = candidate.cost_us, candidate.gpu_us, candidate.host_us, candidate.first_call_s
             candidate = Candidate(candidate.backend, *times, both_us=both, by_host=gpu < host <= both)
         candidates.append(candidate)
-    return Prediction(own.table, _ranked(candidates), own.points, own.notes)
+    return replace(own, candidates=_ranked(candidates))
 
 
 def _ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
