@@ -22,8 +22,7 @@ from attnreg.core.dispatch import calls, scope
 from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
 from attnreg.core.dispatch.planning import Native
-from attnreg.core.launching.offsets import facts
-from attnreg.core.torchlib.layout import stream_of
+from attnreg.core.launching.offsets import every_row_sees_a_key
 
 # Dense calls come from torch's selector, which has checked them; packed calls come from anywhere.
 FA2, DENSE = Native("FA2", judged=True), Native("FA2", positive_scale=True)
@@ -66,7 +65,7 @@ def _forward(arguments: FlashForward, routed: RoutedCall) -> RouterResult:
     if call.cu_seqlens_q is None and choice is routed.choice:
         tensors, cuts = (query, key, value), _cuts_of_window(arguments)
         kept = routing.kept_dense(plan, call, call.max_k, tensors, _auxiliary(query), cuts)
-    if routed.original is not None and not _every_row_sees_a_key(query, key, call):
+    if routed.original is not None and not every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
     token = scope.choice_token(choice, query)
@@ -105,7 +104,7 @@ def _backward(arguments: FlashBackward, routed: RoutedCall) -> RouterResult:
     if plan.is_native:
         return routed.run_native(plan, call, keeps=dropout == 0.0, cuts=_cuts_of_window(arguments))
     lse = arguments.logsumexp
-    if routed.original is not None and not _every_row_sees_a_key(query, key, call):
+    if routed.original is not None and not every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
     tensors = arguments.grad_out, query, key, value, arguments.out, lse
     grads = plan.run(*tensors, call)
@@ -171,15 +170,6 @@ def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
     `sign` is the infinity to replace.
     """
     return torch.where(lse == sign, -sign, lse)
-
-
-def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether every row is known to see a key, so that no LSE is infinite."""
-    if call.cu_seqlens_q is None:
-        return calls.every_dense_row_sees_a_key(call) and call.seqused_k is None
-    if not query.is_cuda:
-        return False
-    return facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
 
 
 _KEYS = ("CPU", "CUDA")

@@ -45,7 +45,8 @@ def plan_for(
     Args:
         direction: which kernel is wanted.
         query, key, value: as in the contract, or (B, H, S, D) with `bhsd`.
-        call: the other arguments, as in the contract; with sinks if the kernel may be given them.
+        call: the other arguments, as in the contract. It has options that results are rescaled for
+            (`Option.rescales`) only if the kernel may count them.
         choice: what overrides all other choices for this call.
         native: the kernel that torch was about to run.
         needs_backward: whether a forward's gradient will be wanted.
@@ -136,11 +137,6 @@ def to_bshd(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     if key.shape[1] > call.max_k:
         key, value = key[:, : call.max_k], value[:, : call.max_k]
     return query, key, value
-
-
-def every_dense_row_sees_a_key(call: Call) -> bool:
-    """Whether every row of a dense call sees a key."""
-    return call.max_k > 0 and (call.max_q <= call.max_k or call.window == (-1, -1))
 
 
 def keys_used(seqused_k: Tensor | None, cu_seq_k: Tensor | None, block_table: Tensor | None) -> Tensor | None:

@@ -12,14 +12,13 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.options import OPTIONS, Direction
+from attnreg.core.contract.options import OPTIONS, Direction, options_on
 from attnreg.errors import InvalidInputError, RegistrationError
 
 # So much of what a kernel returned instead of a tensor is shown.
@@ -183,20 +182,6 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
                 raise _wrong("block_table", f"page {page} in row {sequence}", f"0 to {pages - 1}")
 
 
-def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether each row of a packed call on a CPU belongs to a sequence, none with fewer keys than queries.
-
-    Query and key are (T, H, D), in any dtype. Without the offsets of either, or with `seqused_k`, the result
-    is False.
-    """
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.seqused_k is not None:
-        return False
-    queries, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    lengths = zip(pairwise(queries), pairwise(keys), strict=False)
-    filled = (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
-    return filled and all(0 <= q1 - q0 <= k1 - k0 for (q0, q1), (k0, k1) in lengths)
-
-
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
     _refuse_gradient("scale", scale)
@@ -272,8 +257,8 @@ def check_results(results: Any, direction: Direction, arguments: tuple[Any, ...]
         expected = _promised(*arguments)
     else:
         models = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
-        if arguments[-1].sinks is not None:
-            models["grad_sinks"] = arguments[-1].sinks
+        call = arguments[-1]
+        models |= {f"grad_{row.name}": getattr(call, row.name) for row in options_on(call) if row.gradient}
         expected = {name: _Promise(tuple(x.shape), x.dtype, x.device) for name, x in models.items()}
     problems = "; ".join(_differences(results, expected))
     if problems:

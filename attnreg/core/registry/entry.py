@@ -92,13 +92,15 @@ class Entry:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
         return found
 
-    def set_aside(self, spec: AttentionSpec, direction: Direction, problem: str, sinks: bool = False) -> str:
+    def set_aside(
+        self, spec: AttentionSpec, direction: Direction, problem: str, counting: bool = False
+    ) -> str:
         """Have the backend refuse calls like one whose kernel couldn't be loaded, compiled or built.
 
-        It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
-        reason that it gives.
+        It does so as long as the entry exists, so that none of them waits for another attempt. `counting`
+        says whether that kernel was to count what results are rescaled for. Returns the reason that it gives.
         """
-        alike = _without_lengths(spec.but(sinks=sinks), direction)
+        alike = _without_lengths(spec if counting else spec.unscaled, direction)
         return self._set_aside.setdefault(alike, SET_ASIDE + problem)
 
     def priority(self, spec: AttentionSpec) -> int:

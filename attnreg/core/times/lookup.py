@@ -21,7 +21,16 @@ from typing import NamedTuple
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.selection.predictions import Candidate, Prediction
 from attnreg.core.times.index import EXACT, Index, Kinds
-from attnreg.core.times.kinds import Kind, coordinates, family_of, host_shapes_of, kind_of, size_of, works
+from attnreg.core.times.kinds import (
+    RESCALED,
+    Kind,
+    coordinates,
+    family_of,
+    host_shapes_of,
+    kind_of,
+    size_of,
+    works,
+)
 from attnreg.core.times.points import Measured, Point
 
 # The first call of a shape is spread over this many calls, as in a training run.
@@ -105,7 +114,8 @@ def predict(
         )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
-        without = ", without sinks" * (kind.extras.count("sinks") > index.family.extras.count("sinks"))
+        lacking = RESCALED.intersection(kind.extras).difference(index.family.extras)
+        without = "".join(f", without {name}" for name in sorted(lacking))
         notes.insert(0, f"nothing of this kind was measured; these are of {index.family}{without}")
     points = tuple(
         SourcePoint(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)

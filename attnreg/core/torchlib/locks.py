@@ -32,7 +32,7 @@ ORDER = (
     "backends.cudnn.execution_plans._building",
     "backends.fa4.adapter._compile_lock",
     "core.aten.bypassed._lock",
-    "core.varlen.autograd._lock",
+    "core.varlen.plans._lock",
     "core.dispatch.scope._lock",
     "core.dispatch.counters._lock",
     "core.torchlib.captured._lock",
