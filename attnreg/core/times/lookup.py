@@ -114,15 +114,19 @@ def predict(
         )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
-        lacking = RESCALED.intersection(kind.extras).difference(index.family.extras)
-        without = "".join(f", without {name}" for name in sorted(lacking))
-        notes.insert(0, f"nothing of this kind was measured; these are of {index.family}{without}")
+        notes.insert(0, f"nothing of this kind was measured; these are of {_named(index.family, kind)}")
     points = tuple(
         SourcePoint(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)
         for distance, (place, point, _) in near
         for itself in (distance < EXACT and point.place == (kind, size),)
     )
     return Prediction(table, _ranked(candidates), points, tuple(notes))
+
+
+def _named(family: Kind, kind: Kind) -> str:
+    """Return a family as text, with what results are rescaled for in calls of a kind, but not in its own."""
+    lacking = sorted(RESCALED.intersection(kind.extras).difference(family.extras))
+    return ", without ".join((str(family), *lacking))
 
 
 def predict_both(
