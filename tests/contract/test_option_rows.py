@@ -39,6 +39,19 @@ def test_values_that_mean_a_call_without_the_option(name, off, on):
     assert [ROWS[name].is_on(value) for value in (*off, *on)] == [False] * len(off) + [True] * len(on)
 
 
+def test_the_shape_of_an_option_is_checked_in_every_call():
+    """A kernel of a known kind would read slopes that aren't there."""
+    with attnreg.use_backend("math"):
+        for slopes in (torch.ones(2), torch.ones(2, 2)):
+            for _ in range(2):
+                attend(alibi_slopes=slopes)
+        for got in ((3,), (3, 2), (2, 3)):
+            with pytest.raises(InvalidInputError) as error:
+                attend(alibi_slopes=torch.ones(got))
+            expected = f"alibi_slopes: got shape {got}, torch.float32, expected (2,) or (2, 2), torch.float32"
+            assert str(error.value) == expected
+
+
 def test_an_argument_that_there_is_not_is_an_error_whatever_its_value_and_however_the_call_runs():
     message = r"^varlen_attn\(\) got an unexpected keyword argument 'softcup'; did you mean 'softcap'\?$"
 

@@ -43,6 +43,8 @@ class Option:
         argument: its name in `varlen_attn`, as `name` unless given; None where that has no such argument.
         field: its field of `AttentionSpec` and `Capabilities`, as `name` unless given.
         low, high, expected: the least and greatest number besides `off`, and the words for what is allowed.
+        shapes, dtype: the shapes that its tensor may have, of B sequences and H heads of the query, and the
+            dtype; empty where other code checks them.
         directions: the directions whose kernels get it.
         gradient: whether the tensor has a gradient, which backwards return after that of the value.
         rescales: whether attnreg rescales the results of kernels that don't count it. No backend is refused
@@ -66,6 +68,8 @@ class Option:
     low: float = -sys.float_info.max
     high: float = sys.float_info.max
     expected: str = "a number"
+    shapes: tuple[str, ...] = ()
+    dtype: str = ""
     directions: tuple[Direction, ...] = BOTH
     gradient: bool = False
     rescales: bool = False
@@ -94,6 +98,11 @@ class Option:
         if self.values == "integer":  # 0 leaves it to the kernel, too
             return bool(value)
         return value is not None and (self.off is None or bool(value != self.off))
+
+    def shapes_of(self, batch: int, heads: int) -> list[tuple[int, ...]]:
+        """Return the shapes that its tensor may have in a call with so many sequences and query heads."""
+        sizes = {"B": batch, "H": heads}
+        return [tuple(sizes[letter] for letter in shape) for shape in self.shapes]
 
     def described(self, value: Any) -> Any:
         """Return the value of `AttentionSpec`'s field: of a tensor only whether there is one."""
@@ -147,7 +156,7 @@ OPTIONS: tuple[Option, ...] = (
         reason="attn_bias must be None, got a tensor", label="attn_bias",
     ),
     Option(
-        name="alibi_slopes", field="alibi", values="tensor", in_op=6,
+        name="alibi_slopes", field="alibi", values="tensor", shapes=("H", "BH"), dtype="float32", in_op=6,
         reason="alibi_slopes must be None, got a tensor", label="alibi",
     ),
     Option(

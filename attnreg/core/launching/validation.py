@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.options import OPTIONS, Direction, options_on
+from attnreg.core.contract.options import OPTIONS, Direction, Option, options_on
 from attnreg.errors import InvalidInputError, RegistrationError
 
 # So much of what a kernel returned instead of a tensor is shown.
@@ -64,8 +64,9 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
     heads_q, heads_k = query.shape[-2], key.shape[-2]
     if heads_k == 0 or heads_q % heads_k:
         raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple of the key's")
-    if call.alibi_slopes is not None:
-        _check_slopes(call.alibi_slopes, query, call)
+    for row in options_on(call):
+        if row.shapes:
+            _check_option(row, getattr(call, row.name), query, call)
     if call.varlen:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
@@ -79,14 +80,14 @@ def check_layouts(**given: object) -> None:
             raise _wrong(name, str(tensor.layout), "torch.strided")
 
 
-def _check_slopes(slopes: Tensor, query: Tensor, call: Call) -> None:
-    heads = query.shape[-2]
+def _check_option(row: Option, tensor: Tensor, query: Tensor, call: Call) -> None:
     batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype != torch.float32:
-        got, expected = f"shape {tuple(slopes.shape)}, {slopes.dtype}", f"({heads},) or ({batch}, {heads})"
-        raise _wrong("alibi_slopes", got, f"{expected}, torch.float32")
-    if slopes.device != query.device:
-        raise _wrong("alibi_slopes", f"a tensor on {slopes.device}", f"{query.device}, where the query is")
+    shapes, what = row.shapes_of(batch, query.shape[-2]), row.argument or row.name
+    if tuple(tensor.shape) not in shapes or str(tensor.dtype) != f"torch.{row.dtype}":
+        expected = f"{' or '.join(map(str, shapes))}, torch.{row.dtype}"
+        raise _wrong(what, f"shape {tuple(tensor.shape)}, {tensor.dtype}", expected)
+    if tensor.device != query.device:
+        raise _wrong(what, f"a tensor on {tensor.device}", f"{query.device}, where the query is")
 
 
 def _check_varlen(query: Tensor, call: Call) -> None:
