@@ -29,6 +29,7 @@ import torch
 import attnreg
 from attnreg.core import registry
 from attnreg.core.times.traces import spec_from, spec_to
+from attnreg.tools.cli.options import further
 from attnreg.tools.measure import reference
 
 def sharpened(kernel):
@@ -105,6 +106,7 @@ seen["no spec"] = error(lambda: spec.but(further={"sharpnes": 2.0}))
 seen["spec"] = [str(spec), spec.sharpness, spec.but(further=()).sharpness]
 again = spec_from(json.loads(json.dumps(spec_to(spec))), spec.device)
 seen["trace"] = again == spec and hash(again) == hash(spec)
+seen["flag"] = further(["sharpness=2", "tilt"])
 seen["reasons"] = math.reasons(spec, "forward")
 scales = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
 frozen = scales.detach()
@@ -161,6 +163,7 @@ def test_a_row_and_a_kernel_add_an_option(routers):
     assert shown.endswith("packed, 2 sequences up to 5 x 5 · sharpness 2.0")
     assert (value, off) == (2.0, 1.0)
     assert seen["trace"]
+    assert seen["flag"] == {"further": {"sharpness": 2, "tilt": True}}
     assert seen["reasons"] == ["sharpness must be 1.0, got 2.0"]
     assert seen["compiled"]
     assert seen["in graph"]

@@ -109,8 +109,7 @@ def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: boo
     batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     for row in _SHAPED:
         tensor = getattr(call, row.name)
-        heads = query.shape[1 if bhsd else -2]
-        if tensor is not None and tuple(tensor.shape) not in row.shapes_of(batch, heads):
+        if tensor is not None and tensor.shape not in row.shapes_of(batch, query.shape[1 if bhsd else -2]):
             return False
     if call.cu_seqlens_q is None:
         rows = 2 if bhsd else 1

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 
 from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.options import options_on
+from attnreg.core.contract.options import OPTIONS, options_on
 from attnreg.core.dispatch.calls import wants_deterministic, wants_gradient
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
@@ -23,6 +23,8 @@ from attnreg.core.torchlib.modes import differentiable_once, in_memory
 from attnreg.core.varlen import custom_op
 from attnreg.core.varlen.plans import run
 from attnreg.errors import UnsupportedInputError
+
+_LEARNED = [row for row in OPTIONS if row.gradient]
 
 
 def attend(
@@ -42,7 +44,7 @@ def attend(
     Raises:
         UnsupportedInputError: no backend can run the call.
     """
-    learned = [row for row in options_on(call) if row.gradient]
+    learned = [row for row in _LEARNED if getattr(call, row.name) is not None]
     tensors = [getattr(call, row.name) for row in learned]
     needing = [row for row, x in zip(learned, tensors, strict=True) if x.requires_grad]
     needs_grad = torch.is_grad_enabled()
