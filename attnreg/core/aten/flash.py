@@ -20,7 +20,7 @@ from attnreg.core.contract.lengths import Cut, cuts_of_window
 from attnreg.core.contract.lengths import bounds as dense_bounds
 from attnreg.core.dispatch import calls, scope
 from attnreg.core.dispatch.calls import wants_gradient
-from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.launching.offsets import every_row_sees_a_key
 
@@ -56,11 +56,9 @@ def _forward(arguments: FlashForward, routed: RoutedCall) -> RouterResult:
         )
         token = unused if choice is None else scope.with_token(unused, choice)
         return (*results, token, debug_mask), kept
-    if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
-        out, lse, rng_state = run_with_dropout(plan, query, key, value, call)
-    else:
-        out, lse = plan.run(query, key, value, call)
-        rng_state = query.new_empty(2, dtype=torch.uint64)
+    # Not before torch's own kernel has had its turn: it draws from the same generator.
+    out, lse, rng_state = run_forward_kernel(plan, query, key, value, call)
+    rng_state = query.new_empty(2, dtype=torch.uint64) if rng_state is None else rng_state
     kept = None
     if call.cu_seqlens_q is None and choice is routed.choice:
         tensors, cuts = (query, key, value), _cuts_of_window(arguments)

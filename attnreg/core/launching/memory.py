@@ -42,12 +42,13 @@ def address_of(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def inputs_of(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def inputs_of(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value among the tensors of a kernel, in their shapes and dtypes.
 
     A forward's begin with them. A backward's are (grad_out, query, key, value, output, LSE).
     """
-    return tensors[:3] if len(tensors) < len(_OF_BACKWARD) else tensors[1:4]
+    query, key, value = tensors[:3] if len(tensors) < len(_OF_BACKWARD) else tensors[1:4]
+    return query, key, value
 
 
 def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call) -> None:

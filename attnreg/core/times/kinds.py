@@ -229,24 +229,13 @@ def _in_tiles(kind: Kind, size: Size, processors: int) -> tuple[float, float]:
         mean + TILE / 2 if ragged else ceil(mean / TILE) * TILE
         for mean in (max(tokens / batch, 1.0) for tokens in (size.tokens_q, size.tokens_k))
     )
-    scores = size.heads_q * _pairs_in_tiles(kind.mask, size.window, queries, keys)
+    scores = size.heads_q * _pairs(kind.mask, size.window, queries, keys, TILE)
     if kind.mask == "none" and not ragged:
         share = batch * max(size.heads_q, 1) * queries / TILE / processors
         scores *= ceil(share) / share
     read = size.heads_q * queries + heads_k(kind, size) * size.tokens_k / batch
     each = batch * (kind.head_dim + kind.head_dim_v + 1)
     return each * scores, each * read
-
-
-def _pairs_in_tiles(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
-    """Return `_pairs`, rounded up to whole tiles."""
-    if mask == "none":
-        return queries * keys
-    if mask == "causal":
-        rows = min(queries, keys)
-        return rows * (max(keys - queries, 0.0) + (rows + TILE) / 2)
-    left, right = (keys if bound < 0 else float(bound) for bound in window)
-    return queries * min(keys, left + right + 1 + TILE)
 
 
 def work(kind: Kind, size: Size) -> float:
@@ -258,15 +247,15 @@ def work(kind: Kind, size: Size) -> float:
     return batch * (kind.head_dim + kind.head_dim_v + 1) * (scores + READING * read)
 
 
-def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
-    """Return the number of pairs of a query and a key that the mask of a sequence allows."""
+def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float, tile: int = 0) -> float:
+    """Return how many pairs of a query and a key a sequence's mask allows, rounded up to whole tiles."""
     if mask == "none":
         return queries * keys
     if mask == "causal":
         rows = min(queries, keys)
-        return queries * keys - queries * queries / 2 if keys >= queries else rows * rows / 2
+        return rows * (max(keys - queries, 0.0) + (rows + tile) / 2)
     left, right = (keys if bound < 0 else float(bound) for bound in window)
-    return queries * min(keys, left + right + 1)
+    return queries * min(keys, left + right + 1 + tile)
 
 
 def distance_between(wanted: Kind, other: Kind) -> float | None:

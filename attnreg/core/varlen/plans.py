@@ -28,7 +28,7 @@ from attnreg.core.dispatch.calls import (
     wants_deterministic,
 )
 from attnreg.core.dispatch.declined import Declined, retry_on_decline
-from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_all_in_memory, check_in_memory, inputs_of
@@ -194,7 +194,7 @@ def run(
     Raises:
         UnsupportedInputError: no backend can run the call, or a tensor isn't in memory.
     """
-    query, key, value = inputs_of(tensors)
+    inputs = inputs_of(tensors)
     if direction == "backward":  # the fronts check a forward's
         check_all_in_memory(tensors, call)
     is_rescaled = call.sinks is not None and (returns_lse or call.grad_lse is not None)
@@ -205,25 +205,17 @@ def run(
         plan = first
         if plan is None or declined:
             plan = plan_for(
-                direction,
-                query,
-                key,
-                value,
-                looked_up,
-                choice,
-                needs_backward=needs_backward,
-                declined=declined,
+                direction, *inputs, looked_up, choice, needs_backward=needs_backward, declined=declined
             )
         if results := counted(plan, tensors, looked_up, direction):
             return Ran(results, plan, call, choice)
-        given, chosen = rescaled, choice
-        if direction == "forward" and call.dropout > 0.0:
-            out, lse, seed = run_with_dropout(plan, query, key, value, given)
-            results, given = (out, lse), given._replace(rng_state=seed)
-            chosen = forward_choice(choice, plan, call.dropout)
-        else:
-            results = plan.run(*tensors, given)
-        return Ran(rescaled_for(call, direction, tensors, results), plan, given, chosen)
+        if direction == "backward":
+            results = plan.run(*tensors, rescaled)
+            return Ran(rescaled_for(call, direction, tensors, results), plan, rescaled, choice)
+        out, lse, seed = run_forward_kernel(plan, *inputs, rescaled)
+        given = rescaled if seed is None else rescaled._replace(rng_state=seed)
+        results = rescaled_for(call, direction, tensors, (out, lse))
+        return Ran(results, plan, given, forward_choice(choice, plan, call.dropout))
 
     if not call.deterministic or (wants_deterministic() and not _deterministic_calls):
         return retry_on_decline(plan_and_run)

@@ -51,12 +51,10 @@ def counted(plan: Plan, tensors: tuple[Tensor, ...], call: Call, direction: Dire
         call: the other arguments.
         direction: the direction of the kernel.
     """
+    if call.sinks is None or not may_be_counted(plan, call.sinks):
+        return ()
     query, key, _ = inputs_of(tensors)
-    if (
-        call.sinks is None
-        or not may_be_counted(plan, call.sinks)
-        or not every_row_sees_a_key(query, key, call)
-    ):
+    if not every_row_sees_a_key(query, key, call):
         return ()
     try:
         results: tuple[Tensor, ...] = plan.kernel(*tensors, call)
