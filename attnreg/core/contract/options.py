@@ -82,6 +82,10 @@ class Option:
         if self.argument == "":
             object.__setattr__(self, "argument", self.name)
         object.__setattr__(self, "field", self.field or self.name)
+        if self.in_op and self.gradient and not self.rescales:
+            raise ValueError(
+                f"{self.name}: got in_op with gradient, expected one: the op has three gradients"
+            )
 
     @property
     def is_tensor(self) -> bool:
