@@ -19,8 +19,8 @@ from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.launching.validation import check
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.core.varlen import custom_op, spread
-from attnreg.core.varlen.autograd import run_backward, run_forward
-from attnreg.core.varlen.plans import check_tensors
+from attnreg.core.varlen.autograd import run_backward
+from attnreg.core.varlen.plans import check_tensors, run
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.flash_attn.attention import (
     OF_DENSE,
@@ -235,9 +235,10 @@ def _forward(
             out, lse, state = _forward_in_graph(inputs, lengths, options, seqused_k, block_table)
         else:
             call = options.call(q, lengths, seqused_k, block_table)
-            out, lse, seed, choice = run_forward(inputs, call, scope.current(), needs_backward)
+            ran = run("forward", inputs, call, scope.current(), needs_backward)
+            (out, lse), seed = ran.results, ran.given.rng_state
             state = q.new_zeros(2, dtype=torch.int64) if seed is None else seed.view(torch.int64)
-            state = state if choice is None else scope.with_token(state, choice)
+            state = state if ran.choice is None else scope.with_token(state, ran.choice)
     return out, lse.contiguous(), out.new_empty(0), state
 
 
@@ -264,7 +265,7 @@ def _backward(
             call = options.call(inputs[0], lengths)
             if rng_state is not None and options.dropout_p:
                 call = call._replace(rng_state=rng_state.view(torch.uint64))
-            grads = run_backward(dout, [*inputs, out, lse], call, choice, None)
+            grads = run_backward(dout, (*inputs, out, lse), call, choice, None)
         for written, grad in zip(into, grads, strict=True):
             if written is not None:
                 written.copy_(grad)

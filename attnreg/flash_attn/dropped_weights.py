@@ -25,7 +25,7 @@ from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.core.varlen import autograd, spread
-from attnreg.core.varlen.plans import check_tensors
+from attnreg.core.varlen.plans import check_tensors, run
 from attnreg.errors import UnsupportedInputError
 from attnreg.flash_attn.attention import Lengths, Options
 from attnreg.tools.measure import reference
@@ -101,8 +101,9 @@ def _kept(
         values = (places[:, None] == columns).to(v.dtype)[:, None].expand(v.shape).contiguous()
         generator.set_state(before)
         inputs = torch.zeros_like(q), torch.zeros_like(k), values
-        out, _, _, choice = autograd.run_forward(inputs, equal, choice, needs_backward)
-        parts.append(out != 0)
+        ran = run("forward", inputs, equal, choice, needs_backward)
+        choice = ran.choice
+        parts.append(ran.results[0] != 0)
     generator.set_state(before)
     return torch.cat(parts, -1)[..., : call.max_k], choice
 

@@ -18,8 +18,8 @@ from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
 from attnreg.core.torchlib.layout import copy
 from attnreg.core.torchlib.modes import differentiable_once
-from attnreg.core.varlen.autograd import run_backward, run_forward
-from attnreg.core.varlen.plans import call_of
+from attnreg.core.varlen.autograd import run_backward
+from attnreg.core.varlen.plans import call_of, run
 from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.layout import Layout
@@ -199,9 +199,8 @@ class AttentionByHeads(torch.autograd.Function):
         coming, returning, kept = [work.send(inputs, groups, n) for n in range(groups)], [], []
         for number, pending in enumerate(coming):
             tensors: Any = tuple(work.came(pending, sizes))
-            part, part_lse, *_ = run_forward(
-                tensors, work.call(tensors[0]), work.options.choice, work.options.needs_backward
-            )
+            call, options = work.call(tensors[0]), work.options
+            part, part_lse = run("forward", tensors, call, options.choice, options.needs_backward).results
             if sinks is not None:
                 # The sinks of the heads that this rank computes. All ranks have equal sinks, as they have
                 # equal weights.
@@ -269,7 +268,7 @@ def _backward(
     work: WorkByHeads, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the gradients of a group of heads."""
-    return run_backward(grad, list(saved), work.call(saved[0]), work.options.choice, grad_lse)
+    return run_backward(grad, tuple(saved), work.call(saved[0]), work.options.choice, grad_lse)
 
 
 def _multiple(heads: int, ranks: int) -> int:

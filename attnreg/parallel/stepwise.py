@@ -21,8 +21,8 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.torchlib.layout import copy
 from attnreg.core.torchlib.modes import differentiable_once
-from attnreg.core.varlen.autograd import run_backward, run_forward
-from attnreg.core.varlen.plans import call_of
+from attnreg.core.varlen.autograd import run_backward
+from attnreg.core.varlen.plans import call_of, run
 from attnreg.core.varlen.sinks import with_sinks
 from attnreg.parallel.exchange import Pending
 from attnreg.parallel.parts import Move, Part, Put, Run, StepPlan, taken
@@ -210,7 +210,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, work: Work) -> tuple[Ten
                     kept[number, at, of_keys.start] = key_now, value_now
                 inputs = taken({0: query[:, of_queries]}, part.queries), key_now, value_now
                 call = work.call(inputs[0], part)
-                out, lse, *_ = run_forward(inputs, call, work.options.choice, work.options.needs_backward)
+                choice, needs_backward = work.options.choice, work.options.needs_backward
+                out, lse = run("forward", inputs, call, choice, needs_backward).results
                 put_or_merge(outs, lses, part.outs, out, lse.mT.to(dtype_lse), of_queries)
     return outs.value.to(query.dtype), lses.value.mT.contiguous(), kept
 
@@ -286,7 +287,7 @@ def _part_backward(
     """
     rows, grad_out, out = (taken({0: x}, part.queries) for x in of_rows)
     grad_lse, lse = (None if x is None else taken({0: x.mT}, part.queries).mT.contiguous() for x in lses)
-    tensors: list[Any] = [rows, *of_keys, out, lse]
+    tensors: Any = rows, *of_keys, out, lse
     return run_backward(grad_out, tensors, work.call(rows, part), work.options.choice, grad_lse)
 
 

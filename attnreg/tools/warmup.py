@@ -166,7 +166,7 @@ def _decided(
 def run_once(spec: AttentionSpec, direction: Direction, entry: Entry, against: str = "") -> FirstCall:
     """Run one direction of a call on a backend, unless its limits, or what is given, are against it."""
     # A call with sinks that a backend doesn't count runs without them, and is rescaled.
-    if against := against or "; ".join(entry.reasons(spec.without_sinks, direction)):
+    if against := against or "; ".join(entry.reasons(spec.unscaled, direction)):
         return FirstCall(spec, direction, entry.name, None, against, refused=True)
     device = torch.device(_name_of(spec.device))
     try:
@@ -203,7 +203,7 @@ def _calls(
         lse = torch.zeros(shape, dtype=dtype, device=device)
         arguments = (grad_out, *arguments, torch.zeros_like(grad_out), lse)
     # The first call of a plan is given no sinks, so both kernels run.
-    yield spec.without_sinks, (*arguments, call._replace(sinks=None))
+    yield spec.unscaled, (*arguments, call._replace(sinks=None))
     if call.sinks is not None and entry.counts_sinks(spec, direction):
         yield spec, (*arguments, call)
 

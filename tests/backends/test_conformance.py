@@ -10,7 +10,6 @@ from support.chosen_cases import is_among_fewer
 
 from attnreg.backends import cpu as cpu_backend
 from attnreg.backends import math as math_backend
-from attnreg.backends.cpu import bfloat16
 from attnreg.core import registry
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.contract.spec import Device
@@ -115,10 +114,7 @@ def test_the_limits_of_gpu_backends_admit_as_many_cases_as_the_gpu_tests_count(n
 
 @pytest.mark.parametrize("default", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_backend_computes_in_the_dtypes_of_its_inputs_whatever_torchs_default_is(
-    name, default, monkeypatch
-):
-    monkeypatch.setattr(bfloat16, "_is_fast", lambda: True)
+def test_a_backend_computes_in_the_dtypes_of_its_inputs_whatever_torchs_default_is(name, default):
     wanted = {f"{case} bfloat16" for case in ("heads 6:3", "packed heads 6:3", "window (4, 0)")}
     checks = [check for check in KITS[name].checks if not check.front and str(check.case) in wanted]
     assert len(checks) == len(wanted)

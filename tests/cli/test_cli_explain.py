@@ -96,6 +96,7 @@ FLAGS = ("bias", "alibi", "seqused-k", "grad-lse", "deterministic")
         ("--head-dim-v 64", {"head_dim": 32, "head_dim_v": 64}),
         ("--num-splits 4", {"num_splits": 4}),
         ("--softcap 30", {"softcap": 30.0}),
+        ("--option softcap=30 --option alibi_slopes", {"softcap": 30.0, "alibi": True}),
         ("--capture", {"capturing": True}),
         ("--backward", {"needs_backward": True}),
         ("--grad-lse", {"needs_backward": True}),
@@ -108,6 +109,18 @@ def test_every_option_of_explain_reaches_the_spec(call, options, expected):
     found = json.loads(call("explain", *CALL, *options.split(), "--json").stdout)["spec"]
     device = {"type": found["device"]["type"], "capability": found["device"]["capability"]}
     assert {**found, "device": device}.items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("softcup=3", "--option: there is no option 'softcup'; did you mean 'softcap'?"),
+        ("softcap=x", "--option: got 'softcap=x', expected NAME=NUMBER, or the name of a tensor alone"),
+    ],
+)
+def test_an_option_that_is_misspelt_or_no_number_is_wrong_usage(call, option, message):
+    result = call("explain", *CALL, "--option", option)
+    assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 def test_every_field_of_a_spec_has_an_option(call):

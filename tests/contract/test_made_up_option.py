@@ -16,23 +16,40 @@ row = options.Option(
 )
 reason = "gains must be None, got a tensor"
 gains = options.Option(name="gains", values="tensor", reason=reason, label="gains")
-options.OPTIONS += (row, gains)
+# In compiled graphs, too.
+warmth = dataclasses.replace(row, name="warmth", argument="warmth", field="warmth", in_op=8, reason="no {}")
+# A factor on the query of each head, which is learned.
+tilt = options.Option(
+    name="tilt", values="tensor", shapes=("H",), dtype="float64", gradient=True, reason="no tilt",
+    label="tilt",
+)
+options.OPTIONS += (row, gains, warmth, tilt)
 
 import torch
 import attnreg
 from attnreg.core import registry
 from attnreg.core.times.traces import spec_from, spec_to
+from attnreg.tools.cli.options import further
 from attnreg.tools.measure import reference
 
 def sharpened(kernel):
     def run(*arguments):
         *tensors, call = arguments
-        return kernel(*tensors, call._replace(scale=call.scale * call.sharpness, further=()))
+        plain = call._replace(scale=call.scale * call.sharpness * call.warmth, further=())
+        if call.tilt is None:
+            return kernel(*tensors, plain)
+        at = 0 if len(tensors) == 3 else 1
+        query = tensors[at]
+        tensors[at] = query * call.tilt[:, None]
+        if not at:
+            return kernel(*tensors, plain)
+        grad_q, *grads = kernel(*tensors, plain)
+        return grad_q * call.tilt[:, None], *grads, (grad_q * query).sum((0, 2))
     return run
 
 math = registry.find("math")
 kernels = math.kernels()
-limits = dataclasses.replace(math.backend.forward, options=("sharpness",))
+limits = dataclasses.replace(math.backend.forward, options=("sharpness", "warmth", "tilt"))
 backend = attnreg.Backend(
     name="warm", forward=limits, backward=limits,
     load=lambda: attnreg.Kernels(sharpened(kernels.forward), sharpened(kernels.backward)),
@@ -89,7 +106,27 @@ seen["no spec"] = error(lambda: spec.but(further={"sharpnes": 2.0}))
 seen["spec"] = [str(spec), spec.sharpness, spec.but(further=()).sharpness]
 again = spec_from(json.loads(json.dumps(spec_to(spec))), spec.device)
 seen["trace"] = again == spec and hash(again) == hash(spec)
+seen["flag"] = further(["sharpness=2", "tilt"])
 seen["reasons"] = math.reasons(spec, "forward")
+scales = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+frozen = scales.detach()
+seen["learned"] = []
+whole, still = (query, key), (query.detach(), key.detach())
+for tensors, tilts in ((whole, scales), (whole, frozen), (still, scales)):
+    given = *tensors, value.detach(), *arguments[3:]
+    out = attnreg.varlen_attn(*given, is_causal=True, tilt=tilts)
+    tilted = attnreg.varlen_attn(tensors[0] * tilts[:, None], *given[1:], is_causal=True)
+    leaves = [x for x in (*tensors, tilts) if x.requires_grad]
+    pairs = zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (out, tilted)), strict=True)
+    seen["learned"].append(torch.allclose(out, tilted) and all(torch.allclose(a, b) for a, b in pairs))
+seen["wrong"] = [
+    error(lambda: attend(tilt=x))[1] for x in (torch.ones(3, dtype=torch.float64), torch.ones(2))
+]
+in_graph = lambda factor: attnreg.varlen_attn(*arguments, is_causal=True, warmth=factor)
+out = torch.compile(in_graph, backend="aot_eager", fullgraph=True)(2.0)
+grads = torch.autograd.grad(out.sin().sum(), (query, key, value))
+wanted = expected(8**-0.5 * 2.0)
+seen["in graph"] = all(torch.allclose(x, y) for x, y in zip((out, *grads), wanted, strict=True))
 whole = lambda: attnreg.varlen_attn(*arguments, is_causal=True, sharpness=2.0)
 compiled = torch.compile(whole, backend="eager")
 seen["compiled"] = torch.allclose(compiled(), expected(8**-0.5 * 2.0)[0])
@@ -126,5 +163,12 @@ def test_a_row_and_a_kernel_add_an_option(routers):
     assert shown.endswith("packed, 2 sequences up to 5 x 5 · sharpness 2.0")
     assert (value, off) == (2.0, 1.0)
     assert seen["trace"]
+    assert seen["flag"] == {"further": {"sharpness": 2, "tilt": True}}
     assert seen["reasons"] == ["sharpness must be 1.0, got 2.0"]
     assert seen["compiled"]
+    assert seen["in graph"]
+    assert seen["learned"] == [True] * 3
+    assert seen["wrong"] == [
+        f"tilt: got shape {got}, expected (2,), torch.float64"
+        for got in ("(3,), torch.float64", "(2,), torch.float32")
+    ]

@@ -1,5 +1,7 @@
 """Promises of the rows of options: what a value means, and what `varlen_attn` refuses of them."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -37,6 +39,32 @@ def test_a_number_of_splits_is_a_whole_number(splits):
 )
 def test_values_that_mean_a_call_without_the_option(name, off, on):
     assert [ROWS[name].is_on(value) for value in (*off, *on)] == [False] * len(off) + [True] * len(on)
+
+
+def test_the_shape_of_an_option_is_checked_in_every_call():
+    """A kernel of a known kind would read slopes that aren't there."""
+    with attnreg.use_backend("math"):
+        for slopes in (torch.ones(2), torch.ones(2, 2)):
+            for _ in range(2):
+                attend(alibi_slopes=slopes)
+        for got in ((3,), (3, 2), (2, 3)):
+            with pytest.raises(InvalidInputError) as error:
+                attend(alibi_slopes=torch.ones(got))
+            expected = f"alibi_slopes: got shape {got}, torch.float32, expected (2,) or (2, 2), torch.float32"
+            assert str(error.value) == expected
+
+
+def test_options_of_the_op_have_places_of_their_own_and_no_gradients_that_it_does_not_return():
+    """Exported programs contain the op's schema: a new option is one more argument at its end."""
+    ops = torch.ops.attnreg._varlen_attn.default, torch.ops.attnreg._varlen_attn_backward.default
+    forward, backward = ([argument.name for argument in op._schema.arguments] for op in ops)
+    shared = ["seqused_k", "block_table"]
+    others = ["backend", "needs_backward", "softcap", "alibi_slopes", "sinks"]
+    assert forward[11:] == [*shared, "num_splits", *others]
+    assert backward[14:] == [*shared, "backend", "choice", "softcap", "grad_lse", "alibi_slopes"]
+    assert len({row.in_op for row in OPTIONS if row.in_op}) == sum(row.in_op > 0 for row in OPTIONS)
+    with pytest.raises(ValueError, match="got in_op with gradient, expected one"):
+        dataclasses.replace(ROWS["sinks"], rescales=False)
 
 
 def test_an_argument_that_there_is_not_is_an_error_whatever_its_value_and_however_the_call_runs():

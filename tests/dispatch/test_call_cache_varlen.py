@@ -276,7 +276,8 @@ def test_tensors_without_memory_or_of_other_lengths_than_the_offsets_have_no_key
 def test_nothing_is_kept_of_offsets_in_the_memory_of_a_graph(compiled, monkeypatch, pair, of_a_graph):
     monkeypatch.setattr(plans, "needs_graph_memory", lambda _: of_a_graph)
     monkeypatch.setattr(plans, "kept_for", lambda plan, tensors, call, cuts: ("kept", cuts))
-    found = plans._kept("plan", (), Call(1.0, 4, 4, (-1, -1), pair, pair), ())
+    call = Call(1.0, 4, 4, (-1, -1), pair, pair)
+    found = plans._kept(plans.Ran((), "plan", call, None), (), call, ())
     assert found == (None if of_a_graph else ("kept", ()))
 
 

@@ -15,7 +15,7 @@ from transformers import modeling_flash_attention_utils
 from transformers.utils import import_utils
 
 import attnreg
-from attnreg.core.varlen import autograd
+from attnreg.core.varlen import plans
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.integrations import behind_flash
 from attnreg.integrations.transformers import install
@@ -121,13 +121,13 @@ def test_a_library_that_calls_the_functions_of_flash_attn_by_transformers_gets_t
 
 def test_a_call_may_ask_for_deterministic_gradients_by_itself(monkeypatch):
     inputs = torch.randn(3, 2, 6, 4, 8, dtype=torch.float64).unbind()
-    seen, plan_for = [], autograd.plan_for
+    seen, plan_for = [], plans.plan_for
 
     def looking(direction, query, key, value, call, *rest, **options):
         seen.append((direction, call.deterministic))
         return plan_for(direction, query, key, value, call, *rest, **options)
 
-    monkeypatch.setattr(autograd, "plan_for", looking)
+    monkeypatch.setattr(plans, "plan_for", looking)
     query = inputs[0].clone().requires_grad_()
     out = modeling_flash_attention_utils._flash_attention_forward(
         query, *inputs[1:], None, 6, True, deterministic=True, attn_implementation=NAME

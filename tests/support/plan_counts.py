@@ -3,7 +3,7 @@
 import functools
 
 from attnreg.core.aten import routing
-from attnreg.core.varlen import autograd, plans
+from attnreg.core.varlen import plans
 
 
 def counting(monkeypatch):
@@ -14,7 +14,7 @@ def counting(monkeypatch):
         made.append(run)
         return original(run)
 
-    for module in (routing, plans, autograd):
+    for module in (routing, plans):
         monkeypatch.setattr(module, "retry_on_decline", functools.partial(count, module.retry_on_decline))
 
     def planned(call):

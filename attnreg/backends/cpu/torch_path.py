@@ -6,14 +6,13 @@ of equally long neighbours is faster than sorting and padding sequences.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from math import inf
 
 import torch
 from torch import Tensor
 
-from attnreg.backends.cpu import bfloat16, dense
+from attnreg.backends.cpu import dense
 from attnreg.backends.cpu.flash import Flash, additive, forward_dtype, lse_dtype, readable
 from attnreg.backends.cpu.paged import gathered_backward, gathered_forward
 from attnreg.backends.cpu.sequences import UniformBatch, sequences_of
@@ -147,11 +146,9 @@ def backward(
         out, lse = of_all_keys(_forward(flash, q.to(dtype), k.to(dtype), v.to(dtype), call), out, lse)
     elif lse.dtype != dtype:
         out, lse = of_all_keys(forward(flash, q, k, v, call), out, lse)
-    by_products = bfloat16.takes(q, call)
-    if by_products or _is_packed(call):
+    if _is_packed(call):
         tensors = [*(_packed(x) for x in (grad_out, q, k, v, out)), lse.mT.reshape(-1, q.size(-2))]
-        solve = bfloat16.backward if by_products else functools.partial(_packed_backward, flash)
-        grads = solve(tensors, call.scale, sequences_of(q, k, call).uniform_batches)
+        grads = _packed_backward(flash, tensors, call.scale, sequences_of(q, k, call).uniform_batches)
     else:
         tensors = [*(readable(x, dtype) for x in (grad_out, q, k, v, out)), lse]
         bias = additive(call.attn_bias, dtype)

@@ -10,10 +10,10 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
 from attnreg.core.launching.launchers import MAX_K, MAX_Q, Launcher, OpLauncher
-from attnreg.core.launching.offsets import facts
+from attnreg.core.launching.offsets import every_row_sees_a_key
 from attnreg.core.launching.regular import fills
 from attnreg.core.torchlib import captured
-from attnreg.core.torchlib.layout import aligned, needs_graph_memory, readable, stream_of
+from attnreg.core.torchlib.layout import aligned, needs_graph_memory, readable
 
 OP = "_flash_attention_{}"
 
@@ -65,9 +65,7 @@ def _marks_rows(direction: Direction, call: Call) -> bool:
 
 def _every_row_counts(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether each row of a packed query is known to belong to a sequence."""
-    if fills(call.cu_seqlens_q, len(query)):
-        return True
-    return query.is_cuda and facts(call, len(query), len(key), stream_of(query)).every_row_sees_a_key
+    return fills(call.cu_seqlens_q, len(query)) or every_row_sees_a_key(query, key, call)
 
 
 def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
@@ -86,7 +84,7 @@ def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:
     used: clearing rows takes the host less time than looking these up.
     """
     if call.cu_seqlens_q is None:
-        return call.seqused_k is None and (call.max_q <= call.max_k or call.window == (-1, -1))
+        return every_row_sees_a_key(query, key, call)
     is_one = call.cu_seqlens_k is call.cu_seqlens_q and len(query) == len(key) and call.seqused_k is None
     return is_one and fills(call.cu_seqlens_q, len(query))
 

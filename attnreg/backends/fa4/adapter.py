@@ -30,6 +30,7 @@ from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, r
 from attnreg.backends.fa4.trials import Trials
 from attnreg.core.contract.backend import Call, Kernels, Launcher
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import empty_results, facts, find_unused
 from attnreg.core.torchlib.layout import aligned, stream_of
 from attnreg.core.torchlib.locks import open_after_fork
@@ -268,7 +269,7 @@ def _launch_arguments(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
     """Return the arguments of a launcher. Every row of a call with sinks is known to see a key."""
     arguments: list[Any] = [*inputs, *_sinks_and_offsets(call).values()]
     if call.cu_seqlens_q is not None:
-        query, key = inputs[:2] if len(inputs) == 3 else inputs[1:3]
+        query, key, _ = inputs_of(inputs)
         known = call.sinks is not None or _none_unused(query, key, call)
         arguments += call.max_q, call.max_k, known
     return arguments

@@ -74,7 +74,7 @@ def with_padding(kernel: Callable[..., Any], direction: Direction) -> Callable[.
 
     def backward(*given: Any) -> tuple[Tensor, ...]:
         *tensors, lse, call = given
-        # Behind the gradients of query, key and value may be that of sinks, which have no head dim.
+        # Behind the gradients of query, key and value may be those of options, which have no head dim.
         grad_q, grad_k, grad_v, *rest = kernel(*map(_wide, tensors), lse, call)
         return *map(_cut, (grad_q, grad_k, grad_v), tensors[1:4]), *rest
 

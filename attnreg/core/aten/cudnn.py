@@ -24,7 +24,7 @@ from attnreg.core.dispatch.calls import (
     wants_deterministic,
     wants_gradient,
 )
-from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.launchers import MAX_K, MAX_Q
@@ -52,11 +52,9 @@ def _forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
     if plan.is_native:
         result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(result, TOKEN, choice), kept
-    if dropout > 0.0:  # only where torch's own kernel doesn't run: both draw from the same generator
-        out, lse, seed = run_with_dropout(plan, query, key, value, call)
-    else:
-        out, lse = plan.run(query, key, value, call)
-        seed = query.new_empty(2, dtype=torch.uint64)
+    # Only where torch's own kernel doesn't run: both draw from the same generator.
+    out, lse, seed = run_forward_kernel(plan, query, key, value, call)
+    seed = query.new_empty(2, dtype=torch.uint64) if seed is None else seed
     lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
     offset = query.new_empty((), dtype=torch.uint64)
     result = (
@@ -99,11 +97,10 @@ def _dense_forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
         result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(result, TOKEN, choice), kept
     tensors, kept = to_bshd(query, key, arguments.value, call), None
-    if dropout > 0.0:
-        out, lse, rng_state = run_with_dropout(plan, *tensors, call)
+    out, lse, rng_state = run_forward_kernel(plan, *tensors, call)
+    if rng_state is not None:
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
-        out, lse = plan.run(*tensors, call)
         seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
         if arguments.value.shape[-1] == query.shape[-1]:  # else only Python knows the output's strides
             kept = routing.kept_dense(plan, call, key.shape[2], tensors, _auxiliary())

@@ -23,7 +23,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.capabilities import GRID
 from attnreg.core.contract.lengths import bounds
 from attnreg.core.dispatch import calls
-from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice, make_choice
 from attnreg.core.selection.decision import Preference
@@ -81,11 +81,10 @@ def _run_forward(arguments: EfficientForward, routed: RoutedCall) -> RouterResul
         results, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
         return routing.with_choice(results, TOKEN, choice), kept
     query = arguments.query
-    if dropout > 0.0:
-        out, lse, rng_state = run_with_dropout(plan, *tensors, call)
+    out, lse, rng_state = run_forward_kernel(plan, *tensors, call)
+    if rng_state is not None:
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
-        out, lse = plan.run(*tensors, call)
         # On the device that torch's kernel uses: activation checkpointing compares devices, and its
         # recomputation may run another kernel.
         capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -20,10 +20,9 @@ from attnreg.core.contract.lengths import Cut, cuts_of_window
 from attnreg.core.contract.lengths import bounds as dense_bounds
 from attnreg.core.dispatch import calls, scope
 from attnreg.core.dispatch.calls import wants_gradient
-from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
-from attnreg.core.launching.offsets import facts
-from attnreg.core.torchlib.layout import stream_of
+from attnreg.core.launching.offsets import every_row_sees_a_key
 
 # Dense calls come from torch's selector, which has checked them; packed calls come from anywhere.
 FA2, DENSE = Native("FA2", judged=True), Native("FA2", positive_scale=True)
@@ -57,16 +56,14 @@ def _forward(arguments: FlashForward, routed: RoutedCall) -> RouterResult:
         )
         token = unused if choice is None else scope.with_token(unused, choice)
         return (*results, token, debug_mask), kept
-    if dropout > 0.0:  # not before torch's own kernel has had its turn: it draws from the same generator
-        out, lse, rng_state = run_with_dropout(plan, query, key, value, call)
-    else:
-        out, lse = plan.run(query, key, value, call)
-        rng_state = query.new_empty(2, dtype=torch.uint64)
+    # Not before torch's own kernel has had its turn: it draws from the same generator.
+    out, lse, rng_state = run_forward_kernel(plan, query, key, value, call)
+    rng_state = query.new_empty(2, dtype=torch.uint64) if rng_state is None else rng_state
     kept = None
     if call.cu_seqlens_q is None and choice is routed.choice:
         tensors, cuts = (query, key, value), _cuts_of_window(arguments)
         kept = routing.kept_dense(plan, call, call.max_k, tensors, _auxiliary(query), cuts)
-    if routed.original is not None and not _every_row_sees_a_key(query, key, call):
+    if routed.original is not None and not every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
     token = scope.choice_token(choice, query)
@@ -105,7 +102,7 @@ def _backward(arguments: FlashBackward, routed: RoutedCall) -> RouterResult:
     if plan.is_native:
         return routed.run_native(plan, call, keeps=dropout == 0.0, cuts=_cuts_of_window(arguments))
     lse = arguments.logsumexp
-    if routed.original is not None and not _every_row_sees_a_key(query, key, call):
+    if routed.original is not None and not every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, torch.inf)
     tensors = arguments.grad_out, query, key, value, arguments.out, lse
     grads = plan.run(*tensors, call)
@@ -171,15 +168,6 @@ def _swap_infinity(lse: Tensor, sign: float) -> Tensor:
     `sign` is the infinity to replace.
     """
     return torch.where(lse == sign, -sign, lse)
-
-
-def _every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether every row is known to see a key, so that no LSE is infinite."""
-    if call.cu_seqlens_q is None:
-        return calls.every_dense_row_sees_a_key(call) and call.seqused_k is None
-    if not query.is_cuda:
-        return False
-    return facts(call, query.shape[0], key.shape[0], stream_of(query)).every_row_sees_a_key
 
 
 _KEYS = ("CPU", "CUDA")

@@ -30,7 +30,8 @@ from attnreg.core.dispatch.declined import NOBODY, Declined, retry_on_decline
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
-from attnreg.core.launching.memory import check_in_memory
+from attnreg.core.launching.memory import check_in_memory, inputs_of
+from attnreg.core.launching.offsets import every_row_sees_a_key
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import inductor_is_running, readable, with_last_stride_1
 from attnreg.errors import UnsupportedInputError
@@ -242,7 +243,8 @@ def kept_dense(
         cuts: where the plan changes with lengths.
     """
     is_float64 = tensors[0].dtype == torch.float64
-    if call.max_k != length_k or not calls.every_dense_row_sees_a_key(call) or is_float64:
+    query, key, _ = inputs_of(tensors)
+    if call.max_k != length_k or is_float64 or not every_row_sees_a_key(query, key, call):
         return None
     return kept_for(plan, tensors, call, auxiliary, cuts)
 

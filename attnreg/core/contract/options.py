@@ -43,11 +43,18 @@ class Option:
         argument: its name in `varlen_attn`, as `name` unless given; None where that has no such argument.
         field: its field of `AttentionSpec` and `Capabilities`, as `name` unless given.
         low, high, expected: the least and greatest number besides `off`, and the words for what is allowed.
+        shapes, dtype: the shapes that its tensor may have, of B sequences and H heads of the query, and the
+            dtype; empty where other code checks them.
         directions: the directions whose kernels get it.
-        keyed: whether plans are kept by its "value", by rank, dtype and device of the "tensor", or by the
-            "presence" of a tensor that only times depend on.
+        gradient: whether the tensor has a gradient, which backwards return after that of the value.
+        rescales: whether attnreg rescales the results of kernels that don't count it. No backend is refused
+            for it: only times depend on it. A backward needs it for its own gradient alone.
+        distance: how far times with it are from times without it (`times.kinds`); None if neither can replace
+            the other.
         cached: whether the compiled call cache runs calls with it.
-        in_op: whether the custom op of compiled programs, modes and subclasses has it as an argument.
+        in_op: its place among the options of the custom op that compiled programs, modes and subclasses
+            call; 0 if the op doesn't have it. A new option comes last, because exported programs contain the
+            op's schema.
         spread: whether calls with it can be spread over ranks.
     """
 
@@ -61,24 +68,45 @@ class Option:
     low: float = -sys.float_info.max
     high: float = sys.float_info.max
     expected: str = "a number"
+    shapes: tuple[str, ...] = ()
+    dtype: str = ""
     directions: tuple[Direction, ...] = BOTH
-    keyed: Literal["value", "tensor", "presence"] = "value"
+    gradient: bool = False
+    rescales: bool = False
+    distance: float | None = None
     cached: bool = False
-    in_op: bool = False
+    in_op: int = 0
     spread: bool = False
 
     def __post_init__(self) -> None:
         if self.argument == "":
             object.__setattr__(self, "argument", self.name)
         object.__setattr__(self, "field", self.field or self.name)
-        if self.values in ("tensor", "pages") and self.keyed == "value":
-            object.__setattr__(self, "keyed", "tensor")
+        if self.in_op and self.gradient and not self.rescales:
+            raise ValueError(
+                f"{self.name}: got in_op with gradient, expected one: the op has three gradients"
+            )
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether its value is a tensor."""
+        return self.values in ("tensor", "pages")
+
+    @property
+    def keyed(self) -> str:
+        """How plans are kept by it, in the words of `contract.backend.KEYED_BY`."""
+        return "presence" if self.rescales else "tensor" if self.is_tensor else "value"
 
     def is_on(self, value: object) -> bool:
         """Whether a value of `Call`'s field, or of the argument, means a call with the option."""
         if self.values == "integer":  # 0 leaves it to the kernel, too
             return bool(value)
         return value is not None and (self.off is None or bool(value != self.off))
+
+    def shapes_of(self, batch: int, heads: int) -> list[tuple[int, ...]]:
+        """Return the shapes that its tensor may have in a call with so many sequences and query heads."""
+        sizes = {"B": batch, "H": heads}
+        return [tuple(sizes[letter] for letter in shape) for shape in self.shapes]
 
     def described(self, value: Any) -> Any:
         """Return the value of `AttentionSpec`'s field: of a tensor only whether there is one."""
@@ -100,7 +128,7 @@ class Option:
         Raises:
             InvalidInputError: it is no number, or out of range, or a tensor that needs a gradient.
         """
-        if self.values in ("tensor", "pages") or value is self.off:
+        if self.is_tensor or value is self.off:
             return value
         what = self.argument or self.name
         # Dynamo can't look for attributes of a number that it traces.
@@ -127,37 +155,39 @@ OPTIONS: tuple[Option, ...] = (
         reason="dropout_p must be 0, got {}", label="dropout {}",
     ),
     Option(
-        name="attn_bias", field="bias", argument=None, values="tensor",
+        # Kernels read a mask in different ways, which times without one don't have.
+        name="attn_bias", field="bias", argument=None, values="tensor", distance=1.0,
         reason="attn_bias must be None, got a tensor", label="attn_bias",
     ),
     Option(
-        name="alibi_slopes", field="alibi", values="tensor", in_op=True,
+        name="alibi_slopes", field="alibi", values="tensor", shapes=("H", "BH"), dtype="float32", in_op=6,
         reason="alibi_slopes must be None, got a tensor", label="alibi",
     ),
     Option(
-        name="seqused_k", values="tensor", in_op=True,
+        name="seqused_k", values="tensor", in_op=1,
         reason="seqused_k must be None, got a tensor", label="seqused_k",
     ),
     Option(
         # `Capabilities.page_size` is a range of page sizes, so that no row's reason is needed.
-        name="block_table", field="page_size", values="pages", in_op=True, label="pages of {}",
+        name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}",
     ),
     Option(
-        name="num_splits", values="integer", low=0, expected="an integer of 0 or more", in_op=True,
+        name="num_splits", values="integer", low=0, expected="an integer of 0 or more", in_op=3,
         directions=("forward",),
         reason="num_splits must be None, got {}", label="num_splits {}",
     ),
     Option(
-        name="softcap", values="number", off=0.0, low=LEAST_SCALE, high=1.0 / LEAST_SCALE, in_op=True,
+        name="softcap", values="number", off=0.0, low=LEAST_SCALE, high=1.0 / LEAST_SCALE, in_op=4,
         expected="0 for none, or a number above 0 that float32 can hold", spread=True,
         reason="softcap must be 0, got {}", label="softcap {}",
     ),
     Option(
-        name="grad_lse", argument=None, values="tensor", directions=("backward",),
+        name="grad_lse", argument=None, values="tensor", in_op=5, directions=("backward",),
         reason="grad_lse must be None, got a tensor: no gradient of the LSE", label="gradient of the LSE",
     ),
     Option(
-        name="sinks", values="tensor", keyed="presence", cached=True, in_op=True, spread=True,
+        name="sinks", values="tensor", gradient=True, rescales=True, distance=0.05, cached=True, in_op=7,
+        spread=True,
         reason="sinks must be None, got a tensor: they are counted after the kernel", label="sinks",
     ),
 )  # fmt: skip

@@ -192,9 +192,10 @@ class AttentionSpec:
         return self.sinks and self.varlen and not (has_to_repeat or self.grad_lse or self.dropout > 0.0)
 
     @property
-    def without_sinks(self) -> AttentionSpec:
-        """The spec of the same call without sinks: any backend that runs it runs the one with sinks."""
-        return self.but(sinks=False) if self.sinks else self
+    def unscaled(self) -> AttentionSpec:
+        """The spec without options that results are rescaled for: a backend that runs it runs this call."""
+        rescaled = [row for row in OPTIONS if row.rescales and row.is_on_in(self)]
+        return self.without(*rescaled) if rescaled else self
 
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction, without options that only the opposite direction has.
@@ -203,7 +204,7 @@ class AttentionSpec:
         every row sees a key; and with a gradient of the LSE, because the program then gets the LSE.
         """
         if self.sinks and (self.capturing or self.grad_lse):
-            return self.without_sinks.of(direction)
+            return self.unscaled.of(direction)
         others = [row for row in OPTIONS if direction not in row.directions and row.is_on_in(self)]
         return self.without(*others) if others else self
 

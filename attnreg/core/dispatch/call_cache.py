@@ -31,7 +31,9 @@ from attnreg.core.launching.launchers import (
     Launcher,
     places_of,
 )
-from attnreg.core.launching.validation import check_values, every_row_sees_a_key
+from attnreg.core.launching.memory import inputs_of
+from attnreg.core.launching.offsets import every_row_sees_a_key
+from attnreg.core.launching.validation import check_values
 from attnreg.core.settings import environment
 from attnreg.core.torchlib import building, captured, device_code
 from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_uncompiled
@@ -40,7 +42,6 @@ from attnreg.errors import AttnregError, BuildError
 
 log = logging.getLogger("attnreg")
 
-FORWARD_TENSORS = 3  # query, key and value
 ANSWERS = 256  # `kMostAnswers` of csrc/offsets.h
 
 # The module, while it looks calls up; None while it is paused or isn't there. `load` sets it.
@@ -63,7 +64,8 @@ class Kept(NamedTuple):
         is_final: whether Python need not be asked for a better launcher from time to time.
         auxiliary: what an aten op returns behind the kernel's results: None, numbers, with `MAX_Q` and
             `MAX_K` for lengths, and models of the tensors, on the device "meta", whose values are never read.
-        counts_sinks: whether the launcher is given sinks, in front of the offsets, and counts them.
+        counts_sinks: whether the launcher counts an option (`Option.rescales`), whose tensor it is given
+            before the offsets.
         cuts: where what the front makes of its arguments changes with lengths; those of the plan's kind
             count besides.
     """
@@ -88,7 +90,7 @@ class Kept(NamedTuple):
     @property
     def decline_reason(self) -> Callable[[BaseException], str | None]:
         """The function that returns why the backend declines a call, of an error; None if it doesn't."""
-        return self.plan.sinks_decline_reason if self.counts_sinks else self.plan.decline_reason
+        return self.plan.decline_reason_of_counting if self.counts_sinks else self.plan.decline_reason
 
     @property
     def length_places(self) -> tuple[tuple[int, int], ...]:
@@ -146,7 +148,12 @@ def kept_for(
         leave_uncompiled(function)  # C++ calls it, so no function of attnreg's is around it
     if call.varlen and tensors[0].is_cuda:
         _provide_device_code(tensors[0].device)
-    return Kept(launcher, plan, is_final, auxiliary, call.sinks is not None, cuts)
+    return Kept(launcher, plan, is_final, auxiliary, bool(_counted(call)), cuts)
+
+
+def _counted(call: Call) -> tuple[str, ...]:
+    """Return the options whose tensors a launcher is given before the offsets, as the kernel counts them."""
+    return tuple(row.name for row in options_on(call) if row.rescales)
 
 
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
@@ -166,26 +173,27 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
     if call.cu_seqlens_q is None:
 
         def run_dense(*tensors: Tensor) -> Any:
-            query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
+            query, key, _ = inputs_of(tensors)
             return kernel(*tensors, call._replace(max_q=query.shape[1], max_k=key.shape[1]))
 
         return run_dense
 
-    rest = call._replace(cu_seqlens_q=None, cu_seqlens_k=None, sinks=None)  # those would be kept alive
-    counts_sinks = call.sinks is not None
+    counted = _counted(call)
+    tensors: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", *counted))
+    rest = call._replace(**tensors)  # those would be kept alive
 
     def run_packed(*arguments: Any) -> Any:
         *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, _ = arguments
-        sinks = tensors.pop() if counts_sinks else None
+        options: dict[str, Any] = {name: tensors.pop() for name in counted}
         call = rest._replace(
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, sinks=sinks
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, **options
         )
-        query, key = tensors[:2] if len(tensors) == FORWARD_TENSORS else tensors[1:3]
+        query, key, _ = inputs_of(tuple(tensors))
         if query.is_cpu:
             # Whatever shares the memory of offsets on a CPU may have written to them without a trace.
-            if len(tensors) == FORWARD_TENSORS:
+            if query is tensors[0]:  # a forward's
                 check_values(query, key, call)
-            if counts_sinks and not every_row_sees_a_key(query, key, call):
+            if counted and not every_row_sees_a_key(query, key, call):
                 return None
         return kernel(*tensors, call)
 
@@ -244,7 +252,7 @@ def set_plans(
     with_sinks: Callable[..., Any],
     grad_of_sinks: Callable[..., Any],
 ) -> None:
-    """Say which functions of Python run the calls of `varlen_attn` that aren't kept, and count sinks."""
+    """Say which functions of Python run the calls of `varlen_attn` that aren't kept, and rescale results."""
     global _plans
     _plans = forward, backward, with_sinks, grad_of_sinks
     if _module is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Lengths, bounds
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.declined import NOBODY, Declined
 from attnreg.core.dispatch.kinds import kind_of
@@ -23,6 +24,8 @@ from attnreg.core.dispatch.state import Plan, state
 from attnreg.core.launching.validation import check, check_scale, check_values
 from attnreg.core.selection.decision import Decision
 from attnreg.errors import UnsupportedInputError
+
+_SHAPED = [row for row in OPTIONS if row.shapes]
 
 LONGEST = 2**62
 LONGEST_OF_KERNELS = 2**31  # which count lengths in 32 bits: see `check`
@@ -45,7 +48,8 @@ def plan_for(
     Args:
         direction: which kernel is wanted.
         query, key, value: as in the contract, or (B, H, S, D) with `bhsd`.
-        call: the other arguments, as in the contract; with sinks if the kernel may be given them.
+        call: the other arguments, as in the contract. It has options that results are rescaled for
+            (`Option.rescales`) only if the kernel may count them.
         choice: what overrides all other choices for this call.
         native: the kernel that torch was about to run.
         needs_backward: whether a forward's gradient will be wanted.
@@ -102,15 +106,18 @@ def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: boo
     H, D), (B, H, S, D) with `bhsd`, or packed (T, H, D), in any dtype. With a `block_table` key and value are
     pages, (pages, page size, H, D).
     """
+    batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    for row in _SHAPED:
+        tensor = getattr(call, row.name)
+        if tensor is not None and tensor.shape not in row.shapes_of(batch, query.shape[1 if bhsd else -2]):
+            return False
     if call.cu_seqlens_q is None:
         rows = 2 if bhsd else 1
         return query.shape[0] == key.shape[0] == value.shape[0] and key.shape[rows] == value.shape[rows]
-    batch = call.cu_seqlens_q.shape[0] - 1
     if batch < 0 or not (0 <= call.max_q < LONGEST_OF_KERNELS and 0 <= call.max_k < LONGEST_OF_KERNELS):
         return False
     for tensor, length in (
         (call.cu_seqlens_k, batch + 1), (call.seqused_k, batch), (call.block_table, batch),
-        (None if call.alibi_slopes is None or call.alibi_slopes.dim() == 1 else call.alibi_slopes, batch),
     ):  # fmt: skip
         if tensor is not None and tensor.shape[0] != length:
             return False
@@ -136,11 +143,6 @@ def to_bshd(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     if key.shape[1] > call.max_k:
         key, value = key[:, : call.max_k], value[:, : call.max_k]
     return query, key, value
-
-
-def every_dense_row_sees_a_key(call: Call) -> bool:
-    """Whether every row of a dense call sees a key."""
-    return call.max_k > 0 and (call.max_q <= call.max_k or call.window == (-1, -1))
 
 
 def keys_used(seqused_k: Tensor | None, cu_seq_k: Tensor | None, block_table: Tensor | None) -> Tensor | None:

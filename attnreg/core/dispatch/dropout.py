@@ -1,4 +1,4 @@
-"""A forward with dropout: the seed and offset of its mask, and the backend that alone can draw it again."""
+"""A forward that may have dropout: seed and offset of its mask, and the backend that alone can repeat it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from attnreg.core.dispatch.state import Plan
 from attnreg.core.selection.decision import tied_to
 
 
-def run_with_dropout(
+def run_forward_kernel(
     plan: Plan, query: Tensor, key: Tensor, value: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a forward with dropout; returns output, LSE, and the seed and offset of its mask.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run a forward; returns output, LSE, and with dropout the seed and offset of its mask.
 
     Seed and offset come from the device's default generator. Where the kernel declines the call, the
     generator is put back: the same state has to draw the same mask, whichever backend was tried before.
@@ -23,15 +23,17 @@ def run_with_dropout(
     Args:
         plan: its kernel runs.
         query, key, value: in the contract's shapes and dtypes, (B, S, H, D) or packed (T, H, D).
-        call: the other arguments, with a dropout above 0.
+        call: the other arguments.
 
     Returns:
         The output and the LSE as in the contract; seed and offset as uint64 (2,), which the kernel may have
-        overwritten.
+        overwritten, or None without dropout.
 
     Raises:
         DeclinedError: the kernel can't run the call.
     """
+    if call.dropout == 0.0:
+        return *plan.run(query, key, value, call), None
     generator = generator_of(query)
     before = None if query.is_cuda and torch.cuda.is_current_stream_capturing() else generator.get_state()
     seed = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=query.device).view(torch.uint64)

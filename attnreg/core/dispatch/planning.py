@@ -148,7 +148,7 @@ def _instrumented(
     specialize = entry.kernels(spec).specialize
     plan = plan._replace(
         set_aside=functools.partial(entry.set_aside, spec, direction),
-        counts_sinks=functools.cache(lambda: entry.counts_sinks(spec, direction)),
+        counts=functools.cache(lambda: entry.counts_sinks(spec, direction)),
         specialize=None if specialize is None else functools.partial(specialize, direction),
     )
 
@@ -223,7 +223,6 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
     described = {
         row.field: row.described(getattr(call, row.name)) for row in OPTIONS if row.values != "pages"
     }
-    described["sinks"] = described["sinks"] and not capturing
     own = {name: value for name, value in described.items() if name in _SPEC_FIELDS}
     further = {row.field: described[row.field] for row in options_on(call) if row.field not in _SPEC_FIELDS}
     spec = AttentionSpec(
@@ -244,7 +243,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         batch_invariant=call.batch_invariant,
         capturing=capturing,
     )  # fmt: skip
-    return spec if spec.gives_sinks else spec.without_sinks
+    return spec if spec.gives_sinks and not capturing else spec.unscaled
 
 
 @functools.cache
@@ -345,9 +344,8 @@ def _timed(kernel: Callable[..., Any], turn: Turn | None) -> Callable[..., Any]:
 def _warn_not_deterministic(entry: Entry, spec: AttentionSpec, direction: Direction) -> None:
     """Say why deterministic algorithms would have refused a backend, were they not asked to warn only."""
     if torch.is_deterministic_algorithms_warn_only_enabled():
-        _warn_once(
-            entry.name, direction, entry.reasons(replace(spec, deterministic=True, sinks=False), direction)
-        )
+        refused = spec.unscaled.but(deterministic=True)
+        _warn_once(entry.name, direction, entry.reasons(refused, direction))
 
 
 @functools.cache

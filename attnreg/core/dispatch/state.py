@@ -14,6 +14,7 @@ from attnreg.core import registry
 from attnreg.core.contract.backend import Call, Launcher
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.lengths import Cut, Lengths, step_of
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, stats_file, trace
 from attnreg.core.dispatch.declined import DeclinedError
@@ -47,8 +48,8 @@ class Plan(NamedTuple):
         is_native: whether that is so.
         counters: what to add to once it has run; that of the backend's calls comes first.
         is_checked: whether its results were checked against the contract; if not, `kernel` checks them.
-        counts_sinks: says whether `kernel` can be given sinks; None if it can't, so that its results are
-            rescaled (`varlen.sinks`).
+        counts: says whether `kernel` can be given what results are rescaled for (`Option.rescales`); None if
+            it can't.
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
         kind: the kind of calls that the plan belongs to.
         key: what the plan is kept under: its class of lengths, followed by the lengths where they are exact.
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
     is_native: bool
     counters: tuple[counters.Counter, ...]
     is_checked: bool = True
-    counts_sinks: Callable[[], bool] | None = None
+    counts: Callable[[], bool] | None = None
     specialize: Callable[[tuple[Tensor, ...], Call], Launcher | None] | None = None
     kind: CallKind | None = None
     key: tuple[object, ...] = ()
@@ -128,17 +129,21 @@ class Plan(NamedTuple):
         """The direction that its kernel runs."""
         return self.counters[0].call[1] if self.counters[0].call else "forward"
 
-    def sinks_decline_reason(self, error: BaseException) -> str | None:
-        """Do what `decline_reason` does for a kernel that was given sinks: it goes on without them."""
+    def decline_reason_of_counting(self, error: BaseException) -> str | None:
+        """Do what `decline_reason` does for a kernel that was to count options: it goes on without them.
+
+        Results are rescaled for the options then.
+        """
         if not isinstance(error, (UnsupportedInputError, BackendUnavailableError)):
             return self.decline_reason(error)
-        log.info("%s doesn't count sinks, its results are rescaled: %s", self.backend, error)
+        names = ", ".join(row.label for row in OPTIONS if row.rescales)
+        log.info("%s doesn't count %s, its results are rescaled: %s", self.backend, names, error)
         if isinstance(error, BackendUnavailableError) and self.set_aside is not None:
             counters.failed(self.counters[0], error, logging.DEBUG)
-            self.set_aside(one_line([str(error)]), sinks=True)
+            self.set_aside(one_line([str(error)]), counting=True)
             registry.changed()
         else:
-            state().keep_without_sinks(self)
+            state().keep_without_counting(self)
         return str(error)
 
 
@@ -256,11 +261,11 @@ class State:
             self.kinds.clear()
         return self.kinds.setdefault(key, kind)
 
-    def keep_without_sinks(self, plan: Plan) -> None:
-        """Have the kernel of a plan not given sinks any more, if the plan is still kept."""
+    def keep_without_counting(self, plan: Plan) -> None:
+        """Have results rescaled for all that the kernel of a plan counted, if the plan is still kept."""
         kept = None if plan.kind is None else plan.kind.plans.get(plan.key)
         if plan.kind is not None and kept is not None and kept.kernel is plan.kernel:
-            plan.kind.plans[plan.key] = kept._replace(counts_sinks=None)
+            plan.kind.plans[plan.key] = kept._replace(counts=None)
 
     def keep_declined(self, direction: Direction, spec: AttentionSpec, declined: Mapping[str, str]) -> None:
         """Keep which backends have declined a call, for `explain`."""

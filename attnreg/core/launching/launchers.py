@@ -15,12 +15,12 @@ looks at itself, and returns None where that has changed: Python then looks up t
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher's arguments are the tensors of the backend's function. In a packed call further arguments follow:
-the sinks, if the call has any; both offsets (the same tensor twice if the first call's were); `max_q` and
-`max_k`; whether every row is known to belong to a sequence and to see a key. If that isn't known, the
-launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
-function does, save that a forward's LSE may have any strides, and it calls no op of aten's that attnreg
-routes. Any function will do; the classes below spare the call cache every Python object of a tensor. C++
-tells them apart by `form` and reads their attributes by name (`csrc/described.h`).
+the tensors of options that the kernel counts (`Option.rescales`); both offsets (the same tensor twice if the
+first call's were); `max_q` and `max_k`; whether every row is known to belong to a sequence and to see a key.
+If that isn't known, the launcher itself keeps the contract for rows of no sequence and without a key
+(`rows`). It returns what the function does, save that a forward's LSE may have any strides, and it calls no
+op of aten's that attnreg routes. Any function will do; the classes below spare the call cache every Python
+object of a tensor. C++ tells them apart by `form` and reads their attributes by name (`csrc/described.h`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Launcher as Launcher
-from attnreg.core.launching.memory import address_of
+from attnreg.core.launching.memory import address_of, inputs_of
 from attnreg.core.launching.rows import blanked, clear_backward, clear_forward
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import contiguous_strides, stream_of, uninitialized, with_strides
@@ -103,7 +103,7 @@ class OpLauncher:
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the results for the arguments of a launcher."""
         tensors, call = split(arguments)
-        query, key = tensors[:2] if len(tensors) == FORWARD else tensors[1:3]
+        query, key, _ = inputs_of(tensors)
         max_q, max_k = (query.shape[1], key.shape[1]) if call is None else call.longest
         rest = with_lengths(self.rest, max_q, max_k)
         offsets = () if call is None else call.offsets
@@ -135,7 +135,7 @@ class PackedCall(NamedTuple):
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], PackedCall | None]:
-    """Return a launcher's tensors, with sinks, and what follows them; None for a dense call."""
+    """Return a launcher's tensors, those of options included, and what follows; None for a dense call."""
     if not isinstance(arguments[-1], bool):
         return arguments, None
     *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, known = arguments

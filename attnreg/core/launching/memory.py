@@ -42,14 +42,22 @@ def address_of(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call, sinks: Tensor | None) -> None:
-    """Check all tensors of a forward or backward call with `check_in_memory`, sinks and options included.
+def inputs_of(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return query, key and value among the tensors of a kernel, in their shapes and dtypes.
+
+    A forward's begin with them. A backward's are (grad_out, query, key, value, output, LSE).
+    """
+    query, key, value = tensors[:3] if len(tensors) < len(_OF_BACKWARD) else tensors[1:4]
+    return query, key, value
+
+
+def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call) -> None:
+    """Check all tensors of a forward or backward call with `check_in_memory`, options included.
 
     Args:
         tensors: query, key and value; for a backward (grad_out, query, key, value, output, LSE). Any shape
             will do.
         call: the other arguments.
-        sinks: (H,), or None.
 
     Raises:
         UnsupportedInputError: the storage of a tensor was freed.
@@ -57,7 +65,7 @@ def check_all_in_memory(tensors: tuple[Tensor, ...], call: Call, sinks: Tensor |
     names = _OF_FORWARD if len(tensors) == len(_OF_FORWARD) else _OF_BACKWARD
     check_in_memory(
         **dict(zip(names, tensors, strict=True)), cu_seq_q=call.cu_seqlens_q, cu_seq_k=call.cu_seqlens_k,
-        **{row.name: getattr(call, row.name) for row in options_on(call)} | {"sinks": sinks},
+        **{row.name: getattr(call, row.name) for row in options_on(call)},
     )  # fmt: skip
 
 

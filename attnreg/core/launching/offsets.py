@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 import torch
@@ -238,6 +239,27 @@ def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k
     if cu_seqlens_q.is_cpu or needs_graph_memory(cu_seqlens_q) or any(x.is_inference() for x in pair):
         return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
     return derived_from(pair, stream, ("facts", *tokens), partial(_compute_facts, *tokens))
+
+
+def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether each row of a call is known to see a key, whatever the bias: no LSE is infinite then.
+
+    Each row of a packed call has to belong to a sequence, none with fewer keys than queries. On a CPU offsets
+    are read; on a GPU it is known once the device has answered, and of other devices never.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. With `seqused_k` or pages the result is
+    False.
+    """
+    if call.seqused_k is not None or call.block_table is not None:
+        return False
+    if call.cu_seqlens_q is None:
+        return call.max_k > 0 and (call.max_q <= call.max_k or call.window == (-1, -1))
+    if call.cu_seqlens_k is None or not query.is_cpu:
+        return query.is_cuda and facts(call, len(query), len(key), stream_of(query)).every_row_sees_a_key
+    queries, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
+    lengths = zip(pairwise(queries), pairwise(keys), strict=False)
+    filled = (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
+    return filled and all(0 <= q1 - q0 <= k1 - k0 for (q0, q1), (k0, k1) in lengths)
 
 
 def _compute_facts(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Facts:

@@ -12,14 +12,13 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.options import OPTIONS, Direction
+from attnreg.core.contract.options import OPTIONS, Direction, Option, options_on
 from attnreg.errors import InvalidInputError, RegistrationError
 
 # So much of what a kernel returned instead of a tensor is shown.
@@ -65,8 +64,9 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
     heads_q, heads_k = query.shape[-2], key.shape[-2]
     if heads_k == 0 or heads_q % heads_k:
         raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple of the key's")
-    if call.alibi_slopes is not None:
-        _check_slopes(call.alibi_slopes, query, call)
+    for row in options_on(call):
+        if row.shapes:
+            _check_option(row, getattr(call, row.name), query, call)
     if call.varlen:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
@@ -80,14 +80,14 @@ def check_layouts(**given: object) -> None:
             raise _wrong(name, str(tensor.layout), "torch.strided")
 
 
-def _check_slopes(slopes: Tensor, query: Tensor, call: Call) -> None:
-    heads = query.shape[-2]
+def _check_option(row: Option, tensor: Tensor, query: Tensor, call: Call) -> None:
     batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)) or slopes.dtype != torch.float32:
-        got, expected = f"shape {tuple(slopes.shape)}, {slopes.dtype}", f"({heads},) or ({batch}, {heads})"
-        raise _wrong("alibi_slopes", got, f"{expected}, torch.float32")
-    if slopes.device != query.device:
-        raise _wrong("alibi_slopes", f"a tensor on {slopes.device}", f"{query.device}, where the query is")
+    shapes, what = row.shapes_of(batch, query.shape[-2]), row.argument or row.name
+    if tuple(tensor.shape) not in shapes or str(tensor.dtype) != f"torch.{row.dtype}":
+        expected = f"{' or '.join(map(str, shapes))}, torch.{row.dtype}"
+        raise _wrong(what, f"shape {tuple(tensor.shape)}, {tensor.dtype}", expected)
+    if tensor.device != query.device:
+        raise _wrong(what, f"a tensor on {tensor.device}", f"{query.device}, where the query is")
 
 
 def _check_varlen(query: Tensor, call: Call) -> None:
@@ -183,20 +183,6 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
                 raise _wrong("block_table", f"page {page} in row {sequence}", f"0 to {pages - 1}")
 
 
-def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether each row of a packed call on a CPU belongs to a sequence, none with fewer keys than queries.
-
-    Query and key are (T, H, D), in any dtype. Without the offsets of either, or with `seqused_k`, the result
-    is False.
-    """
-    if call.cu_seqlens_q is None or call.cu_seqlens_k is None or call.seqused_k is not None:
-        return False
-    queries, keys = call.cu_seqlens_q.tolist(), call.cu_seqlens_k.tolist()
-    lengths = zip(pairwise(queries), pairwise(keys), strict=False)
-    filled = (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
-    return filled and all(0 <= q1 - q0 <= k1 - k0 for (q0, q1), (k0, k1) in lengths)
-
-
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
     _refuse_gradient("scale", scale)
@@ -272,8 +258,8 @@ def check_results(results: Any, direction: Direction, arguments: tuple[Any, ...]
         expected = _promised(*arguments)
     else:
         models = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
-        if arguments[-1].sinks is not None:
-            models["grad_sinks"] = arguments[-1].sinks
+        call = arguments[-1]
+        models |= {f"grad_{row.name}": getattr(call, row.name) for row in options_on(call) if row.gradient}
         expected = {name: _Promise(tuple(x.shape), x.dtype, x.device) for name, x in models.items()}
     problems = "; ".join(_differences(results, expected))
     if problems:

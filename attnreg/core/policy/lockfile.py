@@ -17,6 +17,7 @@ from typing import Any
 
 from attnreg.core.contract.backend import COMPILED_KERNEL
 from attnreg.core.contract.lengths import LENGTHS, Cut, Lengths, bounds, cuts_of_window
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Device, Direction
 from attnreg.core.policy.ranges import Ranges, includes, ranges_from, ranges_to
 from attnreg.core.registry.entry import Entry
@@ -292,8 +293,9 @@ def _remedy(locked: str, here: str) -> str:
 
 
 def _variants(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
-    """Return the calls whose row is a call's: only times depend on sinks, no backend is refused for them."""
-    return (spec, replace(spec, sinks=not spec.sinks)) if spec.varlen else (spec,)
+    """Return the calls whose row is a call's: on what results are rescaled for only times depend."""
+    rescaled = [row for row in OPTIONS if row.rescales and spec.varlen]
+    return (spec, *(spec.but(**{row.field: not row.is_on_in(spec)}) for row in rescaled))
 
 
 def _differing(row: LockfileRow, spec: AttentionSpec) -> list[str]:

@@ -158,16 +158,7 @@ def split(calls: Sequence[Decided], cuts: Iterable[Cut]) -> list[tuple[Ranges, l
     these don't tell the backends apart, it ends at a power of two, or else at a length of a call.
     """
     places = tuple(dict.fromkeys(cuts))
-    done: list[tuple[Ranges, list[Decided]]] = []
-    parts: list[tuple[Ranges, list[Decided]]] = [((), list(calls))]
-    while parts:
-        ranges, part = parts.pop()
-        cut = _best_cut(part, places)
-        if cut is None:
-            done.append((ranges, part))
-        else:
-            parts += _divided(ranges, part, cut)
-    return done
+    return _divided_while((), calls, lambda _, part: _best_cut(part, places))
 
 
 def narrow(
@@ -182,11 +173,20 @@ def narrow(
     runs another call.
     """
     places = tuple(dict.fromkeys(cuts))
+    return _divided_while(ranges, calls, lambda around, part: _first_limit(around, part, places, runs))
+
+
+def _divided_while(
+    ranges: Ranges,
+    calls: Sequence[Decided],
+    next_cut: Callable[[Ranges, Sequence[Decided]], Cut | None],
+) -> list[tuple[Ranges, list[Decided]]]:
+    """Divide ranges with calls for as long as there is a cut to divide a part at."""
     done: list[tuple[Ranges, list[Decided]]] = []
     parts: list[tuple[Ranges, list[Decided]]] = [(ranges, list(calls))]
     while parts:
         ranges, part = parts.pop()
-        cut = _first_limit(ranges, part, places, runs)
+        cut = next_cut(ranges, part)
         if cut is None:
             done.append((ranges, part))
         else:

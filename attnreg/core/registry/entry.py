@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adaptation
 from attnreg.core.contract.backend import Backend, Kernels
@@ -17,6 +17,8 @@ from attnreg.core.registry import known_issues
 from attnreg.core.registry.loading import alone, wait_for_module
 from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
 from attnreg.errors import BackendUnavailableError, RegistrationError
+
+T = TypeVar("T")
 
 CHECK_FAILED = "check failed: "
 SET_ASIDE = "not tried again for calls like this: "
@@ -92,22 +94,21 @@ class Entry:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
         return found
 
-    def set_aside(self, spec: AttentionSpec, direction: Direction, problem: str, sinks: bool = False) -> str:
+    def set_aside(
+        self, spec: AttentionSpec, direction: Direction, problem: str, counting: bool = False
+    ) -> str:
         """Have the backend refuse calls like one whose kernel couldn't be loaded, compiled or built.
 
-        It does so as long as the entry exists, so that none of them waits for another attempt. Returns the
-        reason that it gives.
+        It does so as long as the entry exists, so that none of them waits for another attempt. `counting`
+        says whether that kernel was to count what results are rescaled for. Returns the reason that it gives.
         """
-        alike = _without_lengths(spec.but(sinks=sinks), direction)
+        alike = _without_lengths(spec if counting else spec.unscaled, direction)
         return self._set_aside.setdefault(alike, SET_ASIDE + problem)
 
     def priority(self, spec: AttentionSpec) -> int:
         """Return its rank in the default order for a call; 0 where it has none, as `reasons` says then."""
-        try:
-            return self.backend.priority_for(self.adapted(spec, "forward")) if self.backend else 0
-        except BaseException as error:  # noqa: BLE001 - see `reasons`
-            raise_if_of_program(error)
-            return 0
+        backend = self.backend
+        return 0 if backend is None else _or(0, lambda: backend.priority_for(self.adapted(spec, "forward")))
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here."""
@@ -196,11 +197,7 @@ class Entry:
     def _declared(self, spec: AttentionSpec) -> tuple[Cut, ...] | None:
         """Return the backend's cuts; None if its function fails."""
         cuts = self.backend.cuts if self.backend is not None else None
-        try:
-            return () if cuts is None else check_cuts(cuts(spec), self.name)
-        except BaseException as error:  # noqa: BLE001 - see `reasons`
-            raise_if_of_program(error)
-            return None
+        return () if cuts is None else _or(None, lambda: check_cuts(cuts(spec), self.name))
 
     def _variants(self, spec: AttentionSpec, direction: Direction) -> list[AttentionSpec]:
         """Return the specs that limits may be asked about for one of `spec`; see `_against`."""
@@ -227,20 +224,13 @@ class Entry:
 
     def builds(self, spec: AttentionSpec) -> bool:
         """Whether the backend builds something for each new shape of such calls."""
-        try:
-            return self.backend is not None and self.backend.builds is not None and self.backend.builds(spec)
-        except BaseException as error:  # noqa: BLE001 - see `reasons`
-            raise_if_of_program(error)
-            return False
+        builds = self.backend.builds if self.backend is not None else None
+        return builds is not None and _or(False, lambda: builds(spec))
 
     def replaces_native(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether the backend's function runs a dense call in the place of torch's kernel of its name."""
         replaces = self.kernels().replaces_native
-        try:
-            return replaces is not None and replaces(direction, spec)
-        except BaseException as error:  # noqa: BLE001 - see `reasons`
-            raise_if_of_program(error)
-            return False
+        return replaces is not None and _or(False, lambda: replaces(direction, spec))
 
     def _limits(self, direction: Direction) -> Capabilities | None:
         if self.backend is None:
@@ -329,6 +319,15 @@ class Entry:
         finally:
             self._is_loading = False
         return kernels
+
+
+def _or(default: T, function: Callable[[], T]) -> T:
+    """Return what a backend's function does, or the default if it fails: see `Entry.reasons`."""
+    try:
+        return function()
+    except BaseException as error:  # noqa: BLE001 - see `reasons`
+        raise_if_of_program(error)
+        return default
 
 
 def _without_lengths(spec: AttentionSpec, direction: Direction) -> tuple[Direction, AttentionSpec]:

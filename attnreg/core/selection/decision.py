@@ -211,7 +211,7 @@ def _selected(
     prediction: Prediction | None = None,
     complete: bool = True,
 ) -> Decision:
-    spec = spec.without_sinks
+    spec = spec.unscaled
     wanted = [one for one in policy.preferences if one.names and one.applies_to(spec.device)]
     alone = next((one.alone for one in policy.preferences if one.alone), None)
     only = next((preference for preference in wanted if preference.exclusive), None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from attnreg.core.contract.capabilities import one_line
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision
@@ -34,13 +35,12 @@ def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
     entry = entries.get(name.casefold())
     for adaptation, before in () if entry is None else entry.adaptations(spec, direction):
         yield f"{direction} on {name}: {adaptation.described(before)}"
-    if spec.sinks and entry is not None and entry.counts_sinks(spec, direction):
-        how = "sinks counted by the kernel, where every row is known to see a key"
-        if direction == "forward":
-            how += " and the program doesn't get the LSE"
+    for row in (row for row in OPTIONS if row.rescales and row.is_on_in(spec)):
+        how = f"results are rescaled for the {row.label}"
+        if entry is not None and entry.counts_sinks(spec, direction):
+            how = f"{row.label} counted by the kernel, where every row is known to see a key"
+            how += " and the program doesn't get the LSE" if direction == "forward" else ""
         yield f"{direction} on {name}: {how}"
-    elif spec.sinks:
-        yield f"{direction} on {name}: results are rescaled for the sinks"
 
 
 def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:

@@ -184,7 +184,7 @@ class AdaptiveTimes:
     ) -> Prediction | None:
         """Return the measured times of such calls; before all turns are over, a table's prediction."""
         by_table = self._tables.predict(spec.of(direction), direction, builders)
-        spec = spec.without_sinks.of(direction)  # see `turn`
+        spec = spec.unscaled.of(direction)  # see `turn`
         if not _may_have_turns(spec):
             return by_table
         here = self._here(spec.device)
@@ -207,7 +207,7 @@ class AdaptiveTimes:
         if not spec.capturing and _may_have_turns(spec):
             learned = self._here(spec.device)
             with lock:
-                learned.turns_of(spec.without_sinks.of(direction), direction)
+                learned.turns_of(spec.unscaled.of(direction), direction)
                 learned.collect()
 
     def turn(
@@ -222,10 +222,10 @@ class AdaptiveTimes:
         `MOST_CALLS`, if its own turns are over and its backward's aren't, because the fastest backend for
         both directions isn't known yet.
 
-        Calls with sinks share the turns of calls without: in its turn no kernel gets sinks, and its time ends
-        before results are rescaled.
+        Calls with options that results are rescaled for share the turns of calls without: in its turn no
+        kernel gets these options, and its time ends before results are rescaled.
         """
-        spec = spec.without_sinks
+        spec = spec.unscaled
         names = _worth_a_turn(able, predicted)
         if spec.capturing or not _may_have_turns(spec) or len(names) < 2:
             return None
@@ -244,7 +244,7 @@ class AdaptiveTimes:
         """Yield a sentence on how many turns of such calls have been taken."""
         if spec.device.simulated:
             return
-        spec = spec.without_sinks.of(direction)
+        spec = spec.unscaled.of(direction)
         here = self._here(spec.device)
         with lock:
             turns = here.turns.get(cell_of(kind_of(spec, direction), size_of(spec)))

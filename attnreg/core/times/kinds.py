@@ -16,6 +16,10 @@ from attnreg.core.contract.spec import AttentionSpec, Direction
 
 MASKS = ("none", "causal", "window")
 
+# The options that results may be rescaled for, and the distances of options, by the fields of a spec.
+RESCALED = frozenset(row.field for row in OPTIONS if row.rescales)
+DISTANCES = {row.field: row.distance for row in OPTIONS if row.distance is not None}
+
 # Both run on the same units at the same rate, so times of either dtype can replace the other's.
 HALVES = ("bfloat16", "float16")
 
@@ -114,7 +118,8 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> Kind:
     of_direction = (row for row in OPTIONS if direction in row.directions)
     extras = {row.field: row.is_on_in(spec) for row in of_direction}
     extras |= {"deterministic": spec.deterministic and direction == "backward"}  # forwards always are
-    extras |= {"sinks": spec.gives_sinks}
+    if not spec.gives_sinks:
+        extras |= dict.fromkeys(RESCALED, False)
     return Kind(
         direction,
         spec.dtype,
@@ -140,10 +145,10 @@ def heads_k(kind: Kind, size: Size) -> int:
 def host_shapes_of(kind: Kind, size: Size) -> tuple[str, ...]:
     """Return a call's entry of `HOST_SHAPES`, then the nearest entries, for tables without the first.
 
-    The bounds are those at which backends' kernels were observed to split keys. A call with sinks has no
-    entry: `HOST_SHAPES` are without sinks, and rescaling results for sinks launches several kernels more.
+    The bounds are those at which backends' kernels were observed to split keys. A call whose results may be
+    rescaled has no entry: rescaling launches several kernels more, which `HOST_SHAPES` are without.
     """
-    if "sinks" in kind.extras:
+    if RESCALED.intersection(kind.extras):
         return ()
     if size.max_q == 1 and not kind.varlen:
         return ONE if size.max_k <= MANY_KEYS or size.batch * heads_k(kind, size) > HALF else LONG, MANY
@@ -224,24 +229,13 @@ def _in_tiles(kind: Kind, size: Size, processors: int) -> tuple[float, float]:
         mean + TILE / 2 if ragged else ceil(mean / TILE) * TILE
         for mean in (max(tokens / batch, 1.0) for tokens in (size.tokens_q, size.tokens_k))
     )
-    scores = size.heads_q * _pairs_in_tiles(kind.mask, size.window, queries, keys)
+    scores = size.heads_q * _pairs(kind.mask, size.window, queries, keys, TILE)
     if kind.mask == "none" and not ragged:
         share = batch * max(size.heads_q, 1) * queries / TILE / processors
         scores *= ceil(share) / share
     read = size.heads_q * queries + heads_k(kind, size) * size.tokens_k / batch
     each = batch * (kind.head_dim + kind.head_dim_v + 1)
     return each * scores, each * read
-
-
-def _pairs_in_tiles(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
-    """Return `_pairs`, rounded up to whole tiles."""
-    if mask == "none":
-        return queries * keys
-    if mask == "causal":
-        rows = min(queries, keys)
-        return rows * (max(keys - queries, 0.0) + (rows + TILE) / 2)
-    left, right = (keys if bound < 0 else float(bound) for bound in window)
-    return queries * min(keys, left + right + 1 + TILE)
 
 
 def work(kind: Kind, size: Size) -> float:
@@ -253,33 +247,32 @@ def work(kind: Kind, size: Size) -> float:
     return batch * (kind.head_dim + kind.head_dim_v + 1) * (scores + READING * read)
 
 
-def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float) -> float:
-    """Return the number of pairs of a query and a key that the mask of a sequence allows."""
+def _pairs(mask: str, window: tuple[int, int], queries: float, keys: float, tile: int = 0) -> float:
+    """Return how many pairs of a query and a key a sequence's mask allows, rounded up to whole tiles."""
     if mask == "none":
         return queries * keys
     if mask == "causal":
         rows = min(queries, keys)
-        return queries * keys - queries * queries / 2 if keys >= queries else rows * rows / 2
+        return rows * (max(keys - queries, 0.0) + (rows + tile) / 2)
     left, right = (keys if bound < 0 else float(bound) for bound in window)
-    return queries * min(keys, left + right + 1)
+    return queries * min(keys, left + right + 1 + tile)
 
 
 def distance_between(wanted: Kind, other: Kind) -> float | None:
     """Return the distance of a family from the wanted family; None if its times can't replace those.
 
     Times of the other 16-bit dtype can replace them. So can times of a larger head dim, because kernels pad
-    to it. Times with and without sinks or a bias can replace each other, and are preferred. Times of another
-    mask or layout, a smaller head dim, or other options can't.
+    to it. Times with and without an option that has a distance (`Option.distance`) can replace each other,
+    and are preferred. Times of another mask or layout, a smaller head dim, or other options can't.
     """
     if (wanted.direction, *wanted[5:7]) != (other.direction, *other[5:7]):
         return None
-    if (different := {*wanted.extras} ^ {*other.extras}) - {"bias", "sinks"}:
+    if (different := {*wanted.extras} ^ {*other.extras}) - DISTANCES.keys():
         return None
     if wanted.dtype != other.dtype and not (wanted.dtype in HALVES and other.dtype in HALVES):
         return None
     if other.head_dim < wanted.head_dim or other.head_dim_v < wanted.head_dim_v or not wanted.head_dim_v:
         return None
     dims = other.head_dim * other.head_dim_v / max(wanted.head_dim * wanted.head_dim_v, 1)
-    # Kernels read a mask in different ways, which times without one don't have.
-    options = ("sinks" in different) * 0.05 + ("bias" in different) * 1.0
+    options = sum(DISTANCES[name] for name in different)
     return (wanted.dtype != other.dtype) * 0.5 + 2 * log2(dims) + options

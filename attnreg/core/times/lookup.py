@@ -22,7 +22,16 @@ from typing import NamedTuple
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.selection.predictions import Candidate, Prediction
 from attnreg.core.times.index import EXACT, Index, Kinds
-from attnreg.core.times.kinds import Kind, coordinates, family_of, host_shapes_of, kind_of, size_of, works
+from attnreg.core.times.kinds import (
+    RESCALED,
+    Kind,
+    coordinates,
+    family_of,
+    host_shapes_of,
+    kind_of,
+    size_of,
+    works,
+)
 from attnreg.core.times.points import Measured, Point
 
 # The first call of a shape is spread over this many calls, as in a training run.
@@ -106,14 +115,19 @@ def predict(
         )
     notes = [f"outside the measured range, its edge decides: {where}" for where in outside]
     if index.family != family_of(kind):
-        without = ", without sinks" * (kind.extras.count("sinks") > index.family.extras.count("sinks"))
-        notes.insert(0, f"nothing of this kind was measured; these are of {index.family}{without}")
+        notes.insert(0, f"nothing of this kind was measured; these are of {_named(index.family, kind)}")
     points = tuple(
         SourcePoint(point, point.kind.ratio == kind.ratio, dist(place, at) if outside else distance, itself)
         for distance, (place, point, _) in near
         for itself in (distance < EXACT and point.place == (kind, size),)
     )
     return Prediction(table, _ranked(candidates), points, tuple(notes), builders)
+
+
+def _named(family: Kind, kind: Kind) -> str:
+    """Return a family as text, with what results are rescaled for in calls of a kind, but not in its own."""
+    lacking = sorted(RESCALED.intersection(kind.extras).difference(family.extras))
+    return ", without ".join((str(family), *lacking))
 
 
 def predict_both(

@@ -33,7 +33,7 @@ ORDER = (
     "backends.fa4.adapter._compile_lock",
     "backends.flex.programs._compile_lock",
     "core.aten.bypassed._lock",
-    "core.varlen.autograd._lock",
+    "core.varlen.plans._lock",
     "core.dispatch.scope._lock",
     "core.dispatch.counters._lock",
     "core.torchlib.captured._lock",

@@ -6,9 +6,7 @@ flash-attn's dense functions, and without the compiled part all calls.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +14,17 @@ from torch._compile import _disable_dynamo
 
 from attnreg.core.adaptation.sinks import grad_of_sinks
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.options import options_on
-from attnreg.core.dispatch.calls import plan_for, wants_deterministic, wants_gradient
-from attnreg.core.dispatch.declined import Declined, retry_on_decline
-from attnreg.core.dispatch.dropout import forward_choice, run_with_dropout
+from attnreg.core.contract.options import OPTIONS, options_on
+from attnreg.core.dispatch.calls import wants_deterministic, wants_gradient
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
-from attnreg.core.launching.memory import check_all_in_memory
 from attnreg.core.torchlib.frames import leave_module_uncompiled
-from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import differentiable_once, in_memory
 from attnreg.core.varlen import custom_op
-from attnreg.core.varlen.sinks import counted, with_sinks
+from attnreg.core.varlen.plans import run
 from attnreg.errors import UnsupportedInputError
 
-T = TypeVar("T")
+_LEARNED = [row for row in OPTIONS if row.gradient]
 
 
 def attend(
@@ -39,70 +33,29 @@ def attend(
     value: Tensor,
     call: Call,
     choice: ScopedChoice | None,
-    sinks: Tensor | None = None,
     returns_lse: bool = True,
     plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the LSE, as the kernel has laid them out.
 
     Query, key and value are packed (T, H, D) or dense (B, S, H, D), in one floating-point dtype. Output and
-    LSE have the contract's shapes and dtypes.
-
-    A kernel that counts sinks, (H,), is given them unless the program gets the LSE: see
-    `sinks.may_be_counted`. `plan` is one that was made for this call, without a gradient.
+    LSE have the contract's shapes and dtypes. `plan` is one that was made for this call, without a gradient.
 
     Raises:
         UnsupportedInputError: no backend can run the call.
     """
-    needs_backward = wants_gradient(query, key, value)
-    if needs_backward or (sinks is not None and sinks.requires_grad and torch.is_grad_enabled()):
-        given = query, key, value, sinks, call, choice, needs_backward, returns_lse
+    learned = [row for row in _LEARNED if getattr(call, row.name) is not None]
+    tensors = [getattr(call, row.name) for row in learned]
+    needing = [row for row, x in zip(learned, tensors, strict=True) if x.requires_grad]
+    needs_grad = torch.is_grad_enabled()
+    # The gradient of an option that results are rescaled for needs no kernel.
+    of_kernel = needs_grad and not all(row.rescales for row in needing)
+    needs_backward = wants_gradient(query, key, value) or of_kernel
+    if needs_backward or (needs_grad and needing):
+        given = query, key, value, call, choice, needs_backward, returns_lse, *tensors
         return _VarlenAttention.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
-    inputs = query, key, value
-    out, lse, *_ = run_forward(inputs, call, choice, False, sinks, returns_lse, plan)
+    out, lse = run("forward", (query, key, value), call, choice, False, returns_lse, plan).results
     return out, lse
-
-
-def run_forward(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    call: Call,
-    choice: ScopedChoice | None,
-    needs_backward: bool,
-    sinks: Tensor | None = None,
-    returns_lse: bool = True,
-    first: Plan | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
-    """Return output, LSE, and for a backward the random state and the choice, which dropout ties.
-
-    Shapes and dtypes are those of `attend`; `inputs` are query, key and value. The random state is uint64
-    (2,), None without dropout. `first` is the plan to run, if one was made; where its kernel declines there
-    is another.
-
-    Raises:
-        UnsupportedInputError: no backend can run the call.
-    """
-    made = [] if first is None else [first]
-
-    def plan_and_run(declined: Declined) -> tuple[Tensor, Tensor, Tensor | None, ScopedChoice | None]:
-        if made:
-            plan = made.pop()
-        else:
-            given = call if sinks is None or returns_lse else call._replace(sinks=sinks)
-            plan = plan_for(
-                "forward", *inputs, given, choice, needs_backward=needs_backward, declined=declined
-            )
-        rng_state, chosen = None, choice
-        results = None if sinks is None or returns_lse else counted(plan, inputs, call, sinks)
-        if results is not None:
-            return results[0], results[1], rng_state, chosen
-        if call.dropout > 0.0:
-            out, lse, rng_state = run_with_dropout(plan, *inputs, call)
-            chosen = forward_choice(choice, plan, call.dropout)
-        else:
-            out, lse = plan.run(*inputs, call)
-        return *((out, lse) if sinks is None else with_sinks(out, lse, sinks)), rng_state, chosen
-
-    return _launched(plan_and_run, call)
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -112,143 +65,93 @@ class _VarlenAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        sinks: Tensor | None,
         call: Call,
         choice: ScopedChoice | None,
         needs_backward: bool,
         returns_lse: bool,
+        *_learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        inputs, given = (query, key, value), (call, choice, needs_backward, sinks, returns_lse)
-        out, lse, rng_state, ctx.choice = run_forward(inputs, *given)
-        saved = tensors_of_backward(call)
-        ctx.save_for_backward(*inputs, out, lse, sinks, rng_state, *saved.values())
-        ctx.names, ctx.is_in_op = tuple(saved), custom_op.takes(call)
+        ran = run("forward", (query, key, value), call, choice, needs_backward, returns_lse)
+        out, lse = ran.results
+        on = list(options_on(call))
+        saved = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
+        saved |= {row.name: getattr(call, row.name) for row in on if "backward" in row.directions}
+        saved = {name: x for name, x in saved.items() if isinstance(x, Tensor)}
+        ctx.save_for_backward(query, key, value, out, lse, ran.given.rng_state, *saved.values())
+        ctx.names, ctx.choice, ctx.is_in_op = tuple(saved), ran.choice, custom_op.takes(call)
+        ctx.learned = tuple((row.name, row.rescales) for row in on if row.gradient)
         is_by_call = call.deterministic and not wants_deterministic()  # by the call itself
-        of_forward = {row.name: row.off for row in options_on(call) if "backward" not in row.directions}
-        without = call.with_options(dict.fromkeys(saved) | of_forward)
-        ctx.call = without._replace(cu_seqlens_q=None, cu_seqlens_k=None, deterministic=is_by_call)
+        of_forward = {row.name: row.off for row in on if "backward" not in row.directions}
+        ctx.call = call.with_options(dict.fromkeys(saved) | of_forward)._replace(deterministic=is_by_call)
         ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
         return out, lse
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = dict(zip(("query", "key", "value"), ctx.needs_input_grad, strict=False))
+        needs |= dict(zip((name for name, _ in ctx.learned), ctx.needs_input_grad[7:], strict=True))
         if grad_out is None and grad_lse is None:
-            return (None,) * 8
+            return (None,) * (7 + len(ctx.learned))
         kept = ctx.saved_tensors  # a checkpoint lets them be read once
-        (*tensors, sinks, rng_state), saved = kept[:7], kept[7:]
-        if not ctx.needs_input_grad[3]:
-            sinks = None
-        is_compiling, needs_kernel = torch.compiler.is_compiling(), any(ctx.needs_input_grad[:3])
-        # Else the backward has it computed.
-        is_ours = sinks is not None and (is_compiling or grad_lse is not None or not needs_kernel)
-        of_sinks = grad_of_sinks(grad_out, tensors[3:], sinks, grad_lse) if is_ours else None
-        if not needs_kernel:
-            return None, None, None, of_sinks, *(None,) * 4
-        grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-        names, call, choice = ctx.names, ctx.call, ctx.choice
-        if is_compiling and ctx.is_in_op and not call.deterministic:  # by compiled autograd, into the graph
-            grads = custom_op.backward_of(call, choice, grad_out, tensors, grad_lse, names, saved)
-        else:
-            run = _backward_uncompiled if is_compiling else _backward
-            rest = None if is_ours else sinks, rng_state, names, saved
-            grads = run(grad_out, tensors, call, choice, grad_lse, *rest)
-            of_sinks = of_sinks if is_ours or sinks is None else grads[3]
-        return *grads[:3], of_sinks, *(None,) * 4
-
-
-def tensors_of_backward(call: Call) -> dict[str, Tensor]:
-    """Return the tensors of a forward's call that its backward's has as well, by the fields or options."""
-    offsets = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
-    options = {row.name: getattr(call, row.name) for row in options_on(call) if "backward" in row.directions}
-    tensors = {name: x for name, x in (offsets | options).items() if isinstance(x, Tensor)}
-    return {name: x for name, x in tensors.items() if name not in ("sinks", "grad_lse")}
+        tensors, rng_state, saved = kept[:5], kept[5], dict(zip(ctx.names, kept[6:], strict=True))
+        # Output and LSE have these options already.
+        rescaled = {name: saved.pop(name) for name, rescales in ctx.learned if rescales}
+        rescaled = {name: x for name, x in rescaled.items() if needs[name]}
+        grads: dict[str, Tensor | None] = {}
+        is_compiling = torch.compiler.is_compiling()
+        needs_kernel = any(is_needed for name, is_needed in needs.items() if name not in rescaled)
+        in_graph = is_compiling and ctx.is_in_op and not ctx.call.deterministic  # by compiled autograd
+        if in_graph or not needs_kernel:
+            grads = {name: grad_of_sinks(grad_out, kept[3:5], x, grad_lse) for name, x in rescaled.items()}
+            rescaled = {}
+        if needs_kernel:
+            backward: Any = _backward_uncompiled if is_compiling else _backward
+            backward = custom_op.backward_of if in_graph else backward
+            grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
+            options = saved | rescaled
+            found = backward(grad_out, tensors, ctx.call, ctx.choice, grad_lse, rng_state, options)
+            names = "query", "key", "value", *(name for name, _ in ctx.learned if name in options)
+            grads |= dict(zip(names, found, strict=True))
+        of_learned = (grads.get(name) for name, _ in ctx.learned)
+        return *map(grads.get, ("query", "key", "value")), *(None,) * 4, *of_learned
 
 
 def _backward(
     grad_out: Tensor,
-    tensors: list[Tensor],
+    tensors: tuple[Tensor, ...],
     call: Call,
     choice: ScopedChoice | None,
     grad_lse: Tensor | None,
-    sinks: Tensor | None,
     rng_state: Tensor | None,
-    names: tuple[str, ...],
-    saved: tuple[Tensor, ...],
+    saved: dict[str, Tensor],
 ) -> tuple[Tensor, ...]:
-    given = dict(zip(names, saved, strict=True))
-    offsets = given.pop("cu_seqlens_q", None), given.pop("cu_seqlens_k", None)
-    call = call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1], rng_state=rng_state)
-    call = call.with_options(given)
-    return run_backward(grad_out, tensors, call, choice, grad_lse, sinks)
+    call = call.with_options(saved)._replace(rng_state=rng_state)
+    return run_backward(grad_out, tensors, call, choice, grad_lse)
 
 
 def run_backward(
     grad_out: Tensor,
-    tensors: list[Tensor],
+    tensors: tuple[Tensor, ...],
     call: Call,
     choice: ScopedChoice | None,
     grad_lse: Tensor | None,
-    sinks: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value, in their shapes and dtype.
+    """Return the gradients of query, key and value, in their shapes and dtype, then those of the options.
 
     `tensors` are query, key, value, the output and the LSE, as in `attend`. `grad_out` and `grad_lse` have
-    the shapes and dtypes of output and LSE. `call` has what the forward's had. The gradient of `sinks`, (H,),
-    comes fourth if they are given, without a gradient of the LSE.
+    the shapes and dtypes of output and LSE. `call` has what the forward's had.
 
     Raises:
         UnsupportedInputError: no backend can run the call.
     """
     grad_lse = None if grad_lse is None else _in_memory(grad_lse)
     call = call._replace(deterministic=call.deterministic or wants_deterministic(), grad_lse=grad_lse)
-    grad_out, (query, key, value, *results) = _in_memory(grad_out), tensors
-
-    inputs = grad_out, query, key, value, *results
-    check_all_in_memory(inputs, call, sinks)
-
-    def plan_and_run(declined: Declined) -> tuple[Tensor, ...]:
-        given = call if sinks is None else call._replace(sinks=sinks)
-        plan = plan_for("backward", query, key, value, given, choice, declined=declined)
-        grads = None if sinks is None else counted(plan, inputs, call, sinks)
-        if grads is not None:
-            return grads
-        grads = plan.run(*inputs, call)
-        return grads if sinks is None else (*grads, grad_of_sinks(grad_out, results, sinks, None))
-
-    return _launched(plan_and_run, call)
+    return run("backward", (_in_memory(grad_out), *tensors), call, choice).results
 
 
 # Torch's own lazy `torch.compiler.disable`: that imports all of Dynamo at once.
 _backward_uncompiled = _disable_dynamo(_backward)
-
-
-_lock = open_after_fork(threading.RLock())
-_deterministic_calls = 0
-_mode_before = 0
-
-
-def _launched(plan_and_run: Callable[[Declined], T], call: Call) -> T:
-    """Run a call, in torch's deterministic mode if it asks for that, as some kernels obey nothing else.
-
-    The mode is one for all threads: it stays on until the last of these calls was launched. No lock is held
-    meanwhile, as a call may wait for another thread that loads a backend.
-    """
-    global _deterministic_calls, _mode_before
-    if not call.deterministic or (wants_deterministic() and not _deterministic_calls):
-        return retry_on_decline(plan_and_run)
-    with _lock:
-        if not _deterministic_calls:
-            _mode_before = torch.get_deterministic_debug_mode()
-            torch.use_deterministic_algorithms(True)
-        _deterministic_calls += 1
-    try:
-        return retry_on_decline(plan_and_run)
-    finally:
-        with _lock:
-            _deterministic_calls -= 1
-            if not _deterministic_calls:
-                torch.set_deterministic_debug_mode(_mode_before)
 
 
 def _in_memory(grad: Tensor) -> Tensor:

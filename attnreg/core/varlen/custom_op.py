@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attnreg.core.adaptation.sinks import grad_of_sinks
-from attnreg.core.contract import options
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.spec import UNBOUNDED
+from attnreg.core.contract.options import OPTIONS, Option, options_on
+from attnreg.core.contract.spec import UNBOUNDED, Direction
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import with_aliased_offsets
 from attnreg.core.dispatch.scope import ScopedChoice
@@ -26,14 +27,69 @@ from attnreg.core.launching.validation import check
 from attnreg.core.torchlib import functionalize
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
-from attnreg.core.varlen.sinks import with_sinks
 
-# The options that the ops have, by the argument of `varlen_attn`.
-OPTIONS = frozenset(row.argument for row in options.OPTIONS if row.in_op)
+# An op's arguments behind those that every call has: by their names the text of the schema, and the default.
+Tail = dict[str, tuple[str, Any]]
+
+_TYPES = {"number": "float", "integer": "SymInt?", "tensor": "Tensor?", "pages": "Tensor?"}
+_OF_TORCH = 3  # options of torch's own ops, which come first in these
 
 
-# torch's own `torch_attn::_varlen_attn` has these arguments in this order, up to `num_splits`.
-@torch.library.custom_op("attnreg::_varlen_attn", mutates_args=())
+def _options(direction: Direction) -> list[Option]:
+    """Return the options of an op. Those that results are rescaled for are in the results of a forward."""
+    rows = [row for row in OPTIONS if row.in_op and direction in row.directions]
+    rows = [row for row in rows if direction == "forward" or not row.rescales]
+    return sorted(rows, key=operator.attrgetter("in_op"))
+
+
+def _tail(direction: Direction, between: Tail) -> Tail:
+    """Return the options of an op, with its other arguments between torch's options and attnreg's own."""
+    rows = _options(direction)
+    texts = [(row.name, (f"{_TYPES[row.values]} {row.name}={row.off}", row.off)) for row in rows]
+    count = sum(row.in_op <= _OF_TORCH for row in rows)
+    return dict((*texts[:count], *between.items(), *texts[count:]))
+
+
+def _schema(head: str, tail: Tail) -> str:
+    return f"({', '.join((head, *(text for text, _ in tail.values())))}) -> (Tensor, Tensor, Tensor)"
+
+
+def _by_name(tail: Tail, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of a tail by their names; defaults at the end may be missing."""
+    return {name: default for name, (_, default) in tail.items()} | dict(zip(tail, values, strict=False))
+
+
+_BACKEND = ('str backend=""', "")
+_FORWARD = _tail("forward", {"backend": _BACKEND, "needs_backward": ("bool needs_backward=False", False)})
+_BACKWARD = _tail("backward", {"backend": _BACKEND, "choice": ("SymInt choice=0", 0)})
+_BEFORE_TAIL = 11  # arguments of the forward's op
+
+
+def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> list[Any]:
+    """Return the arguments of the forward's op behind `enable_gqa`.
+
+    `options` are those of a call, by the arguments of `varlen_attn`.
+    """
+    given: dict[str, Any] = {"backend": backend, "needs_backward": needs_backward}
+    for row in _options("forward"):
+        value = options[row.argument or row.name]
+        if row.values == "number":
+            value = row.checked(value) if row.is_on(value) else row.off
+        given[row.name] = value
+    return [given[name] for name in _FORWARD]
+
+
+# As torch's own `torch_attn::_varlen_attn`, up to the options that it has.
+@torch.library.custom_op(
+    "attnreg::_varlen_attn",
+    mutates_args=(),
+    schema=_schema(
+        "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
+        "SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? window_size=None, "
+        "bool enable_gqa=False",
+        _FORWARD,
+    ),
+)
 def forward(
     query: Tensor,
     key: Tensor,
@@ -46,33 +102,20 @@ def forward(
     scale: float | None = None,
     window_size: list[int] | None = None,
     enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: str = "",
-    needs_backward: bool = False,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
-    lengths = (cu_seq_q, cu_seq_k, max_q, max_k)
-    check_tensors(
-        query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, seqused_k=seqused_k,
-        block_table=block_table, alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    lengths, given = (cu_seq_q, cu_seq_k, max_q, max_k), _by_name(_FORWARD, tail)
+    backend, needs_backward = given.pop("backend"), given.pop("needs_backward")
+    tensors = {row.name: given[row.name] for row in _options("forward") if row.is_tensor}
+    check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, **tensors)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
-    given = {
-        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-    }  # fmt: skip
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     choice = scope.from_text(backend) or scope.current()
-    (out, lse), _ = run("forward", (query, key, value), call, choice, needs_backward)
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
+    ran = run("forward", (query, key, value), call, choice, needs_backward, returns_lse=True)
+    out, lse = ran.results
     # The backward gets `backend` as an argument of its own, the choice of a scope by a token. Its dtype is
     # one that the torch.export.save of torch 2.11 can write, which knows no uint64.
     token = scope.choice_token(None if backend else choice, query).view(torch.int64).zero_()
@@ -89,30 +132,34 @@ def _forward_fake(
     cu_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
+    _is_causal: bool = False,
+    _scale: float | None = None,
+    _window_size: list[int] | None = None,
     enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: str = "",
-    needs_backward: bool = False,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not enable_gqa:
         check_heads(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k))
-    call = Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k, seqused_k, block_table)
-    check(query, key, value, call._replace(alibi_slopes=alibi_slopes))
+    given = _by_name(_FORWARD, tail)
+    call = Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k)
+    tensors = {row.name: given[row.name] for row in _options("forward") if row.is_tensor}
+    check(query, key, value, call.with_options(tensors))
     tokens, heads, _dim = query.shape
     out = query.new_empty((tokens, heads, value.shape[-1]))
     return out, query.new_empty((heads, tokens), dtype=torch.float32), query.new_empty((), dtype=torch.int64)
 
 
-# As torch's own `torch_attn::_varlen_attn_backward`, up to `window_size`.
-@torch.library.custom_op("attnreg::_varlen_attn_backward", mutates_args=())
+# As torch's own `torch_attn::_varlen_attn_backward`, up to the options that it has.
+@torch.library.custom_op(
+    "attnreg::_varlen_attn_backward",
+    mutates_args=(),
+    schema=_schema(
+        "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor cu_seq_q, "
+        "Tensor? cu_seq_k, SymInt max_q, SymInt max_k, bool is_causal, Tensor? rng_state, float? scale=None, "
+        "SymInt[]? window_size=None",
+        _BACKWARD,
+    ),
+)
 def backward(
     grad_out: Tensor,
     query: Tensor,
@@ -128,13 +175,7 @@ def backward(
     rng_state: Tensor | None,
     scale: float | None = None,
     window_size: list[int] | None = None,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    backend: str = "",
-    choice: int = 0,
-    softcap: float = 0.0,
-    grad_lse: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
+    *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, contiguous and in their shapes.
 
@@ -142,45 +183,45 @@ def backward(
     its third result: that is `rng_state`, as there is no dropout.
     """
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
-    given = {
-        "seqused_k": seqused_k, "block_table": block_table, "softcap": softcap, "alibi_slopes": alibi_slopes,
-        "grad_lse": grad_lse,
-    }  # fmt: skip
+    given = _by_name(_BACKWARD, tail)
+    backend, choice = given.pop("backend"), given.pop("choice")
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.from_text(backend) or scoped
-    grads, _ = run("backward", (grad_out, query, key, value, out, lse), call, chosen)
+    grads = run("backward", (grad_out, query, key, value, out, lse), call, chosen).results
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous()
 
 
 def takes(call: Call) -> bool:
     """Whether the ops have all options of a packed call as arguments."""
-    return call.varlen and all(row.in_op for row in options.options_on(call))
+    return call.varlen and all(row.in_op for row in options_on(call))
 
 
 def backward_of(
+    grad_out: Tensor,
+    tensors: tuple[Tensor, ...],
     call: Call,
     choice: ScopedChoice | None,
-    grad_out: Tensor,
-    tensors: list[Tensor],
     grad_lse: Tensor | None,
-    names: tuple[str, ...],
-    saved: tuple[Tensor, ...],
+    rng_state: Tensor | None,
+    saved: dict[str, Tensor],
 ) -> tuple[Tensor, ...]:
     """Call the backward's op for a forward that ran past its op.
 
     Args:
-        call: the forward's, without its tensors: these are `saved`, by `names`.
-        choice: what the forward ran by.
         grad_out: (T_q, H, D_v), in the dtype of the output.
         tensors: query, key and value, the output and the LSE.
+        call: the forward's, without its tensors: these are `saved`.
+        choice: what the forward ran by.
         grad_lse: (H, T_q) float32, or None.
+        rng_state: None, as there is no dropout.
+        saved: by the fields and options of the call.
     """
-    given = dict(zip(names, saved, strict=True))
+    given = saved | {"choice": 0 if choice is None else choice.number, "grad_lse": grad_lse, "backend": ""}
+    tail = [given[name] if name in given else getattr(call, name) for name in _BACKWARD]
     return backward(  # type: ignore[no-any-return]
-        grad_out, *tensors, given["cu_seqlens_q"], given.get("cu_seqlens_k"), call.max_q, call.max_k, False,
-        None, call.scale, list(call.window), given.get("seqused_k"), given.get("block_table"), "",
-        0 if choice is None else choice.number, call.softcap, grad_lse, given.get("alibi_slopes"),
+        grad_out, *tensors, saved["cu_seqlens_q"], saved.get("cu_seqlens_k"), call.max_q, call.max_k, False,
+        rng_state, call.scale, list(call.window), *tail,
     )  # fmt: skip
 
 
@@ -192,11 +233,14 @@ def _backward_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    query, key, value, cu_seq_q, cu_seq_k, *longest, is_causal, scale, window_size = inputs[:10]
-    _gqa, seqused_k, block_table, _splits, backend, _needs_backward, softcap, slopes, sinks = inputs[10:]
-    options = seqused_k, block_table, slopes, sinks
-    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, *options)
-    ctx.numbers, ctx.last = (longest, is_causal, scale, window_size), (backend, 0, softcap)
+    query, key, value, cu_seq_q, cu_seq_k, *longest, is_causal, scale, window_size, _gqa = inputs[
+        :_BEFORE_TAIL
+    ]
+    given = _by_name(_FORWARD, inputs[_BEFORE_TAIL:])
+    tensors = {row.name: given[row.name] for row in _options("forward") if row.is_tensor}
+    ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, *tensors.values())
+    ctx.numbers, ctx.names = (longest, is_causal, scale, window_size), tuple(tensors)
+    ctx.others = {name: x for name, x in given.items() if name not in tensors}
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
 
@@ -205,18 +249,26 @@ def _gradients(
     op: Any, ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
-        return (None,) * 19
-    *tensors, token, cu_seq_q, cu_seq_k, seqused_k, block_table, slopes, sinks = ctx.saved_tensors
-    of_sinks = None
-    if sinks is not None and ctx.needs_input_grad[18]:
-        of_sinks = grad_of_sinks(grad_out, (tensors[3], tensors[4]), sinks, grad_lse)
-    if not any(ctx.needs_input_grad[:3]):
-        return *(None,) * 18, of_sinks
-    longest, is_causal, scale, window_size = ctx.numbers
-    given = *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size
-    grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-    grads = op(grad_out, *given, seqused_k, block_table, *ctx.last, grad_lse, slopes)
-    return *grads, *(None,) * 15, of_sinks
+        return (None,) * (_BEFORE_TAIL + len(_FORWARD))
+    kept = ctx.saved_tensors  # a checkpoint lets them be read once
+    *tensors, token, cu_seq_q, cu_seq_k = kept[:8]
+    given = ctx.others | dict(zip(ctx.names, kept[8:], strict=True))
+    needs = dict(zip(_FORWARD, ctx.needs_input_grad[_BEFORE_TAIL:], strict=False))  # without defaults
+    of_options = {
+        row.name: grad_of_sinks(grad_out, tensors[3:], given[row.name], grad_lse)
+        for row in _options("forward")
+        if row.rescales and needs.get(row.name)
+    }
+    grads: tuple[Tensor | None, ...] = (None,) * 3
+    if any(ctx.needs_input_grad[:3]):
+        longest, is_causal, scale, window_size = ctx.numbers
+        grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
+        given |= {"choice": 0, "grad_lse": grad_lse}
+        grads = op(
+            grad_out, *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size,
+            *(given[name] for name in _BACKWARD),
+        )  # fmt: skip
+    return *grads, *(None,) * (_BEFORE_TAIL - 3), *(of_options.get(name) for name in _FORWARD)
 
 
 forward.register_autograd(functools.partial(_gradients, backward), setup_context=_save)

@@ -20,7 +20,6 @@ from torch._compile import _disable_dynamo
 from attnreg.core.contract.options import OPTIONS, options_of
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import wants_gradient
-from attnreg.core.launching.validation import checked_number
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
@@ -36,14 +35,9 @@ __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 Mask = tuple[bool, Sequence[int] | None, float | None, bool]
 
 
-# The value of each option for a call without it, by the argument of `varlen_attn`.
-OFF = {row.argument: row.off for row in OPTIONS if row.argument is not None}
-# The options that are tensors without a gradient.
-TENSORS = [
-    row.argument
-    for row in OPTIONS
-    if row.argument in OFF and row.values in ("tensor", "pages") and row.name != "sinks"
-]
+TENSORS = [row.argument for row in OPTIONS if row.argument is not None and row.is_tensor]
+# The options that the custom op has no argument for.
+NOT_IN_OP = {row.argument: row for row in OPTIONS if row.argument is not None and not row.in_op}
 
 
 class AuxRequest(NamedTuple):
@@ -172,8 +166,8 @@ def varlen_attn(
             )  # fmt: skip
             if results is not None:
                 return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
-    if any(name not in OFF for name in options):
-        options_of(options)  # raises, as there is no such option
+    if options:
+        options_of(options)  # raises where there is no such option
     lengths = cu_seq_q, cu_seq_k, max_q, max_k
     options |= {
         "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
@@ -212,12 +206,10 @@ def _attend_unspread(
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
     query, key, value = autocast(query, key, value)
-    plain = not compiling and is_plain(query, key, value, options["sinks"], *tensors.values())
-    others = [
-        name for name, setting in options.items() if name not in custom_op.OPTIONS and _is_on(name, setting)
-    ]
+    plain = not compiling and is_plain(query, key, value, *tensors.values())
+    others = [name for name, row in NOT_IN_OP.items() if name in options and row.is_on(options[name])]
     if others and not (plain or compiling):
-        name, off = others[0], OFF[others[0]]
+        name, off = others[0], NOT_IN_OP[others[0]].off
         expected = off if off is None else f"{off:g}"
         raise UnsupportedInputError(
             f"{name} must be {expected} in dispatch modes, in function transforms and for tensor subclasses, "
@@ -230,17 +222,9 @@ def _attend_unspread(
         return attend(query, key, value, lengths, scale, bound, options, backend, returns_lse or compiling)
     op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
     backend = backend or scope.text_of(scope.backends_in_graph())
-    softcap = checked_number("softcap", options["softcap"] or 0.0)
-    out, lse, _ = op(
-        query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, options["seqused_k"],
-        options["block_table"], options["num_splits"], backend, wants_gradient(query, key, value),
-        softcap, options["alibi_slopes"], options["sinks"],
-    )  # fmt: skip
+    tail = custom_op.tail_of(options, backend, wants_gradient(query, key, value))
+    out, lse, _ = op(query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, *tail)
     return out, lse
-
-
-def _is_on(name: str, value: Any) -> bool:
-    return value is not None and (OFF[name] is None or bool(value != OFF[name]))
 
 
 def _attend(
@@ -256,10 +240,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return output and LSE of a call that its plan runs in Python."""
     choice = scope.current() if backend is None else scope.exclusive(backend)
-    by_name = options_of(options)
-    sinks = by_name.pop("sinks", None)
-    call = call_of(query, lengths, scale, bound, **by_name)
-    return attend(query, key, value, call, choice, sinks, returns_lse)
+    call = call_of(query, lengths, scale, bound, **options_of(options))
+    return attend(query, key, value, call, choice, returns_lse)
 
 
 # In a compiled program between two of its graphs: Dynamo of torch 2.11 breaks a `Call`. Torch's own lazy

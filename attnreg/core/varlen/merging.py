@@ -18,7 +18,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
 
     Each call has the same queries, and no key belongs to two calls. The weight of a call's row is
     exp(LSE - LSE over all keys), as in section 3.1 of FlashAttention-2 (arXiv 2307.08691). Both results have
-    gradients, for outputs and LSEs. Sums are in float32, or float64 for float64. Only one call has sinks.
+    gradients, for outputs and LSEs. Sums are in float32, or float64 for float64.
+    Options that results are rescaled for (`Option.rescales`) are in one call alone.
 
     Args:
         outs: the calls' outputs, each (T, H, D_v), or dense (B, S, H, D_v), floating point.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +28,16 @@ from attnreg.core.dispatch.calls import (
     wants_deterministic,
 )
 from attnreg.core.dispatch.declined import Declined, retry_on_decline
+from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan
-from attnreg.core.launching.memory import check_all_in_memory, check_in_memory
+from attnreg.core.launching.memory import check_all_in_memory, check_in_memory, inputs_of
 from attnreg.core.launching.validation import check, check_layouts, check_scale
 from attnreg.core.torchlib.batches import each_of_batch, is_batch
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import needs_graph_memory
-from attnreg.core.varlen.sinks import counted, may_be_counted, with_sinks
+from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.core.varlen.sinks import counted, may_be_counted, rescaled_for, with_sinks
 from attnreg.core.varlen.spread import check_is_whole
 from attnreg.errors import InvalidInputError
 
@@ -46,7 +50,7 @@ _SHORT.maxlevel = 1  # numbers of lists in lists fill lines
 
 
 _MAY_BE_NONE = {"cu_seq_k", *(row.argument for row in OPTIONS)}
-_WITHOUT_GRADIENT = _MAY_BE_NONE - {"cu_seq_k", "sinks"}
+_WITHOUT_GRADIENT = {row.argument for row in OPTIONS if not row.gradient}
 
 
 def check_tensors(**given: object) -> None:
@@ -148,61 +152,115 @@ def _integer(name: str, number: int) -> int:
         raise InvalidInputError(f"{name}: got {number!r}, expected an integer") from None
 
 
+class Ran(NamedTuple):
+    """A call that has run.
+
+    Attributes:
+        results: what it returns, in the contract's shapes and dtypes.
+        plan: the plan that ran it.
+        given: the call as the kernel got it: without options that the results were rescaled for, and with the
+            random state that a forward with dropout drew.
+        choice: what its backward runs by: dropout ties it to the backend.
+    """
+
+    results: tuple[Tensor, ...]
+    plan: Plan
+    given: Call
+    choice: ScopedChoice | None
+
+
 def run(
     direction: Direction,
     tensors: tuple[Tensor, ...],
     call: Call,
     choice: ScopedChoice | None,
     needs_backward: bool = True,
-    sinks: Tensor | None = None,
-    cuts: tuple[Cut, ...] = (),
-) -> tuple[tuple[Tensor, ...], Kept | None]:
-    """Look up the plan of a call and run it; returns the results, and how the call cache is to repeat it.
+    returns_lse: bool = False,
+    first: Plan | None = None,
+) -> Ran:
+    """Look up the plan of a call and run it: with its options, after a decline on the next backend.
 
-    With `sinks`, (H,), which the kernel may be given, they are counted, and a backward's results have their
-    gradient. `cuts` are as in `Kept`.
-
-    `tensors` are what the kernels of that direction take: query, key and value, (T, H, D); for a backward
-    (grad_out, query, key, value, output, LSE), with the LSE (H, T_q). Shapes and dtypes of the results are
-    the contract's.
+    Args:
+        direction: the direction of the kernel.
+        tensors: what kernels of that direction take: query, key and value, (T, H, D) or dense (B, S, H, D);
+            for a backward (grad_out, query, key, value, output, LSE). Shapes and dtypes are the contract's.
+        call: the other arguments.
+        choice: what overrides all other choices for this call.
+        needs_backward: whether a forward's gradient will be wanted.
+        returns_lse: whether the program gets a forward's LSE. Kernels that count sinks aren't given any then:
+            a kernel's LSE may be infinite where a sink is far above the scores.
+        first: a plan that was made for the call.
 
     Raises:
         UnsupportedInputError: no backend can run the call, or a tensor isn't in memory.
     """
-    query, key, value = tensors[:3] if direction == "forward" else tensors[1:4]
-    check_all_in_memory(tensors, call, sinks)
+    inputs = inputs_of(tensors)
+    if direction == "backward":  # the fronts check a forward's
+        check_all_in_memory(tensors, call)
+    is_rescaled = call.sinks is not None and (returns_lse or call.grad_lse is not None)
+    rescaled = call if call.sinks is None else call._replace(sinks=None)
+    looked_up = rescaled if is_rescaled else call
 
-    def plan_and_run(declined: Declined) -> tuple[tuple[Tensor, ...], Kept | None]:
-        # With a gradient of the LSE no kernel is given sinks.
-        given = call if sinks is None or call.grad_lse is not None else call._replace(sinks=sinks)
-        plan = plan_for(
-            direction, query, key, value, given, choice, needs_backward=needs_backward, declined=declined
-        )
-        results = None if sinks is None else counted(plan, tensors, call, sinks)
-        if results is not None:
-            return results, _kept(plan, tensors, given, cuts)
-        results = plan.run(*tensors, call)
-        if sinks is None:
-            return results, _kept(plan, tensors, call, cuts)
-        # Rescaled only because the offsets aren't known yet: nothing is kept, so that later ones are counted.
-        is_early = query.is_cuda and may_be_counted(plan, sinks)
-        kept = None if is_early else _kept(plan, tensors, call, cuts)
-        if direction == "forward":
-            return with_sinks(results[0], results[1], sinks), kept
-        of_sinks = grad_of_sinks(tensors[0], tensors[4:], sinks, call.grad_lse)
-        return (*results, of_sinks), kept
+    def plan_and_run(declined: Declined) -> Ran:
+        plan = first
+        if plan is None or declined:
+            plan = plan_for(
+                direction, *inputs, looked_up, choice, needs_backward=needs_backward, declined=declined
+            )
+        if results := counted(plan, tensors, looked_up, direction):
+            return Ran(results, plan, call, choice)
+        if direction == "backward":
+            results = plan.run(*tensors, rescaled)
+            return Ran(rescaled_for(call, direction, tensors, results), plan, rescaled, choice)
+        out, lse, seed = run_forward_kernel(plan, *inputs, rescaled)
+        given = rescaled if seed is None else rescaled._replace(rng_state=seed)
+        results = rescaled_for(call, direction, tensors, (out, lse))
+        return Ran(results, plan, given, forward_choice(choice, plan, call.dropout))
 
-    return retry_on_decline(plan_and_run)
+    if not call.deterministic or (wants_deterministic() and not _deterministic_calls):
+        return retry_on_decline(plan_and_run)
+    with _in_deterministic_mode():
+        return retry_on_decline(plan_and_run)
 
 
-def _kept(plan: Plan, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ...]) -> Kept | None:
-    """Return what `kept_for` does for a packed call with both offsets."""
+_lock = open_after_fork(threading.RLock())
+_deterministic_calls = 0
+_mode_before = 0
+
+
+@contextmanager
+def _in_deterministic_mode() -> Iterator[None]:
+    """Have torch's deterministic mode on, as some kernels obey nothing else.
+
+    The mode is one for all threads: it stays on until the last of these calls was launched. No lock is held
+    meanwhile, as a call may wait for another thread that loads a backend.
+    """
+    global _deterministic_calls, _mode_before
+    with _lock:
+        if not _deterministic_calls:
+            _mode_before = torch.get_deterministic_debug_mode()
+            torch.use_deterministic_algorithms(True)
+        _deterministic_calls += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _deterministic_calls -= 1
+            if not _deterministic_calls:
+                torch.set_deterministic_debug_mode(_mode_before)
+
+
+def _kept(ran: Ran, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ...]) -> Kept | None:
+    """Return how the call cache repeats a packed call with both offsets; `cuts` are as in `Kept`."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if call_cache.load() is None or cu_seqlens_q is None or cu_seqlens_k is None:
         return None
     if needs_graph_memory(cu_seqlens_q):
         return None  # what is kept would lie in the graph's memory
-    return kept_for(plan, tensors, call, cuts=cuts)
+    sinks = call.sinks if ran.given.sinks is None else None
+    if sinks is not None and cu_seqlens_q.is_cuda and may_be_counted(ran.plan, sinks):
+        return None  # rescaled only because the offsets weren't known yet: later calls are counted
+    return kept_for(ran.plan, tensors, ran.given, cuts=cuts)
 
 
 # The call cache calls these two for what it doesn't keep, below its autograd node. Sinks are None where the
@@ -212,11 +270,11 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, .
     check_is_whole(lengths[0], query)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
-    bound = window(window_size, is_causal)
-    call = call_of(query, lengths, scale, bound)
-    inputs, chosen = (query, key, value), scope.by_number(choice)
-    results, kept = run("forward", inputs, call, chosen, needs_backward, sinks, cuts_of_window(*bound))
-    return *results, kept
+    bound, inputs = window(window_size, is_causal), (query, key, value)
+    call = call_of(query, lengths, scale, bound, sinks=sinks)
+    check_all_in_memory(inputs, call)
+    ran = run("forward", inputs, call, scope.by_number(choice), needs_backward)
+    return *ran.results, _kept(ran, inputs, call, cuts_of_window(*bound))
 
 
 def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
@@ -230,10 +288,9 @@ def _plan_backward(*arguments: Any) -> tuple[Any, ...]:
         return each_of_batch(of_one, (arguments[0], arguments[14]), (*arguments[1:4], arguments[15])), None
     is_causal, window_size, scale, choice, grad_lse, sinks = arguments[10:]
     bound = window(window_size, is_causal)
-    call = call_of(tensors[1], lengths, scale, bound, grad_lse=grad_lse)
-    chosen, cuts = scope.by_number(choice), cuts_of_window(*bound)
-    grads, kept = run("backward", tensors, call, chosen, sinks=sinks, cuts=cuts)
-    return grads, kept
+    call = call_of(tensors[1], lengths, scale, bound, grad_lse=grad_lse, sinks=sinks)
+    ran = run("backward", tensors, call, scope.by_number(choice))
+    return ran.results, _kept(ran, tensors, call, cuts_of_window(*bound))
 
 
 call_cache.set_plans(_plan, _plan_backward, with_sinks, grad_of_sinks)

@@ -58,6 +58,7 @@ def explain(
         bool, typer.Option("--grad-lse", help="--backward, with a gradient of the LSE, too.")
     ] = False,
     sinks: options.Sinks = False,
+    option: options.Further = [],  # noqa: B006 - typer makes a new list for each call
     deterministic: options.Deterministic = False,
     capture: Annotated[bool, typer.Option("--capture", help="Inside a CUDA graph capture.")] = False,
     backend: Annotated[
@@ -82,10 +83,10 @@ def explain(
 
     if scale is not None and not math.isfinite(scale):
         raise InvalidInputError(f"--scale: got {scale}, expected a finite number")
-    for option, tokens in (("--tokens-q", tokens_q), ("--tokens-k", tokens_k)):
+    for flag, tokens in (("--tokens-q", tokens_q), ("--tokens-k", tokens_k)):
         if tokens is not None and not varlen:
             raise InvalidInputError(
-                f"{option}: got no --varlen, expected it as well: of dense tensors it follows"
+                f"{flag}: got no --varlen, expected it as well: of dense tensors it follows"
             )
     if backend and prefer:
         raise InvalidInputError(
@@ -98,7 +99,7 @@ def explain(
         num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, sinks=sinks,
         needs_backward=backward or grad_lse, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
-    )  # fmt: skip
+    ).but(**options.further(option))  # fmt: skip
     explanation = _explained(spec, backend, options.names("--prefer", prefer))
     if as_json:
         print_json(explanation.to_dict())

@@ -61,6 +61,9 @@ Varlen = Annotated[bool, typer.Option("--varlen", help="Packed sequences (cu_seq
 Sinks = Annotated[
     bool, typer.Option("--sinks", help="With sinks: one more score for each head, without a value.")
 ]
+Further = Annotated[
+    list[str], valued("--option", "NAME=NUMBER", "Any option of calls by its name; NAME alone for a tensor.")
+]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="With torch's deterministic algorithms on.")
 ]
@@ -97,6 +100,26 @@ def seconds(text: str) -> float:
     if text and (match is None or not float(match[1])):
         raise InvalidInputError(f"--budget: got {text!r}, expected a time: 60s, 5m or 1h")
     return float(match[1]) * {"m": 60.0, "h": 3600.0}.get(match[2], 1.0) if match else math.inf
+
+
+def further(texts: Sequence[str]) -> dict[str, Any]:
+    """Read `--option`, repeated; returns fields of an `AttentionSpec`, `further` among them."""
+    from attnreg.core.contract.options import OPTIONS
+    from attnreg.core.contract.spec import AttentionSpec
+
+    rows, own, others = {row.name: row for row in OPTIONS}, dict[str, Any](), dict[str, Any]()
+    for text in texts:
+        name, is_number, number = text.partition("=")
+        try:
+            value: Any = (int(number) if number.isdigit() else float(number)) if is_number else True
+        except ValueError:
+            expected = "NAME=NUMBER, or the name of a tensor alone"
+            raise InvalidInputError(f"--option: got {text!r}, expected {expected}") from None
+        if name not in rows:
+            raise InvalidInputError(f"--option: there is no option {name!r}{did_you_mean(name, rows)}")
+        field = rows[name].field
+        (own if field in AttentionSpec.__dataclass_fields__ else others)[field] = value
+    return own | {"further": others}
 
 
 def dtype_name(text: str) -> str:

@@ -17,6 +17,7 @@ from attnreg.core import registry
 from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, why_refused
 from attnreg.core.contract.backend import UNTRIED
 from attnreg.core.contract.capabilities import one_line
+from attnreg.core.contract.options import options_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, declined, scope
 from attnreg.core.dispatch.planning import decide, entries_with_native
@@ -26,7 +27,7 @@ from attnreg.core.selection.decision import Decision, Policy, Preference, select
 from attnreg.core.selection.render import option_lines
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.frames import leave_module_uncompiled
-from attnreg.core.varlen.front import AuxRequest, asks_for_lse
+from attnreg.core.varlen.front import TENSORS, AuxRequest, asks_for_lse
 from attnreg.core.varlen.plans import check_sinks, check_tensors
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.tools.explanation.answer import NOBODY_ASKS, Explanation
@@ -115,39 +116,36 @@ def explain(
             f"explain: got {f'{names} alone' if names else 'None'}, expected query, key and value, or an "
             "AttentionSpec"
         )
+    options |= {
+        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
+        "sinks": sinks, "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
     further = {"attn_mask": attn_mask, "cu_seq_q": cu_seq_q}
-    check_tensors(
-        query=query, key=key, value=value, cu_seq_k=cu_seq_k, seqused_k=seqused_k, block_table=block_table,
-        alibi_slopes=alibi_slopes, **{name: tensor for name, tensor in further.items() if tensor is not None},
-    )  # fmt: skip
+    further = {name: tensor for name, tensor in further.items() if tensor is not None}
+    further |= {name: options[name] for name in TENSORS if name in options}
+    check_tensors(query=query, key=key, value=value, cu_seq_k=cu_seq_k, **further)
     if cu_seq_q is not None:
         if attn_mask is not None:
             raise InvalidInputError(
                 "explain: got attn_mask with cu_seq_q, expected none: varlen_attn has no such argument"
             )
-        call_spec = packed(
-            query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), is_causal, window_size, scale,
-            seqused_k, block_table, num_splits, softcap, alibi_slopes, dropout_p, enable_gqa, options,
-        )  # fmt: skip
         if sinks is not None:
             check_sinks(query, sinks)
-        returns_lse, spec = asks_for_lse(return_aux), call_spec.spec
-        spec = replace(spec, sinks=sinks is not None, grad_lse=returns_lse and spec.needs_backward)
-        return _explained(call_spec._replace(spec=spec, returns_lse=returns_lse), leading)
+        lengths, mask = (cu_seq_q, cu_seq_k, max_q, max_k), (is_causal, window_size, scale, enable_gqa)
+        options |= {"dropout_p": dropout_p}
+        return _explained(
+            packed(query, key, value, lengths, mask, options, asks_for_lse(return_aux)), leading
+        )
     is_bounded = window_size is not None and tuple(window_size) != (-1, -1)
-    alone = {
-        "return_aux": asks_for_lse(return_aux) or None, "window_size": window_size if is_bounded else None,
-        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits,
-        "softcap": softcap or None, "sinks": sinks, "alibi_slopes": alibi_slopes, **options,
-    }  # fmt: skip
-    _refuse_of_dense(alone)
+    named = ["return_aux"] * asks_for_lse(return_aux) + ["window_size"] * is_bounded
+    _refuse_of_dense([*named, *options_of(options, "explain")])
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
 
 
-def _refuse_of_dense(packed_alone: Mapping[str, object]) -> None:
+def _refuse_of_dense(packed_alone: Sequence[str]) -> None:
     """Refuse what only packed calls have."""
-    if named := ", ".join(name for name, value in packed_alone.items() if value is not None):
+    if named := ", ".join(packed_alone):
         raise InvalidInputError(
             f"explain: got {named} without cu_seq_q, expected none: F.scaled_dot_product_attention has none "
             f"(of a dense call of {FLASH} give an AttentionSpec)"

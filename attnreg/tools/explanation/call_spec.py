@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from attnreg.core.aten.nested import is_dense_inside
 from attnreg.core.aten.routing import call_of as dense_call_of
 from attnreg.core.aten.schemas import SdpaCpuForward
 from attnreg.core.contract.lengths import bounds
-from attnreg.core.contract.options import options_of
+from attnreg.core.contract.options import OPTIONS, options_of, options_on
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
 from attnreg.core.dispatch.planning import Native, device_of, spec_of
@@ -34,6 +34,7 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Preference
 from attnreg.core.settings.environment import RECOGNISE
 from attnreg.core.torchlib.modes import autocast
+from attnreg.core.varlen.front import Mask
 from attnreg.core.varlen.plans import Lengths, call_of, check_heads, window
 from attnreg.errors import InvalidInputError
 from attnreg.masks.serving import LEFT, recognised
@@ -83,6 +84,8 @@ ODD_DIMS = (
     "this call; attnreg.flash_attn.flash_attn_func, which takes no mask, pads such head dims"
 )
 
+# The options of PyTorch's function, and those of flash-attn's function for dense calls besides.
+OF_SDPA, OF_FLASH = ("dropout", "attn_bias"), ("softcap", "alibi_slopes", "grad_lse")
 VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
 
 
@@ -104,24 +107,14 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
         if spec.bias:
             return "", [f"no function makes such a call: {VARLEN} takes no attn_bias"]
         return VARLEN, []
-    of_flash = {
-        "window_size": spec.window not in (UNBOUNDED, (-1, 0)),
-        "softcap": spec.softcap > 0.0,
-        "alibi_slopes": spec.alibi,
-        "gradient of the LSE": spec.grad_lse,
-    }
-    of_packed = {
-        "seqused_k": spec.seqused_k,
-        "block_table": spec.page_size is not None,
-        "num_splits": spec.num_splits is not None,
-        "sinks": spec.sinks,
-    }
-    named = ", ".join(name for name, is_used in (of_flash | of_packed).items() if is_used)
+    options = [row for row in OPTIONS if row.is_on_in(spec) and row.name not in OF_SDPA]
+    names = ["window_size"] * (spec.window not in (UNBOUNDED, (-1, 0)))
+    named = ", ".join((*names, *(row.argument or row.label for row in options)))
     if not named:
         return SDPA, []
     if spec.bias:
         return "", [f"no function makes such a call: {SDPA} has no {named}, the others take no attn_bias"]
-    only_packed = any(of_packed.values())
+    only_packed = any(row.name not in OF_FLASH for row in options)
     front = VARLEN if only_packed else FLASH
     how = f"an option of {VARLEN}, which takes packed calls (--varlen, or an AttentionSpec with varlen=True)"
     how = how if only_packed else f"explained is a dense call of {FLASH}"
@@ -358,17 +351,9 @@ def packed(
     key: Tensor,
     value: Tensor,
     lengths: Lengths,
-    is_causal: bool,
-    window_size: Sequence[int] | None,
-    scale: float | None,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    dropout_p: float,
-    enable_gqa: bool,
-    further: Mapping[str, Any],
+    mask: Mask,
+    options: Mapping[str, Any],
+    returns_lse: bool,
 ) -> CallSpec:
     """Return the spec of `varlen_attn` with these arguments.
 
@@ -376,24 +361,23 @@ def packed(
     int32, and the longest lengths. Raises `InvalidInputError` if the arguments contradict each other.
     """
     inputs = shapes_as("(T, H, D)", query=query.shape, key=key.shape, value=value.shape)
+    is_causal, window_size, scale, enable_gqa = mask
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     query, key, value = autocast(query, key, value)
     bound = window(window_size, is_causal)
-    options = {
-        "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
-        "alibi_slopes": alibi_slopes, "dropout": dropout_p,
-    }  # fmt: skip
-    call = call_of(query, lengths, scale, bound, **options, **options_of(further, "explain"))
+    call = call_of(query, lengths, scale, bound, **options_of(options, "explain"))
     check(query, key, value, call)
     check_scale(call.scale)
     if query.is_cpu:
         check_values(query, key, call)
     spec = spec_of(query, key, value, call, wants_gradient(query, key, value))
+    rescaled = {row.field: True for row in options_on(call) if row.rescales}
+    spec = spec.but(**rescaled, grad_lse=returns_lse and spec.needs_backward)
     kernels = ("flash", "mem_efficient", "math", "cudnn")
     all_allowed = all(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
     notes = () if all_allowed else (SDPA_KERNEL_IGNORED,)
-    return CallSpec(spec, notes=notes, front=VARLEN, inputs=inputs)
+    return CallSpec(spec, notes=notes, front=VARLEN, inputs=inputs, returns_lse=returns_lse)
 
 
 def never_seen(
