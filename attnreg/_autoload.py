@@ -66,13 +66,11 @@ def activate() -> None:
     try:
         from attnreg.core import aten
         from attnreg.core.policy import current as policy
-        from attnreg.core.policy.sources import masks
-        from attnreg.core.settings.environment import RECOGNISE
 
         aten.ensure()
         policy.current()
         aten.bypassed.follow()
-        if masks(policy.sources()) == RECOGNISE:
+        if aten.bypassed.looks_at_masks():
             from attnreg.masks import serving
 
             serving.follow()
