@@ -184,7 +184,7 @@ def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(m
             return Prediction("table <T>", tuple(candidates))
 
     monkeypatch.setattr(gains, "_tables", Table)
-    source = page(lines.Run([LINE | {"report": report}], lines.rows_of([{"report": report}])), "x")
+    source = page(lines.RunReport([LINE | {"report": report}], lines.rows_of([{"report": report}])), "x")
     assert "All times of this table are predictions of: table &lt;T&gt;" in source
     assert ">math, 30 µs</td>" in source and ">cpu, 10 µs</td>" in source and ">100 µs</td>" in source
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from attnreg import __version__
 from attnreg.errors import ConfigError
 from attnreg.tools.cli.options import check_writable, valued
 from attnreg.tools.cli.output import import_torch
@@ -55,7 +56,8 @@ def write_page(files: list[Path], out: Path) -> None:
     from attnreg.tools.report import lines
     from attnreg.tools.report.page import page
 
-    text = page(lines.read(files), ", ".join(map(str, files)))
+    made = ", ".join(map(str, files)) or "a run without attention"
+    text = page(lines.read(files), f"attnreg {__version__}, from {made}")
     try:
         write_whole(out, text)
     except OSError as error:

@@ -74,7 +74,7 @@ class CallRow:
 
 
 @dataclass
-class Run:
+class RunReport:
     """The lines of a run.
 
     Attributes:
@@ -151,10 +151,10 @@ _OF_LINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read(files: Iterable[Path]) -> Run:
+def read(files: Iterable[Path]) -> RunReport:
     """Read the lines of a run; raises `ConfigError` for a file that can't be read or has others."""
     processes = [line for file in files for line in _lines(file)]
-    return Run(processes, rows_of(processes))
+    return RunReport(processes, rows_of(processes))
 
 
 def rows_of(processes: Iterable[Mapping[str, Any]]) -> list[CallRow]:

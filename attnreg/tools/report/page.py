@@ -8,10 +8,9 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from attnreg import __version__
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.tools.report.gains import predicted
-from attnreg.tools.report.lines import CallRow, Run, grouped, rows_of
+from attnreg.tools.report.lines import CallRow, RunReport, grouped, rows_of
 
 # Rows of a table that are shown; the rest is one sentence.
 MOST = 50
@@ -19,8 +18,8 @@ MOST = 50
 NO_PLOTS = "The plots need matplotlib: <code>pip install 'attnreg[plots]'</code>."
 
 
-def page(run: Run, of: str) -> str:
-    """Return the page of a run; `of` says which file it is of."""
+def page(run: RunReport, of: str) -> str:
+    """Return the page of a run; `of` is its last line, what it was made by and from."""
     sections = (
         _summary(run), _calls(run), _directions(run), _deciders(run), _fallbacks(run), _bypassed(run),
         _masks(run), _first_use(run), _gains(run), _processes(run), _versions(run), _unseen(run),
@@ -35,11 +34,11 @@ def page(run: Run, of: str) -> str:
         f"<title>Attention of {escape(programs)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>What attention did</h1>\n<p class=of>{_code(programs)}</p>\n"
         + "\n".join(section for section in sections if section)
-        + f"\n<footer>attnreg {escape(__version__)}, from {_code(of)}</footer>\n</main>\n</body>\n</html>\n"
+        + f"\n<footer>{escape(of)}</footer>\n</main>\n</body>\n</html>\n"
     )
 
 
-def _summary(run: Run) -> str:
+def _summary(run: RunReport) -> str:
     counted = sum(sum(both.values()) for both in run.calls.values())
     passed = sum(row["count"] for row in run.counted("bypassed", "op", "kernel", "reason"))
     if not counted and not passed:
@@ -59,7 +58,7 @@ def _summary(run: Run) -> str:
     )
 
 
-def _calls(run: Run) -> str:
+def _calls(run: RunReport) -> str:
     if not run.reports:
         return _section(
             "Calls by share of time",
@@ -95,7 +94,7 @@ def _calls(run: Run) -> str:
     return _section("Calls by share of time", lead + plots + _table(heads, rows, right=5))
 
 
-def _directions(run: Run) -> str:
+def _directions(run: RunReport) -> str:
     if not run.calls:
         return ""
     rows = [(name, f"{n['forward']:,}", f"{n['backward']:,}") for name, n in run.calls.items()]
@@ -105,7 +104,7 @@ def _directions(run: Run) -> str:
     )
 
 
-def _deciders(run: Run) -> str:
+def _deciders(run: RunReport) -> str:
     if not run.rows:
         return ""
     sums = grouped(run.rows, lambda row: row.source)
@@ -115,7 +114,7 @@ def _deciders(run: Run) -> str:
     return _section("Who decided", _table(("request, table or order", "calls", "time"), rows, right=2))
 
 
-def _fallbacks(run: Run) -> str:
+def _fallbacks(run: RunReport) -> str:
     rows = [
         (row["backend"], row["reason"], f"{row['count']:,}")
         for row in run.counted("fallbacks", "backend", "reason")
@@ -130,7 +129,7 @@ def _fallbacks(run: Run) -> str:
     return _section("Fallbacks", text)
 
 
-def _bypassed(run: Run) -> str:
+def _bypassed(run: RunReport) -> str:
     rows = [
         (
             row["op"], row["kernel"], row["reason"], _shapes(row["shapes"]), row["site"], f"{row['count']:,}",
@@ -142,7 +141,7 @@ def _bypassed(run: Run) -> str:
     return _section("What passed by", lead + _table(heads, rows, right=1) if rows else "<p>Nothing.</p>")
 
 
-def _masks(run: Run) -> str:
+def _masks(run: RunReport) -> str:
     masks = run.masks()
     rows = [
         (
@@ -165,7 +164,7 @@ def _masks(run: Run) -> str:
     return _section("Padding in masks", "<p>No boolean mask was seen.</p>") if run.reports else ""
 
 
-def _first_use(run: Run) -> str:
+def _first_use(run: RunReport) -> str:
     if not run.rows:
         return ""
     first = sorted(run.rows, key=lambda row: -row.first_use_us)[:10]
@@ -185,7 +184,7 @@ def _first_use(run: Run) -> str:
     return _section("First use", lead + _table(heads, rows, right=3))
 
 
-def _gains(run: Run) -> str:
+def _gains(run: RunReport) -> str:
     if not run.rows:
         return ""
     result = predicted(run.rows)
@@ -219,7 +218,7 @@ def _gains(run: Run) -> str:
     return _section("What could be gained", "".join(parts))
 
 
-def _of_packing(run: Run) -> Iterator[str]:
+def _of_packing(run: RunReport) -> Iterator[str]:
     """Yield what leaving padding out would save, in products of queries and keys: a count, not a time."""
     for row in run.masks():
         kept = row["queries"] * row["keys"]
@@ -233,7 +232,7 @@ def _of_packing(run: Run) -> Iterator[str]:
             yield f"<p><b>Packing.</b> {escape(text)}</p>"
 
 
-def _processes(run: Run) -> str:
+def _processes(run: RunReport) -> str:
     rows = []
     for line in run.processes:
         report = line.get("report", {})
@@ -254,7 +253,7 @@ def _processes(run: Run) -> str:
     return _section("Processes", _table(heads, rows, right=4)) if rows else ""
 
 
-def _versions(run: Run) -> str:
+def _versions(run: RunReport) -> str:
     rows: dict[str, dict[str, None]] = {}
     for report in run.reports:
         for name in ("python", "platform"):
@@ -272,7 +271,7 @@ def _versions(run: Run) -> str:
     )
 
 
-def _unseen(run: Run) -> str:
+def _unseen(run: RunReport) -> str:
     return _section(
         "What this page can't show",
         "<ul><li>Calls in a CUDA graph are seen when it is captured, not when it is replayed.</li>"
