@@ -65,10 +65,10 @@ def label_bars(axes: Axes, bars: Any, value: str | Callable[[float], str]) -> No
     axes.bar_label(bars, fmt=value, padding=3, color=INK, fontsize=SMALL)
 
 
-def add_legend(figure: Figure, last: str = "", columns: int = 4) -> None:
-    """Add one legend for all axes, below them; what begins with `last` comes last."""
+def add_legend(figure: Figure, last: str = "", columns: int = 4, axes: Iterable[Axes] = ()) -> None:
+    """Add one legend for these axes, else for all, below them; what begins with `last` comes last."""
     # A name may be missing in some axes.
-    legends = [axes.get_legend_handles_labels() for axes in figure.axes]
+    legends = [each.get_legend_handles_labels() for each in (list(axes) or figure.axes)]
     named = {label: handle for each in legends for handle, label in zip(*each, strict=True)}
     labels = sorted(named, key=lambda label: bool(last) and label.startswith(last))
     figure.legend(

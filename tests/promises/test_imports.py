@@ -39,7 +39,7 @@ OUTSIDE = {
     "pydantic_core": {"settings"},
     "typer": {"cli"},
     "rich": {"cli", "bench"},
-    "matplotlib": {"drawing", "demo", "bench", "report"},
+    "matplotlib": {"drawing", "bench", "report"},
     "packaging": {"registry"},
     "pytest": {"testing"},
     "cudnn": {"backends"},
