@@ -14,12 +14,12 @@ import logging
 import os
 import sys
 import warnings
+from importlib.machinery import ModuleSpec
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
 _TRANSFORMERS, _AS_FLASH_ATTN = "ATTNREG_TRANSFORMERS", "ATTNREG_AS_FLASH_ATTN"
@@ -66,13 +66,11 @@ def activate() -> None:
     try:
         from attnreg.core import aten
         from attnreg.core.policy import current as policy
-        from attnreg.core.policy.sources import masks
-        from attnreg.core.settings.environment import RECOGNISE
 
         aten.ensure()
         policy.current()
         aten.bypassed.follow()
-        if masks(policy.sources()) == RECOGNISE:
+        if aten.bypassed.looks_at_masks():
             from attnreg.masks import serving
 
             serving.follow()
@@ -153,10 +151,16 @@ def _install_behind_transformers() -> None:
 
 
 def _after_import(name: str, then: Callable[[], None]) -> None:
-    if name in sys.modules:
-        then()
-    else:
+    """Call a function once a module is imported: now, if it is; else when its code has run to the end."""
+    spec: Any = getattr(sys.modules.get(name), "__spec__", None)
+    if name not in sys.modules:
         sys.meta_path.insert(0, _AfterImport(name, then))
+    elif getattr(spec, "_initializing", False):  # it is what imports torch for the first time
+        if not isinstance(spec, _BeingImported):
+            spec.__class__ = _BeingImported
+        vars(spec).setdefault("attnreg_calls", []).append(then)
+    else:
+        then()
 
 
 def _say_flash_attn_is_there() -> None:
@@ -175,6 +179,25 @@ def _install_in_transformers(mode: str) -> None:
         transformers.install(behind=None if mode == "1" else mode)
     except Exception as error:  # noqa: BLE001 - `import transformers` must not fail because of attnreg
         _warn(f"attnreg is not installed in transformers: {type(error).__name__}: {error}")
+
+
+class _BeingImported(ModuleSpec):
+    """The spec of a module whose code runs now: it calls functions when Python says that it has run."""
+
+    @property
+    def _initializing(self) -> bool:  # private in Python, which reads and writes it
+        return bool(vars(self).get("_initializing"))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        vars(self)["_initializing"] = value
+        if value:
+            return
+        calls = vars(self).pop("attnreg_calls", [])
+        self.__class__ = ModuleSpec  # type: ignore[assignment]
+        if self.name in sys.modules:  # else its code has failed
+            for call in calls:
+                call()
 
 
 class _AfterImport:

@@ -63,29 +63,29 @@ def simulate() -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
     """Plot the share of one GPU's rate by tokens."""
-    import matplotlib.pyplot as plt
+    from attnreg.tools.drawing import COLOURS, INK, MARKS, SMALL, add_legend, dress, new_figure, save
 
-    figure, axes = plt.subplots(
-        len(SETTINGS), len(BATCHES), figsize=(12, 6), sharex=True, sharey=True, squeeze=False
-    )
+    figure = new_figure(5.2)
+    axes = figure.subplots(len(SETTINGS), len(BATCHES), sharex=True, sharey=True, squeeze=False)
     for (line, (ranks, where, _)), (column, batch) in itertools.product(
         enumerate(SETTINGS), enumerate(BATCHES)
     ):
         place = axes[line][column]
         here = [row for row in rows if row["ranks"] == ranks and row["batch"] == batch]
-        for method in ("all_to_all", "all_gather", "ring"):
+        for number, method in enumerate(("all_to_all", "all_gather", "ring")):
             place.plot(
-                TOKENS, [row["shares"].get(method, float("nan")) for row in here], marker="o", label=method
-            )
-        place.set_title(f"{ranks} ranks, {where}\n{batch}", fontsize=9)
+                TOKENS, [row["shares"].get(method, float("nan")) for row in here], MARKS[number],
+                linestyle="-", markersize=4.5, color=COLOURS[number], label=method,
+            )  # fmt: skip
+        dress(place, f"{ranks} ranks, {where}\n{batch}", grid="both")
         place.set_xscale("log", base=2)
         place.set_ylim(0, 1.05)
-        place.grid(alpha=0.3)
-    axes[0][0].legend(loc="lower right")
-    figure.supxlabel("tokens of the batch")
-    figure.supylabel("share of one GPU's rate, simulated")
-    figure.tight_layout()
-    figure.savefig(file, dpi=80)
+        place.set_xticks(TOKENS[::2], [f"{tokens // 1024:,} k" for tokens in TOKENS[::2]])
+    for place in axes[-1]:
+        place.set_xlabel("tokens of the batch", color=INK, fontsize=SMALL)
+    figure.supylabel("share of one GPU's rate (higher is better)", color=INK, fontsize=SMALL)
+    add_legend(figure)
+    save(figure, "Packed batches over several GPUs, simulated: nothing was measured", file)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Draws a file of `attnreg bench NAME --out RUN`, of any machine.
 
+    python benchmarks/redraw.py                             draws all pictures of docs/results/
     python benchmarks/redraw.py NAME RUN PICTURE
     python benchmarks/redraw.py selection RUN RUN ... PICTURE --out FILE
     python benchmarks/redraw.py fresh RUN --markdown        prints the tables of docs/benchmarks.md
@@ -14,10 +15,40 @@ import json
 from pathlib import Path
 from typing import Any
 
+from context_parallel_simulated import draw as draw_simulated
+
 from attnreg.tools.bench.fresh.tables import markdown
 from attnreg.tools.bench.losses import summary, worst_of
 from attnreg.tools.bench.plots import TITLES, draw
 from attnreg.tools.bench.shapes import BOTH, FORWARD
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+# The pictures of docs/results/, each with its name here and its run.
+PICTURES = {
+    "overhead_gpu.png": ("overhead", "overhead_compiled_gpu.json"),
+    "sdpa_gpu.png": ("sdpa", "sdpa_gpu.json"),
+    "selection_gpu.png": ("selection", "selection_gpu.json"),
+    "selection_random_h100.png": ("selection", "selection_random_h100.json"),
+    "selection_random_h200.png": ("selection", "selection_random_h200.json"),
+    "varlen_gpu.png": ("varlen", "varlen_gpu.json"),
+}
+SIMULATED = "context_parallel_simulated"
+
+
+def redraw_all(folder: Path) -> None:
+    """Draw all pictures of docs/results/ into a folder."""
+    for picture, (name, run) in PICTURES.items():
+        document = read(RESULTS / run)
+        draw(name, document["results"], folder / picture, document["machine"])
+    rows = json.loads((RESULTS / f"{SIMULATED}.json").read_text())
+    draw_simulated(rows, folder / f"{SIMULATED}.png")
+
+
+def read(run: Path) -> Any:
+    """Return a run. Earlier ones have "by hand" instead of "called directly"."""
+    text = run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
+    return json.loads(text)
 
 
 def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -38,28 +69,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=TITLES)
-    parser.add_argument("files", type=Path, nargs="+", help="runs, and the picture last")
+    parser.add_argument("name", choices=TITLES, nargs="?", help="without one, all pictures are drawn")
+    parser.add_argument("files", type=Path, nargs="*", help="runs, and the picture last")
     parser.add_argument("--out", type=Path, help="where several runs are saved as one")
     parser.add_argument("--markdown", action="store_true", help="print tables, and draw no picture")
     options = parser.parse_args()
+    if options.name is None:
+        redraw_all(RESULTS)
+        return
     if options.markdown:
         if options.name != "fresh":
             parser.error("--markdown: of fresh only")
         for run in options.files:
             print(markdown(json.loads(run.read_text())["results"]))
         return
-    *runs, picture = options.files
-    if not runs:
+    if len(options.files) < 2:
         parser.error("expected a run and a picture")
+    *runs, picture = options.files
     if len(runs) > 1 and (options.out is None or options.name != "selection"):
         parser.error("several runs: only of selection, and with --out")
-    # Earlier runs have "by hand" instead of "called directly".
-    texts = (
-        run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
-        for run in runs
-    )
-    documents = [json.loads(text) for text in texts]
+    documents = [read(run) for run in runs]
     if len({document["machine"].get("gpu") for document in documents}) > 1:
         parser.error("several runs: they are of different GPUs")
     document = joined(documents) if options.out else documents[0]

@@ -22,6 +22,7 @@ from attnreg.core.torchlib.modes import is_for_others
 from attnreg.core.varlen import spread
 from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
 from attnreg.integrations import behind_flash
+from attnreg.integrations.flattening import warn_of_mixed_documents
 from attnreg.integrations.for_others import attend_for_others
 from attnreg.integrations.masked import masked
 from attnreg.integrations.packing import (
@@ -64,6 +65,7 @@ def install(*, behind: str | None = None) -> None:
 
     aten.ensure()
     policy.activate(True)
+    warn_of_mixed_documents()
     for name in (NAME,) if behind is None else (NAME, behind):
         AttentionMaskInterface.register(name, shared_mask)
         AttentionInterface.register(name, attention)

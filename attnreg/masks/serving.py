@@ -15,7 +15,7 @@ from torch import Tensor
 from attnreg.core.aten import bypassed
 from attnreg.core.aten.bypassed import SdpaCall
 from attnreg.core.contract.spec import AttentionSpec
-from attnreg.core.dispatch import counters, scope
+from attnreg.core.dispatch import counters, scope, timed
 from attnreg.core.dispatch.calls import (
     decisions,
     packed_bounds,
@@ -25,7 +25,9 @@ from attnreg.core.dispatch.calls import (
 )
 from attnreg.core.dispatch.planning import device_of
 from attnreg.core.dispatch.state import state
-from attnreg.core.settings.environment import REFERENCE
+from attnreg.core.policy import current as policy
+from attnreg.core.policy.sources import masks
+from attnreg.core.settings.environment import RECOGNISE, REFERENCE
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.core.varlen.front import varlen_attn
@@ -49,10 +51,15 @@ def follow() -> None:
 def serve(call: SdpaCall) -> Tensor | None:
     """Return the result of a call whose mask has structure; None if torch is to run the call.
 
-    torch itself raises the errors of a wrong call.
+    For a report alone masks are only counted. torch itself raises the errors of a wrong call.
     """
     structure = recognised(call)
     if structure is None:
+        return None
+    if timed.is_on:
+        known = structure if isinstance(structure, Structure) else None
+        timed.count_mask(known.seen if known else str(structure), known.shares if known else None)
+    if masks(policy.sources()) != RECOGNISE:
         return None
     if isinstance(structure, str):
         counters.mask_seen(LEFT + structure)

@@ -16,7 +16,8 @@ from attnreg.core.times.kinds import MANY, ONE, kind_of, size_of
 from attnreg.core.times.table import load
 from attnreg.core.torchlib import captured
 from attnreg.errors import ConfigError
-from attnreg.tools.bench import fronts, overhead, overhead_cpu, plots, selection, shapes, sides
+from attnreg.tools import drawing
+from attnreg.tools.bench import fronts, overhead, overhead_cpu, selection, shapes, sides
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
@@ -180,8 +181,8 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
 
 def test_a_backend_has_the_same_colour_in_every_picture():
     for names in (["torch SDPA", "attnreg, measured", "attnreg, FA2"], ["always cuDNN", "always FA2"]):
-        found = plots._colours(names)
-        assert found[names[-1]] == plots.OF_BACKENDS["FA2"]
+        found = drawing.colours_of(names)
+        assert found[names[-1]] == drawing.OF_BACKENDS["FA2"]
         assert len(set(found.values())) == len(names)
 
 

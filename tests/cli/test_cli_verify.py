@@ -3,11 +3,16 @@
 import math
 import shlex
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.command_line import broken_loader, rows, words
 
 import attnreg
+from attnreg.core.torchlib import building
+from attnreg.core.torchlib.libraries import LEVELS
+from attnreg.errors import BuildError
 from attnreg.testing import kit
 
 QUICK = ("verify", "--device", "cpu", "--case", "heads 4:")  # two dense cases and two packed ones
@@ -23,6 +28,28 @@ def test_verify_passes_the_backends_of_this_machine(call):
     assert state == "right"
     assert all(0 <= float(number) < 2 for number in numbers)
     assert len(numbers) == 5
+
+
+@pytest.mark.parametrize(
+    ("has_tiles", "used"), [(1, "AVX-512, AMX for bfloat16"), (0, "AVX-512"), (None, None)]
+)
+def test_verify_says_which_compiled_kernel_ran_and_with_which_instructions(
+    call, monkeypatch, has_tiles, used
+):
+    def library():
+        if has_tiles is None:
+            raise BuildError("it isn't there")
+        return SimpleNamespace(attnreg_has_tiles=lambda: has_tiles)
+
+    state = building.Status("prebuilt AVX-512" if used else "off", Path("/x.so"), "" if used else "it is off")
+    monkeypatch.setattr(building, "status", lambda library: state)
+    monkeypatch.setattr(building, "loaded_cpu_kernel", library)
+    monkeypatch.setattr(building.libraries, "machine_level", lambda: LEVELS[0])
+    command = ("verify", "--device", "cpu", "--case", "heads 4:2", "--backend", "cpu,math")
+    shown = f"prebuilt AVX-512; instructions: {used}; /x.so" if used else "none: it is off"
+    assert f"Compiled kernel cpu {shown} Summary" in words(call(*command))
+    found = rows(call(*command, "--json"))
+    assert found["cpu"]["compiled"]["instructions"] == used and found["math"]["compiled"] is None
 
 
 def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins, kernels):

@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from support.processes import forked
+from support.processes import forked, python
 
 from attnreg import _autoload
 
@@ -29,12 +29,54 @@ RAN = "import attnreg; print(*attnreg.stats().calls)"
 
 @pytest.mark.parametrize(
     ("before", "variables"),
-    [("import attnreg", {}), ("import transformers, attnreg", {}), ("", {"ATTNREG_BACKEND": "math"})],
+    [
+        ("import attnreg", {}),
+        ("import transformers, attnreg", {}),
+        ("", {"ATTNREG_BACKEND": "math"}),
+    ],
     ids=["attnreg first", "transformers first", "a variable alone"],
 )
 def test_a_model_that_asks_for_the_name_runs_on_attnreg(before, variables):
     done = forked(f"{before}\n{MODEL}\n{RAN}", **variables)
     assert (done.stdout.strip(), done.returncode) == ("math" if variables else "cpu", 0), done.stderr
+
+
+# Whose first import of torch lies in the middle of the module that has the names.
+@pytest.mark.parametrize("variables", [{}, {"ATTNREG_TRANSFORMERS": "1"}], ids=["no variable", "a variable"])
+def test_a_program_that_imports_transformers_models_before_torch_finds_the_name(variables):
+    code = "from transformers.modeling_utils import PreTrainedModel, AttentionInterface\n" + ASKED
+    done = python("-W", "error", "-c", code, **variables)
+    assert (done.stdout, done.returncode) == ("attnreg True\n", 0), done.stderr
+
+
+ASKED = """
+import sys
+class Model(PreTrainedModel):
+    _supports_sdpa = True
+name = Model.get_correct_attn_implementation(Model.__new__(Model), "attnreg")
+spec = sys.modules["transformers.modeling_utils"].__spec__
+print(name, "attnreg" in AttentionInterface._global_mapping)
+assert type(spec).__name__ == "ModuleSpec" and "attnreg_calls" not in vars(spec)
+"""
+
+
+@pytest.mark.parametrize("code", ["x = 1", "1 / 0"], ids=["runs", "fails"])
+def test_what_waits_for_a_module_runs_once_its_code_has_run(tmp_path, monkeypatch, code):
+    called = []
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_autoload, "waited_for", called, raising=False)
+    (tmp_path / "waited.py").write_text(
+        "from attnreg import _autoload\n"
+        "for n in range(2):\n"
+        "    _autoload._after_import('waited', lambda n=n: _autoload.waited_for.append((n, x)))\n" + code
+    )
+    if "x" in code:
+        sys.modules.pop(__import__("waited").__name__)
+        assert called == [(0, 1), (1, 1)]
+    else:
+        with pytest.raises(ZeroDivisionError):
+            __import__("waited")
+        assert called == []
 
 
 class Model:

@@ -231,14 +231,23 @@ def is_observed() -> bool:
     if _observers > 0 or not policy.are_read():
         return _observers > 0
     now = policy.sources()
-    return bool(strict(now) or now.environment.record or now.environment.stats)
+    variables = now.environment
+    return bool(strict(now) or variables.record or variables.stats or variables.report)
+
+
+def looks_at_masks() -> bool:
+    """Whether settings in force have boolean masks looked at, to recognise them or to report them."""
+    if not policy.are_read():
+        return False
+    now = policy.sources()
+    return masks(now) == RECOGNISE or now.environment.report is not None
 
 
 def follow() -> None:
     """Install or remove the wrappers, as the observers and the settings now require."""
     global _observes, _recognises
     _observes = nested.is_looked_at = is_observed()
-    _recognises = run_recognised is not None and policy.are_read() and masks(policy.sources()) == RECOGNISE
+    _recognises = run_recognised is not None and looks_at_masks()
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
         there = getattr(place, name)

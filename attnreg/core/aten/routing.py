@@ -143,9 +143,9 @@ class RoutedCall(NamedTuple):
         (torch 2.11 on an H200). The kernel of the CPU reads past the end of a tensor whose last stride is 0,
         as torch's dispatcher makes one of zeros without memory.
 
-        The call cache may run further calls, except in four cases: the kernel draws a dropout mask, its
-        backward would be wrong (both: `keeps` is False), arguments were copied, or a top-left aligned mask
-        has another right bound at each length.
+        The call cache may run further calls, except in five cases: the kernel draws a dropout mask, its
+        backward would be wrong (both: `keeps` is False), arguments were copied, calls are timed, or a
+        top-left aligned mask has another right bound at each length.
 
         Args:
             plan: the plan of the call.
@@ -173,7 +173,7 @@ class RoutedCall(NamedTuple):
             counters.failed(plan.counters[0], error)
             raise
         counters.count(plan.counters)
-        keeps = keeps and plan.is_checked and call_cache.load() is not None
+        keeps = keeps and plan.is_checked and plan.turn is None and call_cache.load() is not None
         keeps = keeps and (call.varlen or bool(cuts) or call.window[1] <= 0)
         return result, Kept(None, plan, cuts=cuts) if keeps else None
 

@@ -24,7 +24,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
 from attnreg.core.contract.options import options_on
-from attnreg.core.dispatch import counters, scope
+from attnreg.core.dispatch import counters, scope, stats_file
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import (
@@ -135,10 +135,12 @@ def kept_for(
         auxiliary, cuts: see `Kept`.
 
     Returns:
-        None for options that the call cache leaves out (`Option.cached`), and for a first call, whose results
-        were only just checked.
+        None for options that the call cache leaves out (`Option.cached`), for calls that are timed, and for a
+        first call, whose results were only just checked.
     """
-    if load() is None or not plan.is_checked or not all(row.cached for row in options_on(call)):
+    if load() is None or not plan.is_checked or plan.turn is not None:
+        return None
+    if not all(row.cached for row in options_on(call)):
         return None
     launcher = None if plan.specialize is None else _specialized(plan, tensors, call)
     is_final = launcher is not None or plan.specialize is None
@@ -336,9 +338,17 @@ def _load() -> Any:
     module.trust_offsets(offsets.TRUSTED)
     offsets.on_changed.append(module.drop)
     module.enable(not _pauses)
-    # Torch's dispatcher outlives Python: routers that call Python have to be gone before.
-    atexit.register(remove_routers)
+    atexit.register(_end)
     return module
+
+
+def _end() -> None:
+    """Remove the routers at the end: torch's dispatcher outlives Python, which routers call.
+
+    What lies above them can't be told afterwards, so that the stats are written before.
+    """
+    stats_file.write()
+    remove_routers()
 
 
 def _wanted() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from attnreg.core.contract.lengths import OF_ALL, Lengths
 from attnreg.core.contract.spec import AttentionSpec, Direction
-from attnreg.core.dispatch import trace
+from attnreg.core.dispatch import timed, trace
 from attnreg.core.dispatch.state import CallKind, Detail, State
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision
@@ -62,7 +62,7 @@ def _detail(
 
     All lengths count in three cases. Calls are recorded, or locked by exact lengths. A backend that was
     asked, or whose rank was compared, looks at a length that no cut names. Times chose a backend that builds
-    something for each shape.
+    something for each shape. Where calls are timed, those of similar lengths are.
     """
     lock = now.policy.lock
     if trace.is_recording() or (
@@ -77,7 +77,7 @@ def _detail(
     # Which lengths are looked at is the same for all of a class, so that it is found out once.
     if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions, by_times):
         return Detail.EXACT
-    return Detail.STEPS if by_times else Detail.CLASS
+    return Detail.STEPS if by_times or timed.is_on else Detail.CLASS
 
 
 def _looks_at_lengths(

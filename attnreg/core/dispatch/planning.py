@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, options_on
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
-from attnreg.core.dispatch import counters, trace
+from attnreg.core.dispatch import counters, timed, trace
 from attnreg.core.dispatch.declined import NOBODY, Declined, JudgedEntry, with_reasons
 from attnreg.core.dispatch.kinds import builders, refined_key
 from attnreg.core.dispatch.state import CallKind, Plan, State
@@ -83,9 +84,11 @@ def make_plan(
     `RanksDifferError` if another rank of the job chooses by another table.
     """
     _prepare(now, spec)
+    began = time.perf_counter()
     settled = _decide_and_load(now, kind, spec, direction, native, leading, declined)
+    seconds = time.perf_counter() - began
     key = refined_key(now, kind, key, spec, direction, settled.decisions)
-    return _instrumented(now, kind, key, spec, direction, settled)
+    return _instrumented(now, kind, key, spec, direction, settled, seconds)
 
 
 def _prepare(now: State, spec: AttentionSpec) -> None:
@@ -129,13 +132,19 @@ def _instrumented(
     spec: AttentionSpec,
     direction: Direction,
     settled: _Settled,
+    seconds: float,
 ) -> Plan:
     """Return the plan with counters, checks of its first results, and what a launcher needs."""
-    kernel, turn = settled.kernel, settled.turn
-    counted, log_fallbacks = counters.for_decision(settled.decision)
+    turn, decision = settled.turn, settled.decision
+    # What is kept, unlike the turn of a single call.
+    lasting = (
+        None if turn else timed.plan_of(spec, direction, decision.backend or "", decision.source, seconds)
+    )
+    kernel = None if settled.kernel is None else _timed(settled.kernel, lasting)
+    counted, log_fallbacks = counters.for_decision(decision)
     counted += trace.counters(spec, direction)
-    name = settled.decision.backend or ""
-    plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn)
+    name = decision.backend or ""
+    plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn or lasting)
     # What a CUDA graph can't record for want of a first run it may record later.
     is_kept = not spec.capturing and turn is None
     if kernel is None:
@@ -162,7 +171,7 @@ def _instrumented(
         direction,
         name,
         passed,
-        lambda plain: _timed(entry.fit_for(spec, direction, plain), turn),
+        lambda plain: _timed(entry.fit_for(spec, direction, plain), turn or lasting),
     )
     return plan._replace(kernel=checked, is_checked=False)
 

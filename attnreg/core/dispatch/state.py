@@ -235,7 +235,8 @@ class State:
         try:
             self._policy = policy.current()
             trace.follow(policy.sources().environment.record)
-            stats_file.follow(policy.sources().environment.stats)
+            variables = policy.sources().environment
+            stats_file.follow(variables.stats, variables.report)
         except AttnregError as error:
             self._error = copy(error)
         self.batch_invariant = self._policy.batch_invariant

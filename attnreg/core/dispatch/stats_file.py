@@ -1,7 +1,7 @@
-"""`ATTNREG_STATS`: each process of a program adds a line with what ran in it to a file, when it ends.
+"""`ATTNREG_STATS` and `ATTNREG_REPORT`: each process adds a line with what ran in it to a file, when it ends.
 
-A line is JSON: `program`, `pid` and the fields of `Stats.to_dict`. Processes append whole lines, so that they
-need no lock.
+A line is JSON: `program`, `pid` and the fields of `Stats.to_dict`; for a report `report` besides, what was
+timed. Processes append whole lines, so that they need no lock.
 """
 
 from __future__ import annotations
@@ -13,35 +13,46 @@ import multiprocessing.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from attnreg.core.dispatch import counters
+from attnreg.core.dispatch import counters, timed
 
 log = logging.getLogger("attnreg")
 
-_path: Path | None = None
+_paths: tuple[Path | None, Path | None] = (None, None)
 
 
-def follow(path: Path | None) -> None:
-    """Write the line of this process to a file when it ends; with None to none."""
-    global _path
-    _path = None if path is None else path.absolute()
+def follow(stats: Path | None, report: Path | None) -> None:
+    """Write the line of this process to these files when it ends; with None to none."""
+    global _paths
+    _paths = stats and stats.absolute(), report and report.absolute()
+    timed.follow(report is not None)
 
 
 def write() -> None:
-    """Append the line of this process, if attention was called in it; an error is only logged."""
+    """Append the line of this process, if attention was called in it, once; an error is only logged."""
+    global _paths
+    (stats, report), _paths = _paths, (None, None)
     counted = counters.stats()
-    if _path is None or counted == counters.Stats({}, ()):
+    if counted == counters.Stats({}, ()):
         return
     row = {"program": sys.argv[0] if sys.argv else "", "pid": os.getpid(), **counted.to_dict()}
+    if stats is not None:
+        _append(stats, row)
+    if report is not None:
+        _append(report, {**row, "report": timed.to_dict()})
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
     try:
         # One write of a file that is opened to append isn't torn by those of other processes.
-        file = os.open(_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             os.write(file, f"{json.dumps(row)}\n".encode())
         finally:
             os.close(file)
     except OSError as error:
-        log.warning("%s: the stats of this process can't be written: %s", _path, error)
+        log.warning("%s: the stats of this process can't be written: %s", path, error)
 
 
 def _write_at_the_end_of_a_worker(_: object) -> None:
@@ -50,8 +61,9 @@ def _write_at_the_end_of_a_worker(_: object) -> None:
 
 
 def _forget_the_parents() -> None:
-    if _path is not None:
+    if any(_paths):
         counters.reset_stats()
+        timed.forget()
 
 
 atexit.register(write)

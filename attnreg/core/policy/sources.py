@@ -94,7 +94,10 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
             building.loaded()
         except BuildError as error:
             raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
-    files = (("record", check_writable, "calls are not recorded"), ("stats", check_file, "no stats"))
+    files = (
+        ("record", check_writable, "calls are not recorded"), ("stats", check_file, "no stats"),
+        ("report", check_file, "no report"),
+    )  # fmt: skip
     for field, check, without in files:
         file = getattr(variables, field)
         try:
@@ -272,5 +275,7 @@ def without_implementation(now: Sources) -> Sources:
 
 
 def only_records(now: Sources) -> bool:
-    """Whether settings request nothing, or only recording."""
-    return without_implementation(now) == Sources(EnvironmentSettings(record=now.environment.record))
+    """Whether settings request nothing, or only recording and times."""
+    variables = now.environment
+    recording = EnvironmentSettings(record=variables.record, report=variables.report)
+    return without_implementation(now) == Sources(recording)

@@ -37,6 +37,7 @@ class EnvironmentSettings(NamedTuple):
     masks: str = ""
     record: Path | None = None
     stats: Path | None = None
+    report: Path | None = None
     lock: Path | None = None
     routers: str = ""
     build: str = ""
@@ -142,6 +143,11 @@ VARIABLES = {
     "ATTNREG_STATS": Variable(
         _path,
         "the file (JSON lines) to which each process of the program adds what ran in it, when it ends",
+    ),
+    "ATTNREG_REPORT": Variable(
+        _path,
+        "the file (JSON lines) to which each process adds what ATTNREG_STATS has and what calls took, for "
+        "`attnreg report`: each call then goes through Python",
     ),
     "ATTNREG_LOCK": Variable(
         _path,

@@ -203,18 +203,7 @@ class TimedTurn:
         return result
 
     def _on_gpu(self, run: Callable[[], T], device: Any) -> T:
-        import torch
-
-        with torch.cuda.device(device):
-            if self._is_timed:
-                # At 2 GHz two thousand cycles are a microsecond.
-                torch.cuda._sleep(int(2e9 * self._busy_s))  # type: ignore[no-untyped-call]
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            events[0].record()
-            before = time.perf_counter()
-            result = run()
-            taken = time.perf_counter() - before
-            events[1].record()
+        result, events, taken = between_events(run, device, self._busy_s if self._is_timed else 0.0)
         if self._is_timed:
             with lock:
                 # If the kernel was compiled, or the host was slow, the events are further apart than the
@@ -222,8 +211,32 @@ class TimedTurn:
                 if taken > self._busy_s:
                     self._turns.given[self.backend] -= 1
                 else:
-                    self._turns.pending.append((self.backend, events[0], events[1], taken, self._factor))
+                    self._turns.pending.append((self.backend, *events, taken, self._factor))
         return result
+
+
+def between_events(run: Callable[[], T], device: Any, busy_s: float) -> tuple[T, tuple[Any, Any], float]:
+    """Call `run`, which launches kernels on a GPU, between two events.
+
+    The device is kept busy for `busy_s` seconds before. If the host takes no longer, the time between the
+    events is that of the kernels.
+
+    Returns:
+        The result of `run`, both events, and the seconds that the host took.
+    """
+    import torch
+
+    with torch.cuda.device(device):
+        if busy_s:
+            # At 2 GHz two thousand cycles are a microsecond.
+            torch.cuda._sleep(int(2e9 * busy_s))  # type: ignore[no-untyped-call]
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        began = time.perf_counter()
+        result = run()
+        taken_s = time.perf_counter() - began
+        after.record()
+    return result, (before, after), taken_s
 
 
 def _scaled(taken_us: float, factor: float) -> float:

@@ -29,8 +29,8 @@ from attnreg.errors import BuildError
 
 __all__ = [
     "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "can_load", "ensure_built",
-    "in_one_line", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded", "require_kernel", "slow_path",
-    "status", "target", "wait_built",
+    "in_one_line", "instructions", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded",
+    "require_kernel", "slow_path", "status", "target", "wait_built",
 ]  # fmt: skip
 
 log = logging.getLogger("attnreg")
@@ -115,6 +115,18 @@ def _load_kernel(file: Path) -> ctypes.CDLL:
         raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
     log.info("the cpu backend uses the compiled kernel, %s", file)
     return library
+
+
+def instructions() -> str:
+    """Return which instructions the loaded kernel of the CPU backend uses: "AVX-512, AMX for bfloat16".
+
+    Raises BuildError as `loaded_cpu_kernel` does.
+    """
+    level = libraries.machine_level()
+    names = [level.name if level else "those of any CPU of this kind"]
+    if loaded_cpu_kernel().attnreg_has_tiles():
+        names.append("AMX for bfloat16")
+    return ", ".join(names)
 
 
 def _check_identity(library: Library, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Self
 
 from attnreg.core.torchlib.frames import leave_module_uncompiled
@@ -57,6 +58,13 @@ class Replacement:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         # By Python's own function: the process that reads it may not have attnreg.
         return pkgutil.resolve_name, (self._place,)
+
+
+class MethodReplacement(Replacement):
+    """A replacement of a class's function, which is bound as its method."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
 
 
 leave_module_uncompiled(__name__)

@@ -107,6 +107,15 @@ def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> Non
         name: {step: statistics.median(each) for step, each in steps.items()}
         for name, steps in rounds.items()
     }
+    # Of two rounds or fewer there is no spread.
+    results.setdefault("quartiles", {})[front] = {
+        name: {
+            step: statistics.quantiles(each, method="inclusive")[::2]
+            for step, each in steps.items()
+            if len(each) > 2
+        }
+        for name, steps in rounds.items()
+    }
     rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
     job.tables.append(PrintedTable(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
     if job.device.type == "cuda" and batch.shape.varlen:

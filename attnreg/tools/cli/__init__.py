@@ -25,8 +25,8 @@ from attnreg.errors import AttnregError
 from attnreg.tools.cli.output import report_errors
 
 COMMANDS = (
-    "info", "explain", "verify", "warmup", "build", "tune", "lock", "check", "init", "run", "config-schema",
-    "demo", "bench",
+    "info", "explain", "verify", "warmup", "build", "tune", "lock", "check", "init", "run", "report",
+    "config-schema", "demo", "bench",
 )  # fmt: skip
 
 # Plain help: the boxes that rich would draw take longer to import than all the rest, and suit no pipe.

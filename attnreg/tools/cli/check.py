@@ -177,8 +177,9 @@ def _of_variables() -> Iterator[Finding]:
         findings += faults or [only_format]
     if variables.record is not None:
         findings += _faults(traces.check_writable, variables.record, "ATTNREG_RECORD: ")
-    if variables.stats is not None:
-        findings += _faults(check_writable, variables.stats.absolute(), "ATTNREG_STATS: ")
+    for variable, file in (("ATTNREG_STATS", variables.stats), ("ATTNREG_REPORT", variables.report)):
+        if file is not None:
+            findings += _faults(check_writable, file.absolute(), f"{variable}: ")
     if variables.config is not None:
         findings += _of_settings(variables.config)
     if not any(finding.is_fault for finding in findings):

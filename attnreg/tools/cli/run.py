@@ -16,9 +16,10 @@ from typing import Annotated
 
 import typer
 
-from attnreg.errors import ConfigError, InvalidInputError
+from attnreg.errors import AttnregError, ConfigError, InvalidInputError
 from attnreg.tools.cli.options import valued
 from attnreg.tools.cli.output import console, table
+from attnreg.tools.cli.report import lines_of, write_page
 
 
 def run(
@@ -47,18 +48,26 @@ def run(
         Path | None,
         valued("--stats-to", "FILE", "Add what ran to a file: a line of JSON for each process."),
     ] = None,
+    report: Annotated[
+        Path | None,
+        valued(
+            "--report", "FILE", "When the program ends, write a page (HTML) of what ran; calls are timed."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what ran as JSON, on stderr.")] = False,
     as_module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in `python -m`.")] = False,
 ) -> None:
     """Run a Python program on attention backends of your choice.
 
     The program needs no change. The options set ATTNREG_BACKEND, ATTNREG_DISABLE, ATTNREG_CONFIG,
-    ATTNREG_STRICT, ATTNREG_RECORD and ATTNREG_STATS for the program and for the processes that it starts.
+    ATTNREG_STRICT, ATTNREG_RECORD, ATTNREG_STATS and ATTNREG_REPORT for the program and for the processes
+    that it starts.
 
     Example: attnreg run --backend FA4,cuDNN train.py --epochs 3
     """
     name, *arguments = program
     _check_exists(name, as_module)
+    lines = None if report is None else lines_of(report)
     variables = {
         "ATTNREG_BACKEND": ",".join(backend),
         "ATTNREG_DISABLE": ",".join(disable),
@@ -66,6 +75,7 @@ def run(
         "ATTNREG_STRICT": "" if strict is None else str(int(strict)),
         "ATTNREG_RECORD": "" if record is None else str(record.absolute()),
         "ATTNREG_STATS": "" if stats_to is None else str(stats_to.absolute()),
+        "ATTNREG_REPORT": "" if lines is None else str(lines),
     }
     # Read before the program starts, which checks the names of backends; torch is imported for that, before
     # attnreg's own modules as in `import_torch`. No GPU is initialised: the program may still set
@@ -74,13 +84,15 @@ def run(
 
     os.environ.update({variable: value for variable, value in variables.items() if value})
     _read_settings()
-    if stats or as_json or stats_to is not None:
+    if stats or as_json or stats_to is not None or lines is not None:
         from attnreg.core import aten
 
         aten.bypassed.observe(1)
         aten.ensure()
     if stats or as_json:
         atexit.register(_print_json if as_json else _print_stats)
+    if report is not None and lines is not None:
+        atexit.register(_write_report, lines, report.absolute(), os.getpid())
     context.obj.append(functools.partial(_start, name, arguments, as_module))
 
 
@@ -109,6 +121,21 @@ def _check_exists(name: str, as_module: bool) -> None:
             raise InvalidInputError(f"-m: got {name!r}, expected a module that can be imported")
     elif not Path(name).exists():
         raise InvalidInputError(f"got {name!r}, expected a program: there is no such file")
+
+
+def _write_report(lines: Path, page: Path, process: int) -> None:
+    """Write the page of the program, once it has ended; an error is a line, its exit code stays."""
+    if os.getpid() != process:  # a fork of the program
+        return
+    from attnreg.core.dispatch import stats_file
+
+    stats_file.write()
+    try:
+        write_page([lines] if lines.exists() else [], page)
+    except AttnregError as error:
+        typer.echo(f"attnreg: no report: {error}", err=True)
+    else:
+        typer.echo(f"attnreg: report: {page}", err=True)
 
 
 def _print_json() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.errors import InvalidInputError
+from attnreg.errors import BuildError, InvalidInputError
 from attnreg.tools.cli import options, output
 from attnreg.tools.cli.options import valued
 
@@ -148,6 +148,7 @@ def _data(entry: Entry, reason: str, kit: Conformance | None, outcomes: list[Out
     return {
         "name": entry.name,
         "version": entry.version(),
+        "compiled": _compiled(entry),
         "reason": reason,
         **{state: states.count(state) for state in ("right", "wrong", "skipped")},
         "worst": {"ratio": output.finite(ratio), "tensor": tensor, "case": case} if errors else None,
@@ -155,6 +156,20 @@ def _data(entry: Entry, reason: str, kit: Conformance | None, outcomes: list[Out
         "never_ran": list(report.never_ran) if report else [],
         "rows": rows,
     }
+
+
+def _compiled(entry: Entry) -> dict[str, Any] | None:
+    """Return which compiled kernel the cases of a backend could run on; None if it has none of attnreg's."""
+    from attnreg.core.torchlib import building
+
+    if entry.name != building.CPU_KERNEL.backend:
+        return None
+    state, file, reason = building.status(building.CPU_KERNEL)
+    try:
+        used = building.instructions()
+    except BuildError as error:
+        return {"state": state, "file": None, "instructions": None, "reason": reason or str(error)}
+    return {"state": state, "file": str(file), "instructions": used, "reason": reason}
 
 
 def _row_data(kit: Conformance, outcome: Outcome) -> dict[str, Any]:
@@ -198,6 +213,15 @@ def _print(backends: list[dict[str, Any]], device: torch.device, most: int) -> N
     if skipped:
         output.table("Not run", skipped, ("backend", "cases", "because"))
     _print_wrong(backends)
+    for data in backends:
+        if compiled := data["compiled"]:
+            used, file = compiled["instructions"], compiled["file"]
+            text = (
+                f"{compiled['state']}; instructions: {used}; {file}"
+                if used
+                else f"none: {compiled['reason']}"
+            )
+            output.table("Compiled kernel", [(data["name"], text)])
     headers = ("backend", "right", "wrong", "skipped", "worst", "where")
     output.table("Summary", map(_summary, backends), headers)
     if explained:

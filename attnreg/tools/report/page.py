@@ -1,0 +1,362 @@
+"""The page: one HTML file without links to other files. Every value of a run is escaped where it enters."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from attnreg.core.contract.spec import AttentionSpec
+from attnreg.tools.report.gains import predicted
+from attnreg.tools.report.lines import CallRow, RunReport, grouped, rows_of
+
+# Rows of a table that are shown; the rest is one sentence.
+MOST = 50
+
+NO_PLOTS = "The plots need matplotlib: <code>pip install 'attnreg[plots]'</code>."
+
+
+def page(run: RunReport, of: str) -> str:
+    """Return the page of a run; `of` is its last line, what it was made by and from."""
+    sections = (
+        _summary(run), _calls(run), _directions(run), _deciders(run), _fallbacks(run), _bypassed(run),
+        _masks(run), _first_use(run), _gains(run), _processes(run), _versions(run), _unseen(run),
+    )  # fmt: skip
+    programs = ", ".join(dict.fromkeys(line["program"] for line in run.processes)) or "no process"
+    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="generator" content="attnreg">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>Attention of {escape(programs)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>What attention did</h1>\n<p class=of>{_code(programs)}</p>\n"
+        + "\n".join(section for section in sections if section)
+        + f"\n<footer>{escape(of)}</footer>\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _summary(run: RunReport) -> str:
+    counted = sum(sum(both.values()) for both in run.calls.values())
+    passed = sum(row["count"] for row in run.counted("bypassed", "op", "kernel", "reason"))
+    if not counted and not passed:
+        return "<p><b>No attention call went through attnreg.</b></p>"
+    fallbacks = sum(row["count"] for row in run.counted("fallbacks", "backend", "reason"))
+    failures = sum(row["count"] for row in run.counted("failures", "backend", "direction", "error"))
+    facts = [
+        ("calls on backends", f"{counted:,}"), ("passed by", f"{passed:,}"), ("fallbacks", f"{fallbacks:,}"),
+        ("failures", f"{failures:,}"), ("processes", f"{len(run.processes):,}"),
+    ]  # fmt: skip
+    if run.total_us:
+        facts.append(("time of kernels", duration(run.total_us)))
+    tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts)
+    notes = [*run.sentences("overridden"), *run.sentences("slow_paths")]
+    return f"<div class=tiles>{tiles}</div>\n" + "".join(
+        f"<p class=note>{escape(note)}</p>" for note in notes
+    )
+
+
+def _calls(run: RunReport) -> str:
+    if not run.reports:
+        return _section(
+            "Calls by share of time",
+            "<p>The calls weren't timed: these are lines of <code>ATTNREG_STATS</code>. "
+            "<code>attnreg run --report report.html PROGRAM</code> times them.</p>",
+        )
+    if not run.rows:
+        return ""
+    rows = [
+        (
+            str(number), row.backend, row.direction, describe(row.spec), f"{row.calls:,}",
+            "" if row.mean_us is None else duration(row.mean_us), _spread(row),
+            "" if row.total_us is None else duration(row.total_us), _share(row.total_us, run.total_us),
+        )
+        for number, row in enumerate(run.rows, 1)
+    ]  # fmt: skip
+    heads = ("", "backend", "direction", "call", "calls", "mean", "shortest to longest", "total", "share")
+    is_gpu = any(row.spec.device.type == "cuda" for row in run.rows)
+    how = (
+        "On a GPU some calls of each row are timed between two events, with the device kept busy before: the "
+        "time is that of the kernels, and the total is the mean times the number of calls."
+        if is_gpu
+        else "Each call on a CPU is timed; the first of a process counts for the mean only where it is alone."
+    )
+    untimed = f" {run.untimed:,} calls have no time." if run.untimed else ""
+    lead = (
+        "<p>A row has calls of one kind and of similar lengths; its shape is that of the first. "
+        f"{how}{untimed} A report has each call pass through Python, so that the program runs slower.</p>"
+    )
+    plots = _plots(
+        lambda charts: (charts.shares(run.rows), charts.times(run.rows, duration)) if run.total_us else ()
+    )
+    return _section("Calls by share of time", lead + plots + _table(heads, rows, right=5))
+
+
+def _directions(run: RunReport) -> str:
+    if not run.calls:
+        return ""
+    rows = [(name, f"{n['forward']:,}", f"{n['backward']:,}") for name, n in run.calls.items()]
+    plots = _plots(lambda charts: (charts.directions(run.calls),), says_why=False)
+    return _section(
+        "Backends by direction", plots + _table(("backend", "forward", "backward"), rows, right=2)
+    )
+
+
+def _deciders(run: RunReport) -> str:
+    if not run.rows:
+        return ""
+    sums = grouped(run.rows, lambda row: row.source)
+    rows = [
+        (source, f"{calls:,}", duration(total) if total else "") for source, (calls, total) in sums.items()
+    ]
+    return _section("Who decided", _table(("request, table or order", "calls", "time"), rows, right=2))
+
+
+def _fallbacks(run: RunReport) -> str:
+    rows = [
+        (row["backend"], row["reason"], f"{row['count']:,}")
+        for row in run.counted("fallbacks", "backend", "reason")
+    ]
+    failed = [
+        (row["backend"], row["direction"], f"{row['error']}: {row['message']}", f"{row['count']:,}")
+        for row in run.counted("failures", "backend", "direction", "error")
+    ]
+    text = _table(("backend", "why it couldn't run", "calls"), rows, right=1) if rows else "<p>None.</p>"
+    if failed:
+        text += "<h3>Failures</h3>" + _table(("backend", "direction", "error", "calls"), failed, right=1)
+    return _section("Fallbacks", text)
+
+
+def _bypassed(run: RunReport) -> str:
+    rows = [
+        (
+            row["op"], row["kernel"], row["reason"], _shapes(row["shapes"]), row["site"], f"{row['count']:,}",
+        )
+        for row in run.counted("bypassed", "op", "kernel", "reason")
+    ]  # fmt: skip
+    heads = ("op", "kernel", "reason", "shapes of the first", "first call at", "calls")
+    lead = "<p>PyTorch ran these by kernels that attnreg doesn't replace; they aren't timed.</p>"
+    return _section("What passed by", lead + _table(heads, rows, right=1) if rows else "<p>Nothing.</p>")
+
+
+def _masks(run: RunReport) -> str:
+    masks = run.masks()
+    rows = [
+        (
+            row["seen"], f"{row['count']:,}",
+            _share(1 - row["queries"], 1.0) if row["queries"] else "",
+            _share(1 - row["keys"], 1.0) if row["keys"] else "",
+        )
+        for row in masks
+    ]  # fmt: skip
+    lead = (
+        "<p>Boolean masks given to <code>F.scaled_dot_product_attention</code>. Padding is the share of "
+        "queries, and of keys, that the mask hides from everything.</p>"
+    )
+    if run.reports and rows:
+        heads = ("mask", "calls", "padding of queries", "of keys")
+        return _section("Padding in masks", lead + _table(heads, rows, right=3))
+    if seen := run.counted("masks", "seen"):
+        counts = [(row["seen"], f"{row['count']:,}") for row in seen]
+        return _section("Padding in masks", _table(("mask", "calls"), counts, right=1))
+    return _section("Padding in masks", "<p>No boolean mask was seen.</p>") if run.reports else ""
+
+
+def _first_use(run: RunReport) -> str:
+    if not run.rows:
+        return ""
+    first = sorted(run.rows, key=lambda row: -row.first_use_us)[:10]
+    rows = [
+        (
+            row.backend, row.direction, describe(row.spec), duration(row.decided_us), duration(row.first_us),
+            "" if not row.timed or row.mean_us is None else duration(row.mean_us),
+        )
+        for row in first
+    ]  # fmt: skip
+    total = duration(sum(row.first_use_us for row in run.rows))
+    lead = (
+        f"<p>{escape(total)} in all: deciding and loading kernels, and what first calls took on the host "
+        "beyond later ones. A kernel that is compiled shows here.</p>"
+    )
+    heads = ("backend", "direction", "call", "deciding, loading", "first call", "later calls")
+    return _section("First use", lead + _table(heads, rows, right=3))
+
+
+def _gains(run: RunReport) -> str:
+    if not run.rows:
+        return ""
+    result = predicted(run.rows)
+    parts = []
+    if result.gains:
+        rows = [
+            (
+                gain.row.direction, describe(gain.row.spec), f"{gain.row.backend}, {duration(gain.now_us)}",
+                f"{gain.backend}, {duration(gain.then_us)}",
+                duration((gain.now_us - gain.then_us) * gain.row.calls),
+            )
+            for gain in result.gains
+        ]  # fmt: skip
+        heads = ("direction", "call", "ran", "predicted to be faster", "saves")
+        parts.append(
+            f"<p><b>Another backend.</b> All times of this table are predictions of: {escape(result.note)}. "
+            "None was measured in this run.</p>" + _table(heads, rows, right=1)
+        )
+    else:
+        known = (
+            f"For {result.known:,} of {len(run.rows):,} rows a table has times: {result.note}. None names a"
+        )
+        text = (
+            f"{known} backend that would be more than 5 % faster."
+            if result.known
+            else f"No table predicts these calls ({result.note}), so nothing is known of other backends. "
+            "To measure: attnreg run --record calls.jsonl PROGRAM, then attnreg tune --from calls.jsonl."
+        )
+        parts.append(f"<p><b>Another backend.</b> {escape(text)}</p>")
+    parts += _of_packing(run)
+    return _section("What could be gained", "".join(parts))
+
+
+def _of_packing(run: RunReport) -> Iterator[str]:
+    """Yield what leaving padding out would save, in products of queries and keys: a count, not a time."""
+    for row in run.masks():
+        kept = row["queries"] * row["keys"]
+        if "padded" in row["seen"] and 0.0 < kept < 1.0:
+            text = (
+                f"{row['count']:,} calls had the mask “{row['seen']}”. Without the padding they would "
+                f"multiply {1 - kept:.0%} fewer queries with keys, on average. Times weren't measured. "
+                'masks = "recognise" runs such calls packed; a program that packs its batches saves the '
+                "padding of the other layers, too."
+            )
+            yield f"<p><b>Packing.</b> {escape(text)}</p>"
+
+
+def _processes(run: RunReport) -> str:
+    rows = []
+    for line in run.processes:
+        report = line.get("report", {})
+        total = sum(row.total_us or 0.0 for row in rows_of([line]))
+        counts = sum(sum(both.values()) for both in line["calls"].values())
+        seconds = report.get("seconds")
+        rows.append(
+            (
+                line["program"],
+                str(line["pid"]),
+                f"{counts:,}",
+                f"{sum(row['count'] for row in line['bypassed']):,}",
+                duration(total) if total else "",
+                "" if seconds is None else duration(seconds * 1e6),
+            )
+        )
+    heads = ("program", "process", "calls", "passed by", "time of kernels", "since attnreg began")
+    return _section("Processes", _table(heads, rows, right=4)) if rows else ""
+
+
+def _versions(run: RunReport) -> str:
+    rows: dict[str, dict[str, None]] = {}
+    for report in run.reports:
+        for name in ("python", "platform"):
+            rows.setdefault(name, {})[report[name]] = None
+        for environment in report["environments"]:
+            for name, value in environment.items():
+                if name == "backends":
+                    value = ", ".join(f"{backend} {version}" for backend, version in value.items())
+                if value:
+                    rows.setdefault(name.replace("_", " "), {})[str(value)] = None
+    return (
+        _section("Versions and machine", _table((), [(n, "; ".join(v)) for n, v in rows.items()]))
+        if rows
+        else ""
+    )
+
+
+def _unseen(run: RunReport) -> str:
+    return _section(
+        "What this page can't show",
+        "<ul><li>Calls in a CUDA graph are seen when it is captured, not when it is replayed.</li>"
+        "<li>Calls in a graph of torch.compile that torch runs by kernels of its own are seen when they are "
+        "traced.</li>"
+        "<li>Attention written by hand, MultiheadAttention with need_weights=True, and kernels that a "
+        "program calls itself.</li>"
+        "<li>A process that was killed, or that ends after its program.</li></ul>",
+    )
+
+
+def describe(spec: AttentionSpec) -> str:
+    """Return a call in a line: sizes, heads, dtype, options."""
+    if spec.varlen:
+        size = f"{spec.tokens_q:,} tokens"
+        if (spec.tokens_k, spec.max_k) != (spec.tokens_q, spec.max_q):
+            size += f" over {spec.tokens_k:,}"
+    else:
+        size = f"{spec.batch} × {spec.max_q:,}"
+        size += f" over {spec.max_k:,}" if spec.max_k != spec.max_q else ""
+    heads = f"{spec.heads_q} heads"
+    heads += f" over {spec.heads_k}" if spec.heads_k != spec.heads_q else ""
+    dims = (
+        f"{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"{spec.head_dim} and {spec.head_dim_v}"
+    )
+    flags = [flag for flag in spec.flags() if flag != "needs grad"]
+    return " · ".join([size, f"{heads} of {dims}", spec.dtype, *flags])
+
+
+def duration(microseconds: float) -> str:
+    """Return a time with a unit that suits it and three digits."""
+    for unit, size in (("h", 3.6e9), ("min", 6e7), ("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.3g} {unit}"
+    return f"{microseconds:.3g} µs"
+
+
+def _spread(row: CallRow) -> str:
+    return f"{duration(row.shortest_us)} to {duration(row.longest_us)}" if row.timed > 1 else ""
+
+
+def _share(part: float | None, whole: float) -> str:
+    if part is None or not whole:
+        return ""
+    share = part / whole
+    return "< 1 %" if 0.0 < share < 0.01 else f"{100 * share:.0f} %"
+
+
+def _shapes(shapes: Sequence[Sequence[object]]) -> str:
+    texts = [f"({', '.join(map(str, shape))})" for shape in shapes]
+    return texts[0] + " each" if len(texts) > 1 and len(set(texts)) == 1 else ", ".join(texts)
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+def _section(title: str, text: str) -> str:
+    return f"<section>\n<h2>{escape(title)}</h2>\n{text}\n</section>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: int = 0) -> str:
+    """Return a table whose last `right` columns are flush right; a narrow page shows each row as a card."""
+
+    def cells(row: Sequence[str]) -> Iterable[str]:
+        for place, cell in enumerate(row):
+            number = " class=n" if place >= len(row) - right else ""
+            name = f' data-head="{escape(heads[place])}"' if heads and cell else ""
+            yield f"<td{number}{name}>{escape(cell)}</td>"
+
+    head = "".join(
+        f"<th{' class=n' if place >= len(heads) - right else ''}>{escape(name)}</th>"
+        for place, name in enumerate(heads)
+    )
+    body = "\n".join(f"<tr>{''.join(cells(row))}</tr>" for row in rows[:MOST])
+    rest = f"<p>{len(rows) - MOST:,} more rows aren't shown.</p>" if len(rows) > MOST else ""
+    thead = f"<thead><tr>{head}</tr></thead>" if heads else ""
+    return f"<table>{thead}<tbody>\n{body}\n</tbody></table>{rest}"
+
+
+def _plots(draw: Any, says_why: bool = True) -> str:
+    """Return plots side by side, or why there are none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return f"<p class=note>{NO_PLOTS}</p>" if says_why else ""
+    from attnreg.tools.report import charts
+
+    drawn = draw(charts)
+    return f"<div class=plots>{''.join(f'<figure>{svg}</figure>' for svg in drawn)}</div>" if drawn else ""

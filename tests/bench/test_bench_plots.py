@@ -1,0 +1,94 @@
+"""Promises of the pictures of benchmarks: one style, readable at page width, from committed files."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.text import Text
+
+from attnreg.tools import drawing
+from attnreg.tools.bench import plots
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+
+
+@pytest.fixture(scope="module")
+def redraw():
+    """Return the script that draws the pictures of docs/results/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        spec = importlib.util.spec_from_file_location("redraw", ROOT / "benchmarks" / "redraw.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    sys.modules.pop("context_parallel_simulated", None)
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """Keep figures in the place of writing them: title, figure, path."""
+    figures = []
+    keep = lambda figure, title, path: figures.append((title, figure, path))  # noqa: E731
+    monkeypatch.setattr(plots, "save", keep)
+    monkeypatch.setattr(drawing, "save", keep)
+    return figures
+
+
+def test_every_picture_of_the_docs_is_drawn_from_a_committed_file_and_readable(redraw, saved, tmp_path):
+    redraw.redraw_all(tmp_path)
+    assert {path.name for *_, path in saved} == {file.name for file in RESULTS.glob("*.png")}
+    for title, figure, path in saved:
+        assert figure.get_size_inches()[0] == drawing.PAGE, path
+        texts = [text for text in figure.findobj(Text) if text.get_text()]
+        assert min(text.get_fontsize() for text in texts) >= 9, path
+        assert max(map(len, title.splitlines())) < 90, path
+        assert all(axes.get_title(loc="left") for axes in figure.axes if axes.get_visible())
+
+
+def axes_of(saved):
+    ((_, figure, _),) = saved
+    return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
+
+
+def test_small_multiples_have_one_scale(redraw, saved):
+    for name, run, limits in (
+        ("sdpa", "sdpa_gpu", "get_ylim"),
+        ("overhead", "overhead_compiled_gpu", "get_xlim"),
+    ):
+        saved.clear()
+        document = redraw.read(RESULTS / f"{run}.json")
+        plots.draw(name, document["results"], Path("x.png"), document["machine"])
+        assert len({getattr(axes, limits)() for axes in axes_of(saved).values()}) == 1
+
+
+def test_choices_are_drawn_as_shares_of_shapes_and_as_a_mark_for_each_the_worst_last(redraw, saved):
+    document = redraw.read(RESULTS / "selection_gpu.json")
+    plots.draw("selection", document["results"], Path("x.png"), document["machine"])
+    found = axes_of(saved)
+    assert [*found] == [
+        "forward, 58 shapes",
+        "backward, 44 shapes",
+        "forward, each shape",
+        "backward, each shape",
+    ]
+    chosen = next(line for line in found["forward, 58 shapes"].lines if line.get_label() == plots.CHOSEN)
+    assert chosen.get_ydata()[57] == 1.0 and sorted(chosen.get_xdata()) == list(chosen.get_xdata())
+    names = [text.get_text() for text in found["forward, each shape"].get_yticklabels()]
+    ratios = plots._ratios(document["results"]["rows"])
+    worst = [max(rows[name][plots.CHOSEN] for rows in ratios.values() if name in rows) for name in names]
+    assert worst == sorted(worst) and len(names) == 58
+
+
+def test_what_a_call_costs_has_its_spread_where_the_file_has_it(saved):
+    sides = {"torch": {"forward": 20.0}, "attnreg": {"forward": 30.0}}
+    results = {"SDPA": sides, "quartiles": {"SDPA": {"attnreg": {"forward": [28.0, 33.0]}}}}
+    machine = json.loads((RESULTS / "sdpa_gpu.json").read_text())["machine"]
+    plots.draw("overhead", results, Path("x.png"), machine)
+    (axes,) = axes_of(saved).values()
+    assert "the middle half of the rounds" in saved[0][0]
+    (drawn,) = (path.vertices.tolist() for lines in axes.collections for path in lines.get_paths())
+    assert drawn == [[28.0, 0.0], [33.0, 0.0]]
+    assert [text.get_text() for text in axes.texts] == ["30.0", "20.0"]
