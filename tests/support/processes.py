@@ -27,8 +27,8 @@ def python(*arguments, cwd=None, **variables):
     )  # fmt: skip
 
 
-# Has imported torch, which takes seconds, and Dynamo, which attnreg imports first of all and which takes as long;
-# but nothing of attnreg. It forks for each program that it is sent.
+# Has imported torch and Dynamo, which attnreg needs and which take seconds, but nothing of attnreg. It forks
+# for each program that it is sent.
 # A fork ends as Python does, but for taking torch's modules apart, which would take as long as most programs.
 FORKING = """
 import gc, json, os, sys, torch, torch._dynamo
