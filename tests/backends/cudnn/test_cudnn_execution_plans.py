@@ -189,6 +189,7 @@ def test_all_lengths_that_a_prepared_launch_serves_have_its_execution_plan(
             assert plans.select(kind.problem(*others, strides))[0] == chosen, (own, others)
 
 
+@pytest.mark.pairwise("width", "spread", "seed")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize("width", [16 * 64, 32 * 128, 64 * 128])
