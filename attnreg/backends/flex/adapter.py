@@ -28,7 +28,8 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("query", "out", "grad_out"), OF_QUERIES),
     **dict.fromkeys(("key", "value"), OF_KEYS),
     **dict.fromkeys(("lse", "grad_lse"), ("B", "", "S_q")),
-    **dict.fromkeys(("low", "high", "place"), ("B_mask", "S_q")),
+    **dict.fromkeys(("low", "high"), ("B_mask", "", "S_q")),
+    "place": ("B_mask", "S_q"),
     "sequence": ("S_q",),
     "bias": ("B", "", "S_q", "S_k"),
     **dict.fromkeys(("kv_num_blocks", "full_kv_num_blocks"), ("B_mask", "", "N_q")),
@@ -133,9 +134,9 @@ def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
     rows = query.shape[-3], key.shape[-3]
     masked = call.attn_bias is not None and call.attn_bias.dtype == torch.bool
     if call.cu_seqlens_q is not None:
-        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+        tensors = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.key_ranges
         make = partial(visible.of_packed, *rows, call.window, masked)
-        return derived_from(offsets, stream, ("flex", *rows, call.window), make)
+        return derived_from(tensors, stream, ("flex", *rows, call.window), make)
     if call.seqused_k is not None:
         make_dense = partial(_of_used, *rows, call.window, masked)
         return derived_from((call.seqused_k,), stream, ("flex", *rows, call.window, masked), make_dense)
@@ -168,6 +169,8 @@ def _of_shape(
 
 def _may_be_blind(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether a query may see no key, as far as the host knows."""
+    if call.key_ranges is not None:
+        return True
     if call.varlen:
         known = facts(call, query.shape[0], key.shape[0], stream_of(query) if query.is_cuda else 0)
         return not (known.every_row_sees_a_key and call.window in ((-1, -1), (-1, 0)))

@@ -143,6 +143,10 @@ OPTIONS: tuple[Option, ...] = (
         name="block_table", field="page_size", values="pages", in_op=True, label="pages of {}",
     ),
     Option(
+        name="key_ranges", values="tensor",
+        reason="key_ranges must be None, got a tensor", label="key_ranges",
+    ),
+    Option(
         name="num_splits", values="integer", low=0, expected="an integer of 0 or more", in_op=True,
         directions=("forward",),
         reason="num_splits must be None, got {}", label="num_splits {}",

@@ -67,6 +67,8 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         raise _wrong("heads", f"{heads_q} for query and {heads_k} for key", "a multiple of the key's")
     if call.alibi_slopes is not None:
         _check_slopes(call.alibi_slopes, query, call)
+    if call.key_ranges is not None:
+        _check_ranges(call.key_ranges, query, call)
     if call.varlen:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
@@ -88,6 +90,14 @@ def _check_slopes(slopes: Tensor, query: Tensor, call: Call) -> None:
         raise _wrong("alibi_slopes", got, f"{expected}, torch.float32")
     if slopes.device != query.device:
         raise _wrong("alibi_slopes", f"a tensor on {slopes.device}", f"{query.device}, where the query is")
+
+
+def _check_ranges(ranges: Tensor, query: Tensor, call: Call) -> None:
+    if not call.varlen:
+        raise _wrong("key_ranges", "a dense call", "packed tensors")
+    _check_integers("key_ranges", ranges, query, rank=3)
+    if ranges.shape[::2] != (query.shape[0], 2):
+        raise _wrong("key_ranges", f"shape {tuple(ranges.shape)}", f"({query.shape[0]}, ranges, 2)")
 
 
 def _check_varlen(query: Tensor, call: Call) -> None:
