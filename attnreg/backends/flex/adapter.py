@@ -21,6 +21,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
 from attnreg.core.launching.offsets import derived_from, empty_results, facts, find_unused
 from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
+from attnreg.errors import UnsupportedInputError
 
 # The name of the length of each dimension, by tensor. Other sizes are fixed.
 OF_QUERIES, OF_KEYS = ("B", "", "S_q", ""), ("B", "", "S_k", "")
@@ -55,6 +56,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
     Raises:
         BackendUnavailableError: torch can't compile the kernel.
+        UnsupportedInputError: there are more `key_ranges` than a program has.
     """
     if not (query.numel() and key.numel()):
         return empty_results(query, value, call)
@@ -133,6 +135,9 @@ def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
     stream = stream_of(query) if query.is_cuda else 0
     rows = query.shape[-3], key.shape[-3]
     masked = call.attn_bias is not None and call.attn_bias.dtype == torch.bool
+    if call.key_ranges is not None and call.key_ranges.shape[1] > visible.MOST_RANGES:
+        most, got = visible.MOST_RANGES, call.key_ranges.shape[1]
+        raise UnsupportedInputError(f"key_ranges must have at most {most} ranges a query, got {got}")
     if call.cu_seqlens_q is not None:
         tensors = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.key_ranges
         make = partial(visible.of_packed, *rows, call.window, masked)

@@ -16,6 +16,9 @@ BLOCK, LARGE_BLOCK = 128, 512
 # How many blocks a table of small ones may have: 64 MB for its four lists.
 MOST_BLOCKS = 2**22
 
+# How many ranges a program compares each key with: it has code for each.
+MOST_RANGES = 32
+
 # Past every key.
 _BEYOND = 2**31 - 1
 
