@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from attnreg.core.settings.config import Settings
     from attnreg.core.varlen.front import AuxRequest, varlen_attn, varlen_attn_out
     from attnreg.core.varlen.merging import merge
+    from attnreg.core.varlen.trees import tree_ranges
     from attnreg.errors import (
         AttnregError,
         BackendUnavailableError,
@@ -79,6 +80,7 @@ _HOMES = {
     "tools.warmup": "FirstCall warmup",
     "core.varlen.front": "AuxRequest varlen_attn varlen_attn_out",
     "core.varlen.merging": "merge",
+    "core.varlen.trees": "tree_ranges",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {"flash_attn", "integrations"}  # parts of attnreg that a program may name without an import
@@ -89,7 +91,7 @@ __all__ = [  # noqa: RUF022 - by what they are for
     "configure", "reload", "Settings",
     "explain", "Explanation", "Decision", "AttentionSpec", "Device",
     "stats", "Stats", "reset_stats", "record", "warmup", "FirstCall",
-    "varlen_attn", "varlen_attn_out", "AuxRequest", "merge",
+    "varlen_attn", "varlen_attn_out", "AuxRequest", "merge", "tree_ranges",
     "context_parallel", "ContextParallel", "Layout", "Piece", "spread_documents", "explain_context_parallel",
     "Backend", "Kernels", "Call", "Capabilities", "Range", "Cut",
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",

@@ -219,7 +219,7 @@ def packed(part: Part, options: argparse.Namespace) -> dict[str, Side]:
 
 
 def prefix(options: argparse.Namespace) -> dict[str, Side]:
-    """Measure branches that share a prefix: SDPA with the dense mask, and flex by hand."""
+    """Measure branches that share a prefix: `key_ranges`, flex by hand, and SDPA with the dense mask."""
     device, draw = torch.device(options.device), random.Random(0)
     first, branches, longest = (20, 3, 16) if options.small else (PREFIX, BRANCHES, BRANCH)
     part = Part("prefix", (16, 16), 128, torch.bfloat16, 0, 0, {})
@@ -235,10 +235,26 @@ def prefix(options: argparse.Namespace) -> dict[str, Side]:
             yield (first, drawn_lengths), drawn(part, [first + sum(drawn_lengths)], device, number)
 
     makes = {
+        FLEX: lambda batch: tree_by_attnreg(*batch, device),
         BY_HAND: lambda batch: tree_by_hand(*batch, device, options.small),
         DENSE: lambda batch: tree_by_sdpa(*batch, device),
     }
     return measure(makes, batches(), options)
+
+
+def tree_by_attnreg(first: int, lengths: list[int], device: torch.device) -> Layer:
+    """Return a layer over a prefix tree by `key_ranges`."""
+    parents, total = [-1, *[0] * len(lengths)], first + sum(lengths)
+    ranges = attnreg.tree_ranges(parents, [first, *lengths], device=device)
+    offsets = offsets_of([total], device)
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = attnreg.varlen_attn(  # type: ignore[assignment]
+            query, key, value, offsets, offsets, total, total, key_ranges=ranges, backend="flex"
+        )
+        return out
+
+    return run
 
 
 def branch_of(first: int, lengths: list[int], device: torch.device) -> Tensor:

@@ -77,7 +77,7 @@ def call_once(drawn: Drawn, given: Given, leaves: tuple[Tensor, ...]) -> tuple[T
             scale=scale, window_size=case.window, enable_gqa=gqa, seqused_k=call.seqused_k,
             block_table=call.block_table, num_splits=case.num_splits, softcap=case.softcap,
             alibi_slopes=call.alibi_slopes, sinks=further.get("dsinks"), dropout_p=drawn.dropout,
-            backend=drawn.backend if drawn.request == "keyword" else None,
+            backend=drawn.backend if drawn.request == "keyword" else None, key_ranges=call.key_ranges,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result,)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

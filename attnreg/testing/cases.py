@@ -33,6 +33,7 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "bias": lambda case: case.bias != "none",
     "alibi": lambda case: case.alibi,
     "seqused_k": lambda case: case.seqused_k is not None,
+    "key_ranges": lambda case: case.key_ranges > 0,
     "page_size": lambda case: case.page_size is not None,
     "num_splits": lambda case: case.num_splits is not None,
     "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
@@ -149,7 +150,8 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         return value if ability in abilities and (drawn or in_turn == ability) else otherwise
 
     varlen = limits.varlen
-    if varlen and limits.dense and in_turn not in ("varlen", "seqused_k", "page_size", "sinks"):
+    of_packed = "varlen", "seqused_k", "key_ranges", "page_size", "sinks"
+    if varlen and limits.dense and in_turn not in of_packed:
         varlen = in_turn not in ("dense", "bias") and draw.random() < 0.5
     lens_q, lens_k = _lengths(draw, limits, varlen)
     dim = draw.choice([dim for dim in DIMS if dim in limits.head_dim] or [_nearest(limits.head_dim, 64)])
@@ -181,6 +183,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         used = maybe("seqused_k", tuple(draw.randint(0, length) for length in lens_k), None)
         layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
         case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
+        case = replace(case, key_ranges=maybe("key_ranges", draw.randint(1, 3), 0, 0.0))
     return fitted(_counting_sinks(case) if in_turn == "sinks" else case, limits)
 
 

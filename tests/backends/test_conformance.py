@@ -54,6 +54,7 @@ REFUSED = {
     "cpu": Counter(
         {
             SINKS: 3,
+            "key_ranges must be None": 3,
             **{f"head_dim of the value must be that of the query, {dim}": 1 for dim in (5, 32, 40, 64, 192)},
         }
     ),

@@ -11,7 +11,7 @@ from attnreg.backends.flex import adapter, programs, tiles, visible
 from attnreg.backends.flex.kinds import layout_of
 from attnreg.core import registry
 from attnreg.core.launching import offsets
-from attnreg.errors import BackendUnavailableError
+from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.testing import Conformance
 from attnreg.tools.measure import QUICK, Case, inputs
 
@@ -20,7 +20,8 @@ FLOAT32 = {str(case).removesuffix(" float32"): case for case in QUICK if case.dt
 # A case of each thing that the backend declares.
 CASES = (
     *("length 127", "packed heads 4:2", "causal lengths 64 and 1", "window (4, 0)", "no keys"),
-    *("key padding mask", "additive bias", "alibi", "packed alibi", "packed softcap"),
+    *("key padding mask", "additive bias", "alibi", "packed alibi", "packed softcap 1.5"),
+    *("packed key_ranges 1", "packed key_ranges 3, window", "packed key_ranges 2, seqused_k"),
 )
 
 
@@ -88,6 +89,32 @@ def test_new_lengths_compile_nothing(flex_graphs):
         called(packed(lens_q=(130 + 40 * number, 200), lens_k=(150 + number, 190)))
     assert [len(compiled) for compiled in flex_graphs.values()] == [1, 1]
     assert {kind.direction for kind in flex_graphs} == {"forward", "backward"}
+
+
+def ranges_of(count, tokens=177):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 150, (tokens, count, 2), generator=generator, dtype=torch.int32)
+
+
+def test_numbers_of_ranges_share_programs(flex_graphs):
+    q, k, v, _, call = inputs(packed())
+    for count in (3, 4, 5, 7, 8):
+        out, lse = adapter.forward(q, k, v, call._replace(key_ranges=ranges_of(count)))
+        wanted = registry.find("math").kernels().forward(q, k, v, call._replace(key_ranges=ranges_of(count)))
+        torch.testing.assert_close((out, lse), wanted)
+    assert [len(compiled) for compiled in flex_graphs.values()] == [1, 1]
+
+
+def test_more_ranges_than_a_program_has_are_left_to_math(flex_graphs, monkeypatch):
+    q, k, v, _, call = inputs(packed())
+    monkeypatch.setattr(visible, "MOST_RANGES", 2)
+    call = call._replace(key_ranges=ranges_of(3))
+    with pytest.raises(UnsupportedInputError, match="key_ranges must have at most 2 ranges a query, got 3"):
+        adapter.forward(q, k, v, call)
+    with attnreg.register_backend(backend()):
+        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k
+        attnreg.varlen_attn(q, k, v, *offsets, enable_gqa=True, key_ranges=call.key_ranges)
+    assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
 
 
 def test_each_dense_layout_has_a_program_for_all_its_lengths(flex_graphs):
@@ -175,9 +202,21 @@ def test_a_layout_names_the_lengths_in_its_strides(sizes, strides, names, expect
 # What queries see
 
 
-def dense_mask(seen, tokens_k):
+def blocks_of(seen, tokens_k):
+    """Return by its definition which blocks have a visible score, and which only visible ones."""
     keys = torch.arange(tokens_k)
-    return (keys >= seen.low[..., None]) & (keys < seen.high[..., None])
+    mask = ((keys >= seen.low[..., None]) & (keys < seen.high[..., None])).any(1)[0]
+    mask = torch.nn.functional.pad(mask, (0, -tokens_k % 128, 0, -len(mask) % 128))
+    blocks = mask.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2).flatten(2)
+    return blocks.any(-1), blocks.all(-1)
+
+
+def listed(seen, like):
+    """Return which blocks the table lists as masked, and as whole."""
+    return [
+        torch.zeros_like(like).scatter_(1, order.long(), torch.arange(order.shape[-1]) < number[:, None])
+        for number, order in ((seen.table[at][0, 0], seen.table[at + 1][0, 0]) for at in (0, 2))
+    ]
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (100, 0), (3, 200), (0, 0)], ids=str)
@@ -186,21 +225,24 @@ def test_the_table_names_each_block_with_a_visible_score_and_masks_what_it_must(
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     tokens = sum(lengths) + 5
     seen = visible.of_packed(tokens, tokens, window, False, cu_seqlens, cu_seqlens, None)
-    mask = torch.nn.functional.pad(dense_mask(seen, tokens)[0], (0, -tokens % 128, 0, -tokens % 128))
-    blocks = mask.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).transpose(1, 2)
-    some, every = blocks.flatten(2).any(-1), blocks.flatten(2).all(-1)
-    masked, whole = (
-        torch.zeros_like(some).scatter_(1, order.long(), torch.arange(order.shape[-1]) < number[:, None])
-        for number, order in (
-            (seen.table[0][0, 0], seen.table[1][0, 0]),
-            (seen.table[2][0, 0], seen.table[3][0, 0]),
-        )
-    )
+    some, every = blocks_of(seen, tokens)
+    masked, whole = listed(seen, some)
     assert not (masked & whole).any()
     assert (some <= (masked | whole)).all()
     assert (whole <= every).all()
     # All but a few: the last blocks, which are padded, and blocks of several sequences.
     assert (masked | whole).sum() <= 2 * some.sum() + 2
+
+
+def test_the_table_of_a_tree_leaves_out_other_branches():
+    ranges = attnreg.tree_ranges([-1, *[0] * 8], [1024, *[256] * 8])
+    offsets = torch.tensor([0, len(ranges)], dtype=torch.int32)
+    seen = visible.of_packed(len(ranges), len(ranges), (-1, -1), False, offsets, offsets, None, ranges)
+    some, every = blocks_of(seen, len(ranges))
+    masked, whole = listed(seen, some)
+    assert torch.equal(masked | whole, some)
+    assert torch.equal(whole, every)
+    assert some.sum() < some.numel() / 2
 
 
 def test_a_large_batch_has_larger_blocks():

@@ -313,6 +313,22 @@ FIELDS = {
         called_with(alibi_slopes=lambda call: call.alibi_slopes[0].expand_as(call.alibi_slopes)),
         "packed alibi",
     ),
+    "ranges of keys": ("key_ranges", without("key_ranges"), "packed key_ranges 1"),
+    "all ranges of keys but the first": (
+        "key_ranges",
+        called_with(key_ranges=lambda call: call.key_ranges[:, :1]),
+        "packed key_ranges 3, window",
+    ),
+    "ranges of keys, their ends included": (
+        "key_ranges",
+        called_with(key_ranges=lambda call: call.key_ranges + torch.tensor([0, 1], dtype=torch.int32)),
+        "packed key_ranges 2, seqused_k",
+    ),
+    "ranges of keys in the backward": (
+        "key_ranges",
+        only("backward", without("key_ranges")),
+        "packed key_ranges 1",
+    ),
     "softcap": ("softcap", called_with(softcap=lambda call: 0.0), "softcap 2"),
     "half the softcap": ("softcap", called_with(softcap=lambda call: call.softcap / 2), "packed softcap 1.5"),
     "softcap of the backward": (

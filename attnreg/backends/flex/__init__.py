@@ -27,7 +27,7 @@ LIMITS: dict[str, Any] = {
     "head_dim_v": Range(16, 512, 8),
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
-    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "alibi", "seqused_k"), True),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "alibi", "seqused_k", "key_ranges"), True),
     **dict.fromkeys(("any_scale", "softcap", "deterministic"), True),
 }
 FORWARD = Capabilities(**LIMITS, num_splits=True)

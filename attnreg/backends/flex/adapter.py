@@ -21,6 +21,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
 from attnreg.core.launching.offsets import derived_from, empty_results, facts, find_unused
 from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
+from attnreg.errors import UnsupportedInputError
 
 # The name of the length of each dimension, by tensor. Other sizes are fixed.
 OF_QUERIES, OF_KEYS = ("B", "", "S_q", ""), ("B", "", "S_k", "")
@@ -28,7 +29,8 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("query", "out", "grad_out"), OF_QUERIES),
     **dict.fromkeys(("key", "value"), OF_KEYS),
     **dict.fromkeys(("lse", "grad_lse"), ("B", "", "S_q")),
-    **dict.fromkeys(("low", "high", "place"), ("B_mask", "S_q")),
+    **dict.fromkeys(("low", "high"), ("B_mask", "", "S_q")),
+    "place": ("B_mask", "S_q"),
     "sequence": ("S_q",),
     "bias": ("B", "", "S_q", "S_k"),
     **dict.fromkeys(("kv_num_blocks", "full_kv_num_blocks"), ("B_mask", "", "N_q")),
@@ -54,6 +56,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
     Raises:
         BackendUnavailableError: torch can't compile the kernel.
+        UnsupportedInputError: there are more `key_ranges` than a program has.
     """
     if not (query.numel() and key.numel()):
         return empty_results(query, value, call)
@@ -132,10 +135,13 @@ def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
     stream = stream_of(query) if query.is_cuda else 0
     rows = query.shape[-3], key.shape[-3]
     masked = call.attn_bias is not None and call.attn_bias.dtype == torch.bool
+    if call.key_ranges is not None and call.key_ranges.shape[1] > visible.MOST_RANGES:
+        most, got = visible.MOST_RANGES, call.key_ranges.shape[1]
+        raise UnsupportedInputError(f"key_ranges must have at most {most} ranges a query, got {got}")
     if call.cu_seqlens_q is not None:
-        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+        tensors = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.key_ranges
         make = partial(visible.of_packed, *rows, call.window, masked)
-        return derived_from(offsets, stream, ("flex", *rows, call.window), make)
+        return derived_from(tensors, stream, ("flex", *rows, call.window), make)
     if call.seqused_k is not None:
         make_dense = partial(_of_used, *rows, call.window, masked)
         return derived_from((call.seqused_k,), stream, ("flex", *rows, call.window, masked), make_dense)
@@ -168,6 +174,8 @@ def _of_shape(
 
 def _may_be_blind(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether a query may see no key, as far as the host knows."""
+    if call.key_ranges is not None:
+        return True
     if call.varlen:
         known = facts(call, query.shape[0], key.shape[0], stream_of(query) if query.is_cuda else 0)
         return not (known.every_row_sees_a_key and call.window in ((-1, -1), (-1, 0)))

@@ -132,7 +132,10 @@ def _mask_of(kind: ProgramKind) -> Callable[..., Tensor]:
 
     def mask(b: Tensor, h: Tensor, m: Tensor, n: Tensor, low: Tensor, high: Tensor, *bias: Tensor) -> Tensor:
         row = torch.zeros_like(b) if low.shape[0] == 1 else b
-        seen = (n >= _at(low, row, m)) & (n < _at(high, row, m))
+        seen = torch.zeros_like(n, dtype=torch.bool)
+        for number in range(low.shape[1]):
+            place = row, torch.full_like(b, number), m
+            seen = seen | ((n >= _at(low, *place)) & (n < _at(high, *place)))
         return seen & _at(bias[0], b, h, m, n) if bias else seen
 
     return mask

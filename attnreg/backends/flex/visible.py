@@ -1,7 +1,7 @@
 """Which keys each query sees, and the table of blocks that flex skips, masks or runs whole.
 
-Every mask of the contract but a boolean bias leaves each query one range of keys. Offsets, windows and
-`seqused_k` are that, so one kernel serves them all. All of it is computed on the device, without a wait.
+Offsets, windows and `seqused_k` leave each query one range of keys, and `key_ranges` several. So one kernel
+serves all masks of the contract but a boolean bias. All of it is computed on the device, without a wait.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ BLOCK, LARGE_BLOCK = 128, 512
 # How many blocks a table of small ones may have: 64 MB for its four lists.
 MOST_BLOCKS = 2**22
 
+# How many ranges a program compares each key with: it has code for each.
+MOST_RANGES = 32
+
 # Past every key.
 _BEYOND = 2**31 - 1
 
@@ -24,7 +27,8 @@ class Visible(NamedTuple):
     """The keys that each query sees.
 
     Attributes:
-        low, high: int32 (1 or B, S_q), the first key and the one behind the last; equal without a key.
+        low, high: int32 (1 or B, R, S_q), the first key of each range and the one behind the last; equal in
+            an empty range.
         place: int32 (1 or B, S_q), the key at the query's own place, from which ALiBi counts distances.
         sequence: int32 (S_q,), the sequence of each query of a packed batch; 0 in a dense one.
         table: as `block_table` returns it; empty if the call has only ranges.
@@ -43,7 +47,7 @@ class Visible(NamedTuple):
     @property
     def blind(self) -> Tensor:
         """Which queries see no key, bool (1 or B, S_q)."""
-        return self.low >= self.high
+        return (self.low >= self.high).all(1)
 
 
 def block_size(tokens_q: int, tokens_k: int) -> int:
@@ -60,8 +64,12 @@ def of_packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     used: Tensor | None,
+    key_ranges: Tensor | None = None,
 ) -> Visible:
-    """Return what the queries of a packed batch see; offsets are int32 (B + 1,), `used` is int32 (B,)."""
+    """Return what the queries of a packed batch see.
+
+    Offsets are int32 (B + 1,), `used` is int32 (B,) and `key_ranges` int32 (S_q, R, 2), as in `Call`.
+    """
     batch = cu_seqlens_q.shape[0] - 1
     rows = torch.arange(tokens_q, dtype=torch.int32, device=cu_seqlens_q.device)
     sequence = torch.searchsorted(cu_seqlens_q.contiguous(), rows, right=True, out_int32=True) - 1
@@ -75,10 +83,11 @@ def of_packed(
         lengths = torch.minimum(lengths, torch.cat((used, used.new_zeros(1))))
     start, length = starts[sequence], lengths[sequence]
     place = rows - ends_q[sequence] + length  # in its sequence
-    low, high = _windowed(place, length, window)
-    low, high = (torch.where(inside, start + bound, 0) for bound in (low, high))
-    tokens = tokens_q, tokens_k
-    return _with_table(low[None], high[None], (start + place)[None], sequence, tokens, masked)
+    low, high = (bound[None] for bound in _windowed(place, length, window))
+    if key_ranges is not None:
+        low, high = _in_ranges(low, high, key_ranges)
+    low, high = (torch.where(inside, start + bound, 0)[None] for bound in (low, high))
+    return _with_table(low, high, (start + place)[None], sequence, (tokens_q, tokens_k), masked)
 
 
 def of_dense(
@@ -94,7 +103,8 @@ def of_dense(
     length = rows.new_full((1, 1), tokens_k) if used is None else used[:, None].to(torch.int32)
     place = rows - tokens_q + length
     low, high = _windowed(place, length.expand(place.shape), window)
-    return _with_table(low, high, place, torch.zeros_like(rows[0]), (tokens_q, tokens_k), masked)
+    sequence = torch.zeros_like(rows[0])
+    return _with_table(low[:, None], high[:, None], place, sequence, (tokens_q, tokens_k), masked)
 
 
 def _windowed(place: Tensor, length: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -107,10 +117,23 @@ def _windowed(place: Tensor, length: Tensor, window: tuple[int, int]) -> tuple[T
     return low.to(torch.int32), high.to(torch.int32)
 
 
+def _in_ranges(low: Tensor, high: Tensor, key_ranges: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what remains of bounds (1, S_q) in each range; empty ranges fill up their number.
+
+    Programs have a fixed number of ranges. So it is a power of two, and new batches need no new programs.
+    """
+    count = key_ranges.shape[1]
+    more = (1 << max(count - 1, 0).bit_length()) - count
+    padded = torch.nn.functional.pad(key_ranges, (0, 0, 0, more))
+    first, last = padded.permute(2, 1, 0).unbind(0)
+    low = torch.maximum(low, first)
+    return low, torch.maximum(low, torch.minimum(high, last))
+
+
 def _with_table(
     low: Tensor, high: Tensor, place: Tensor, sequence: Tensor, tokens: tuple[int, int], masked: bool
 ) -> Visible:
-    table = block_table(low[:, None], high[:, None], tokens[1], block_size(*tokens), masked)
+    table = block_table(low, high, tokens[1], block_size(*tokens), masked)
     return Visible(low.contiguous(), high.contiguous(), place.contiguous(), sequence, table)
 
 

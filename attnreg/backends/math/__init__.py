@@ -49,6 +49,7 @@ EVERYTHING = Capabilities(
     bias=True,
     alibi=True,
     seqused_k=True,
+    key_ranges=True,
     num_splits=True,
     any_scale=True,
     softcap=True,

@@ -98,10 +98,21 @@ class Mask:
             yield (self.group.queries.positions[:, rows] >= 0)[:, None, :, None]
         if self.group.keys.padded:
             yield (self.group.keys.positions[:, cols] >= 0)[:, None, None, :]
+        if self.call.key_ranges is not None:
+            yield self._in_ranges(self.call.key_ranges, rows, cols)
         bias = self._bias(rows, cols)
         if bias is not None:
             # A key at -inf is hidden, not merely unlikely: its NaN must not reach the output.
             yield bias if bias.dtype == torch.bool else bias != -torch.inf
+
+    def _in_ranges(self, key_ranges: Tensor, rows: slice, cols: slice) -> Tensor:
+        """Return which keys lie in a range of their query; of padding, which is hidden anyway, any."""
+        of_rows = key_ranges[self.group.queries.rows[:, rows].clamp(max=key_ranges.shape[0] - 1)]
+        places = self.group.keys.positions[:, None, cols]
+        inside = torch.zeros(*of_rows.shape[:2], places.shape[-1], dtype=torch.bool, device=self.device)
+        for low, high in (bounds.unbind(-1) for bounds in of_rows.unbind(2)):
+            inside |= (places >= low[..., None]) & (places < high[..., None])
+        return inside[:, None]
 
     def _bias(self, rows: slice, cols: slice) -> Tensor | None:
         bias = self.call.attn_bias

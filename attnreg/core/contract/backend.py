@@ -86,6 +86,9 @@ class Call(NamedTuple):
             a value, that every row sees; packed calls only. Given only where the direction declares `sinks`
             and every row is known to see another key. The forward counts them in output and LSE, the backward
             is given that LSE and returns their gradient as a fourth.
+        key_ranges: int32 (T_q, R, 2), for each query up to R ranges of keys, from the first to the one behind
+            the last, counted from the first key of its sequence; packed calls only. A query sees the keys of
+            its window that lie in any of its ranges.
         further: options without a field of their own, sorted by name; each is read as an attribute, which is
             `Option.off` for a call without it.
     """
@@ -108,6 +111,7 @@ class Call(NamedTuple):
     softcap: float = 0.0
     grad_lse: Tensor | None = None
     sinks: Tensor | None = None
+    key_ranges: Tensor | None = None
     further: tuple[tuple[str, Any], ...] = ()
 
     @property

@@ -68,11 +68,11 @@ class Capabilities:
 
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
-    slopes; `seqused_k`; a given number of splits; a `softcap`; in a backward a gradient of the LSE
-    (`grad_lse`); whether a backward that doesn't declare it computes delta as rowsum(grad_out * out), from
-    the output that it is given (`delta_from_out`), so that the gradient of the LSE can be given to it in
-    further columns (`adaptation.lse_columns`); a scale of 0 or below (`any_scale`); whether it counts `sinks`
-    itself, of packed calls (if not, results are rescaled: no call is refused); whether it is
+    slopes; `seqused_k`; `key_ranges`; a given number of splits; a `softcap`; in a backward a gradient of
+    the LSE (`grad_lse`); whether a backward that doesn't declare it computes delta as rowsum(grad_out *
+    out), from the output that it is given (`delta_from_out`), so that the gradient of the LSE can be given
+    to it in further columns (`adaptation.lse_columns`); a scale of 0 or below (`any_scale`); whether it
+    counts `sinks` itself, of packed calls (if not, results are rescaled: no call is refused); whether it is
     `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
     results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).
 
@@ -105,6 +105,7 @@ class Capabilities:
     grad_lse: bool = False
     delta_from_out: bool = False
     sinks: bool = False
+    key_ranges: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
     capture: bool = False

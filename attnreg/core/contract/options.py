@@ -151,7 +151,7 @@ class Option:
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        name="dropout", argument="dropout_p", values="number", off=0.0, low=0.0, high=1.0, expected="0 to 1",
+        name="dropout", argument="dropout_p", values="number", off=0, low=0.0, high=1.0, expected="0 to 1",
         reason="dropout_p must be 0, got {}", label="dropout {}",
     ),
     Option(
@@ -172,12 +172,16 @@ OPTIONS: tuple[Option, ...] = (
         name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}",
     ),
     Option(
+        name="key_ranges", values="tensor",
+        reason="key_ranges must be None, got a tensor", label="key_ranges",
+    ),
+    Option(
         name="num_splits", values="integer", low=0, expected="an integer of 0 or more", in_op=3,
         directions=("forward",),
         reason="num_splits must be None, got {}", label="num_splits {}",
     ),
     Option(
-        name="softcap", values="number", off=0.0, low=LEAST_SCALE, high=1.0 / LEAST_SCALE, in_op=4,
+        name="softcap", values="number", off=0, low=LEAST_SCALE, high=1.0 / LEAST_SCALE, in_op=4,
         expected="0 for none, or a number above 0 that float32 can hold", spread=True,
         reason="softcap must be 0, got {}", label="softcap {}",
     ),

@@ -137,6 +137,7 @@ class AttentionSpec:
     softcap: float = 0.0
     grad_lse: bool = False
     sinks: bool = False
+    key_ranges: bool = False
     needs_backward: bool = False
     deterministic: bool = False
     batch_invariant: bool = False

@@ -121,6 +121,8 @@ def lengths_fit(query: Tensor, key: Tensor, value: Tensor, call: Call, bhsd: boo
     ):  # fmt: skip
         if tensor is not None and tensor.shape[0] != length:
             return False
+    if call.key_ranges is not None and call.key_ranges.shape[::2] != (query.shape[0], 2):
+        return False
     return key.shape[0] == value.shape[0]
 
 

@@ -67,6 +67,8 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
     for row in options_on(call):
         if row.shapes:
             _check_option(row, getattr(call, row.name), query, call)
+    if call.key_ranges is not None:
+        _check_ranges(call.key_ranges, query, call)
     if call.varlen:
         _check_varlen(query, call)
     elif query.shape[0] != key.shape[0]:
@@ -88,6 +90,14 @@ def _check_option(row: Option, tensor: Tensor, query: Tensor, call: Call) -> Non
         raise _wrong(what, f"shape {tuple(tensor.shape)}, {tensor.dtype}", expected)
     if tensor.device != query.device:
         raise _wrong(what, f"a tensor on {tensor.device}", f"{query.device}, where the query is")
+
+
+def _check_ranges(ranges: Tensor, query: Tensor, call: Call) -> None:
+    if not call.varlen:
+        raise _wrong("key_ranges", "a dense call", "packed tensors")
+    _check_integers("key_ranges", ranges, query, rank=3)
+    if ranges.shape[::2] != (query.shape[0], 2):
+        raise _wrong("key_ranges", f"shape {tuple(ranges.shape)}", f"({query.shape[0]}, ranges, 2)")
 
 
 def _check_varlen(query: Tensor, call: Call) -> None:

@@ -128,6 +128,10 @@ def varlen_attn(
             every call is spread.
         mesh: refused: a `DeviceMesh` is for `attnreg.context_parallel`.
         **options: options without an argument of their own, by their names: rows of `contract.options`.
+            `key_ranges`, int32 (T_q, R, 2), has for each query up to R ranges of keys, from the first to the
+            one behind the last, counted from the first key of its sequence. A query sees the keys of its
+            window that lie in any of its ranges. `tree_ranges` makes those of a tree. It is a graph break
+            under torch.compile.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.

@@ -75,6 +75,8 @@ def inputs(
     if case.grad_lse:
         shape = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
         call = call._replace(grad_lse=_grad_lse(case, normal(*shape).to(grad.device)))
+    if case.key_ranges:
+        call = call._replace(key_ranges=_key_ranges(case, generator).to(q.device))
     if case.counts_sinks:
         call = call._replace(sinks=_sinks(case, generator).to(q.device))
     if case.dropout:
@@ -92,6 +94,15 @@ def _sinks(case: Case, generator: torch.Generator) -> Tensor:
     order = torch.randperm(case.heads[0], generator=generator, device=generator.device).cpu()
     sinks = torch.linspace(-1.0, 3.0, case.heads[0])[order] + math.log(max(case.max_k / FEW_KEYS, 1.0))
     return sinks if case.dtype == "float64" else sinks.to(getattr(torch, case.dtype))
+
+
+def _key_ranges(case: Case, generator: torch.Generator) -> Tensor:
+    """Return ranges of keys, int32 (T_q, R, 2), some of which are empty, overlap, or end beyond the keys."""
+    longest = torch.ones(sum(case.lens_q) + case.tail)
+    for rows, length in zip(rows_of(case.lens_q, case.lens_q), case.lens_k, strict=True):
+        longest[rows] += length
+    drawn = torch.rand(len(longest), case.key_ranges, 2, generator=generator, device=generator.device).cpu()
+    return (drawn * 1.4 * longest[:, None, None] - 0.2 * longest[:, None, None]).to(torch.int32)
 
 
 def _bias(case: Case, normal: Callable[..., Tensor], q: Tensor) -> Tensor | None:

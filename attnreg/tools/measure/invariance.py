@@ -94,6 +94,8 @@ def _batch(inputs: Inputs, order: Sequence[int], of_queries: list[slice], of_key
 
     changes: dict[str, Any] = {name: each(getattr(call, name), dims) for name, dims in _PER_SEQUENCE.items()}
     call = call._replace(**changes)
+    if call.key_ranges is not None:
+        call = call._replace(key_ranges=picked(call.key_ranges, of_queries))
     if call.grad_lse is not None:  # (B, H, S_q), packed (H, T_q)
         grad_lse = call.grad_lse if call.cu_seqlens_q is None else call.grad_lse.T
         grad_lse = picked(grad_lse, of_queries)

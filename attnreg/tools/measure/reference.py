@@ -39,6 +39,7 @@ def attend(
     alibi_slopes: Tensor | None = None,
     kept: Tensor | None = None,
     softcap: float = 0.0,
+    key_ranges: Tensor | None = None,
     first_row: int = 0,
     len_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -47,6 +48,7 @@ def attend(
     Args:
         query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v), any floating-point dtype.
         scale, window, bias, alibi_slopes, softcap: as in `Call`.
+        key_ranges: int32 (B, S_q, R, 2), those of `Call` for the rows of `query`.
         kept: (B, H, S_q, S_k), the factors of dropout. A dropped weight has the factor 0.
         first_row: where the rows start in the whole query.
         len_q: the length of the whole query, if `query` has only some of its rows.
@@ -70,6 +72,9 @@ def attend(
         visible = visible & (j >= i - window[0])
     if window[1] >= 0:
         visible = visible & (j <= i + window[1])
+    if key_ranges is not None:
+        low, high = key_ranges[:, None, :, None].unbind(-1)
+        visible = visible & ((j[:, None] >= low) & (j[:, None] < high)).any(-1)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[..., None, None].to(scores.dtype) * (i - j).abs()
     if bias is not None:
@@ -111,6 +116,7 @@ def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
             bias=bias,
             alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch],
             softcap=call.softcap,
+            key_ranges=None if call.key_ranges is None else call.key_ranges[rows_q],
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
         if case.sinks or sinks is not None:

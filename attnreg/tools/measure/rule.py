@@ -215,6 +215,7 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
         call.block_table,
         call.attn_bias,
         call.alibi_slopes,
+        call.key_ranges,
         call.num_splits,
         call.grad_lse,
     )

@@ -1,0 +1,206 @@
+"""`key_ranges`: each query sees ranges of keys; and the ranges of a tree."""
+
+import pytest
+import torch
+from support import truth
+
+import attnreg
+from attnreg.errors import InvalidInputError, UnsupportedInputError
+
+LENGTHS = (40, 0, 25)
+OFFSETS = torch.tensor([0, 40, 40, 65], dtype=torch.int32)
+
+
+def tensors(tokens=65, heads=(4, 2), dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(tokens, count, 16, generator=generator, dtype=dtype, requires_grad=True)
+        for count in (heads[0], heads[1], heads[1])
+    ]
+
+
+def attend(given, offsets=OFFSETS, **options):
+    longest = int(offsets.diff().max())
+    return attnreg.varlen_attn(
+        *given, offsets, offsets, longest, longest, enable_gqa=True,
+        return_aux=attnreg.AuxRequest(lse=True), **options,
+    )  # fmt: skip
+
+
+def dense(given, seen, scale=None):
+    """Return output and LSE (H, T) by a mask of all pairs of tokens, (T, T)."""
+    query, key, value = (x.transpose(0, 1) for x in given)
+    key, value = (x.repeat_interleave(query.shape[0] // x.shape[0], 0) for x in (key, value))
+    scores = (query @ key.mT * 16**-0.5).masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    blind = ~seen.any(-1)
+    weights = scores.masked_fill(blind[:, None], 0.0).softmax(-1).masked_fill(blind[:, None], 0.0)
+    return (weights @ value).transpose(0, 1), lse
+
+
+def mask_of(ranges, offsets, causal=False):
+    tokens = len(ranges)
+    document = torch.searchsorted(offsets, torch.arange(tokens, dtype=torch.int32), right=True) - 1
+    place = torch.arange(tokens) - offsets[document]
+    low, high = ranges[:, None, :, 0], ranges[:, None, :, 1]
+    seen = ((place[None, :, None] >= low) & (place[None, :, None] < high)).any(-1)
+    seen &= document[:, None] == document
+    return seen & (place[:, None] >= place) if causal else seen
+
+
+def drawn(count, tokens=65):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-5, 45, (tokens, count, 2), generator=generator, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_query_sees_the_keys_of_its_ranges_forward_and_backward(count, causal):
+    given, ranges = tensors(), drawn(count)
+    grads = torch.randn_like(given[0]), torch.randn(4, 65)
+    seen = mask_of(ranges, OFFSETS, causal)
+    assert not seen.any(-1).all()
+    out, lse = attend(given, key_ranges=ranges, is_causal=causal)
+    wanted = dense(given, seen)
+    truth.assert_near(out.detach(), wanted[0].detach(), torch.float32)
+    truth.assert_near(lse.detach(), wanted[1].detach(), torch.float32)
+    finite = wanted[1].isfinite()
+    got = torch.autograd.grad((out, lse[finite]), given, (grads[0], grads[1][finite].float()))
+    expected = torch.autograd.grad(
+        (wanted[0], wanted[1][finite]), given, (grads[0], grads[1][finite].double())
+    )
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_ranges_of_sequences_are_concatenated_as_their_tokens_are():
+    given, ranges = [x.detach() for x in tensors()], drawn(2)
+    whole, _ = attend(given, key_ranges=ranges)
+    for begin, end in ((0, 40), (40, 65)):
+        offsets = torch.tensor([0, end - begin], dtype=torch.int32)
+        alone, _ = attend([x[begin:end] for x in given], offsets, key_ranges=ranges[begin:end])
+        torch.testing.assert_close(whole[begin:end], alone)
+
+
+def test_sinks_and_the_gradient_of_ranges_that_leave_rows_blind_are_right():
+    given = tensors()
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    out, _ = attend(given, key_ranges=drawn(1), sinks=sinks)
+    plain, lse = dense(given, mask_of(drawn(1), OFFSETS))
+    share = (lse - torch.logaddexp(lse, sinks[:, None])).exp().nan_to_num(0.0)
+    wanted = plain * share.T[..., None]
+    torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_where_no_backend_has_it_each_says_so():
+    with pytest.raises(UnsupportedInputError, match="key_ranges must be None, got a tensor"):
+        attend(tensors(dtype=torch.float32), key_ranges=drawn(1), backend="cpu")
+    explanation = attnreg.explain(
+        *tensors(dtype=torch.float32), OFFSETS, OFFSETS, 40, 40, enable_gqa=True, key_ranges=drawn(1)
+    )
+    assert (explanation.backend, explanation.backward.backend) == ("math", "math")
+    assert explanation.rejected["cpu"] == ("key_ranges must be None, got a tensor",)
+    assert "key_ranges" in str(explanation)
+
+
+WRONG = {
+    "dtype": (drawn(1).long(), r"key_ranges: got torch.int64, expected torch.int32"),
+    "tokens": (drawn(1)[:60], r"key_ranges: got shape \(60, 1, 2\), expected \(65, ranges, 2\)"),
+    "pairs": (drawn(1)[..., :1], r"key_ranges: got shape \(65, 1, 1\), expected \(65, ranges, 2\)"),
+    "rank": (drawn(1)[:, 0], r"key_ranges: got shape \(65, 2\), expected 3 dimensions"),
+    "list": ([[0, 1]], r"key_ranges: got \[\[\.\.\.\]\], expected a tensor"),
+}
+
+
+@pytest.mark.parametrize(("ranges", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_ranges_are_errors_in_every_call(ranges, message):
+    given = tensors()
+    attend(given, key_ranges=drawn(1))
+    for _ in range(2):
+        with pytest.raises(InvalidInputError, match=message):
+            attend(given, key_ranges=ranges)
+
+
+def test_no_range_at_all_leaves_every_query_without_a_key():
+    out, lse = attend(tensors(), key_ranges=torch.zeros(65, 0, 2, dtype=torch.int32))
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+def test_a_compiled_program_breaks_its_graph_and_is_right():
+    given = [x.detach() for x in tensors()]
+
+    def layer(*leaves):
+        return attend(leaves, key_ranges=drawn(2))[0] * 2.0
+
+    compiled = torch.compile(layer, backend="eager")
+    torch.testing.assert_close(compiled(*given), layer(*given))
+
+
+# Trees
+
+
+def seen_by_parents(parents, lengths):
+    """Return which tokens see which by the definition of a tree."""
+    segment = torch.repeat_interleave(torch.arange(len(parents)), torch.tensor(lengths))
+    above = torch.eye(len(parents), dtype=torch.bool)
+    for number, parent in enumerate(parents):
+        if parent >= 0:
+            above[number] |= above[parent]
+    tokens = torch.arange(len(segment))
+    return above[segment][:, segment] & (tokens[:, None] >= tokens)
+
+
+TREES = {
+    "a shared prefix": ([-1, 0, 0, 0], [10, 7, 5, 9], 2),
+    "deeper": ([-1, 0, 1, 0, 3, 3, 1], [4, 3, 2, 5, 1, 6, 2], 3),
+    "tokens of a draft": ([-1, 0, 1, 0, 3, 1, 5, -1], None, 2),
+    "two trees": ([-1, 0, -1, 2, 2], [3, 4, 5, 2, 3], 2),
+    "empty segments": ([-1, 0, 0, 1], [4, 0, 3, 2], 2),
+    "a chain": ([-1, 0, 1, 2], [2, 3, 4, 5], 1),
+}
+
+
+@pytest.mark.parametrize(("parents", "lengths", "width"), TREES.values(), ids=TREES)
+def test_a_token_of_a_tree_sees_its_segment_up_to_itself_and_its_ancestors(parents, lengths, width):
+    ranges = attnreg.tree_ranges(parents, lengths)
+    lengths = lengths or [1] * len(parents)
+    tokens = sum(lengths)
+    assert (ranges.shape, ranges.dtype) == ((tokens, width, 2), torch.int32)
+    offsets = torch.tensor([0, tokens], dtype=torch.int32)
+    assert torch.equal(mask_of(ranges, offsets), seen_by_parents(parents, lengths))
+    assert torch.equal(ranges, attnreg.tree_ranges(torch.tensor(parents), torch.tensor(lengths)))
+
+
+def test_a_call_with_the_ranges_of_a_tree_is_the_calls_of_its_paths():
+    parents, lengths = [-1, 0, 0], [10, 7, 5]
+    given = [x.detach() for x in tensors(22)]
+    whole, _ = attend(
+        given, torch.tensor([0, 22], dtype=torch.int32), key_ranges=attnreg.tree_ranges(parents, lengths)
+    )
+    for begin, end in ((10, 17), (17, 22)):
+        path = [torch.cat((x[:10], x[begin:end])) for x in given]
+        offsets = torch.tensor([0, len(path[0])], dtype=torch.int32)
+        alone, _ = attend(path, offsets, is_causal=True)
+        torch.testing.assert_close(whole[begin:end], alone[10:])
+
+
+def test_no_segment_is_no_token():
+    assert attnreg.tree_ranges([]).shape == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([0],), r"parents\[0\]: got 0, expected -1 or a segment before it"),
+        (([-1, 2, 0],), r"parents\[1\]: got 2, expected -1 or a segment before it, 0 to 0"),
+        (([-2],), r"parents\[0\]: got -2, expected -1"),
+        (([-1, 0], [3]), r"lengths: got 1 of them, expected one for each parent, 2"),
+        (([-1], [-3]), r"lengths\[0\]: got -3, expected 0 or more"),
+        (([0.5],), r"parents: got \[0.5\], expected integers"),
+        ((torch.zeros(2, 2),), r"parents: got shape \(2, 2\), torch.float32, expected one dimension of int"),
+    ],
+)
+def test_wrong_trees_are_errors(arguments, message):
+    with pytest.raises(InvalidInputError, match=message):
+        attnreg.tree_ranges(*arguments)
