@@ -23,6 +23,7 @@ from support.packed_calls import (
 )
 from support.processes import forked
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import attnreg
 from attnreg.core.contract.backend import Call
@@ -177,6 +178,15 @@ def test_one_dynamic_compilation_serves_every_ragged_batch(packed, ran, attend):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             run_and_compare((*inputs, cu, cu, longest, longest), attend=attend)
     assert total(ran()) == (len(BATCHES), len(BATCHES))
+
+
+def test_a_dynamic_graph_is_compiled_once_though_torch_has_kept_nothing_of_it(packed):
+    """A symbolic number of attnreg's own would have torch compile twice, to specialize it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    attend = compiled(attnreg.varlen_attn, counter, dynamic=True)
+    for lengths in BATCHES:
+        run_and_compare(packed(lengths), attend=attend)
+    assert counter.frame_count == 1
 
 
 def test_marked_dimensions_are_compiled_once(packed):
