@@ -1,8 +1,8 @@
 """Programs: launches as data, so that C++ runs them without Python, and Python runs the same.
 
 A program allocates tensors whose sizes follow from the call, then calls compiled functions. Tensors are
-numbered: first the tensors that a launcher is given (sinks behind the kernel's, then both offsets of a packed
-call), then the program's own buffers.
+numbered: first the tensors that a launcher is given, in its order, with both offsets of a packed call last;
+then the program's own buffers.
 
 C++ calls functions of TVM-FFI by its C interface (`dispatch/csrc/program.h`). A program with anything else,
 such as a tensor that a Python function computes, runs in Python alone.
