@@ -140,6 +140,10 @@ def _nearest(allowed: Range, number: int) -> int:
     return max(clamped // allowed.step, -(-allowed.low // allowed.step)) * allowed.step
 
 
+# What only packed calls have.
+OF_PACKED = "varlen", "seqused_k", "key_ranges", "page_size", "sinks"
+
+
 def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> Case:
     """Return a small call with some of what a backend declares, each in turn among it; the seed decides."""
     draw, abilities = random.Random(f"{seed} {number}"), declared(limits)
@@ -150,8 +154,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         return value if ability in abilities and (drawn or in_turn == ability) else otherwise
 
     varlen = limits.varlen
-    of_packed = "varlen", "seqused_k", "key_ranges", "page_size", "sinks"
-    if varlen and limits.dense and in_turn not in of_packed:
+    if varlen and limits.dense and in_turn not in OF_PACKED:
         varlen = in_turn not in ("dense", "bias") and draw.random() < 0.5
     lens_q, lens_k = _lengths(draw, limits, varlen)
     dim = draw.choice([dim for dim in DIMS if dim in limits.head_dim] or [_nearest(limits.head_dim, 64)])
@@ -182,8 +185,8 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
     else:
         used = maybe("seqused_k", tuple(draw.randint(0, length) for length in lens_k), None)
         layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
-        case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
-        case = replace(case, key_ranges=maybe("key_ranges", draw.randint(1, 3), 0, 0.0))
+        tail, ranges = draw.choice((0, 17)), maybe("key_ranges", draw.randint(1, 3), 0, 0.0)
+        case = replace(case, seqused_k=used, tail=tail, poison=True, layout=layout, key_ranges=ranges)
     return fitted(_counting_sinks(case) if in_turn == "sinks" else case, limits)
 
 

@@ -6,7 +6,7 @@ from support.launcher_kinds import PACKED, assert_equal, forward_function, tenso
 from support.program_calls import InPrograms
 
 from attnreg.core.launching import programs
-from attnreg.core.launching.programs import ANY, Bundle, Computed, Operand, Size, Step
+from attnreg.core.launching.programs import ANY, BufferSize, Bundle, Computed, FunctionCall, Operand
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,8 +67,8 @@ def test_an_error_of_a_function_is_told_and_dropped(op):
     "changes",
     [
         {"buffers": (Computed(torch.clone, (0,)),)},
-        {"steps": (Step(lambda *_: None, (Bundle(tuple, (0,)),)),)},
-        {"steps": (Step("no function", (Operand(0),)),)},
+        {"steps": (FunctionCall(lambda *_: None, (Bundle(tuple, (0,)),)),)},
+        {"steps": (FunctionCall("no function", (Operand(0),)),)},
     ],
     ids=["a computed tensor", "a bundle of tensors", "a function without a handle"],
 )
@@ -82,13 +82,13 @@ def test_what_only_python_can_run_is_not_described(changes):
 def test_python_runs_what_c_does_and_what_it_computes_itself():
     computed = Computed(lambda x: x + 1, (0,))
     got = []
-    step = Step(lambda *given: got.append(given), (Operand(1), Bundle(lambda *x: x, (0, 1)), None, 3))
+    step = FunctionCall(lambda *given: got.append(given), (Operand(1), Bundle(lambda *x: x, (0, 1)), None, 3))
     x = torch.ones(2)
-    program = programs.Program((computed,), (step,), (1,))
+    program = programs.LaunchProgram((computed,), (step,), (1,))
     (result,) = programs.run(program, (0,) * 7, [x])
     assert_equal(result, x + 1)
     assert got[0][0] is got[0][1][1] is result and got[0][1][0] is x and got[0][2:] == (None, 3)
 
 
 def test_a_size_is_a_sum_in_units():
-    assert Size((1, 0, 0, 2, 0, 0, 3), 5, 4, 10).value((7, 100, 100, 3, 100, 100, 1)) == 50
+    assert BufferSize((1, 0, 0, 2, 0, 0, 3), 5, 4, 10).value((7, 100, 100, 3, 100, 100, 1)) == 50

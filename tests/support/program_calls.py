@@ -14,12 +14,12 @@ from attnreg.core.launching.programs import (
     MAX_Q,
     TOKENS_Q,
     Buffer,
+    BufferSize,
+    FunctionCall,
     Interface,
+    LaunchProgram,
     Like,
     Operand,
-    Program,
-    Size,
-    Step,
 )
 
 ARRAY = 71  # TVM-FFI's type index of an array
@@ -206,16 +206,16 @@ def _forward(is_packed):
     first = 5 if is_packed else 3  # both offsets come before the buffers
     rows = (TOKENS_Q,) if is_packed else (BATCH, MAX_Q)
     lse = (HEADS_Q, TOKENS_Q) if is_packed else (BATCH, HEADS_Q, MAX_Q)
-    padded = Size((1, 0, 0, 1, 0, 0, 0), 3, 4, 8)
+    padded = BufferSize((1, 0, 0, 1, 0, 0, 0), 3, 4, 8)
     buffers = (
-        Buffer((*rows, HEADS_Q, Size(more=8)), torch.float32),
+        Buffer((*rows, HEADS_Q, BufferSize(more=8)), torch.float32),
         Buffer(lse, torch.float32),
         Buffer((padded,), torch.int32, zero=True),
     )
     arguments = (
         *map(Operand, (0, 1, 2, first, first + 1)), 2.0, None, 7, Nothing(), Operand(first + 2),
     )  # fmt: skip
-    return Program(buffers, (Step(forward_step, arguments),), (first, first + 1))
+    return LaunchProgram(buffers, (FunctionCall(forward_step, arguments),), (first, first + 1))
 
 
 def _backward(is_packed):
@@ -223,4 +223,4 @@ def _backward(is_packed):
     buffers = Like(1), Like(2), Like(3)
     arguments = tuple(map(Operand, (0, 5, first, first + 1, first + 2)))
     results = first, first + 1, first + 2
-    return Program(buffers, (Step(backward_step, arguments),), results, contiguous=(5,))
+    return LaunchProgram(buffers, (FunctionCall(backward_step, arguments),), results, contiguous=(5,))

@@ -29,14 +29,14 @@ from attnreg.core.launching.programs import (
     TOKENS_Q,
     UNINITIALIZED,
     Buffer,
+    BufferSize,
     Bundle,
     Computed,
+    FunctionCall,
+    LaunchProgram,
     Like,
     Memory,
     Operand,
-    Program,
-    Size,
-    Step,
 )
 
 Results = tuple[Tensor, ...]
@@ -90,7 +90,7 @@ class _Launches(NamedTuple):
     arguments: LauncherArguments
     compiled: dict[Class, CompiledFunctions]
     memory: Memory
-    programs: dict[Class, Program]
+    programs: dict[Class, LaunchProgram]
 
     @property
     def is_forward(self) -> bool:
@@ -127,7 +127,7 @@ class _Launches(NamedTuple):
             return None
         return programs.run(program, (*lengths, query.shape[-2], key.shape[-2]), tensors, self.memory)
 
-    def _program(self, of_lengths: Class) -> Program | None:
+    def _program(self, of_lengths: Class) -> LaunchProgram | None:
         program = self.programs.get(of_lengths)
         if program is None and (compiled := self.compiled.get(of_lengths)) is not None:
             make = _forward if self.is_forward else _backward
@@ -161,8 +161,8 @@ def _tensors(*values: Any) -> tuple[Any, ...]:
     return tuple(Operand(value) if isinstance(value, int) else value for value in values)
 
 
-def _fixed(number: int) -> Size:
-    return Size(more=number)
+def _fixed(number: int) -> BufferSize:
+    return BufferSize(more=number)
 
 
 def _sum_of_tiles(rows: int, **options: Any) -> Callable[[Tensor], Tensor]:
@@ -177,7 +177,7 @@ def _sum_of_tiles(rows: int, **options: Any) -> Callable[[Tensor], Tensor]:
 
 def _forward(
     family: Family, arguments: LauncherArguments, compiled: CompiledFunctions, has_many: bool
-) -> Program:
+) -> LaunchProgram:
     (attend,), rows, _ = compiled
     scale, left, right, _ = arguments
     numbers, dim, tiles = _Numbers(family, 3), _fixed(family.dim_v), None
@@ -188,7 +188,7 @@ def _forward(
     if has_many and numbers.cu_q is not None:
         heads_of_tile = {"qhead_per_kvhead": family.group, "pack_gqa": family.group > 1}
         tiles = numbers.add(Computed(_sum_of_tiles(rows, **heads_of_tile), (numbers.cu_q,)))
-    step = Step(
+    step = FunctionCall(
         attend,
         (
             *_tensors(0, 1, 2, out, lse), scale, *_tensors(numbers.cu_q, numbers.cu_k), None, None, None,
@@ -196,12 +196,12 @@ def _forward(
             *_tensors(tiles), None,
         ),
     )  # fmt: skip
-    return Program(tuple(numbers.buffers), (step,), (out, lse))
+    return LaunchProgram(tuple(numbers.buffers), (step,), (out, lse))
 
 
 def _backward(
     family: Family, arguments: LauncherArguments, compiled: CompiledFunctions, has_many: bool
-) -> Program:
+) -> LaunchProgram:
     (prepare, differentiate, convert, *convert_shared), rows, columns = compiled
     scale, left, right, _ = arguments
     interface, numbers = import_module(INTERFACE), _Numbers(family, 6)
@@ -219,14 +219,14 @@ def _backward(
         of_sinks = Bundle(interface.LearnableSinkBwdTensors, (products, lse, numbers.sinks, dsinks))
     offsets_q, offsets_k, tiles_q, tiles_k = _tensors(numbers.cu_q, numbers.cu_k, sums_q, sums_k)
     steps = [
-        Step(
+        FunctionCall(
             prepare,
             (
                 *_tensors(out, grad, products, lse, lse_log2, dq_sums), offsets_q, None, None, None, None,
                 1.0, tiles_q, None,
             ),
         ),
-        Step(
+        FunctionCall(
             differentiate,
             (
                 *_tensors(query, key, value, grad, lse_log2, products, dq_sums, *(shared_sums or (dk, dv))),
@@ -234,17 +234,19 @@ def _backward(
                 *_tensors(*(*turns, None, None, None)[:3]), interface.AuxData(), None, tiles_k,
             ),
         ),
-        Step(convert, (*_tensors(dq_sums, dq), scale, offsets_q, None, of_sinks, tiles_q)),
+        FunctionCall(convert, (*_tensors(dq_sums, dq), scale, offsets_q, None, of_sinks, tiles_q)),
     ]  # fmt: skip
     for function, summed, (result, factor) in zip(
         convert_shared, shared_sums, [(dk, scale), (dv, 1.0)][: len(shared_sums)], strict=True
     ):
-        steps.append(Step(function, (*_tensors(summed, result), factor, offsets_k, None, None, tiles_k)))
+        steps.append(
+            FunctionCall(function, (*_tensors(summed, result), factor, offsets_k, None, None, tiles_k))
+        )
     results = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)
-    return Program(tuple(numbers.buffers), tuple(steps), results, contiguous=(lse,))
+    return LaunchProgram(tuple(numbers.buffers), tuple(steps), results, contiguous=(lse,))
 
 
-def _length_in_tiles(family: Family, of_keys: bool, rows: int, width: int = 1) -> Size:
+def _length_in_tiles(family: Family, of_keys: bool, rows: int, width: int = 1) -> BufferSize:
     """Return the size of a tensor with `width` numbers for each row of whole tiles.
 
     Each sequence of a packed call may begin a new tile.
@@ -253,7 +255,7 @@ def _length_in_tiles(family: Family, of_keys: bool, rows: int, width: int = 1) -
         return (MAX_K if of_keys else MAX_Q)._replace(more=rows - 1, unit=rows, times=rows * width)
     tokens = TOKENS_K if of_keys else TOKENS_Q
     factors = rows, *tokens.factors[1:]
-    return Size(factors, rows - 1, rows, rows * width)
+    return BufferSize(factors, rows - 1, rows, rows * width)
 
 
 def _sums(family: Family, rows: int, columns: int) -> list[Buffer]:

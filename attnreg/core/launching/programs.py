@@ -28,7 +28,7 @@ ANY = (0, 2**62)
 NOTHING, INTEGER, FLOAT, TENSOR, OBJECT = 0, 1, 3, 7, 64
 
 
-class Size(NamedTuple):
+class BufferSize(NamedTuple):
     """A size: `(the sum of the numbers times factors, plus more) // unit * times`.
 
     `factors` are those of the numbers of sequences, longest query, longest key, tokens of the queries, tokens
@@ -47,7 +47,7 @@ class Size(NamedTuple):
 
 
 BATCH, MAX_Q, MAX_K, TOKENS_Q, TOKENS_K, HEADS_Q, HEADS_K = (
-    Size(tuple(int(place == own) for place in range(7)))  # type: ignore[arg-type]
+    BufferSize(tuple(int(place == own) for place in range(7)))  # type: ignore[arg-type]
     for own in range(7)
 )
 
@@ -55,7 +55,7 @@ BATCH, MAX_Q, MAX_K, TOKENS_Q, TOKENS_K, HEADS_Q, HEADS_K = (
 class Buffer(NamedTuple):
     """A new contiguous tensor."""
 
-    sizes: tuple[Size, ...]
+    sizes: tuple[BufferSize, ...]
     dtype: torch.dtype
     zero: bool = False
 
@@ -86,14 +86,14 @@ class Bundle(NamedTuple):
     numbers: tuple[int, ...]
 
 
-class Step(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of a compiled function. Arguments that are no `Operand` or `Bundle` are passed as they are."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
 
 
-class Program(NamedTuple):
+class LaunchProgram(NamedTuple):
     """What runs a call.
 
     Attributes:
@@ -104,7 +104,7 @@ class Program(NamedTuple):
     """
 
     buffers: tuple[Buffer | Like | Computed, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[FunctionCall, ...]
     results: tuple[int, ...]
     contiguous: tuple[int, ...] = ()
 
@@ -120,7 +120,7 @@ UNINITIALIZED = Memory()
 
 
 def run(
-    program: Program, numbers: Numbers, given: Sequence[Tensor], memory: Memory = UNINITIALIZED
+    program: LaunchProgram, numbers: Numbers, given: Sequence[Tensor], memory: Memory = UNINITIALIZED
 ) -> tuple[Tensor, ...]:
     """Run a program in Python; tensors have the launcher's shapes and dtypes, on the current device."""
     tensors = list(given)
@@ -164,7 +164,7 @@ class Interface(NamedTuple):
     convert: Callable[[Any], Any]
 
 
-def described(program: Program, bounds: Bounds, interface: Interface) -> tuple[Any, ...] | None:
+def described(program: LaunchProgram, bounds: Bounds, interface: Interface) -> tuple[Any, ...] | None:
     """Return a program as C++ reads it, for calls with lengths in these bounds; None if C++ can't run it."""
     keep: list[Any] = [program]
     steps = []
