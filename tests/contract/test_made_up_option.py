@@ -122,8 +122,10 @@ for tensors, tilts in ((whole, scales), (whole, frozen), (still, scales)):
 seen["wrong"] = [
     error(lambda: attend(tilt=x))[1] for x in (torch.ones(3, dtype=torch.float64), torch.ones(2))
 ]
-in_graph = lambda factor: attnreg.varlen_attn(*arguments, is_causal=True, warmth=factor)
-out = torch.compile(in_graph, backend="aot_eager", fullgraph=True)(2.0)
+in_graph = lambda **further: attnreg.varlen_attn(*arguments, is_causal=True, **further)
+compiled = torch.compile(in_graph, backend="aot_eager", fullgraph=True)
+seen["not in graph"] = torch.allclose(compiled(), expected(8**-0.5)[0])
+out = compiled(warmth=2.0)
 grads = torch.autograd.grad(out.sin().sum(), (query, key, value))
 wanted = expected(8**-0.5 * 2.0)
 seen["in graph"] = all(torch.allclose(x, y) for x, y in zip((out, *grads), wanted, strict=True))
@@ -167,7 +169,7 @@ def test_a_row_and_a_kernel_add_an_option(routers):
     assert seen["flag"] == {"further": {"sharpness": 2, "tilt": True}}
     assert seen["reasons"] == ["sharpness must be 1.0, got 2.0"]
     assert seen["compiled"]
-    assert seen["in graph"]
+    assert seen["in graph"] and seen["not in graph"]
     assert seen["learned"] == [True] * 3
     assert seen["wrong"] == [
         f"tilt: got shape {got}, expected (2,), torch.float64"

@@ -135,9 +135,11 @@ class Call(NamedTuple):
         Raises:
             TypeError: there is no such field or option.
         """
-        if unknown := options.keys() - {*self._fields, *(row.name for row in OPTIONS)}:
+        if unknown := options.keys() - KEYED_BY.keys():
             raise TypeError(f"Call has no option {', '.join(sorted(unknown))}")
         own = {name: value for name, value in options.items() if name in self._fields}
+        if len(own) == len(options):
+            return self._replace(**own)
         others = dict(self.further) | {name: options[name] for name in options.keys() - own.keys()}
         on = {row.name for row in OPTIONS if row.is_on(others.get(row.name))}
         return self._replace(**own, further=tuple(pair for pair in sorted(others.items()) if pair[0] in on))

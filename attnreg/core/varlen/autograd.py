@@ -110,9 +110,9 @@ class _VarlenAttention(torch.autograd.Function):
             backward = custom_op.backward_of if in_graph else backward
             grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
             options = saved | rescaled
-            found = backward(grad_out, tensors, ctx.call, ctx.choice, grad_lse, rng_state, options)
+            of_kernel = backward(grad_out, tensors, ctx.call, ctx.choice, grad_lse, rng_state, options)
             names = "query", "key", "value", *(name for name, _ in ctx.learned if name in options)
-            grads |= dict(zip(names, found, strict=True))
+            grads |= dict(zip(names, of_kernel, strict=True))
         of_learned = (grads.get(name) for name, _ in ctx.learned)
         return *map(grads.get, ("query", "key", "value")), *(None,) * 4, *of_learned
 

@@ -72,7 +72,7 @@ def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> l
     """
     given: dict[str, Any] = {"backend": backend, "needs_backward": needs_backward}
     for row in _options("forward"):
-        value = options[row.argument or row.name]
+        value = options.get(row.argument or row.name, row.off)
         if row.values == "number":
             value = row.checked(value) if row.is_on(value) else row.off
         given[row.name] = value
