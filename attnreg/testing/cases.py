@@ -45,6 +45,10 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
 }
 
 
+# The abilities that only packed calls show.
+OF_PACKED = ("varlen", "seqused_k", "key_ranges", "page_size", "sinks")
+
+
 class Check(NamedTuple):
     """A call to check a backend with.
 
@@ -150,8 +154,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         return value if ability in abilities and (drawn or in_turn == ability) else otherwise
 
     varlen = limits.varlen
-    of_packed = "varlen", "seqused_k", "key_ranges", "page_size", "sinks"
-    if varlen and limits.dense and in_turn not in of_packed:
+    if varlen and limits.dense and in_turn not in OF_PACKED:
         varlen = in_turn not in ("dense", "bias") and draw.random() < 0.5
     lens_q, lens_k = _lengths(draw, limits, varlen)
     dim = draw.choice([dim for dim in DIMS if dim in limits.head_dim] or [_nearest(limits.head_dim, 64)])
@@ -177,14 +180,19 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
     )
     if not varlen:
         case = replace(case, bias=maybe("bias", draw.choice(("key padding", "additive")), "none"))
-    elif in_turn == "page_size":
-        case = replace(case, seqused_k=tuple(draw.randint(0, length) for length in lens_k), page_size=16)
     else:
-        used = maybe("seqused_k", tuple(draw.randint(0, length) for length in lens_k), None)
-        layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
-        case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
-        case = replace(case, key_ranges=maybe("key_ranges", draw.randint(1, 3), 0, 0.0))
+        case = _packed(draw, case, in_turn, maybe)
     return fitted(_counting_sinks(case) if in_turn == "sinks" else case, limits)
+
+
+def _packed(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., Any]) -> Case:
+    """Return a packed case with some of what dense ones don't have; `maybe` is that of `_drawn`."""
+    if in_turn == "page_size":
+        return replace(case, seqused_k=tuple(draw.randint(0, length) for length in case.lens_k), page_size=16)
+    used = maybe("seqused_k", tuple(draw.randint(0, length) for length in case.lens_k), None)
+    layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
+    case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
+    return replace(case, key_ranges=maybe("key_ranges", draw.randint(1, 3), 0, 0.0))
 
 
 def _counting_sinks(case: Case) -> Case:

@@ -20,7 +20,6 @@ TURNS = {"attnreg/core/selection/protocols.py"}
 BODY_LIMIT = 40
 LONGER_BODIES = {
     "attnreg/tools/explanation/__init__.py explain": 49,
-    "attnreg/testing/cases.py _drawn": 41,
 }
 
 
