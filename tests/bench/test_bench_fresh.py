@@ -97,14 +97,20 @@ def test_the_cache_of_flash_attns_function_is_one_memory_and_holds_what_the_batc
         assert row.verdict(drawn[0], side.prepared(drawn[1])()).wrong != ""
 
 
-def test_no_two_calls_of_a_row_have_the_same_lengths(monkeypatch):
-    drawn, made = [], attention.Batch
-    monkeypatch.setattr(attention, "Batch", lambda shape, device: drawn.append(shape) or made(shape, device))
+def test_no_two_new_calls_of_a_row_have_the_same_lengths_and_repeated_calls_draw_as_well():
+    drawn = {"same": [], "new": []}
     job = Job(CPU, ("cpu", "math"), 2, quick=True, parts=("varlen",))
-    rows = turns.measured(attention.rows(job)[0], job)
-    new = sum(row["calls"] for row in rows if row["stream"] == "new")
-    assert len(drawn) > new > 0
-    sizes = [(sum(shape.lengths_q), max(shape.lengths_q)) for shape in drawn]
+    row = attention.rows(job)[0]
+
+    def noting(name, stream):
+        return stream._replace(draw=lambda: drawn[name].append(batch := stream.draw()) or batch)
+
+    row = dataclasses.replace(row, streams={name: noting(name, x) for name, x in row.streams.items()})
+    calls = {"same": 0, "new": 0}
+    for measured in turns.measured(row, job):
+        calls[measured["stream"]] += measured["calls"]
+    assert all(len(drawn[name]) > count > 0 for name, count in calls.items())
+    sizes = [(sum(batch.shape.lengths_q), max(batch.shape.lengths_q)) for batch in drawn["new"]]
     assert len(set(sizes)) == len(sizes)
 
 

@@ -89,16 +89,50 @@ def test_it_is_prepared_again_only_for_other_lengths_or_strides(op):
         planned, (out, *_) = op.planned(q, k, v)
         assert planned or torch.equal(out, q * 2)
     lengths = [lengths for lengths, _ in kernel.prepared]
-    assert lengths == [(2, 6, 6, 12, 12), (3, 9, 9, 27, 27), (2, 6, 6, 12, 12)]
+    assert lengths == [(2, 6, 6, 12, 12), (3, 9, 9, 27, 27)]
     # The second row of each sequence is left out: the same lengths and classes of strides.
     q, k, v = (x[:, ::2] for x in tensors((2, 12, 2, 8)))
     op.planned(q, k, v)
-    assert kernel.prepared[3:] == []  # it isn't contiguous, which is another kind
+    assert kernel.prepared[2:] == []  # it isn't contiguous, which is another kind
     op.planned(q, k, v)
     wider = [x[:, ::4] for x in tensors((2, 24, 2, 8))]
     assert not op.planned(*wider)[0]
-    strides = [strides[0] for _, strides in kernel.prepared[3:]]
+    strides = [strides[0] for _, strides in kernel.prepared[2:]]
     assert strides == [(192, 32, 8, 1), (384, 64, 8, 1)]
+
+
+def test_how_calls_of_the_newest_four_lengths_are_run_is_kept(op):
+    kernel = OnAddresses()
+    op.forward = kernel.launcher
+    op.planned(*tensors())
+    for rows in (2, 3, 4, 5, 6, 6, 5, 4, 3, 2):
+        q, k, v = tensors((2, rows, 2, 8))
+        planned, (out, *_) = op.planned(q, k, v)
+        assert not planned
+        assert torch.equal(out, q * 2)
+    assert [lengths[1] for lengths, _ in kernel.prepared] == [2, 3, 4, 5, 6, 2]
+
+
+def test_it_is_not_prepared_again_for_lengths_that_it_says_it_serves(packed_plan):
+    most = 2**31 - 1
+    kernel = OnAddresses("forward", PACKED, launch=lambda *given: kernel.launch(kernel.shape, *given))
+
+    def prepare(*given):
+        tokens = (5, 7) if given[3] >= 5 else (1, 4)
+        lengths = (1, 2), (1, most), (1, most), tokens, (1, most)
+        return kernel.prepare(*given)._replace(lengths=lengths)
+
+    packed_plan.forward = AddressLauncher(forward_function, prepare)
+    for number, ends in enumerate(([0, 2, 6], [0, 2, 6], [0, 1, 7], [0, 5], [0, 2, 4], [0, 5, 7], [0, 3])):
+        pair = torch.tensor(ends, dtype=torch.int32)
+        kernel.shape, kernel.ends = (ends[-1], 2, 8), len(ends)
+        q, k, v = tensors(kernel.shape)
+        planned, results = packed_plan.planned(q, k, v, pair, pair)
+        assert planned is (number == 0)
+        if not planned:
+            assert_equal(results, forward_function(q, k, v))
+            assert kernel.offsets == ends
+    assert [lengths for lengths, _ in kernel.prepared] == [(2, 4, 4, 6, 6), (2, 4, 4, 4, 4)]
 
 
 def test_in_python_it_runs_as_the_call_cache_runs_it(pair):
@@ -198,14 +232,24 @@ WRONG = {
         "Prepared.launch returned a NoneType, expected True or False",
     ),
     "derive": (
-        {"derive": lambda *_: (1,)},
-        TypeError,
-        "Prepared.derive returned a tuple, expected a list of tensors or None",
-    ),
-    "tensors": (
         {"derive": lambda *_: [3]},
         TypeError,
-        "Prepared.derive returned a list with a int, expected tensors",
+        "Prepared.derive returned a list, expected a tuple of a tensor and a tuple of places, or None",
+    ),
+    "tensor": (
+        {"derive": lambda *_: (3, (0,))},
+        TypeError,
+        "Prepared.derive returned a tuple of a int, expected a tuple of a tensor and a tuple of places",
+    ),
+    "place": (
+        {"derive": lambda *_: (torch.zeros(2), (0, 8))},
+        IndexError,
+        "Prepared.derive returned the place 8 in a tensor of 8 bytes",
+    ),
+    "lengths": (
+        {"lengths": ((1, 1),) * 5},
+        TypeError,
+        "Prepared.lengths: expected a pair for each of five lengths, with those that it was asked for",
     ),
 }
 
@@ -245,6 +289,8 @@ def test_an_error_of_prepare_or_a_wrong_answer_is_the_callers_error(
         ({"operands": [0, 1]}, "Prepared.operands: got [0, 1], expected a tuple"),
         ({"operands": (0, -1)}, "Prepared: got -1, expected whole numbers from 0"),
         ({"lse_strides": 0}, "Prepared.lse_strides: got 0, expected a tuple"),
+        ({"lengths": [(1, 2)] * 5}, f"Prepared.lengths: got {[(1, 2)] * 5}, expected a tuple"),
+        ({"lengths": ((1, None),) * 5}, "Prepared: got None, expected whole numbers from 0"),
         ({"workspace": 0.5}, "Prepared: got 0.5, expected whole numbers from 0"),
     ],
 )

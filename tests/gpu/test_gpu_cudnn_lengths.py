@@ -90,9 +90,10 @@ def test_the_kernel_of_lengths_writes_what_torchs_ops_write(seed):
     read.add(type("Plan", (), {"lengths": wanted}))
     assert lengths.WRITE.available(torch.cuda.current_device())
     stream = torch.cuda.current_stream().cuda_stream
-    got = lengths.BatchLengths(read, count + draw.randint(0, 50), stream, cu_q, cu_k, used)._rows
+    made = lengths.BatchLengths(read, count + draw.randint(0, 50), stream, cu_q, cu_k, used)
+    ((written, got),) = made._buffers
     by_ops = torch.full_like(got, -1)
-    lengths._write_by_ops(by_ops, read.now[0], cu_q, cu_k, used)
+    lengths._write_by_ops(by_ops, written.ragged, cu_q, cu_k, used)
     assert torch.equal(got, by_ops)
 
 

@@ -1,5 +1,6 @@
 """On a GPU: offsets that are written to between calls, also where torch doesn't count the write."""
 
+import contextlib
 import time
 
 import pytest
@@ -8,7 +9,10 @@ import torch.distributed as dist
 from support import gpu, truth
 
 import attnreg
+from attnreg.core import registry
 from attnreg.core.dispatch import call_cache
+from attnreg.core.launching import rows
+from attnreg.core.launching.launchers import FunctionLauncher
 
 pytestmark = pytest.mark.gpu
 
@@ -132,3 +136,113 @@ def test_a_write_that_is_reported_is_followed_at_once(named, prepare, nccl):
         given, front = written(named, prepare, lengths)
         torch.autograd.graph.increment_version(given.cu_seqlens_q)
         gpu.assert_near(gpu.run(front, given), gpu.expected(given)[0])
+
+
+# ---- what has to be known of new offsets
+
+OWN = {
+    "FA2": ["attnreg_clear_forward"],
+    "FA4": ["attnreg_blank", "attnreg_clear_forward"],
+    "cuDNN": ["attnreg_clear_forward", "attnreg_cudnn_lengths"],
+}
+
+
+def own_kernels(step):
+    """Return the names of attnreg's own kernels in the second run of a step, sorted."""
+    return sorted(name for name in gpu.kernels_of(step) if name.startswith("attnreg_"))
+
+
+def new_batches(grad=False, **options):
+    """Yield packed batches with new offsets, so many of them that a kind of calls has its launcher."""
+    for number in range(24):
+        yield gpu.packed((40 + number, 100, 7), grad=grad, **options)
+
+
+@pytest.mark.only_for(*OWN)
+def test_new_offsets_cost_at_most_two_small_kernels_for_all_layers_and_both_directions(named, compiled_cache):
+    front, batches = gpu.on(named, window_size=(-1, 0)), new_batches(grad=True)
+    for given in [next(batches) for _ in range(16)]:
+        gpu.run(front, given)
+        torch.cuda.synchronize()
+
+    def step():
+        given = next(batches)
+        out = front(*given)
+        torch.cuda.synchronize()  # the device has said of all rows that they see a key
+        for _ in range(2):
+            front(*given)
+        torch.autograd.grad(out, given.qkv, gpu.incoming(out))
+
+    assert own_kernels(step) == OWN[named]
+
+
+@pytest.mark.only_for("FA2", "cuDNN")
+def test_a_forward_has_the_device_say_what_is_so_of_its_rows(named, compiled_cache):
+    """A call after it clears rows unless each is known to see a key."""
+    front = gpu.on(named)
+    for given in new_batches():
+        front(*given)
+    cases = (
+        *(
+            ((3, 9, 50), None, 0),
+            ((3, 0, 50), None, 0),
+            ((3, 9, 50), (3, 10, 51), 0),
+            ((130,) * 200, None, 0),
+        ),
+        *(((3, 9, 50), None, 2), ((3, 9, 50), (3, 8, 50), 0), ((3, 9, 50), (3, 0, 50), 0)),
+    )
+    seen = []
+    for lengths_q, lengths_k, tail in cases:
+        given = gpu.packed(lengths_q, lengths_k, tail=tail, grad=False)
+        pair = given.cu_seqlens_q, given.cu_seqlens_k
+        for _ in range(6):  # a pair of offsets is another kind of calls, whose first calls Python runs
+            other = gpu.packed(lengths_q, lengths_k, tail=tail, grad=False)
+            front(*other)
+        front(*given)
+        torch.cuda.synchronize()
+        _, sees_keys = rows.facts(*pair, len(given.query), len(given.key)).tolist()
+        # `kernels_of` runs a step twice and looks at the second.
+        clears = "attnreg_clear_forward" in gpu.kernels_of(lambda given=given: front(*given))
+        assert clears is not bool(sees_keys), (lengths_q, lengths_k, tail)
+        seen.append(clears)
+    assert seen == [False] * 4 + [True] * 3
+
+
+@pytest.mark.only_for("FA2")
+@pytest.mark.parametrize("fault", ["raises", "declines"])
+@pytest.mark.parametrize("finite", [(), ((2, 1),)], ids=["asks behind", "asks before"])
+def test_a_forward_that_fails_leaves_the_question_to_the_next_call(
+    named, compiled_cache, monkeypatch, fault, finite
+):
+    entry, state = registry.find(named), {"fails": False}
+    original = entry.kernels()
+
+    def specialize(direction, tensors, call):
+        launcher = original.specialize(direction, tensors, call)
+
+        def run(*given):
+            if state["fails"]:
+                if fault == "raises":
+                    raise LookupError("of a kernel")
+                return None
+            state["ran"] = True
+            return launcher(*given)
+
+        return launcher and FunctionLauncher(run, call.window, finite)
+
+    monkeypatch.setattr(entry, "_kernels", original._replace(specialize=specialize))
+    with attnreg.register_backend(named):
+        batches = new_batches()
+        for given in [next(batches) for _ in range(16)]:
+            attnreg.varlen_attn(*given)
+        assert state["ran"]
+        given, state["fails"] = next(batches), True
+        for _ in range(2):
+            with pytest.raises(LookupError) if fault == "raises" else contextlib.nullcontext():
+                attnreg.varlen_attn(*given)
+        state["fails"] = False
+        torch.cuda.synchronize()
+        for _ in range(16):  # where Python has run the call it keeps a launcher only after a while
+            attnreg.varlen_attn(*given)
+            torch.cuda.synchronize()
+        assert own_kernels(lambda: attnreg.varlen_attn(*given)) == []

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.native_calls import NativeCall
+from support.program_calls import InPrograms
 
 from attnreg.core.launching import offsets
 from attnreg.core.launching.launchers import (
@@ -116,6 +117,7 @@ class OnAddresses:
         can: False where it can't launch any more, None where nothing can be derived, "" where nothing can
             be prepared.
         keeps: whether what was derived is kept with the offsets.
+        ends: how many offsets a launch reads.
         offsets, lse: what the last launch has read of them.
     """
 
@@ -125,6 +127,7 @@ class OnAddresses:
         self.prepared, self.launched, self.derived, self.vectors = [], [], [], []
         self.can, self.keeps = True, True
         self.offsets = self.lse = None
+        self.ends = 3
         function = backward_function if self.is_backward else forward_function
         self.launcher = AddressLauncher(function, self.prepare)
 
@@ -152,11 +155,11 @@ class OnAddresses:
         self.derived.append(pair)
         if self.can is None:
             return None
-        vector = pair[0].float()
+        vector = torch.cat((torch.zeros(1), pair[0].float()))
         if self.keeps:
             vector = offsets.derived_from(pair, 0, (id(self),), lambda *_: Vector(vector)).tensor
         self.vectors.append(weakref.ref(vector))
-        return [vector]
+        return vector, (4,)
 
     def launch(self, shape, addresses, workspace, stream):
         count = 6 if self.is_backward else 4
@@ -175,7 +178,7 @@ class OnAddresses:
             lse = source.sum(-1) if self.is_packed else lse_of(source)
             floats(pointers.pop(0), lse.numel()).copy_(lse.flatten())
         if self.is_packed:
-            self.offsets = floats(pointers.pop(0), 3).tolist()
+            self.offsets = floats(pointers.pop(0), self.ends).tolist()
         return True
 
 
@@ -238,6 +241,7 @@ KINDS = {
         OnAddresses("forward", shape).launcher,
         OnAddresses("backward", shape).launcher,
     ),
+    "program": lambda shape: (InPrograms("forward", shape).launcher, InPrograms("backward", shape).launcher),
 }
 
 

@@ -214,7 +214,7 @@ def test_what_no_tensors_can_be_made_for_says_so(changes):
 @pytest.mark.parametrize("device", [Device("cpu"), Device("cuda", (9, 0), 0, "X")], ids=str)
 def test_the_quick_grid_is_small_and_the_full_one_has_more_of_everything(device):
     quick, full = grid("quick", device), grid("full", device)
-    assert len(quick) <= 96 < len(full)
+    assert len(quick) <= 105 < len(full)
     assert {spec.varlen for spec in quick} == {True, False} == {spec.causal for spec in quick}
     assert len(set(full)) == len(full)
 
@@ -228,6 +228,8 @@ def test_the_grids_of_a_gpu_cover_what_models_ask():
     assert {spec.max_q for spec in full} >= {1, 16, 128, 256, 512, 1024, 2048, 4096, 8192, 16384}
     assert max(spec.max_k for spec in full) == 32768
     assert {spec.dtype for spec in full} == {"bfloat16"}
+    for calls in (quick, full):
+        assert {spec.head_dim for spec in calls if spec.varlen and spec.max_q == 1} == {64, 96, 128}
 
 
 def test_coarse_sizes_come_first_and_no_kind_is_left_out():

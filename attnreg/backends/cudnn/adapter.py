@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.execution_plans import ExecutionPlans
-from attnreg.backends.cudnn.lengths import lengths_of
+from attnreg.backends.cudnn.lengths import inputs_of
 from attnreg.backends.cudnn.problem import (
     GIVEN,
     PlanKind,
@@ -132,7 +132,7 @@ def _run(plans: ExecutionPlans, problem: Problem, tensors: tuple[Tensor, ...], c
     plan, stream, lengths = plans.get(problem), stream_of(tensors[0]), None
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None:
         offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
-        lengths = lengths_of(plans.read, problem.batch, stream, *offsets)
+        lengths = inputs_of(plan, plans.read, problem.batch, stream, *offsets)
     plans.execute(plan, problem.kind.device, tensors, lengths, stream)
     return None
 

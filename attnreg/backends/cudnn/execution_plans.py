@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.graph import ExecutionPlan, build
-from attnreg.backends.cudnn.lengths import BatchLengths, OffsetsRead, lengths_of
+from attnreg.backends.cudnn.lengths import Inputs, OffsetsRead, inputs_of, tensors_of
 from attnreg.backends.cudnn.problem import GIVEN, RESULTS, Problem
 from attnreg.core.launching.launchers import Prepared
 from attnreg.core.torchlib.isolation import run_in_thread
@@ -95,12 +95,17 @@ class ExecutionPlans:
         return shared, plan
 
     def prepare(self, problem: Problem) -> Prepared | None:
-        """Return how a problem's execution plan is launched.
+        """Return how a problem's execution plan is launched, and for which other lengths that is the same.
 
         None if the execution plan doesn't exist, or if tensors would have to be copied to get its strides.
         """
         selected, plan = self.select(problem)
-        return None if plan is None or selected.strides != problem.strides else plan.prepared
+        if plan is None or plan.prepared is None or selected.strides != problem.strides:
+            return None
+        if not problem.kind.packed:
+            return plan.prepared
+        lengths = rounding.lengths_served(problem, selected, self._first_tokens.of(problem))
+        return plan.prepared._replace(lengths=lengths)
 
     def get(self, problem: Problem) -> ExecutionPlan:
         """Return the execution plan of a problem that `select` has returned; builds it if need be.
@@ -116,7 +121,7 @@ class ExecutionPlans:
         plan: ExecutionPlan,
         device: int,
         tensors: Sequence[Tensor],
-        lengths: BatchLengths | None,
+        lengths: Inputs | None,
         stream: int,
     ) -> None:
         """Run an execution plan; its device must be the current device.
@@ -130,14 +135,19 @@ class ExecutionPlans:
             lengths: the lengths of packed tensors.
             stream: a CUDA stream of the device.
         """
-        buffers = [*tensors, *lengths.inputs_of(plan)] if lengths is not None else tensors
         workspace, handle = None, self.handle(device, stream)
         if plan.workspace:
             workspace = uninitialized((plan.workspace,), (1,), torch.uint8, tensors[0].device)
         if plan.run_on_addresses is None:
+            buffers = tensors if lengths is None else [*tensors, *tensors_of(plan, lengths)]
             plan.graph.execute(buffers, workspace, handle=handle, tensor_uids=plan.uids)
             return
-        addresses = (ctypes.c_void_p * len(buffers))(*[x.data_ptr() for x in buffers])
+        operands = [x.data_ptr() for x in tensors]
+        if lengths is not None:
+            buffer, places = lengths
+            first = buffer.data_ptr()
+            operands += [first + place for place in places]
+        addresses = (ctypes.c_void_p * len(operands))(*operands)
         place = 0 if workspace is None else workspace.data_ptr()
         plan.run_on_addresses(ctypes.addressof(addresses), place, handle.backend_handle)
 
@@ -182,12 +192,12 @@ class ExecutionPlans:
             plan.run_on_addresses(addresses, workspace, self.handle(device, stream).backend_handle)
             return True
 
-        def derive(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Tensor] | None:
+        def derive(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Inputs | None:
             plan = reference()
             if plan is None:
                 return None
             stream = stream_of(cu_seqlens_q)
-            return lengths_of(self.read, problem.batch, stream, cu_seqlens_q, cu_seqlens_k).inputs_of(plan)
+            return inputs_of(plan, self.read, problem.batch, stream, cu_seqlens_q, cu_seqlens_k)
 
         # The execution plan's lengths and ragged offsets come after all tensors.
         order = *GIVEN[kind.direction], *RESULTS[kind.direction]

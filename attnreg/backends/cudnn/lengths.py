@@ -28,6 +28,43 @@ _BLOCK = 256
 WRITE = DeviceKernel("attnreg_cudnn_lengths", Path(__file__).with_name("lengths.cu"))
 
 
+class Rows:
+    """What the rows of a buffer are: two vectors of lengths, two of begins in tokens, then ragged offsets.
+
+    Attributes:
+        ragged: the ragged offsets, besides those of token stride 1.
+        numbers: the kernel's arguments for them. These are their number, a mask with a bit for each ragged
+            offset of the keys, and the token strides.
+    """
+
+    def __init__(self, ragged: tuple[RaggedOffset, ...] = ()) -> None:
+        of_keys = sum(1 << number for number, offset in enumerate(ragged) if offset.of_keys)
+        strides = [offset.token_stride for offset in ragged]
+        self.ragged = ragged
+        self.numbers = (len(ragged), of_keys, *strides, *[0] * (MOST - len(ragged)))
+        self._places: dict[tuple[int, int], tuple[int, ...] | None] = {}
+
+    def places_of(self, plan: ExecutionPlan, width: int) -> tuple[int, ...] | None:
+        """Return where the execution plan's inputs are in a buffer with rows of this width, in bytes.
+
+        None if the buffer lacks one of them.
+        """
+        source = plan.lengths_key, width
+        try:
+            return self._places[source]
+        except KeyError:
+            places = [self._place_of(wanted, width) for wanted in plan.lengths]
+            there = tuple([place for place in places if place is not None])
+            return self._places.setdefault(source, there if len(there) == len(places) else None)
+
+    def _place_of(self, wanted: Slot | RaggedOffset, width: int) -> int | None:
+        if not isinstance(wanted, RaggedOffset):
+            return 0 if wanted is Slot.SEQ_LEN_Q else 4 * width
+        if wanted.token_stride == 1:
+            return 8 * width * (1 + wanted.of_keys)
+        return 8 * width * (3 + self.ragged.index(wanted)) if wanted in self.ragged else None
+
+
 class OffsetsRead:
     """The ragged offsets that execution plans read, the newest `MOST` of them.
 
@@ -35,39 +72,55 @@ class OffsetsRead:
     follow.
 
     Attributes:
-        now: the ragged offsets, and the kernel's arguments for them. These are their number, a mask with a
-            bit for each ragged offset of the keys, and the token strides.
+        now: the rows of a new batch's buffer.
     """
 
     def __init__(self) -> None:
-        self.now: tuple[tuple[RaggedOffset, ...], tuple[int, ...]] = (), (0, 0, *[0] * MOST)
+        self.now = Rows()
 
     def add(self, plan: ExecutionPlan) -> None:
-        """Add the ragged offsets of a new execution plan."""
-        read = [
-            offset for offset in plan.lengths if isinstance(offset, RaggedOffset) and offset.token_stride != 1
-        ]
-        known = tuple(dict.fromkeys((*self.now[0], *read)))[-MOST:]
-        of_keys = sum(1 << number for number, offset in enumerate(known) if offset.of_keys)
-        strides = [offset.token_stride for offset in known]
-        self.now = known, (len(known), of_keys, *strides, *[0] * (MOST - len(known)))
+        """Make the ragged offsets of an execution plan the newest."""
+        read = {offset for offset in plan.lengths if isinstance(offset, RaggedOffset)}
+        read = {offset for offset in read if offset.token_stride != 1}
+        if not read.issubset(self.now.ragged):
+            others = [offset for offset in self.now.ragged if offset not in read]
+            self.now = Rows((*others, *sorted(read))[-MOST:])
 
 
-def lengths_of(
+# A buffer, and where in it an execution plan's lengths and ragged offsets are, in bytes.
+Inputs = tuple[Tensor, tuple[int, ...]]
+
+
+def inputs_of(
+    plan: ExecutionPlan,
     read: OffsetsRead,
     batch: int,
     stream: int,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None = None,
-) -> BatchLengths:
-    """Return the lengths of a packed batch, derived once and cached while the offsets exist unchanged.
+) -> Inputs:
+    """Return an execution plan's lengths, written once and kept while the offsets exist unchanged.
 
     The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are on the current device, and `stream` is a
-    stream of it. The tensors of the result are described at `BatchLengths`.
+    stream of it. The other arguments are described at `BatchLengths`.
     """
-    offsets = cu_seqlens_q, cu_seqlens_k, seqused_k
-    return derived_from(offsets, stream, ("cuDNN", batch), partial(BatchLengths, read, batch, stream))
+    offsets, make = (cu_seqlens_q, cu_seqlens_k, seqused_k), partial(BatchLengths, read, batch, stream)
+    return derived_from(offsets, stream, ("cuDNN", batch), make).inputs_of(plan, *offsets)
+
+
+def tensors_of(plan: ExecutionPlan, inputs: Inputs) -> list[Tensor]:
+    """Return an execution plan's inputs as tensors; each is at least as long as the plan reads.
+
+    Lengths are int32 (batch,), ragged offsets int64 (batch + 1,).
+    """
+    (buffer, places), width = inputs, inputs[0].shape[1]
+    ragged = buffer.view(-1)
+    lengths = ragged.view(torch.int32)
+    return [
+        ragged[place // 8 :][:width] if isinstance(wanted, RaggedOffset) else lengths[place // 4 :][:width]
+        for wanted, place in zip(plan.lengths, places, strict=True)
+    ]
 
 
 class BatchLengths:
@@ -90,55 +143,43 @@ class BatchLengths:
         cu_seqlens_k: Tensor,
         seqused_k: Tensor | None,
     ) -> None:
-        known, numbers = read.now
-        device = cu_seqlens_q.device
-        width = (batch + 4) // 4 * 4  # so that each vector begins at a multiple of sixteen bytes
-        rows = uninitialized((3 + len(known), width), (width, 1), torch.int64, device)
+        self._read, self._batch, self._stream = read, batch, stream
+        self._buffers: list[tuple[Rows, Tensor]] = []
+        self._write(cu_seqlens_q, cu_seqlens_k, seqused_k)
+
+    def differs(self, newer: BatchLengths) -> Tensor:
+        """Return whether a sequence has another begin or length, as a boolean tensor () on the device."""
+        return (self._buffers[0][1][:3] != newer._buffers[0][1][:3]).any()
+
+    def inputs_of(
+        self, plan: ExecutionPlan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None
+    ) -> Inputs:
+        """Return an execution plan's inputs.
+
+        The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are those that this was made of.
+        """
+        for rows, buffer in self._buffers:
+            places = rows.places_of(plan, buffer.shape[1])
+            if places is not None:
+                return buffer, places
+        self._read.add(plan)  # it was built after this was made, or many others have been since
+        self._write(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        return self.inputs_of(plan, cu_seqlens_q, cu_seqlens_k, seqused_k)
+
+    def _write(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None) -> None:
+        """Write one more buffer, int64 (rows, width)."""
+        known, device = self._read.now, cu_seqlens_q.device
+        width = (self._batch + 4) // 4 * 4  # so that each vector begins at a multiple of sixteen bytes
+        buffer = uninitialized((3 + len(known.ragged), width), (width, 1), torch.int64, device)
         if device.type == "cuda" and WRITE.available(device):
             used, step = (0, 0) if seqused_k is None else (seqused_k, seqused_k.stride(0))
             steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0), step
             sizes = cu_seqlens_q.shape[0] - 1, width
-            arguments = rows, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *numbers
-            WRITE(-(-width // _BLOCK), _BLOCK, *arguments, stream=stream)
+            arguments = buffer, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *known.numbers
+            WRITE(-(-width // _BLOCK), _BLOCK, *arguments, stream=self._stream)
         else:
-            _write_by_ops(rows, known, cu_seqlens_q, cu_seqlens_k, seqused_k)
-        self._rows, self._known = rows, known
-        self._inputs: dict[Slot | RaggedOffset, Tensor] = {}
-        self._of_plans: dict[int, list[Tensor]] = {}
-
-    def differs(self, newer: BatchLengths) -> Tensor:
-        """Return whether a sequence has another begin or length, as a boolean tensor () on the device."""
-        return (self._rows[:3] != newer._rows[:3]).any()
-
-    def inputs_of(self, plan: ExecutionPlan) -> list[Tensor]:
-        """Return an execution plan's inputs; each is at least as long as the plan reads.
-
-        BatchLengths are int32 (batch,), ragged offsets int64 (batch + 1,).
-        """
-        inputs = self._of_plans.get(plan.lengths_key)
-        if inputs is None:
-            inputs = self._of_plans[plan.lengths_key] = [self._input(wanted) for wanted in plan.lengths]
-        return inputs
-
-    def _input(self, wanted: Slot | RaggedOffset) -> Tensor:
-        """Return one input: a view of the rows, made when a plan first reads it."""
-        kept = self._inputs.get(wanted)
-        if kept is None:
-            kept = self._inputs[wanted] = self._made(wanted)
-        return kept
-
-    def _made(self, wanted: Slot | RaggedOffset) -> Tensor:
-        rows = self._rows
-        if not isinstance(wanted, RaggedOffset):
-            width = rows.shape[1]
-            start = 0 if wanted is Slot.SEQ_LEN_Q else width
-            return rows[0].view(torch.int32)[start : start + width]
-        of_keys, stride = wanted
-        if stride == 1:
-            return rows[1 + of_keys]
-        if wanted in self._known:
-            return rows[3 + self._known.index(wanted)]
-        return rows[1 + of_keys] * stride  # the plan was built after this object
+            _write_by_ops(buffer, known.ragged, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        self._buffers.append((known, buffer))
 
 
 def _write_by_ops(

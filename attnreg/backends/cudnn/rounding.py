@@ -25,6 +25,9 @@ BUDGET = 2048
 # How many kinds of problems `FirstTokens` remembers.
 MOST_KINDS = 512
 
+# Longer sequences and larger totals don't occur: kernels count in 32 bits.
+MOST = 2**31 - 1
+
 LEAST_LENGTH = 4096  # never 1: with a longest sequence of 1 and an empty one, cuDNN 9.19 writes a wrong LSE
 
 
@@ -32,14 +35,23 @@ def round_lengths(batch: int, max_q: int, max_k: int, tokens: int) -> tuple[int,
     """Return the number of sequences and the longest lengths to build for; `tokens` are the query's."""
     # Rounding adds empty sequences. Next to long sequences these cost nothing. Each costs a third of a
     # sequence of 64 tokens, but few such sequences are soon done.
-    mean = tokens / batch
-    step = 4.0 if mean >= 512 else 2.0 if mean >= 128 or batch <= 64 else 2**0.5
+    step, _, _ = _step_of(batch, tokens)
     # A fast path for short lengths, because most are short and each new batch is rounded.
     return (
         _round_batch(batch, step),
         LEAST_LENGTH if max_q <= LEAST_LENGTH else _round_up(max_q, LEAST_LENGTH, 16),
         LEAST_LENGTH if max_k <= LEAST_LENGTH else _round_up(max_k, LEAST_LENGTH, 16),
     )
+
+
+def _step_of(batch: int, tokens: int) -> tuple[float, int, int]:
+    """Return the factor between numbers of sequences, and from and below which mean length it is that."""
+    mean = tokens / batch
+    if mean >= 512:
+        return 4.0, 512, MOST
+    if batch <= 64:
+        return 2.0, 0, 512
+    return (2.0, 128, 512) if mean >= 128 else (2**0.5, 0, 128)
 
 
 def exact(problem: Problem) -> Problem:
@@ -61,12 +73,61 @@ def shared(problem: Problem) -> Problem:
     if kind.direction == "forward":
         return Problem(kind, batch, max_q, max_k, 0, 0, any_tokens(kind, strides), square)
     width = kind.heads_q * kind.head_dim  # numbers of a token in the workspace
-    least = min(PER_SEQUENCE * batch, max(TOKENS, NUMBERS // width))
+    least = _least_tokens(batch, width)
     room_k = _round_tokens(tokens_k, least, width)
     if budget:
         return Problem(kind, batch, max_q, max_k, tokens_q, room_k, strides, square, True)
     room_q = _round_tokens(tokens_q, least, width)
     return Problem(kind, batch, max_q, max_k, room_q, room_k, any_tokens(kind, strides), square)
+
+
+def lengths_served(
+    problem: Problem, selected: Problem, first: tuple[int, int] | None
+) -> tuple[tuple[int, int], ...]:
+    """Return for which lengths a packed problem of the same kind and strides has the same execution plan.
+
+    Args:
+        problem: as a call has it.
+        selected: the problem of its execution plan.
+        first: the first numbers of tokens of its kind, which have an execution plan of their own.
+
+    Returns:
+        The least and the most of batch, max_q, max_k, tokens_q and tokens_k. Not all such lengths lie
+        between these.
+    """
+    _, batch, max_q, max_k, tokens_q, tokens_k, *_ = problem
+    step, mean, below = _step_of(batch, tokens_q)
+    least, most = _batches_like(batch, step)
+    least, most = max(least, tokens_q // below + 1), min(most, tokens_q // mean) if mean else most
+    longest = _between_steps(max_q, LEAST_LENGTH, 16), _between_steps(max_k, LEAST_LENGTH, 16)
+    # Between these numbers of tokens the mean length stays on the same side for each such batch.
+    tokens = max(mean * most, 1), min(below * least - 1, MOST)
+    if selected.exact:
+        tokens, keys = (tokens_q, tokens_q), (tokens_k, tokens_k)
+    else:
+        tokens, keys = _tokens_like(problem, selected, first, tokens)
+    return (least, most), *longest, tokens, keys if selected.tokens_k else (1, MOST)
+
+
+def _tokens_like(
+    problem: Problem, selected: Problem, first: tuple[int, int] | None, within: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return which numbers of tokens, the query's within some, share a problem's execution plan."""
+    kind, tokens_q, tokens_k = problem.kind, problem.tokens_q, problem.tokens_k
+    # No budget lies between two powers of two.
+    power = 1 << tokens_q.bit_length()
+    ranges = [within, (power // 2 + 1, power - 1) if tokens_q >= BUDGET else (1, BUDGET - 1)]
+    keys = tokens_k, tokens_k
+    if kind.direction == "backward":
+        width = kind.heads_q * kind.head_dim
+        least = _least_tokens(selected.batch, width)
+        ranges.append(_tokens_between(tokens_q, least, width))
+        keys = _tokens_between(tokens_k, least, width)
+    if first is not None and first[0] == tokens_q:
+        return (tokens_q, tokens_q), (tokens_k, tokens_k)
+    if first is not None:
+        ranges.append((first[0] + 1, MOST) if first[0] < tokens_q else (1, first[0] - 1))
+    return (max(low for low, _ in ranges), min(high for _, high in ranges)), keys
 
 
 def any_tokens(kind: PlanKind, strides: tuple[Strides, ...]) -> tuple[Strides, ...]:
@@ -97,6 +158,10 @@ class FirstTokens:
         tokens = problem.tokens_q, problem.tokens_k
         return self._tokens.get(_kind(problem), tokens) == tokens
 
+    def of(self, problem: Problem) -> tuple[int, int] | None:
+        """Return the first numbers of tokens of a problem's kind; None before the first."""
+        return self._tokens.get(_kind(problem))
+
     def remember(self, problem: Problem) -> None:
         """Remember that an exact execution plan of this problem is about to be built.
 
@@ -113,6 +178,20 @@ def _kind(problem: Problem) -> tuple[object, ...]:
     return problem.kind, any_tokens(problem.kind, problem.strides), problem.square
 
 
+def _least_tokens(batch: int, width: int) -> int:
+    """Return the room of the smallest shared plan; a token has `width` numbers in the workspace."""
+    return min(PER_SEQUENCE * batch, max(TOKENS, NUMBERS // width))
+
+
+@functools.lru_cache(maxsize=1024)
+def _batches_like(batch: int, step: float) -> tuple[int, int]:
+    """Return the least and the most number of sequences that are rounded to the same."""
+    if batch > max(64, GRID):
+        return batch, batch
+    least, _ = _between_steps(batch, 8, step)
+    return max(least, 65 if batch > 64 else 1), _round_batch(batch, step)
+
+
 @functools.lru_cache(maxsize=1024)
 def _round_batch(batch: int, step: float) -> int:
     """Round up a number of sequences."""
@@ -122,16 +201,27 @@ def _round_batch(batch: int, step: float) -> int:
 
 def _round_tokens(tokens: int, least: int, width: int) -> int:
     """Round up by a factor of 4 where the workspace is small, and of 2 where it is large."""
-    size = least
+    return _tokens_between(tokens, least, width)[1]
+
+
+def _tokens_between(tokens: int, least: int, width: int) -> tuple[int, int]:
+    """Return the least and the most number of tokens that are rounded to the same."""
+    before, size = 0, least
     while size < tokens:
-        size *= 2 if size * width >= NUMBERS else 4
-    return size
+        before, size = size, size * (2 if size * width >= NUMBERS else 4)
+    return before + 1, size
 
 
 def _round_up(number: int, least: int, step: float) -> int:
     """Round up to `least` times a power of `step`; sizes of a fine step include those of a coarse step."""
-    size, power = least, 0
+    return _between_steps(number, least, step)[1]
+
+
+def _between_steps(number: int, least: int, step: float) -> tuple[int, int]:
+    """Return the least and the most number that `_round_up` rounds to the same."""
+    before, size, power = 0, least, 0
     while size < number:
         power += 1
-        size = math.ceil(least * step**power - 1e-6)  # two steps of the root of 2 are exactly 2
-    return size
+        # Two steps of the root of 2 are exactly 2.
+        before, size = size, math.ceil(least * step**power - 1e-6)
+    return before + 1, size

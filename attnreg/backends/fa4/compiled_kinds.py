@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.launching.programs import ANY, Bounds
 
 # Above so many sequences a further kernel sums up their tiles.
 MANY = 256
@@ -199,3 +200,12 @@ def cuts(family: Family) -> tuple[tuple[int, ...], ...]:
     # A forward's tile has rows of all query heads of a key head.
     ends = {tiles(family, length)[0] // family.group for length in (1, FEWEST_QUERIES)}
     return batch, tuple(sorted(ends | ({FEWEST_QUERIES - 1} if family.softcap else set()))), ()
+
+
+def bounds_of(family: Family, of_lengths: Class) -> Bounds:
+    """Return the least and the greatest of each length in a class; tokens may be any number."""
+    bounds = []
+    for edges, place in zip(cuts(family), of_lengths, strict=True):
+        least = edges[place - 1] + 1 if place else ANY[0]
+        bounds.append((least, edges[place] if place < len(edges) else ANY[1]))
+    return *bounds, ANY, ANY

@@ -1,4 +1,4 @@
-"""The launches of release 4.0.0b36 on Hopper: allocations, compiled functions, and their arguments.
+"""The launches of release 4.0.0b36 on Hopper, as programs: allocations, compiled functions, their arguments.
 
 They follow `_flash_attn_fwd` and `_flash_attn_bwd` of the package's interface.py. Lengths determine sizes and
 arguments, and, by whether they fit into a tile, the compiled functions. `trials` compares these launches with
@@ -7,7 +7,6 @@ the package's before they are used.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,10 +14,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa4.compiled_kinds import MANY, Class, Family, cuts
+from attnreg.backends.fa4.compiled_kinds import Class, Family, bounds_of
 from attnreg.backends.fa4.package import INTERFACE
+from attnreg.backends.fa4.tvm_ffi import interface_of_package
+from attnreg.core.launching import programs
 from attnreg.core.launching.launchers import FunctionLauncher
-from attnreg.core.torchlib.layout import uninitialized
+from attnreg.core.launching.programs import (
+    BATCH,
+    HEADS_K,
+    HEADS_Q,
+    MAX_K,
+    MAX_Q,
+    TOKENS_K,
+    TOKENS_Q,
+    UNINITIALIZED,
+    Buffer,
+    Bundle,
+    Computed,
+    Like,
+    Memory,
+    Operand,
+    Program,
+    Size,
+    Step,
+)
 
 Results = tuple[Tensor, ...]
 # A function of a dense call's tensors. In a packed call more arguments follow: sinks if it has any, both
@@ -35,13 +54,6 @@ class CompiledFunctions(NamedTuple):
     columns: int
 
 
-class Memory(NamedTuple):
-    """The allocation functions: `new` by size, strides, dtype and device, `like` by another tensor."""
-
-    new: Callable[..., Tensor] = uninitialized
-    like: Callable[[Tensor], Tensor] = torch.empty_like
-
-
 class LauncherArguments(NamedTuple):
     """The arguments that all launches of a launcher share, in the form of the compiled functions."""
 
@@ -51,9 +63,6 @@ class LauncherArguments(NamedTuple):
     window: tuple[int, int]
 
 
-UNINITIALIZED = Memory()
-
-
 def launch_of(
     family: Family,
     arguments: LauncherArguments,
@@ -61,168 +70,219 @@ def launch_of(
     memory: Memory = UNINITIALIZED,
 ) -> Launch:
     """Return the function that launches calls of a family; `compiled` may get more classes later."""
-    forward = family.direction == "forward"
-    run = (_forward if forward else _backward)(family, arguments, memory)
-    first = 0 if forward else 1  # a backward's first tensor is the gradient of the output
-    if family.packed:
-        return _packed(family, run, compiled.get, first, arguments.window)
-    return _dense(family, run, compiled.get, first)
-
-
-def _dense(family: Family, run: Any, find: Any, first: int) -> Launch:
-    _, of_q, of_k = cuts(family)
-
-    def launch(*tensors: Tensor) -> Results | None:
-        query, key = tensors[first : first + 2]
-        batch, max_q, *_ = query.shape
-        max_k = key.shape[1]
-        compiled = find((0, bisect_left(of_q, max_q), bisect_left(of_k, max_k)))
-        if compiled is None or not query.numel() or not key.numel():
-            return None
-        return run(compiled, batch, max_q, max_k, None, None, None, *tensors)  # type: ignore[no-any-return]
-
-    return launch
-
-
-def _packed(family: Family, run: Any, find: Any, first: int, window: tuple[int, int]) -> Launch:
-    (of_batch, of_q, of_k), has_sinks = cuts(family), bool(family.sinks)
-
-    def launch(*arguments: Any) -> Results | None:
-        *tensors, cu_q, cu_k, max_q, max_k, _ = arguments
-        sinks = tensors.pop() if has_sinks else None
-        query, key = tensors[first : first + 2]
-        batch = cu_q.shape[0] - 1
-        compiled = find((bisect_left(of_batch, batch), bisect_left(of_q, max_q), bisect_left(of_k, max_k)))
-        if compiled is None or not query.numel() or not key.numel():
-            return None
-        if sinks is not None and sinks.data_ptr() & 15:
-            return None  # the package copies sinks that aren't aligned
-        return run(compiled, batch, max_q, max_k, cu_q, cu_k, sinks, *tensors)  # type: ignore[no-any-return]
-
+    launches = _Launches(family, arguments, compiled, memory, {})
+    if not family.packed:
+        return FunctionLauncher(launches.launch_dense, programs=launches.described)
     # Weights of unused keys are zero, whatever the keys contain, so a forward needs only finite values. In a
     # backward each row is a factor of a sum over a whole tile.
-    finite = ((0, 0), (1, 0), (2, 1), (3, 1)) if first else ((2, 1),)
-    return FunctionLauncher(launch, window, finite)
+    finite = ((2, 1),) if launches.is_forward else ((0, 0), (1, 0), (2, 1), (3, 1))
+    return FunctionLauncher(launches.launch_packed, arguments.window, finite, launches.described)
 
 
-def _forward(family: Family, arguments: LauncherArguments, memory: Memory) -> Any:
+class _Launches(NamedTuple):
+    """The launches of a family.
+
+    Attributes:
+        programs: the programs of the classes of lengths that have run.
+    """
+
+    family: Family
+    arguments: LauncherArguments
+    compiled: dict[Class, CompiledFunctions]
+    memory: Memory
+    programs: dict[Class, Program]
+
+    @property
+    def is_forward(self) -> bool:
+        return self.family.direction == "forward"
+
+    def launch_dense(self, *tensors: Tensor) -> Results | None:
+        """Run a dense call; returns None if no launch is confirmed for its lengths."""
+        query, key = tensors[:2] if self.is_forward else tensors[1:3]
+        (batch, max_q, *_), max_k = query.shape, key.shape[1]
+        return self._run((batch, max_q, max_k, batch * max_q, batch * max_k), query, key, tensors)
+
+    def launch_packed(self, *arguments: Any) -> Results | None:
+        """Run a packed call; returns None if no launch is confirmed for its lengths."""
+        *tensors, max_q, max_k, _ = arguments
+        query, key = tensors[:2] if self.is_forward else tensors[1:3]
+        if self.family.sinks and tensors[-3].data_ptr() & 15:
+            return None  # the package copies sinks that aren't aligned
+        batch = len(tensors[-1]) - 1
+        return self._run((batch, max_q, max_k, len(query), len(key)), query, key, tensors)
+
+    def described(self, *lengths: int) -> tuple[Any, ...] | None:
+        """Return the program for these lengths as C++ reads it; None if only Python can run it."""
+        of_lengths = self.family.class_of(*lengths[:3])
+        program, interface = self._program(of_lengths), interface_of_package()
+        if program is None or interface is None:
+            return None
+        return programs.described(program, bounds_of(self.family, of_lengths), interface)
+
+    def _run(
+        self, lengths: tuple[int, int, int, int, int], query: Tensor, key: Tensor, tensors: Any
+    ) -> Results | None:
+        program = self._program(self.family.class_of(*lengths[:3]))
+        if program is None or not query.numel() or not key.numel():
+            return None
+        return programs.run(program, (*lengths, query.shape[-2], key.shape[-2]), tensors, self.memory)
+
+    def _program(self, of_lengths: Class) -> Program | None:
+        program = self.programs.get(of_lengths)
+        if program is None and (compiled := self.compiled.get(of_lengths)) is not None:
+            make = _forward if self.is_forward else _backward
+            has_many = self.family.packed and of_lengths[0] > 0
+            program = self.programs[of_lengths] = make(self.family, self.arguments, compiled, has_many)
+        return program
+
+
+class _Numbers:
+    """The numbers of a program's tensors: of those that it is given, and of its buffers as they are added."""
+
+    def __init__(self, family: Family, kernels: int) -> None:
+        self.buffers: list[Buffer | Like | Computed] = []
+        self._next = kernels
+        self.sinks = self._take() if family.sinks else None
+        self.cu_q = self._take() if family.packed else None
+        self.cu_k = self._take() if family.packed else None
+
+    def _take(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def add(self, buffer: Buffer | Like | Computed) -> int:
+        """Add a buffer; returns its number."""
+        self.buffers.append(buffer)
+        return self._take()
+
+
+def _tensors(*values: Any) -> tuple[Any, ...]:
+    """Return arguments; whole numbers are the numbers of tensors."""
+    return tuple(Operand(value) if isinstance(value, int) else value for value in values)
+
+
+def _fixed(number: int) -> Size:
+    return Size(more=number)
+
+
+def _sum_of_tiles(rows: int, **options: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function that sums up the tiles of sequences by their offsets, int32 (B + 1,)."""
+    sum_tiles = import_module(INTERFACE)._compute_tile_cumsum
+
+    def compute(offsets: Tensor) -> Tensor:
+        return sum_tiles(cu_seqlens=offsets, tile_size=rows, **options)[0]  # type: ignore[no-any-return]
+
+    return compute
+
+
+def _forward(
+    family: Family, arguments: LauncherArguments, compiled: CompiledFunctions, has_many: bool
+) -> Program:
+    (attend,), rows, _ = compiled
     scale, left, right, _ = arguments
-    new, dim, dtype, interface = memory.new, family.dim_v, family.dtype, import_module(INTERFACE)
-    nothing, sum_tiles = interface.AuxData(), interface._compute_tile_cumsum
-    heads_of_tile = {"qhead_per_kvhead": family.group, "pack_gqa": family.group > 1}
-
-    def run(
-        compiled: CompiledFunctions, batch: int, max_q: int, _: int, cu_q: Tensor | None, cu_k: Tensor | None,
-        sinks: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
-    ) -> Results:  # fmt: skip
-        (attend,), rows, _ = compiled
-        heads, device, tiles = query.shape[-2], query.device, None
-        if cu_q is None:
-            strides = max_q * heads * dim, heads * dim, dim, 1
-            out = new((batch, max_q, heads, dim), strides, dtype, device)
-            lse = new((batch, heads, max_q), (heads * max_q, max_q, 1), torch.float32, device)
-        else:
-            tokens = query.shape[0]
-            out = new((tokens, heads, dim), (heads * dim, dim, 1), dtype, device)
-            lse = new((heads, tokens), (tokens, 1), torch.float32, device)
-            if batch > MANY:
-                tiles, _ = sum_tiles(cu_seqlens=cu_q, tile_size=rows, **heads_of_tile)
-        attend(
-            query, key, value, out, lse, scale, cu_q, cu_k, None, None, None, left, right, sinks, None,
-            nothing, tiles, None,
-        )  # fmt: skip
-        return out, lse
-
-    return run
+    numbers, dim, tiles = _Numbers(family, 3), _fixed(family.dim_v), None
+    batch = () if family.packed else (BATCH,)
+    length = TOKENS_Q if family.packed else MAX_Q
+    out = numbers.add(Buffer((*batch, length, HEADS_Q, dim), family.dtype))
+    lse = numbers.add(Buffer((*batch, HEADS_Q, length), torch.float32))
+    if has_many and numbers.cu_q is not None:
+        heads_of_tile = {"qhead_per_kvhead": family.group, "pack_gqa": family.group > 1}
+        tiles = numbers.add(Computed(_sum_of_tiles(rows, **heads_of_tile), (numbers.cu_q,)))
+    step = Step(
+        attend,
+        (
+            *_tensors(0, 1, 2, out, lse), scale, *_tensors(numbers.cu_q, numbers.cu_k), None, None, None,
+            left, right, *_tensors(numbers.sinks), None, import_module(INTERFACE).AuxData(),
+            *_tensors(tiles), None,
+        ),
+    )  # fmt: skip
+    return Program(tuple(numbers.buffers), (step,), (out, lse))
 
 
-def _backward(family: Family, arguments: LauncherArguments, memory: Memory) -> Any:
+def _backward(
+    family: Family, arguments: LauncherArguments, compiled: CompiledFunctions, has_many: bool
+) -> Program:
+    (prepare, differentiate, convert, *convert_shared), rows, columns = compiled
     scale, left, right, _ = arguments
-    like, shared, interface = memory.like, family.group > 1, import_module(INTERFACE)
-    nothing, sum_tiles = interface.AuxData(), interface._compute_tile_cumsum
-    of_sinks, allocate = interface.LearnableSinkBwdTensors, _sums(family, memory)
-    semaphores = _semaphores(family, memory) if family.deterministic else lambda *_: (None, None, None)
+    interface, numbers = import_module(INTERFACE), _Numbers(family, 6)
+    grad, query, key, value, out, lse = range(6)
+    dq, dk, dv = (numbers.add(Like(number)) for number in (query, key, value))
+    sums = _sums(family, rows, columns)
+    dq_sums, products, lse_log2, *shared_sums = map(numbers.add, sums)
+    turns = [numbers.add(x) for x in _semaphores(family, rows, columns)] if family.deterministic else []
+    sums_q, sums_k, dsinks, of_sinks = None, None, None, None
+    if has_many and numbers.cu_q is not None and numbers.cu_k is not None:
+        sums_q = numbers.add(Computed(_sum_of_tiles(rows), (numbers.cu_q,)))
+        sums_k = numbers.add(Computed(_sum_of_tiles(columns), (numbers.cu_k,)))
+    if numbers.sinks is not None:
+        dsinks = numbers.add(Like(numbers.sinks))
+        of_sinks = Bundle(interface.LearnableSinkBwdTensors, (products, lse, numbers.sinks, dsinks))
+    offsets_q, offsets_k, tiles_q, tiles_k = _tensors(numbers.cu_q, numbers.cu_k, sums_q, sums_k)
+    steps = [
+        Step(
+            prepare,
+            (
+                *_tensors(out, grad, products, lse, lse_log2, dq_sums), offsets_q, None, None, None, None,
+                1.0, tiles_q, None,
+            ),
+        ),
+        Step(
+            differentiate,
+            (
+                *_tensors(query, key, value, grad, lse_log2, products, dq_sums, *(shared_sums or (dk, dv))),
+                scale, offsets_q, offsets_k, None, None, left, right,
+                *_tensors(*(*turns, None, None, None)[:3]), interface.AuxData(), None, tiles_k,
+            ),
+        ),
+        Step(convert, (*_tensors(dq_sums, dq), scale, offsets_q, None, of_sinks, tiles_q)),
+    ]  # fmt: skip
+    for function, summed, (result, factor) in zip(
+        convert_shared, shared_sums, [(dk, scale), (dv, 1.0)][: len(shared_sums)], strict=True
+    ):
+        steps.append(Step(function, (*_tensors(summed, result), factor, offsets_k, None, None, tiles_k)))
+    results = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)
+    return Program(tuple(numbers.buffers), tuple(steps), results, contiguous=(lse,))
 
-    def run(
-        compiled: CompiledFunctions, batch: int, max_q: int, max_k: int, cu_q: Tensor | None,
-        cu_k: Tensor | None,
-        sinks: Tensor | None, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
-        lse: Tensor,
-    ) -> Results:  # fmt: skip
-        (prepare, differentiate, convert, *convert_shared), rows, columns = compiled
-        dq, dk, dv, sums_q, sums_k, dsinks = like(query), like(key), like(value), None, None, None
-        if not lse.is_contiguous():
-            lse = lse.contiguous()  # another backend's forward may give it other strides
-        offsets = None if cu_q is None else batch + 1
-        dq_sums, products, lse_log2, *shared_sums = allocate(query, key, offsets, rows, columns)
-        turns = semaphores(query, key, batch, -(-max_q // rows), -(-max_k // columns))
-        if batch > MANY and cu_q is not None:
-            sums_q, _ = sum_tiles(cu_seqlens=cu_q, tile_size=rows)
-            sums_k, _ = sum_tiles(cu_seqlens=cu_k, tile_size=columns)
-        prepare(out, grad, products, lse, lse_log2, dq_sums, cu_q, None, None, None, None, 1.0, sums_q, None)
-        differentiate(
-            query, key, value, grad, lse_log2, products, dq_sums, *(shared_sums or (dk, dv)), scale, cu_q,
-            cu_k, None, None, left, right, *turns, nothing, None, sums_k,
-        )  # fmt: skip
-        if sinks is not None:
-            dsinks = of_sinks(products, lse, sinks, like(sinks))
-        convert(dq_sums, dq, scale, cu_q, None, dsinks, sums_q)
-        if shared:
-            (convert_key, convert_value), (dk_sums, dv_sums) = convert_shared, shared_sums
-            convert_key(dk_sums, dk, scale, cu_k, None, None, sums_k)
-            convert_value(dv_sums, dv, 1.0, cu_k, None, None, sums_k)
-        return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks[3])
 
-    return run
+def _length_in_tiles(family: Family, of_keys: bool, rows: int, width: int = 1) -> Size:
+    """Return the size of a tensor with `width` numbers for each row of whole tiles.
+
+    Each sequence of a packed call may begin a new tile.
+    """
+    if not family.packed:
+        return (MAX_K if of_keys else MAX_Q)._replace(more=rows - 1, unit=rows, times=rows * width)
+    tokens = TOKENS_K if of_keys else TOKENS_Q
+    factors = rows, *tokens.factors[1:]
+    return Size(factors, rows - 1, rows, rows * width)
 
 
-def _sums(family: Family, memory: Memory) -> Any:
-    """Return the function that allocates a backward's sums in float32.
+def _sums(family: Family, rows: int, columns: int) -> list[Buffer]:
+    """Return a backward's sums in float32.
 
     These are the gradient of the query, tile by tile; the products of output and gradient; the LSE in base 2;
     and with shared heads the gradients of key and value.
     """
-    new, shared, step = memory.new, family.group > 1, 64 if family.dim > 128 else 32
+    step = 64 if family.dim > 128 else 32
     width, width_v = (-(-dim // step) * step for dim in (family.dim, family.dim_v))
+    batch = () if family.packed else (BATCH,)
 
-    def floats(heads: int, length: int, batch: int | None, device: torch.device) -> Tensor:
-        if batch is None:
-            return new((heads, length), (length, 1), torch.float32, device)
-        return new((batch, heads, length), (heads * length, length, 1), torch.float32, device)
+    def floats(of_keys: bool, rows: int, width: int = 1, zero: bool = False) -> Buffer:
+        length = _length_in_tiles(family, of_keys, rows, width)
+        return Buffer((*batch, HEADS_K if of_keys else HEADS_Q, length), torch.float32, zero)
 
-    def allocate(query: Tensor, key: Tensor, offsets: int | None, rows: int, columns: int) -> Results:
-        (*batches, tokens, heads, _), (*_, tokens_k, heads_k, _) = query.shape, key.shape
-        batch = batches[0] if batches else None
-        # Each sequence of a packed call may begin a new tile.
-        more, more_k = (rows, columns) if offsets is None else (offsets * rows, offsets * columns)
-        length, device = (tokens + more - 1) // rows * rows, query.device
-        sums = (
-            floats(heads, length * width, batch, device),
-            floats(heads, length, batch, device),
-            floats(heads, length, batch, device),
-        )
-        if not shared:
-            return sums
-        length = (tokens_k + more_k - 1) // columns * columns
-        of_key, of_value = (floats(heads_k, length * size, batch, device) for size in (width, width_v))
-        return *sums, of_key.zero_(), of_value.zero_()
-
-    return allocate
+    sums = [floats(False, rows, width), floats(False, rows), floats(False, rows)]
+    if family.group > 1:
+        sums += [floats(True, columns, size, zero=True) for size in (width, width_v)]
+    return sums
 
 
-def _semaphores(family: Family, memory: Memory) -> Any:
-    """Return the function that allocates semaphores, which order the additions to each tile."""
-    new, shared = memory.new, family.group > 1
+def _semaphores(family: Family, rows: int, columns: int) -> list[Buffer]:
+    """Return semaphores, which order the additions to each tile."""
 
-    def zeros(batch: int, heads: int, tiles: int, count: int, device: torch.device) -> Tensor:
-        strides = heads * tiles * count, tiles * count, count, 1
-        return new((batch, heads, tiles, count), strides, torch.int32, device).zero_()
+    def zeros(of_keys: bool, rows: int, count: int) -> Buffer:
+        heads, longest = (HEADS_K, MAX_K) if of_keys else (HEADS_Q, MAX_Q)
+        tiles = longest._replace(more=rows - 1, unit=rows)
+        return Buffer((BATCH, heads, tiles, _fixed(count)), torch.int32, zero=True)
 
-    def allocate(query: Tensor, key: Tensor, batch: int, tiles_q: int, tiles_k: int) -> Any:
-        heads, heads_k, device = query.shape[-2], key.shape[-2], query.device
-        of_query = zeros(batch, heads, tiles_q, 1, device)
-        if not shared:
-            return of_query, None, None
-        return of_query, *(zeros(batch, heads_k, tiles_k, 2, device) for _ in "kv")
-
-    return allocate
+    of_query = [zeros(False, rows, 1)]
+    return of_query if family.group == 1 else [*of_query, *(zeros(True, columns, 2) for _ in "kv")]

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.fa4.compiled_kinds import Class, Family, tiles
-from attnreg.backends.fa4.launches import CompiledFunctions, Launch, LauncherArguments, Memory, launch_of
+from attnreg.backends.fa4.launches import CompiledFunctions, Launch, LauncherArguments, launch_of
 from attnreg.backends.fa4.package import SINKS, PackageCall
 from attnreg.backends.fa4.watching import RefutedError, Watcher, compare
+from attnreg.core.launching.programs import Memory
 from attnreg.core.torchlib.layout import uninitialized
 from attnreg.core.torchlib.readback import AsyncReadback
 

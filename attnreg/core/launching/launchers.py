@@ -168,7 +168,7 @@ class NativeLauncher:
 
 @dataclass(frozen=True, slots=True)
 class FunctionLauncher:
-    """A function of Python's for packed calls, which leaves rows to the call cache.
+    """A function of Python's, which leaves rows of packed calls to the call cache.
 
     Where rows aren't known to belong to sequences with queries and keys, the call cache clears the results'
     other rows. The function is then called as if that were known.
@@ -178,12 +178,16 @@ class FunctionLauncher:
         window: (left, right) as in `Call`: rows that see no key are cleared by it.
         finite: pairs of a tensor's place and 1 if its rows are those of keys, else 0. In a copy of such a
             tensor, rows past the last offset are zeros: the function reads them, and a NaN would spread.
+        programs: `programs(batch, max_q, max_k, tokens_q, tokens_k)` returns what C++ runs in place of the
+            function, as `programs.described` does, for calls of these lengths; None where the function has
+            to run. C++ keeps what it returns.
     """
 
     form: ClassVar = "function"
     run: Callable[..., tuple[Tensor, ...] | None]
-    window: tuple[int, int]
+    window: tuple[int, int] = (-1, -1)
     finite: tuple[tuple[int, int], ...] = ()
+    programs: Callable[..., tuple[Any, ...] | None] | None = None
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""
@@ -200,7 +204,7 @@ class FunctionLauncher:
 
 
 class Prepared(NamedTuple):
-    """How a kernel on addresses runs a call of some lengths.
+    """How a kernel on addresses runs calls of some lengths.
 
     Tensors are numbered: first those that the call is given, offsets aside; then the results; then what is
     derived from the offsets.
@@ -215,10 +219,14 @@ class Prepared(NamedTuple):
         lse_token_first: whether a packed forward's LSE, (H, T), has the strides (1, H).
         lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
             will do.
-        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns the further tensors that the kernel reads of
-            packed calls, or None if it can't run any more. While the offsets exist unchanged and the tensors
-            are alive (`offsets.derived_from` keeps them) it is called again only after `offsets.TRUSTED`
-            seconds. None for dense calls.
+        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns a tensor with all that the kernel reads of
+            packed calls' offsets, and the places in it, in bytes, of what `operands` numbers; or None if it
+            can't run any more. While the offsets exist unchanged and the tensor is alive
+            (`offsets.derived_from` keeps it) it is called again only after `offsets.TRUSTED` seconds. None
+            for dense calls.
+        lengths: for which other lengths, with the same strides, all of this is the same: of batch, max_q,
+            max_k, tokens_q and tokens_k the least and the most. The call cache then doesn't ask again. None
+            if it is for just the lengths that were asked for.
     """
 
     launch: Callable[[int, int, int], bool]
@@ -226,7 +234,8 @@ class Prepared(NamedTuple):
     workspace: int = 0
     lse_token_first: bool = False
     lse_strides: tuple[int, ...] | None = None
-    derive: Callable[[Tensor, Tensor], list[Tensor] | None] | None = None
+    derive: Callable[[Tensor, Tensor], tuple[Tensor, tuple[int, ...]] | None] | None = None
+    lengths: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +293,12 @@ class AddressLauncher:
                 uninitialized(tuple(x.shape), contiguous_strides(x.shape), x.dtype, device)
                 for x in tensors[1:4]
             )
-        derived = [] if how.derive is None or call is None else how.derive(*call.offsets)
-        if derived is None:
-            return None
-        operands = *tensors, *results, *derived
-        addresses = (ctypes.c_void_p * len(how.operands))(*(address_of(operands[n]) for n in how.operands))
+        read: tuple[Tensor, tuple[int, ...]] | None = None
+        if how.derive is not None and call is not None:
+            read = how.derive(*call.offsets)
+            if read is None:
+                return None
+        addresses = _addresses(how, (*tensors, *results), read)
         workspace = uninitialized((how.workspace,), (1,), torch.uint8, device)
         stream = stream_of(query) if device.type == "cuda" else 0
         if not how.launch(ctypes.addressof(addresses), address_of(workspace), stream):
@@ -300,12 +310,23 @@ class AddressLauncher:
         return self.run(*arguments)
 
 
+def _addresses(
+    how: Prepared, tensors: tuple[Tensor, ...], read: tuple[Tensor, tuple[int, ...]] | None
+) -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of a kernel's operands, of any shape: tensors, and places in what was read."""
+    count, places = len(tensors), () if read is None else read[1]
+    first = 0 if read is None else address_of(read[0])
+    found = [address_of(tensors[n]) if n < count else first + places[n - count] for n in how.operands]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
 def check_prepared(how: Prepared) -> None:
     """Check what `prepare` has returned; raises RegistrationError where it isn't as `Prepared` says."""
     strides = () if how.lse_strides is None else how.lse_strides
-    for name, value in {"operands": how.operands, "lse_strides": strides}.items():
+    lengths = () if how.lengths is None else how.lengths
+    for name, value in {"operands": how.operands, "lse_strides": strides, "lengths": lengths}.items():
         if not isinstance(value, tuple):
             raise RegistrationError(f"Prepared.{name}: got {value!r}, expected a tuple")
-    for number in (*how.operands, *strides, how.workspace):
+    for number in (*how.operands, *strides, how.workspace, *(one for pair in lengths for one in pair)):
         if not isinstance(number, int) or number < 0:
             raise RegistrationError(f"Prepared: got {number!r}, expected whole numbers from 0")

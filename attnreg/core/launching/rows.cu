@@ -55,12 +55,42 @@ __device__ bool mark(bool clear, unsigned* marked) {
   return __syncthreads_or(clear);
 }
 
+// Write what is so of offsets into memory of the host, which reads it meanwhile, and of the device unless `result` is
+// null: whether no row is unused and, in the second byte, whether every row sees a key. By all threads of a block.
+__device__ void write_facts(
+    unsigned short* result, unsigned short* place, const int* offsets_q, const int* offsets_k, i64 batch,
+    i64 tokens_q, i64 tokens_k, i64 step_q, i64 step_k) {
+  bool filled = offsets_q[0] == 0 && offsets_k[0] == 0 && offsets_q[batch * step_q] == tokens_q &&
+                offsets_k[batch * step_k] == tokens_k;
+  bool covered = true;
+  for (i64 n = threadIdx.x; n < batch; n += blockDim.x) {
+    const i64 queries = length_of(n, offsets_q, step_q), keys = length_of(n, offsets_k, step_k);
+    filled = filled && queries >= 0 && keys >= 0 && (queries > 0) == (keys > 0);
+    covered = covered && keys >= queries;
+  }
+  filled = __syncthreads_and(filled);
+  covered = __syncthreads_and(covered) && filled;
+  if (threadIdx.x == 0) {
+    const unsigned short both = filled | covered << 8;
+    if (result) *result = both;
+    if (place) {
+      *(volatile unsigned short*)place = both;
+      __threadfence_system();
+    }
+  }
+}
+
+// If there is a place for facts, a further block of the grid, behind those for rows, writes them.
 extern "C" __global__ void attnreg_clear_forward(
     char* out, float* lse, const int* offsets_q, const int* offsets_k, i64 batch, i64 tokens, i64 heads,
     i64 head_bytes, i64 row_step, i64 head_step, i64 lse_head_step, i64 lse_row_step, i64 left, i64 right,
-    i64 step_q, i64 step_k) {
+    i64 step_q, i64 step_k, i64 tokens_k, unsigned short* place) {
   __shared__ unsigned marked[4];
   const i64 first = (i64)blockIdx.x * blockDim.x, row = first + threadIdx.x;
+  if (first >= tokens) {
+    write_facts(nullptr, place, offsets_q, offsets_k, batch, tokens, tokens_k, step_q, step_k);
+    return;
+  }
   bool clear = false;
   if (row < tokens) {
     const i64 sequence = sequence_of(row, offsets_q, step_q, batch);
@@ -110,9 +140,15 @@ extern "C" __global__ void attnreg_clear_backward(
   }
 }
 
+// As of the kernel above a further block writes facts, if there is a place for them.
 extern "C" __global__ void attnreg_blank(
     char* to, const char* from, const int* offsets, i64 batch, i64 tokens, i64 heads, i64 head_bytes,
-    i64 to_row_step, i64 to_head_step, i64 from_row_step, i64 from_head_step, i64 step) {
+    i64 to_row_step, i64 to_head_step, i64 from_row_step, i64 from_head_step, i64 step, const int* offsets_q,
+    const int* offsets_k, i64 tokens_q, i64 tokens_k, i64 step_q, i64 step_k, unsigned short* place) {
+  if ((i64)blockIdx.x * (blockDim.x / 32) >= tokens) {
+    write_facts(nullptr, place, offsets_q, offsets_k, batch, tokens_q, tokens_k, step_q, step_k);
+    return;
+  }
   const i64 row = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;  // a warp for each
   if (row >= tokens) return;
   const char* source = row < offsets[batch * step] ? from + row * from_row_step : nullptr;
@@ -122,22 +158,5 @@ extern "C" __global__ void attnreg_blank(
 extern "C" __global__ void __launch_bounds__(1024) attnreg_facts(
     unsigned short* result, unsigned short* place, const int* offsets_q, const int* offsets_k, i64 batch,
     i64 tokens_q, i64 tokens_k, i64 step_q, i64 step_k) {
-  bool filled = offsets_q[0] == 0 && offsets_k[0] == 0 && offsets_q[batch * step_q] == tokens_q &&
-                offsets_k[batch * step_k] == tokens_k;
-  bool covered = true;
-  for (i64 n = threadIdx.x; n < batch; n += blockDim.x) {
-    const i64 queries = length_of(n, offsets_q, step_q), keys = length_of(n, offsets_k, step_k);
-    filled = filled && queries >= 0 && keys >= 0 && (queries > 0) == (keys > 0);
-    covered = covered && keys >= queries;
-  }
-  filled = __syncthreads_and(filled);
-  covered = __syncthreads_and(covered) && filled;
-  if (threadIdx.x == 0) {
-    const unsigned short both = filled | covered << 8;
-    *result = both;
-    if (place) {  // memory of the host, which reads it meanwhile
-      *(volatile unsigned short*)place = both;
-      __threadfence_system();
-    }
-  }
+  write_facts(result, place, offsets_q, offsets_k, batch, tokens_q, tokens_k, step_q, step_k);
 }

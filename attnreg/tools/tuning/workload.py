@@ -38,6 +38,7 @@ BETWEEN = (181, 362, 724, 1448, 2896, 5793, 11585, 23170)
 #   mean loss of 155 random forwards is 1.011 instead of 1.019.
 # - 4 queries over 6,000 shared keys, and over 300 keys with as many key heads: with both the mean loss of 48
 #   random calls of 4 queries is 1.015 instead of 1.054, the worst 1.34 instead of 1.68 (H100).
+# - Packed calls of few queries: no other points predict them (see `times.index`).
 QUICK = (
     (4, False, CAUSAL, ((8, 1000, 1000),)),
     (4, False, FULL, ((8, 1000, 1000), (8, 1, 1024), (1, 1, 16384))),
@@ -50,6 +51,7 @@ QUICK = (
     (1, False, FULL, ((8, 1000, 1000), (16, 250, 250), (2, 900, 900), (4, 4000, 4000))),
     (1, False, FULL, ((6, 1, 1448), (20, 1, 2048), (4, 4, 2048), (16, 4, 300))),
     (1, True, CAUSAL, ((8, 1024, 1024),)),
+    (4, True, FULL, ((8, 1, 1024), (32, 1, 4096), (16, 4, 4096))),
     (4, False, FULL, ((2, 900, 900),)),
     (4, True, CAUSAL, ((2, 900, 900),)),
     (4, True, FULL, ((2, 900, 900),)),
@@ -156,6 +158,7 @@ def _gpu() -> Iterator[WorkloadKind]:
         if dim in (64, 96, 128):
             for queries, window in DECODES:
                 yield WorkloadKind(dim, both, window, False, _decodes(usual, window == FULL, queries))
+            yield WorkloadKind(dim, both, FULL, True, _decodes(False, False, 1), usual=False)
 
 
 def _squares(fine: bool, uneven: bool) -> Iterator[tuple[int, int, int]]:

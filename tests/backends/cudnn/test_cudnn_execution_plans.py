@@ -19,6 +19,7 @@ from attnreg.backends.cudnn import adapter, execution_plans, rounding
 from attnreg.backends.cudnn.graph import ExecutionPlan
 from attnreg.backends.cudnn.problem import PlanKind, Slot
 from attnreg.backends.cudnn.rounding import exact, round_lengths, shared
+from attnreg.core.launching.launchers import Prepared
 from attnreg.tools.measure import Case
 
 
@@ -158,6 +159,34 @@ def test_a_kind_is_all_but_the_lengths():
         assert not first.allow_exact(packed_problem("backward", lens))
     for other in (packed_problem("forward", [3, 10]), packed_problem("backward", [3, 10], width=512)):
         assert first.allow_exact(other)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("width", [8 * 64, 64 * 128])
+def test_all_lengths_that_a_prepared_launch_serves_have_its_execution_plan(
+    module, monkeypatch, direction, width
+):
+    """Budgets and the first tokens included, which have one of their own."""
+    draw, plans = random.Random(width), execution_plans.ExecutionPlans(module)
+    made = ExecutionPlan(None, 0, (), (), 0, (), None, prepared=Prepared(print, ()))
+    monkeypatch.setattr(execution_plans, "build", lambda cudnn, problem, handle: made)
+    kind, strides = packed_problem(direction, [1], width).kind, packed_problem(direction, [1], width).strides
+
+    def number(low, high):
+        return min(max(round(low * (high / low) ** draw.random()), low), high)
+
+    for _ in range(1000):
+        batch = draw.choice((number(1, 64), number(1, 200_000)))
+        tokens = draw.choice((number(batch, 2**24), 2 ** draw.randint(4, 20), 512 * batch, 128 * batch - 1))
+        keys = draw.choice((tokens, number(1, 2**24)))
+        problem = kind.problem(batch, number(1, 2**17), number(1, 2**17), tokens, keys, strides)
+        plans.get(plans.select(problem)[0])
+        prepared, (chosen, _) = plans.prepare(problem), plans.select(problem)
+        own = *problem[1:5], keys
+        assert all(low <= one <= high for one, (low, high) in zip(own, prepared.lengths, strict=True))
+        for _ in range(6):
+            others = [draw.choice((low, high, number(low, high))) for low, high in prepared.lengths]
+            assert plans.select(kind.problem(*others, strides))[0] == chosen, (own, others)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -144,10 +144,26 @@ def test_batches_that_share_an_execution_plan_are_launched_alike(kernels):
             given = both(kernels, ragged(lens))
             prepared.append(launcher.prepare(*lengths_and_strides(given[which], given[2])))
         assert prepared[0] is not None
-        assert all(one is prepared[0] for one in prepared)
+        assert len({one.launch for one in prepared}) == 1
         assert prepared[0].workspace == 64
         assert prepared[0].lse_token_first is (which == 0)
         assert prepared[0].lse_strides == (None if which == 0 else (1, 4))
+
+
+def test_lengths_of_one_bucket_are_prepared_once_and_budgets_and_the_first_tokens_apart(kernels):
+    forward, backward = launchers_of(kernels, ragged([300, 9]))
+    tensors, tensors_back, _ = both(kernels, ragged([3, 8]))
+    strides, strides_back = (tuple(x.stride() for x in given) for given in (tensors, tensors_back))
+    batches, longest, any_keys = (1, 8), (1, 4096), (1, 2**31 - 1)
+    served = forward.prepare(5, 90, 70, 280, 90, strides).lengths
+    assert served == (batches, longest, longest, (1, 308), any_keys), "309 are the first tokens"
+    served = backward.prepare(5, 90, 70, 400, 90, strides_back).lengths
+    assert served == (batches, longest, longest, (310, 511), (1, 4096))
+    served = forward.prepare(8, 900, 70, 3000, 90, strides).lengths
+    assert served == ((6, 8), longest, longest, (2049, 3071), any_keys), "2048 is a budget"
+    exact = forward.prepare(5, 90, 70, 309, 90, strides)
+    assert exact.lengths == (batches, longest, longest, (309, 309), any_keys)
+    assert not exact.lse_token_first
 
 
 @pytest.mark.parametrize(("lens", "strides"), [([3, 9], (12, 1)), ([3, 9, 1], (13, 1))])
@@ -349,6 +365,7 @@ def test_nothing_grows_with_the_lengths_that_are_asked_for(kernels):
     assert plans.built == built
     assert len(plans._plans) == 4
     assert len(plans._first_tokens._tokens) == 2
-    sizes = [rounding._round_batch.cache_info(), layout._in_steps.cache_info()]
+    cached = rounding._round_batch, rounding._batches_like, layout._in_steps
+    sizes = [one.cache_info() for one in cached]
     assert all(one.currsize <= one.maxsize for one in sizes)
     assert execution_plans._KEPT <= 512

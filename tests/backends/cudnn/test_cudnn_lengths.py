@@ -50,7 +50,8 @@ def test_an_execution_plan_reads_lengths_and_ragged_offsets_of_any_batch(seed):
     plan, read = plan_that_reads(Slot.SEQ_LEN_Q, Slot.SEQ_LEN_K, *wanted), lengths.OffsetsRead()
     if seed % 3:  # else the batch is seen before the plan is built
         read.add(plan)
-    queries, keys, *starts = lengths.BatchLengths(read, batch, 7, cu_q, cu_k, used).inputs_of(plan)
+    inputs = lengths.inputs_of(plan, read, batch, 7, cu_q, cu_k, used)
+    queries, keys, *starts = lengths.tensors_of(plan, inputs)
     counted = lens_k if used is None else used.tolist()
     assert keys[:batch].tolist() == counted + [0] * (batch - count)
     with_keys = [n if m else 0 for n, m in zip(lens_q, counted, strict=True)]
@@ -67,7 +68,8 @@ def test_offsets_that_are_no_contiguous_tensor_are_read_as_they_are():
     cu = torch.tensor([[0, 9], [3, 9], [12, 9]], dtype=torch.int32)[:, 0]
     assert not cu.is_contiguous()
     plan = plan_that_reads(Slot.SEQ_LEN_Q)
-    (queries,) = lengths.BatchLengths(lengths.OffsetsRead(), 8, 7, cu, cu, None).inputs_of(plan)
+    inputs = lengths.inputs_of(plan, lengths.OffsetsRead(), 8, 7, cu, cu)
+    (queries,) = lengths.tensors_of(plan, inputs)
     assert queries[:8].tolist() == [3, 9, *[0] * 6]
 
 
@@ -75,12 +77,28 @@ def test_only_the_newest_ragged_offsets_are_written_at_once():
     read = lengths.OffsetsRead()
     for stride in range(1, 30):
         read.add(plan_that_reads(RaggedOffset(stride % 2 == 1, stride)))
-    known, (count, of_keys, *strides) = read.now
+    known, (count, of_keys, *strides) = read.now.ragged, read.now.numbers
     assert count == len(known) == len(strides) == lengths.MOST
     assert strides == [*range(30 - lengths.MOST, 30)]
     assert [of_keys >> bit & 1 for bit in range(count)] == [stride % 2 for stride in strides]
     read.add(plan_that_reads(RaggedOffset(False, 28), Slot.SEQ_LEN_Q))
-    assert read.now[0] == known, "one that is known is no newer one"
+    assert read.now.ragged == known, "one that is known is no newer one"
+
+
+def test_execution_plans_that_read_more_than_is_written_at_once_get_a_buffer_each(written):
+    read, cu = lengths.OffsetsRead(), torch.tensor([0, 3, 12], dtype=torch.int32)
+    plans = [
+        plan_that_reads(*(RaggedOffset(False, stride) for stride in range(first, first + 8)))
+        for first in (2, 6, 10)
+    ]
+    for plan in plans:
+        read.add(plan)
+    for _ in range(3):
+        for plan in plans:
+            inputs = lengths.inputs_of(plan, read, 8, 7, cu, cu)
+            for wanted, start in zip(plan.lengths, lengths.tensors_of(plan, inputs), strict=True):
+                assert start[:3].tolist() == [0, 3 * wanted.token_stride, 12 * wanted.token_stride]
+    assert written == [lengths.MOST, lengths.MOST]
 
 
 def test_all_that_a_step_reads_of_a_new_batch_is_written_once(kernels, written):
@@ -91,12 +109,11 @@ def test_all_that_a_step_reads_of_a_new_batch_is_written_once(kernels, written):
     query, key, value, call = ragged([5, 6], [7, 7])
     for _ in range(3):
         run_both(kernels, query, key, value, call)
-    assert written == [len(plans.read.now[0])]
+    assert written == [len(plans.read.now.ragged)]
     both = [plan for problem, plan in plans._plans.items() if not problem.exact]
     assert {len(plan.tensors) for plan in both} == {5, 9}
-    kept = lengths.lengths_of(plans.read, 8, 7, call.cu_seqlens_q, call.cu_seqlens_k)
-    storages = {x.untyped_storage().data_ptr() for plan in both for x in kept.inputs_of(plan)}
-    assert storages == {kept._rows.untyped_storage().data_ptr()}
+    offsets_read = call.cu_seqlens_q, call.cu_seqlens_k
+    assert len({id(lengths.inputs_of(plan, plans.read, 8, 7, *offsets_read)[0]) for plan in both}) == 1
     assert len(written) == 1
 
 

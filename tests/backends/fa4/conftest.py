@@ -7,7 +7,7 @@ import types
 import pytest
 from support import fake_fa4, fake_fa4_kernels
 
-from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds, launches, softcap
+from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds, softcap
 from attnreg.backends.fa4 import package as fa4_package
 
 
@@ -55,7 +55,7 @@ def rounds(kernels, package):
 @pytest.fixture
 def many_are_few(monkeypatch):
     """Return how many sequences need no launch of their own that sums up their tiles: fewer than really."""
-    for module in (fake_fa4_kernels, compiled_kinds, launches):
+    for module in (fake_fa4_kernels, compiled_kinds):
         monkeypatch.setattr(module, "MANY", 8)
     return 8
 

@@ -16,6 +16,7 @@
 #include "device_code.h"
 #include "launchers.h"
 #include "lengths.h"
+#include "program.h"
 
 namespace attnreg {
 
@@ -54,6 +55,7 @@ struct Entry {  // how a call is run: by one of the four, or by torch's own kern
   std::shared_ptr<const OpLauncher> op;
   std::shared_ptr<const NativeLauncher> native;
   std::shared_ptr<const AddressLauncher> addresses;
+  std::shared_ptr<const Programs> programs;  // run in place of a function of Python's, where they can
   Window window{};  // of a packed call on a GPU: by it rows are cleared that aren't known to see a key
   bool clears = false;  // whether they are cleared after a function of Python's; after the others they always are
   std::vector<std::pair<size_t, bool>> finite{};  // tensors whose rows of no sequence have to be finite, and (true) of keys
@@ -326,6 +328,22 @@ inline int64_t scoped_choice() {
   return last.choice;
 }
 
+// Run a function of Python's, or what it describes; false if it can't run the call any more.
+inline bool launch_function(const Entry& entry, const Launch& call, Tensors& results) {
+  return (entry.programs && launch(*entry.programs, call, results)) || launch(entry.python.get(), call, results);
+}
+
+// Whether rows of a packed call are cleared behind an entry's launcher.
+inline bool clears_rows(const Entry& entry, const Launch& call) {
+  const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
+  return call.is_packed && !entry.native && is_unknown && call.tensors[0].is_cuda();
+}
+
+// Whether a kernel that is launched for a call anyway can also answer what is so of its offsets.
+inline bool can_answer(const Entry& entry, const Launch& call) {
+  return clears_rows(entry, call) && (call.is_forward || !entry.finite.empty());
+}
+
 // Run a kept call; false if its launcher can't. The results are as the contract says. `keys` are those of the op's dispatch.
 inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   const auto device = call.tensors[0].device();
@@ -333,8 +351,7 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
   if (device.is_cuda()) {
     there.reset_device(device);
   }
-  const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
-  const bool clears = call.is_packed && !entry.native && is_unknown && device.is_cuda();
+  const bool clears = clears_rows(entry, call);
   const DeviceCode* code = clears ? device_code_of(device) : nullptr;
   if (clears && !code) {
     return false;
@@ -349,11 +366,11 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
   } else if (clears) {
     Tensors tensors(call.tensors.begin(), call.tensors.end());
     for (const auto& [place, of_keys] : entry.finite) {
-      tensors[place] = blanked(*code, tensors[place], call.offsets(of_keys));
+      tensors[place] = blanked(*code, tensors[place], call, of_keys);
     }
-    done = launch(entry.python.get(), Launch{tensors, call.lengths, true, true, true, call.is_forward}, results);
+    done = launch_function(entry, Launch{tensors, call.lengths, true, true, true, call.is_forward}, results);
   } else {
-    done = launch(entry.python.get(), call, results);
+    done = launch_function(entry, call, results);
   }
   if (!done) {
     return false;

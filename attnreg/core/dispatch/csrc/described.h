@@ -158,6 +158,11 @@ inline void read_function_launcher(PyObject* launcher, Entry& entry) {
   entry.window = window_attribute(launcher);
   entry.clears = true;
   entry.finite = places_attribute(launcher, "finite");
+  if (const Object describe = attribute(launcher, "programs"); describe.get() != Py_None) {
+    auto programs = std::make_shared<Programs>();
+    programs->describe = held_function(describe.get());
+    entry.programs = std::move(programs);
+  }
 }
 
 // `tensors` is how many the launcher is given.

@@ -54,19 +54,35 @@ inline void launch_on(
   TORCH_CHECK(error == 0, "a kernel for packed calls failed with CUDA error ", error);
 }
 
-// A copy of a packed tensor with zeros in the rows past the last offset.
-inline at::Tensor blanked(const DeviceCode& code, const at::Tensor& x, const at::Tensor& offsets) {
+inline int64_t place_of_answer(const Launch& call) {
+  return call.answer ? *call.answer : 0;
+}
+
+// A kernel was launched that answers.
+inline void is_answered(const Launch& call) {
+  if (call.answer) {
+    *call.answer = 0;
+  }
+}
+
+// A copy of a packed tensor with zeros in the rows past the last offset. Also answers what is so of the offsets.
+inline at::Tensor blanked(const DeviceCode& code, const at::Tensor& x, const Launch& call, bool of_keys) {
   at::Tensor copy = at::empty(x.sizes(), x.options());
-  const int64_t size = static_cast<int64_t>(x.element_size()), rows = x.size(0);
-  if (rows > 0) {
-    launch_on(code, code.blank, (rows * 32 + kBlock128 - 1) / kBlock128, kBlock128, x,
+  const at::Tensor &queries = call.offsets(0), &keys = call.offsets(1), &offsets = call.offsets(of_keys);
+  const int64_t size = static_cast<int64_t>(x.element_size()), rows = x.size(0), place = place_of_answer(call);
+  if (const int64_t total = (rows * 32 + kBlock128 - 1) / kBlock128 + (place != 0); total > 0) {
+    launch_on(code, code.blank, total, kBlock128, x,
               {word_of(copy), word_of(x), word_of(offsets), offsets.size(0) - 1, rows, x.size(1), x.size(2) * size,
-               copy.stride(0) * size, copy.stride(1) * size, x.stride(0) * size, x.stride(1) * size, offsets.stride(0)});
+               copy.stride(0) * size, copy.stride(1) * size, x.stride(0) * size, x.stride(1) * size, offsets.stride(0),
+               word_of(queries), word_of(keys), call.lengths.numbers[Lengths::kTokensQ], call.lengths.numbers[Lengths::kTokensK],
+               queries.stride(0), keys.stride(0), place});
+    is_answered(call);
   }
   return copy;
 }
 
-// Clear the results of a packed forward or backward; nothing if they have no rows.
+// Clear the results of a packed forward or backward; nothing if they have no rows. A forward's kernel also answers what is
+// so of the offsets.
 inline void clear(const DeviceCode& code, const Launch& call, Window window, const Tensors& results) {
   const at::Tensor &queries = call.offsets(0), &keys = call.offsets(1);
   const int64_t batch = queries.size(0) - 1, step_q = queries.stride(0), step_k = keys.stride(0);
@@ -74,11 +90,13 @@ inline void clear(const DeviceCode& code, const Launch& call, Window window, con
   if (call.is_forward) {
     const at::Tensor &out = results[0], &lse = results[1];
     const int64_t size = static_cast<int64_t>(out.element_size()), rows = out.size(0);
-    if (rows > 0) {
-      launch_on(code, code.clear_forward, blocks(rows), kBlock128, out,
+    const int64_t place = place_of_answer(call);
+    if (const int64_t total = blocks(rows) + (place != 0); total > 0) {
+      launch_on(code, code.clear_forward, total, kBlock128, out,
                 {word_of(out), word_of(lse), word_of(queries), word_of(keys), batch, rows, out.size(1),
                  out.size(2) * size, out.stride(0) * size, out.stride(1) * size, lse.stride(0), lse.stride(1),
-                 window.left, window.right, step_q, step_k});
+                 window.left, window.right, step_q, step_k, call.lengths.numbers[Lengths::kTokensK], place});
+      is_answered(call);
     }
     return;
   }

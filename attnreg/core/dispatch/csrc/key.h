@@ -76,10 +76,6 @@ enum Word : int64_t { kAbsent, kTensor, kInt, kFalse, kTrue, kDouble };
 struct Lengths {
   enum Name { kBatch, kMaxQ, kMaxK, kTokensQ, kTokensK, kCount };
   int64_t numbers[kCount] = {};
-
-  bool operator==(const Lengths& other) const {
-    return std::memcmp(numbers, other.numbers, sizeof numbers) == 0;
-  }
 };
 
 // Which dimensions of a tensor are lengths, as bits.

@@ -78,13 +78,19 @@ struct SeenOffsets {
   }
 };
 
-struct Derived {  // what was derived of a pair of offsets; Python owns the tensors
+struct Derived {  // what was derived of a pair of offsets; Python owns the tensor
   SeenOffsets offsets;
-  std::vector<Weak> tensors;
+  Weak tensor;
+  std::vector<int64_t> places;
 };
 
-struct Prepared {  // how a kernel on addresses runs a call of some lengths and strides
-  Lengths lengths;
+struct Read {  // what a kernel reads of offsets: places in a tensor, in bytes
+  at::Tensor tensor;
+  std::vector<int64_t> places;
+};
+
+struct Prepared {  // how a kernel on addresses runs calls of some lengths and strides
+  Lengths least, most;
   std::vector<int64_t> strides;  // of all tensors, one after the other
   Object launch;
   std::vector<size_t> operands;
@@ -95,9 +101,11 @@ struct Prepared {  // how a kernel on addresses runs a call of some lengths and 
   mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
 };
 
+constexpr size_t kMostPrepared = 4;  // batches alternate between a few buckets of lengths
+
 struct AddressLauncher {  // a kernel that is given the addresses of its tensors
   Object prepare;
-  mutable std::shared_ptr<const Prepared> last;  // under the interpreter's lock
+  mutable std::vector<std::shared_ptr<const Prepared>> prepared;  // the newest last; under the interpreter's lock
 };
 
 struct NativeLauncher {  // a C function
@@ -114,6 +122,8 @@ struct Launch {
   bool knows_rows;  // whether every row of a packed call is known to see a key
   bool fills_rows;  // whether every row is known to belong to a sequence that has queries and keys
   bool is_forward;
+  // Where a kernel of ours that is launched for the call anyway is to answer what is so of the offsets; 0 once one does.
+  int64_t* answer = nullptr;
 
   size_t operands() const {
     return tensors.size() - (is_packed ? 2 : 0);
@@ -256,26 +266,22 @@ inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& 
   return launcher.function(launcher.context, &native) == 0;
 }
 
-// What was derived of the offsets the last time, if neither has changed and its tensors are still alive.
-inline std::optional<Tensors> kept_derived(
+// What was derived of the offsets the last time, if neither has changed and its tensor is still alive.
+inline std::optional<Read> kept_derived(
     const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const auto& last = launcher.derived;
   if (!last || !last->offsets.are(queries, keys, stream)) {
     return std::nullopt;
   }
-  Tensors tensors;
-  for (const Weak& one : last->tensors) {
-    auto strong = one.lock();
-    if (!strong) {
-      return std::nullopt;
-    }
-    tensors.emplace_back(std::move(strong));
+  auto tensor = last->tensor.lock();
+  if (!tensor) {
+    return std::nullopt;
   }
-  return tensors;
+  return Read{at::Tensor(std::move(tensor)), last->places};
 }
 
 // What the kernel reads of the offsets; nothing if it can't run any more. With the interpreter's lock.
-inline std::optional<Tensors> derive(
+inline std::optional<Read> derive(
     const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   std::optional<SeenOffsets> seen;
   if (counts_versions(queries) && counts_versions(keys)) {
@@ -290,23 +296,23 @@ inline std::optional<Tensors> derive(
   if (found.get() == Py_None) {
     return std::nullopt;
   }
-  TORCH_CHECK_TYPE(PyList_Check(found.get()), "attnreg: Prepared.derive returned a ",
-                   Py_TYPE(found.get())->tp_name, ", expected a list of tensors or None");
-  Tensors tensors;
-  std::vector<Weak> weak;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found.get()); i++) {
-    PyObject* one = PyList_GET_ITEM(found.get(), i);
-    TORCH_CHECK_TYPE(THPVariable_Check(one), "attnreg: Prepared.derive returned a list with a ",
-                     Py_TYPE(one)->tp_name, ", expected tensors");
-    tensors.push_back(THPVariable_Unpack(one));
-    TORCH_CHECK(tensors.back().device() == queries.device(), "attnreg: Prepared.derive returned a tensor on ",
-                tensors.back().device(), ", expected ", queries.device());
-    weak.emplace_back(tensors.back().getIntrusivePtr());
+  PyObject *tensor = nullptr, *places = nullptr;
+  if (!PyTuple_Check(found.get()) || !PyArg_ParseTuple(found.get(), "OO!", &tensor, &PyTuple_Type, &places) || !THPVariable_Check(tensor)) {
+    PyErr_Clear();
+    TORCH_CHECK_TYPE(false, "attnreg: Prepared.derive returned a ", Py_TYPE(found.get())->tp_name,
+                     tensor ? c10::str(" of a ", Py_TYPE(tensor)->tp_name) : "", ", expected a tuple of a tensor and a tuple of places, or None");
+  }
+  Read read{THPVariable_Unpack(tensor), numbers_of(places)};
+  TORCH_CHECK(read.tensor.device() == queries.device(), "attnreg: Prepared.derive returned a tensor on ", read.tensor.device(),
+              ", expected ", queries.device());
+  const auto bytes = static_cast<int64_t>(read.tensor.nbytes());
+  for (const int64_t place : read.places) {
+    TORCH_CHECK_INDEX(place >= 0 && place < bytes, "attnreg: Prepared.derive returned the place ", place, " in a tensor of ", bytes, " bytes");
   }
   if (seen) {
-    launcher.derived.emplace(Derived{std::move(*seen), std::move(weak)});
+    launcher.derived.emplace(Derived{std::move(*seen), Weak(read.tensor.getIntrusivePtr()), read.places});
   }
-  return tensors;
+  return read;
 }
 
 constexpr size_t kLse = 5;  // its place among the tensors of a backward
@@ -317,6 +323,35 @@ inline std::vector<int64_t> strides_of(const Launch& call) {
     strides.insert(strides.end(), call.tensors[i].strides().begin(), call.tensors[i].strides().end());
   }
   return strides;
+}
+
+// Whether lengths lie between others, ends included.
+inline bool are_between(const Lengths& lengths, const Lengths& least, const Lengths& most) {
+  for (size_t i = 0; i < Lengths::kCount; i++) {
+    if (lengths.numbers[i] < least.numbers[i] || lengths.numbers[i] > most.numbers[i]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Read for which lengths a `Prepared` is: a pair of the least and the most of each, or None for those of the call.
+inline void read_bounds(PyObject* bounds, const Lengths& lengths, Prepared& how) {
+  how.least = how.most = lengths;
+  if (bounds == Py_None) {
+    return;
+  }
+  const bool is_tuple = PyTuple_Check(bounds) && PyTuple_GET_SIZE(bounds) == static_cast<Py_ssize_t>(Lengths::kCount);
+  for (size_t i = 0; is_tuple && i < Lengths::kCount; i++) {
+    long long least = 0, most = 0;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(bounds, static_cast<Py_ssize_t>(i)), "LL", &least, &most)) {
+      throw_error_of_python();
+    }
+    how.least.numbers[i] = least;
+    how.most.numbers[i] = most;
+  }
+  TORCH_CHECK_TYPE(is_tuple && are_between(lengths, how.least, how.most),
+                   "attnreg: Prepared.lengths: expected a pair for each of five lengths, with those that it was asked for between them");
 }
 
 // How a kernel on addresses runs a call, by Python; null where it doesn't. With the interpreter's lock.
@@ -334,18 +369,18 @@ inline std::shared_ptr<const Prepared> prepare(const AddressLauncher& launcher, 
   if (returned.get() == Py_None) {
     return nullptr;
   }
-  PyObject *launch = nullptr, *operands = nullptr, *lse_strides = nullptr, *derive = nullptr;
+  PyObject *launch = nullptr, *operands = nullptr, *lse_strides = nullptr, *derive = nullptr, *bounds = nullptr;
   Py_ssize_t workspace = 0;
   int lse_token_first = 0;
   if (!PyTuple_Check(returned.get()) ||
-      !PyArg_ParseTuple(returned.get(), "OO!npOO", &launch, &PyTuple_Type, &operands, &workspace, &lse_token_first,
-                        &lse_strides, &derive)) {
+      !PyArg_ParseTuple(returned.get(), "OO!npOOO", &launch, &PyTuple_Type, &operands, &workspace, &lse_token_first,
+                        &lse_strides, &derive, &bounds)) {
     PyErr_Clear();
     TORCH_CHECK_TYPE(false, "attnreg: AddressLauncher.prepare returned a ", Py_TYPE(returned.get())->tp_name,
                      ", expected a Prepared or None");
   }
   auto how = std::make_shared<Prepared>();
-  how->lengths = call.lengths;
+  read_bounds(bounds, call.lengths, *how);
   how->strides = std::move(strides);
   how->launch = held(launch);
   for (const int64_t number : numbers_of(operands)) {
@@ -359,7 +394,12 @@ inline std::shared_ptr<const Prepared> prepare(const AddressLauncher& launcher, 
   if (derive != Py_None) {
     how->derive = held(derive);
   }
-  launcher.last = how;
+  std::shared_ptr<const Prepared> dropped;  // last of all: what it owns may then do anything
+  if (launcher.prepared.size() >= kMostPrepared) {
+    dropped = std::move(launcher.prepared.front());
+    launcher.prepared.erase(launcher.prepared.begin());
+  }
+  launcher.prepared.push_back(how);
   return how;
 }
 
@@ -370,8 +410,11 @@ inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors&
   const c10::Stream stream = stream_of(call.tensors[0]);
   std::vector<int64_t> strides = strides_of(call);
   const WithGil gil;
-  std::shared_ptr<const Prepared> how = launcher.last;
-  if (!how || !(how->lengths == call.lengths) || how->strides != strides) {
+  const auto kept = std::find_if(launcher.prepared.begin(), launcher.prepared.end(), [&](const auto& one) {
+    return are_between(call.lengths, one->least, one->most) && one->strides == strides;
+  });
+  std::shared_ptr<const Prepared> how = kept == launcher.prepared.end() ? nullptr : *kept;
+  if (!how) {
     how = prepare(launcher, call, std::move(strides));
     if (!how) {
       return false;
@@ -386,7 +429,7 @@ inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors&
   if (how->workspace > 0) {
     workspace = at::empty({how->workspace}, at::TensorOptions().dtype(at::kByte).device(device));
   }
-  Tensors derived;
+  Read derived;
   if (how->derive) {
     auto of_offsets = derive(*how, call.offsets(0), call.offsets(1), stream);
     if (!of_offsets) {
@@ -402,9 +445,9 @@ inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors&
     } else if (result < results.size()) {
       addresses.push_back(address_of(results[result]));
     } else {
-      TORCH_CHECK_INDEX(further < derived.size(), "attnreg: Prepared.operands has ", number,
-                        ", expected less than ", count + results.size() + derived.size());
-      addresses.push_back(address_of(derived[further]));
+      TORCH_CHECK_INDEX(further < derived.places.size(), "attnreg: Prepared.operands has ", number,
+                        ", expected less than ", count + results.size() + derived.places.size());
+      addresses.push_back(static_cast<const char*>(address_of(derived.tensor)) + derived.places[further]);
     }
   }
   const Object launched = call_python(

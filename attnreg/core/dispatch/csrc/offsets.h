@@ -28,14 +28,57 @@ inline void release_answer(Offsets& pair) {
   }
 }
 
-// Have the device say what is so of a pair of offsets, without a wait.
-inline void ask_device(
-    const DeviceCode& code, const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, int64_t slot) {
+// A place that was taken for an answer. Whoever has it has the device asked, or an error or a launcher that can't run the
+// call comes between: then the place is given back, and the next call with the offsets asks.
+struct Question {
+  int64_t slot = -1;
+  int64_t place = 0;  // the address there; 0 where there is no place, and as soon as a kernel is launched that answers
+
+  Question() = default;
+  Question(const Question&) = delete;
+  Question& operator=(const Question&) = delete;
+
+  ~Question() {
+    if (!is_open()) {
+      return;
+    }
+    std::vector<Offsets> dropped;  // destroyed after the lock is released
+    const std::unique_lock lock(guard);
+    // Nobody else has taken the place meanwhile, also if the pair was dropped: it is taken again only after an answer.
+    answers[slot] = 0;
+    const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& one) { return one.slot == slot; });
+    if (pair == cache.offsets.end()) {
+      return;
+    }
+    release_answer(*pair);
+    if (pair->known == Known::kAskedAgain) {
+      pair->known = Known::kAnswered;  // long ago
+    } else {
+      dropped.push_back(std::move(*pair));
+      cache.offsets.erase(pair);
+    }
+  }
+
+  bool is_open() const {
+    return place != 0;
+  }
+
+  // Under the lock. False if there is no place.
+  bool take() {
+    slot = take_answer();
+    place = slot < 0 ? 0 : reinterpret_cast<int64_t>(answers + slot);
+    return is_open();
+  }
+};
+
+// Have the device say what is so of a pair of offsets, without a wait, by a kernel of its own.
+inline void ask_device(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, Question& question) {
+  const DeviceCode& code = *device_code_of(queries.device());
   const int64_t batch = queries.size(0) - 1;
-  const int64_t place = reinterpret_cast<int64_t>(answers + slot);
   const int64_t threads = std::min<int64_t>((std::max<int64_t>(batch, 1) + 31) / 32 * 32, 1024);
   launch_on(code, code.facts, 1, threads, queries,
-            {place, place, word_of(queries), word_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
+            {0, question.place, word_of(queries), word_of(keys), batch, tokens_q, tokens_k, queries.stride(0), keys.stride(0)});
+  question.place = 0;
 }
 
 inline Facts read_answer(int64_t slot) {
@@ -58,15 +101,13 @@ inline bool is_less(Facts now, Facts before) {
   throw_error_of_python();
 }
 
-// What is known of the rows of a pair of offsets, if these are as they were. The first call with them asks the device;
-// what it answered is used for a while, then it is asked again.
-inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k) {
-  const DeviceCode* code = device_code_of(queries.device());
-  if (!code || !counts_versions(queries) || !counts_versions(keys) || queries.scalar_type() != at::kInt || keys.scalar_type() != at::kInt) {
+// What is known of the rows of a pair of offsets, if these are as they were. The first call with them has to ask the
+// device, for which `question` gets a place; what it answered is used for a while, then it has to be asked again.
+inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, Question& question) {
+  if (!device_code_of(queries.device()) || !counts_versions(queries) || !counts_versions(keys) || queries.scalar_type() != at::kInt || keys.scalar_type() != at::kInt) {
     return {};
   }
   const c10::Stream stream = stream_of(queries);
-  int64_t slot = -1;
   bool has_changed = false;
   {
     Offsets dropped{{Seen(queries), Seen(keys), stream}, tokens_q, tokens_k};
@@ -75,8 +116,8 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
       return other.seen.look_like(queries, keys, stream) && other.tokens_q == tokens_q && other.tokens_k == tokens_k;
     });
     if (pair == cache.offsets.end()) {
-      slot = dropped.slot = take_answer();
-      dropped.known = slot < 0 ? Known::kNothing : Known::kAsked;
+      dropped.known = question.take() ? Known::kAsked : Known::kNothing;
+      dropped.slot = question.slot;
       if (cache.offsets.size() < kMostOffsets) {
         cache.offsets.push_back(std::move(dropped));
       } else {
@@ -88,8 +129,8 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
       if (Clock::now() < pair->seen.until) {
         return pair->facts;
       }
-      slot = pair->slot = take_answer();
-      pair->known = slot < 0 ? Known::kNothing : Known::kAskedAgain;
+      pair->known = question.take() ? Known::kAskedAgain : Known::kNothing;
+      pair->slot = question.slot;
     } else if (pair->known != Known::kNothing && answers[pair->slot] != kPending) {
       const Facts now = read_answer(pair->slot);
       has_changed = pair->known == Known::kAskedAgain && is_less(now, pair->facts);
@@ -101,9 +142,6 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
         return now;
       }
     }
-  }
-  if (slot >= 0) {
-    ask_device(*code, queries, keys, tokens_q, tokens_k, slot);
   }
   if (has_changed) {
     throw_changed();

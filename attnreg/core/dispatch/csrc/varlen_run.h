@@ -71,18 +71,27 @@ inline bool run_varlen(
     return false;
   }
   const size_t count = tensors.size();
+  const at::Tensor &queries = tensors[count - 2], &keys = tensors[count - 1];
+  const int64_t tokens_q = lengths.numbers[Lengths::kTokensQ], tokens_k = lengths.numbers[Lengths::kTokensK];
+  Question question;
   if (!known.knows_rows && tensors[query].is_cuda()) {
-    known = facts_of(tensors[count - 2], tensors[count - 1], lengths.numbers[Lengths::kTokensQ], lengths.numbers[Lengths::kTokensK]);
+    known = facts_of(queries, keys, tokens_q, tokens_k, question);
+  }
+  const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
+  Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known.knows_rows, known.fills_rows, query == 0};
+  if (question.is_open()) {
+    if (!entry->counts_sinks && can_answer(*entry, call)) {
+      call.answer = &question.place;  // one kernel less
+    } else {
+      ask_device(queries, keys, tokens_q, tokens_k, question);
+    }
   }
   if (entry->counts_sinks && !known.knows_rows && tensors[query].is_cuda()) {
     return false;  // a kernel's LSE of a row without a key may be the sink
   }
   const auto run_entry = [&] {
     Spare spare;
-    const auto keys = tensors[query].key_set();
-    const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
-    const Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known.knows_rows, known.fills_rows, query == 0};
-    return run(*entry, call, keys, results, spare);
+    return run(*entry, call, tensors[query].key_set(), results, spare);
   };
   if (!run_unless_declined(*entry, run_entry)) {
     erase(key, lengths);

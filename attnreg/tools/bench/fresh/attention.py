@@ -125,16 +125,17 @@ def rows(job: Job) -> list[FreshRow]:
 
 
 def _row(setting: Setting, step: str, job: Job) -> FreshRow:
-    shapes = setting.shapes()
-
-    def draw() -> Batch:
-        return Batch(next(shapes), job.device)
-
+    # The batches that the repeating stream drops aren't missing from the new ones.
+    draw_same, draw_new = (_drawing(setting.shapes(), job) for _ in range(2))
     return FreshRow(
         setting.part, setting.case, step, _sides(setting, step, job),
-        {SAME: Stream(draw, repeats=True), NEW: Stream(draw)},
+        {SAME: Stream(draw_same, repeats=True), NEW: Stream(draw_new)},
         functools.partial(_verdict, setting.front), f"torch's {setting.front}",
     )  # fmt: skip
+
+
+def _drawing(shapes: Iterator[Shape], job: Job) -> Callable[[], Batch]:
+    return lambda: Batch(next(shapes), job.device)
 
 
 def _verdict(front: str, batch: Batch, results: list[Tensor]) -> Verdict:
