@@ -45,6 +45,10 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
 }
 
 
+# The abilities that only packed calls show.
+OF_PACKED = ("varlen", "seqused_k", "key_ranges", "page_size", "sinks")
+
+
 class Check(NamedTuple):
     """A call to check a backend with.
 
@@ -140,10 +144,6 @@ def _nearest(allowed: Range, number: int) -> int:
     return max(clamped // allowed.step, -(-allowed.low // allowed.step)) * allowed.step
 
 
-# What only packed calls have.
-OF_PACKED = "varlen", "seqused_k", "key_ranges", "page_size", "sinks"
-
-
 def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> Case:
     """Return a small call with some of what a backend declares, each in turn among it; the seed decides."""
     draw, abilities = random.Random(f"{seed} {number}"), declared(limits)
@@ -180,14 +180,19 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
     )
     if not varlen:
         case = replace(case, bias=maybe("bias", draw.choice(("key padding", "additive")), "none"))
-    elif in_turn == "page_size":
-        case = replace(case, seqused_k=tuple(draw.randint(0, length) for length in lens_k), page_size=16)
     else:
-        used = maybe("seqused_k", tuple(draw.randint(0, length) for length in lens_k), None)
-        layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
-        tail, ranges = draw.choice((0, 17)), maybe("key_ranges", draw.randint(1, 3), 0, 0.0)
-        case = replace(case, seqused_k=used, tail=tail, poison=True, layout=layout, key_ranges=ranges)
+        case = _packed(draw, case, in_turn, maybe)
     return fitted(_counting_sinks(case) if in_turn == "sinks" else case, limits)
+
+
+def _packed(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., Any]) -> Case:
+    """Return a packed case with some of what dense ones don't have; `maybe` is that of `_drawn`."""
+    if in_turn == "page_size":
+        return replace(case, seqused_k=tuple(draw.randint(0, length) for length in case.lens_k), page_size=16)
+    used = maybe("seqused_k", tuple(draw.randint(0, length) for length in case.lens_k), None)
+    layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
+    case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
+    return replace(case, key_ranges=maybe("key_ranges", draw.randint(1, 3), 0, 0.0))
 
 
 def _counting_sinks(case: Case) -> Case:

@@ -18,9 +18,7 @@ TURNS = {"attnreg/core/selection/protocols.py"}
 # The most lines of a function without its signature and docstring, and functions that have more: only ever
 # less, until they keep the limit.
 BODY_LIMIT = 40
-LONGER_BODIES = {
-    "attnreg/testing/cases.py _drawn": 41,
-}
+LONGER_BODIES: dict[str, int] = {}
 
 
 def lines_of(file):

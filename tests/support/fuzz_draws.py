@@ -103,20 +103,25 @@ def draw(seed: int, number: int | str, backends: list[str], device: str) -> Draw
     drawn = drawn._replace(bias_grad=case.bias == "additive" and rng.random() < 0.5)
     if mode not in ("capture", "compile") and not drawn.bias_grad and rng.random() < 0.06:
         drawn = drawn._replace(dropout=rng.choice((0.1, 0.5, 0.9)))
-    if varlen and mode not in ("capture", "compile", "vmap", "func") and rng.random() < 0.08:
+    if varlen and mode not in ("capture", "compile") and rng.random() < 0.08:
         drawn = drawn._replace(case=replace(case, key_ranges=rng.randint(1, 3)))
     if rng.random() < 0.3 and not case.poison:
-        drawn = drawn._replace(strides=_strides(rng, drawn.dropout > 0.0, mode not in WITHOUT_GRADIENT))
+        drawn = drawn._replace(
+            strides=_strides(
+                rng, drawn.dropout > 0.0 or drawn.case.key_ranges > 0, mode not in WITHOUT_GRADIENT
+            )
+        )
     return drawn
 
 
-def _strides(rng: random.Random, dropout: bool, needs_gradient: bool) -> tuple[str, ...]:
+def _strides(rng: random.Random, not_in_op: bool, needs_gradient: bool) -> tuple[str, ...]:
     """Draw the strides of query, key, value and gradient: often those of key and value are alike.
 
-    Packed calls with dropout take no lazily negated views. Of equal keys or values the gradients of the
-    scores add up to 0: plain PyTorch is exact then, and the rule leaves a kernel no rounding.
+    Packed calls with an option that the custom op doesn't have take no lazily negated views. Of equal keys
+    or values the gradients of the scores add up to 0: plain PyTorch is exact then, and the rule leaves a
+    kernel no rounding.
     """
-    kinds = ["", *(each for each in STRIDES if each != "negated" or not dropout)]
+    kinds = ["", *(each for each in STRIDES if each != "negated" or not not_in_op)]
     of_keys = [each for each in kinds if not needs_gradient or each not in ("one token", "one number")]
     of_each = [rng.choice(of) for of in (kinds, of_keys, of_keys, kinds)]
     if rng.random() < 0.5:

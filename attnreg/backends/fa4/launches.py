@@ -236,12 +236,10 @@ def _backward(
         ),
         FunctionCall(convert, (*_tensors(dq_sums, dq), scale, offsets_q, None, of_sinks, tiles_q)),
     ]  # fmt: skip
-    for function, summed, (result, factor) in zip(
-        convert_shared, shared_sums, [(dk, scale), (dv, 1.0)][: len(shared_sums)], strict=True
-    ):
-        steps.append(
-            FunctionCall(function, (*_tensors(summed, result), factor, offsets_k, None, None, tiles_k))
-        )
+    factors = scale, 1.0  # of key and value; there is nothing to convert without shared heads
+    for function, summed, result, factor in zip(convert_shared, shared_sums, (dk, dv), factors, strict=False):
+        given = *_tensors(summed, result), factor, offsets_k, None, None, tiles_k
+        steps.append(FunctionCall(function, given))
     results = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)
     return LaunchProgram(tuple(numbers.buffers), tuple(steps), results, contiguous=(lse,))
 

@@ -215,9 +215,10 @@ def _attend_unspread(
     if others and not (plain or compiling):
         name, off = others[0], NOT_IN_OP[others[0]].off
         expected = off if off is None else f"{off:g}"
+        got = "a tensor" if name in TENSORS else options[name]
         raise UnsupportedInputError(
             f"{name} must be {expected} in dispatch modes, in function transforms and for tensor subclasses, "
-            f"got {options[name]}"
+            f"got {got}"
         )
     # The op has a number for a scale. Another graph for each number that is read would be compiled in vain.
     is_read = compiling and scale is not None and not isinstance(scale, (int, float))

@@ -307,7 +307,7 @@ SHAPES: tuple[Case, ...] = (
         scale=0.3,
         one_cu_seqlens=True,
     ),
-    _varlen("packed key_ranges 1", *RAGGED_UNEQUAL, key_ranges=1, heads=(4, 2), tail=17, poison=True),
+    _varlen("packed key_ranges 1", *RAGGED_UNEQUAL, key_ranges=1, tail=17, poison=True),
     _varlen("packed key_ranges 3, window", *RAGGED, key_ranges=3, window=(90, 0), one_cu_seqlens=True),
     _varlen("packed key_ranges 2, seqused_k", *RAGGED_UNEQUAL, key_ranges=2, seqused_k=(200, 0, 1, 32, 65)),
     _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
