@@ -151,6 +151,16 @@ def test_a_file_of_something_else_is_an_error_with_its_line(tmp_path, text, why)
     assert why in str(raised.value)
 
 
+def test_a_run_that_is_killed_leaves_no_page_of_an_earlier_run(tmp_path):
+    (tmp_path / "stats.jsonl").write_text(json.dumps(LINE))
+    report = tmp_path / "report.html"
+    assert invoke("report", tmp_path / "stats.jsonl", "--out", report).exit_code == 0
+    program = tmp_path / "killed.py"
+    program.write_text("import os\nos._exit(5)\n")
+    done = forked(COMMAND, "run", "--report", str(report), str(program))
+    assert (done.returncode, report.exists()) == (5, False)
+
+
 def test_a_file_that_is_no_page_is_not_replaced(tmp_path):
     (tmp_path / "mine.html").write_text("<p>mine</p>")
     (tmp_path / "stats.jsonl").write_text(json.dumps(LINE))

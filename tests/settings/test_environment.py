@@ -111,7 +111,7 @@ def test_variables_of_others_are_left_alone_and_give_the_defaults(name):
     assert (
         read({name: "x"})
         == EnvironmentSettings()
-        == ((), (), None, None, "", "", None, None, None, "", "", "", None, "")
+        == ((), (), None, None, "", "", None, None, None, None, "", "", "", None, "")
     )
 
 

@@ -19,23 +19,27 @@ from attnreg.core.dispatch import counters, timed
 
 log = logging.getLogger("attnreg")
 
-_paths: tuple[Path | None, Path | None] = (None, None)
+_NONE: tuple[Path | None, Path | None] = (None, None)
+_paths = _NONE
+_written: tuple[Path | None, Path | None] | None = None  # the files that have the line of this process
 
 
 def follow(stats: Path | None, report: Path | None) -> None:
     """Write the line of this process to these files when it ends; with None to none."""
     global _paths
-    _paths = stats and stats.absolute(), report and report.absolute()
     timed.follow(report is not None)
+    paths = stats and stats.absolute(), report and report.absolute()
+    if paths != _written:  # settings may be read again while the process ends
+        _paths = paths
 
 
 def write() -> None:
     """Append the line of this process, if attention was called in it, once; an error is only logged."""
-    global _paths
-    (stats, report), _paths = _paths, (None, None)
-    counted = counters.stats()
-    if counted == counters.Stats({}, ()):
+    global _paths, _written
+    counted, (stats, report) = counters.stats(), _paths
+    if not any(_paths) or counted == counters.Stats({}, ()):
         return
+    _written, _paths = _paths, _NONE
     row = {"program": sys.argv[0] if sys.argv else "", "pid": os.getpid(), **counted.to_dict()}
     if stats is not None:
         _append(stats, row)
@@ -61,6 +65,8 @@ def _write_at_the_end_of_a_worker(_: object) -> None:
 
 
 def _forget_the_parents() -> None:
+    global _written
+    _written = None
     if any(_paths):
         counters.reset_stats()
         timed.forget()

@@ -42,11 +42,12 @@ def report(
 
 
 def lines_of(page: Path) -> Path:
-    """Return the file for the lines of a run whose page is to be written, emptied."""
+    """Return the file for the lines of a run whose page is to be written; removes those of an earlier run."""
     check_writable("--report", page, OF_PAGE)
     lines = page.absolute().with_name(f"{page.name}.jsonl")
     check_writable("--report", lines, OF_LINES)
-    lines.unlink(missing_ok=True)
+    for file in (page, lines):
+        file.unlink(missing_ok=True)
     return lines
 
 

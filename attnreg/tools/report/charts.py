@@ -105,7 +105,7 @@ def times(rows: Sequence[CallRow], text: Callable[[float], str]) -> str:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """Return a figure as an element of a page, whose ids begin with a name."""
+    """Return a figure as an element of a page, whose ids begin with a name; tables have the same numbers."""
     file = io.StringIO()
     # Text stays text: it can be searched, and is shown in the page's font.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
@@ -118,7 +118,7 @@ def _svg(figure: Figure, name: str) -> str:
     text = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
     return re.sub(
         r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
-        r'<svg viewBox="\1" role="img" aria-hidden="true">',
+        r'<svg viewBox="\1" aria-hidden="true">',
         text,
         count=1,
     )
