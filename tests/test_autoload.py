@@ -80,7 +80,7 @@ def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment
 def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_runs_its_own_kernels(
     variables, loaded
 ):
-    (at_start, at_end, error, installed, calls), said = run(**variables, anew=not variables)
+    (at_start, at_end, error, installed, calls), said = run(**variables, anew=False)
     assert at_start == at_end == loaded
     assert (error, installed, calls, said) == ("", False, {}, [])
 
@@ -167,6 +167,7 @@ def test_a_registry_of_torchs_that_has_changed_is_a_warning_and_the_routers_are_
     installing.assert_called_once_with()
 
 
+@pytest.mark.slow
 def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
     # Importing torch imports attnreg again, which is half-way in then.
     program = "import attnreg.core.dispatch.planning, torch\nprint('[1]')"

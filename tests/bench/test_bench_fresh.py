@@ -5,14 +5,13 @@ import itertools
 import json
 import random
 import runpy
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
 from support.command_line import invoke
+from support.processes import forked
 
 import attnreg
 from attnreg.core.dispatch import call_cache
@@ -290,8 +289,9 @@ def test_a_run_becomes_the_tables_of_the_docs(tmp_path):
     assert tables.markdown({"rows": ROWS}) == MARKDOWN
     run = tmp_path / "run.json"
     run.write_text(json.dumps({"machine": {}, "results": {"table": "none", "rows": ROWS}}))
-    command = [sys.executable, str(BENCHMARKS / "redraw.py"), "fresh", str(run), "--markdown"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == MARKDOWN + "\n"
+    redraw = f"import runpy; runpy.run_path({str(BENCHMARKS / 'redraw.py')!r}, run_name='__main__')"
+    done = forked(redraw, "fresh", run, "--markdown")
+    assert (done.returncode, done.stdout) == (0, MARKDOWN + "\n"), done.stderr
 
 
 def test_the_number_of_threads_is_afterwards_as_it_was():

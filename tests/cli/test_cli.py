@@ -106,8 +106,7 @@ def test_a_command_whose_file_cannot_be_imported_breaks_no_other():
 
 
 def test_a_command_needs_no_entry_point_that_torch_runs():
-    environ = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = in_a_process("-m", "attnreg", "info", "--json", env=environ)
+    done = forked(COMMAND, "info", "--json", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["versions"]["torch"] == torch.__version__
 

@@ -151,7 +151,7 @@ PASSES_BY = """
 
 def test_stats_of_all_processes_are_added_to_a_file(here, tmp_path):
     file = here("program.py", PASSES_BY)
-    done = python("-m", "attnreg", "run", "--stats-to", "stats.jsonl", "--json", "program.py", "2")
+    done = forked(COMMAND, "run", "--stats-to", "stats.jsonl", "--json", "program.py", "2")
     assert done.returncode == 0, done.stderr
     here_alone = json.loads(done.stderr)
     assert here_alone["calls"] == {} and here_alone["fallbacks"] == []

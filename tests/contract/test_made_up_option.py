@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.processes import python
+from support.processes import forked
 
 # A factor on the scores. Everything behind the row and the backend is what programs call.
 SCRIPT = """
@@ -100,7 +100,8 @@ RAN = {"warm": {"forward": 1, "backward": 1}}
 
 @pytest.mark.parametrize("routers", ["", "python"])
 def test_a_row_and_a_kernel_add_an_option(routers):
-    run = python("-c", SCRIPT, ATTNREG_ROUTERS=routers)
+    # The row is added before anything reads the rows, as attnreg's entry point would.
+    run = forked(SCRIPT, ATTNREG_ROUTERS=routers, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)
     assert [seen[f"{number} right"] for number in range(4)] == [True] * 4

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from packaging.version import Version
-from support.processes import forked, python
+from support.processes import forked
 
 import attnreg
 from attnreg.errors import RegistrationError
@@ -79,7 +79,8 @@ REAL = {
 
 
 def test_a_program_that_imports_torch_and_flash_attn_runs_by_a_variable_alone():
-    run = python("-W", "error", "-c", PROGRAM, ATTNREG_AS_FLASH_ATTN="1")
+    errors = "import warnings; warnings.simplefilter('error')\n"
+    run = forked(errors + PROGRAM, ATTNREG_AS_FLASH_ATTN="1")
     assert (json.loads(run.stdout or "null"), run.stderr) == (SEEN, "")
 
 

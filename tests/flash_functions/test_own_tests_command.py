@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.processes import python
+from support.processes import forked, python
 
 COMMAND = Path(__file__).parents[1] / "flash_attention.py"
 
@@ -144,9 +144,13 @@ def test_a_test_that_takes_too_long_is_ended_and_left_out(run):
     assert results["results"]["chosen"]["left_out"] == 1
 
 
-def test_a_file_that_cannot_be_imported_is_an_error_and_so_is_none(run, tmp_path):
+@pytest.mark.slow
+def test_a_file_that_cannot_be_imported_is_an_error(run):
     done, results, _ = run(tests="import flash_attn.no_such_module\n")
     assert done.returncode == 1
     assert "No module named 'flash_attn.no_such_module'" in results["results"]["chosen"]["errors"][0]
-    done = python(str(COMMAND), str(tmp_path / "none"))
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path):
+    done = forked(f"import runpy; runpy.run_path({str(COMMAND)!r}, run_name='__main__')", tmp_path / "none")
     assert done.returncode == 2 and "no such file, expected a checkout of flash-attention" in done.stderr

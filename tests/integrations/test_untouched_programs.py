@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from support.command_line import in_a_process
-from support.processes import environment, forked
+from support.processes import forked
 
 # What of transformers attnreg registers with, in a package of its name.
 INTERFACE = "from transformers.interface import Interface\nclass {}(Interface): names = {{}}\n"
@@ -82,5 +81,5 @@ def test_flash_attn_is_there_for_who_asks_right_after_transformers_is_imported()
         "early = available(); from transformers import modeling_utils; "
         "print(early, available(), transformers.utils.is_flash_attn_2_available())"
     )
-    done = in_a_process("-c", program, env=environment(ATTNREG_TRANSFORMERS="flash_attention_2"))
+    done = forked(program, ATTNREG_TRANSFORMERS="flash_attention_2")
     assert (done.stdout, done.stderr) == ("True True True\n", "")

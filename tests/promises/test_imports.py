@@ -176,7 +176,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error_as_anywhere():
 
 def test_parts_that_have_names_of_their_own_need_no_import():
     lines = "print(attnreg.flash_attn.flash_attn_func.__name__, attnreg.integrations.transformers.NAME)"
-    done = python("-c", "import attnreg\n" + lines)
+    done = forked("import attnreg\n" + lines)
     assert (done.returncode, done.stdout) == (0, "flash_attn_func attnreg\n"), done.stderr
 
 
@@ -205,6 +205,9 @@ for chain in sys.argv[1:]:
 """
 
 
+inner_at_import = functools.cache(functools.partial(inner, only_at_import=True))
+
+
 @functools.cache
 def needed(module):
     """Return the modules that are loaded once a module is imported, without itself."""
@@ -214,7 +217,7 @@ def needed(module):
         parents = {name[:end] for name in new for end, letter in enumerate(name) if letter == "."} & set(
             MODULES
         )
-        new = parents.union(*(inner(name, only_at_import=True) for name in new)) - found
+        new = parents.union(*map(inner_at_import, new)) - found
     return found - {module}
 
 

@@ -292,7 +292,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_a_child_of_a_process_with_openmp_threads_can_call_attention_with_one():
     """With several it would hang, as it does with torch alone."""
-    run = python("-c", OPENMP, "cpu", OMP_NUM_THREADS="2")
+    run = forked(OPENMP, "cpu")
     assert (run.stdout, run.stderr) == ("2\n0\n", "")  # with its parent's
 
 

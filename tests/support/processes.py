@@ -27,10 +27,11 @@ def python(*arguments, cwd=None, **variables):
     )  # fmt: skip
 
 
-# Has imported torch, which takes seconds, but nothing of attnreg, and forks for each program it is sent.
+# Has imported torch and Dynamo, which attnreg needs and which take seconds, but nothing of attnreg. It forks
+# for each program that it is sent.
 # A fork ends as Python does, but for taking torch's modules apart, which would take as long as most programs.
 FORKING = """
-import gc, json, os, sys, torch
+import gc, json, os, sys, torch, torch._dynamo
 
 def run(code):
     import atexit, os, sys, threading

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import python
+from support.processes import forked, python
 from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.checkpoint import checkpoint
 
@@ -230,5 +230,6 @@ print(seen)
 @pytest.mark.parametrize("entry_point", ["0", "1"])
 def test_the_modules_that_the_first_use_imports_do_not_reach_dynamo(entry_point):
     """Whether torch has run attnreg's entry point or not."""
-    run = python("-c", FIRST_USE, TORCH_DEVICE_BACKEND_AUTOLOAD=entry_point)
+    variables = {"TORCH_DEVICE_BACKEND_AUTOLOAD": entry_point}
+    run = forked(FIRST_USE, **variables) if entry_point == "0" else python("-c", FIRST_USE, **variables)
     assert (run.stdout, run.stderr) == ("['first_use']\n", "")
