@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import lock_order, references
+from support.chosen_cases import are_pairwise
 from support.fake_cudnn import select_by
 
 import attnreg
@@ -109,6 +110,21 @@ def pytest_generate_tests(metafunc):
             if not given or only is None or name in only.args
         ]
         metafunc.parametrize(argument, values)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(items):
+    """Make combinations of a `pairwise` test slow but for those in which any two of its values meet."""
+    groups = {}
+    for item in items:
+        marker = item.get_closest_marker("pairwise")
+        if marker and item.get_closest_marker("slow") is None:
+            groups.setdefault((item.nodeid.partition("[")[0], marker.args), []).append(item)
+    for (_, names), group in groups.items():
+        rows = [[item.callspec.params[name] for name in names] for item in group]
+        for item, stays in zip(group, are_pairwise(rows), strict=True):
+            if not stays:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.pairwise("dtype", "shape", "causal", "kind")
 @pytest.mark.parametrize("kind", SDPA)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -186,6 +187,7 @@ def test_a_dense_call_of_the_flash_op_with_every_option(route, ran, fake):
     assert debug.shape == (0,)
 
 
+@pytest.mark.pairwise("native", "layout", "kind")
 @pytest.mark.parametrize("kind", SDPA)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("scoped", [False, True])

@@ -44,6 +44,7 @@ def assert_right(result, inputs, **meant):
     assert_near(with_gradients(result[0], inputs), inputs, expected)
 
 
+@pytest.mark.pairwise("dtype", "shape", "causal")
 @pytest.mark.parametrize("native", [False, True], ids=["math", "torch's own"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -115,7 +115,7 @@ def test_the_block_decides_in_one_graph(program):
         assert backends_of(compiled, x)[2] == {"math": (1, 1)}
 
 
-@pytest.mark.parametrize("program", [made_outside, packed_block])
+@pytest.mark.parametrize("program", [pytest.param(made_outside, marks=pytest.mark.slow), packed_block])
 def test_the_block_decides_in_code_by_inductor(program, inductor):
     x = torch.randn(1, 2, 5, 8, requires_grad=True)
     expected = backends_of(program, x)

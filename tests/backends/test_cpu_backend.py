@@ -62,6 +62,7 @@ GROUPINGS = {
 }
 
 
+@pytest.mark.pairwise("grouping", "window", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (20, 5)])
 @pytest.mark.parametrize("grouping", GROUPINGS)
@@ -69,6 +70,7 @@ def test_packed_sequences_are_accurate(kernels, grouping, window, dtype):
     assert_accurate(kernels, ragged(GROUPINGS[grouping], window=window, dtype=dtype, tail=3, poison=True))
 
 
+@pytest.mark.pairwise("window", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("window", [(0, 0), (-1, 40), (130, -1)])
 def test_windows_with_one_bound_or_one_key_are_accurate(kernels, window, dtype):
@@ -81,6 +83,7 @@ def test_more_keys_than_a_block_has_are_accurate(kernels, dtype):
     assert_accurate(kernels, ragged((1025,), heads=(1, 1), dims=(16, 16), dtype=dtype))
 
 
+@pytest.mark.pairwise("seed", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 10))]
@@ -106,6 +109,7 @@ def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, dtype)
         torch.testing.assert_close(grad_value, torch.full_like(grad_value, 0.5), rtol=2**-7, atol=0.0)
 
 
+@pytest.mark.pairwise("scale", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
 def test_any_scale_is_accurate(kernels, scale, dtype):
@@ -125,6 +129,7 @@ LARGE_SCORES = {
 }
 
 
+@pytest.mark.pairwise("case", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("case", LARGE_SCORES)
 def test_large_scores_are_as_exact_as_plain_operations(kernels, case, dtype):
@@ -154,6 +159,7 @@ def test_gradients_of_scores_add_up_to_zero_where_keys_are_few(kernels, monkeypa
     torch.testing.assert_close(grad_q, torch.zeros_like(grad_q), rtol=0.0, atol=1e-4)
 
 
+@pytest.mark.pairwise("scale", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("scale", [1e-30, 1e-40, -1e-40, 1e-46, -1e-46])
 def test_scales_too_small_for_float32_leave_masks_as_they_are(kernels, scale, dtype):
@@ -172,6 +178,7 @@ def test_windows_as_wide_as_integers_go_hide_nothing(kernels, far, dtype):
         assert_same(found, expected)
 
 
+@pytest.mark.pairwise("layout", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize(
     "layout", ["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
@@ -195,6 +202,7 @@ def test_counted_keys_are_accurate_in_packed_and_dense_tensors(kernels, window, 
     assert_accurate(kernels, dense(3, 50, 80, seqused_k=(80, 31, 0), **options))
 
 
+@pytest.mark.pairwise("threads", "kernels", "dtype")
 @IN_TWO_DTYPES
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_are_bitwise_repeatable(kernels, dtype, threads):

@@ -47,6 +47,7 @@ def test_sizes_of_heads_of_few_rows_are_accurate(kernels, dims, dtype):
         assert_accurate(kernels, decoding(heads=(rows, 1), dims=dims, dtype=dtype))
 
 
+@pytest.mark.pairwise("options", "window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (150, 0), (3, 2)])
 @pytest.mark.parametrize(

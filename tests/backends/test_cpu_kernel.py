@@ -226,7 +226,7 @@ def test_nan_stays_where_it_belongs_and_nowhere_else(kernels, which, dtype):
 # ---- threads and memory
 
 
-@pytest.mark.parametrize("threads", [2, 7], indirect=True)
+@pytest.mark.parametrize("threads", [pytest.param(2, marks=pytest.mark.slow), 7], indirect=True)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (300, 20)])
 def test_one_long_sequence_is_shared_out_and_is_accurate(kernels, window, threads):
     assert_accurate(kernels, ragged((1500,), heads=(1, 1), dtype="float32", window=window))

@@ -57,6 +57,7 @@ def assert_launched(kernels, pair, case, seed=1):
 LAYOUTS = (("plain", (24, 40)), *((each, (16, 16)) for each in ("bhsd", "fused qkv", "one key head")))
 
 
+@pytest.mark.pairwise("layout", "dims", "window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (9, 0), (5, 3)])
 @pytest.mark.parametrize(("layout", "dims"), LAYOUTS)
@@ -70,6 +71,7 @@ def test_a_dense_launcher_runs_calls_of_any_lengths(kernels, layout, dims, windo
         assert_launched(kernels, pair, dense(batch, *lengths, **options))
 
 
+@pytest.mark.pairwise("layout", "window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (9, 0), (2**63 - 1, 3)])
 @pytest.mark.parametrize("layout", ["plain", "fused qkv"])

@@ -63,6 +63,7 @@ def with_score(what, dtype, rows=6, keys=40):
 SCORES = "key of inf", "query of inf", "query of NaN", "keys of NaN"
 
 
+@pytest.mark.pairwise("what", "keys", "dtype", "kernels")
 @ON_EACH_KERNEL
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("keys", [3, 40, 600])
@@ -80,6 +81,7 @@ def test_a_score_that_is_no_number_is_in_output_lse_and_gradients(kernels, what,
             assert torch.equal(got.isfinite(), one.isfinite())
 
 
+@pytest.mark.pairwise("installed", "what", "mask", "dtype")
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added"])
 @pytest.mark.parametrize("what", SCORES)

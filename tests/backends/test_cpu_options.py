@@ -145,6 +145,7 @@ def test_more_keys_than_the_pages_of_a_sequence_have_are_an_error(kernels, by_to
 # ---- ALiBi
 
 
+@pytest.mark.pairwise("options", "window", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [OPEN, CAUSAL, (30, 10)])
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def in_a_thread(run):
 # Errors that pass through
 
 
+@pytest.mark.pairwise("router_kind", "attend", "before", "direction")
 @pytest.mark.usefixtures("router_kind")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("before", [0, 4], ids=["the first call", "a repeated call"])
@@ -254,6 +255,7 @@ def test_explain_says_how_the_backend_that_would_run_a_call_has_failed():
 # Kernels that can't be loaded, compiled or planned
 
 
+@pytest.mark.pairwise("router_kind", "attend", "before", "direction")
 @pytest.mark.usefixtures("router_kind")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("before", [0, 5], ids=["the first call", "a repeated call"])

@@ -84,7 +84,11 @@ RECORDED = {"torch.jit.trace": traced, "make_fx": graph, "functionalize": functi
 # Each way of recording with a decoder that has windows and a softcap, and with an encoder; the masks of the
 # other models in one.
 WAYS = [
-    *itertools.product(("Gemma2", "Bert"), (FULL, SHORT), RECORDED),
+    *itertools.product(("Gemma2", "Bert"), (SHORT,), RECORDED),
+    *(
+        pytest.param(*way, marks=pytest.mark.slow)
+        for way in itertools.product(("Gemma2", "Bert"), (FULL,), RECORDED)
+    ),
     *((name, FULL, "torch.jit.trace") for name in NAMES if name not in ("Gemma2", "Bert")),
 ]
 

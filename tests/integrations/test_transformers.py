@@ -311,7 +311,7 @@ def compiled_one_by_one(name):
 
 # Dynamo looks at that of what the layer before has returned.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("name", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma2"])
 def test_documents_whose_positions_start_anew_are_apart_in_layers_compiled_one_by_one(name, read_backs):
     docs = models.documents()
     expected, expected_grads = alone(name, docs)
@@ -428,8 +428,10 @@ def llama4():
     return eager.double().eval()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("with_offsets", [False, True])
+@pytest.mark.parametrize(
+    ("with_offsets", "compiled"),
+    [(False, False), (True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)],
+)
 def test_chunks_of_a_packed_batch_hold_though_its_offsets_do_not_say_them(with_offsets, compiled):
     docs, one = models.documents(), llama4()
     expected = [models.results(one, {"input_ids": doc}) for doc in docs]

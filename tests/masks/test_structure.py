@@ -64,7 +64,9 @@ def test_usual_masks_are_recognised_as_what_they_are(mask, seen, windows):
     assert_says_the_same(found, mask)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 40))]
+)
 def test_masks_that_are_drawn_from_structures_are_recognised_bit_for_bit(seed):
     draw = random.Random(seed)
     for _ in range(10):
@@ -91,7 +93,9 @@ def test_a_mask_with_a_flipped_bit_is_never_taken_for_another(seed):
     assert refused
 
 
-@pytest.mark.parametrize("sizes", [(1, 3, 3), (1, 2, 4), (1, 4, 2), (2, 2, 2), (3, 1, 3)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 3, 3), (1, 2, 4), (1, 4, 2), (2, 2, 2), pytest.param((3, 1, 3), marks=pytest.mark.slow)]
+)
 def test_of_all_small_masks_none_is_taken_for_another(sizes):
     count = sizes[0] * sizes[1] * sizes[2]
     several = 0

@@ -31,6 +31,7 @@ def by_the_formula(q, k, v, scale, window, bias=None, slopes=None):
     return torch.tensor(rows, dtype=torch.float64), torch.tensor(lse, dtype=torch.float64)
 
 
+@pytest.mark.pairwise("options", "lens", "window")
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize("lens", [(5, 5), (3, 8), (8, 3)], ids=str)
 @pytest.mark.parametrize("options", ["plain", "bias", "mask", "alibi"])

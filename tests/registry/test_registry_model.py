@@ -169,12 +169,13 @@ class Registry(stateful.RuleBasedStateMachine):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_in_any_order_what_runs_is_what_the_model_says(known, fake, tmp_path, monkeypatch):
+@pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.slow)])
+def test_in_any_order_what_runs_is_what_the_model_says(known, fake, tmp_path, monkeypatch, examples):
     known(*[fake(name, priority=-200).backend for name in NAMES])  # below math, the default
     monkeypatch.setattr(Registry, "folder", tmp_path)
     monkeypatch.setattr(Registry, "backends", {"own": fake("own", priority=-200).backend})
     limits = settings(
-        max_examples=40, stateful_step_count=25, deadline=None, database=None, derandomize=True,
+        max_examples=examples, stateful_step_count=25, deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     was_installed = aten.installed()

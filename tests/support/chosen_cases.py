@@ -1,4 +1,4 @@
-"""Which cases of the input matrix stand for others of their kind, where what is tested takes them alike."""
+"""Which cases of the input matrix, and which arguments of a test, stand for others that are taken alike."""
 
 import re
 
@@ -36,3 +36,21 @@ def is_for_fakes(case):
     return "300 sequences" not in case.name and (
         is_chosen(case) or not re.search("length|heads|dim|few", case.name)
     )
+
+
+def are_pairwise(rows):
+    """Return of each row of values whether it stays, so that any two values of two columns still meet.
+
+    The rows are all combinations of the values of three columns or more. Beside any two values there is one
+    of a third column that makes the sum of their numbers a multiple of the shortest column's length.
+    """
+    columns = [[] for _ in rows[0]]
+    assert len(columns) >= 3, f"got {len(columns)} arguments, expected 3 or more"  # two are pairs themselves
+    numbers = []
+    for row in rows:
+        for values, value in zip(columns, row, strict=True):
+            if value not in values:
+                values.append(value)
+        numbers.append(sum(values.index(value) for values, value in zip(columns, row, strict=True)))
+    shortest = min(map(len, columns))
+    return [number % shortest == 0 for number in numbers]

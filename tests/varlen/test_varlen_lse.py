@@ -56,6 +56,7 @@ def in_columns(fake):
         yield seen
 
 
+@pytest.mark.pairwise("front", "options", "of")
 @pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("options", [{}, {"window_size": CAUSAL}, {"softcap": 0.8}], ids=str)
 def test_the_lse_has_a_gradient_at_every_repeated_call(front, packed, options, of):
@@ -96,6 +97,7 @@ def test_a_gradient_that_is_no_plain_memory_is_read_as_its_values(front, packed)
         assert all(map(torch.equal, found, gradients(results, given[:3], (1,), [plain])))
 
 
+@pytest.mark.pairwise("front", "options", "of")
 @pytest.mark.parametrize("of", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize(
     "options", [{}, {"window_size": CAUSAL}, {"softcap": 0.8}, {"backend": "mine"}], ids=str

@@ -67,6 +67,7 @@ def test_every_dtype_is_right_and_sinks_may_have_another(front, packed, dtype):
     assert grad.dtype == torch.float32 and grad.all()
 
 
+@pytest.mark.pairwise("lengths", "kernel", "dtype", "backend")
 @pytest.mark.parametrize("backend", ["math", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 12.0], ids=["small scores", "large scores"])

@@ -53,6 +53,7 @@ def assert_right(given, sinks, dtype=torch.float32, **options):
         truth.assert_near(one, other.double(), dtype)
 
 
+@pytest.mark.pairwise("routed", "options", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("options", "heads_k"), [({}, 4), ({"window_size": CAUSAL}, 4), ({"enable_gqa": True}, 2)], ids=str

@@ -177,6 +177,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.pairwise("front", "window", "lengths_q")
 @pytest.mark.parametrize(("lengths_q", "lengths_k"), EMPTY.values(), ids=EMPTY)
 @pytest.mark.parametrize("window", [UNBOUNDED, CAUSAL])
 def test_rows_that_see_no_key_give_zeros_and_take_no_gradient(front, packed, lengths_q, lengths_k, window):

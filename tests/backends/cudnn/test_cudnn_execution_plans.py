@@ -160,6 +160,7 @@ def test_a_kind_is_all_but_the_lengths():
         assert first.allow_exact(other)
 
 
+@pytest.mark.pairwise("width", "spread", "seed")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
 @pytest.mark.parametrize("width", [16 * 64, 32 * 128, 64 * 128])
