@@ -8,6 +8,7 @@ from attnreg import Call
 from attnreg.backends.fa4 import BACKEND, compiled_kinds
 
 
+@pytest.mark.pairwise("version", "is_hopper", "dtype")
 @pytest.mark.parametrize("version", ["4.0.0b36", "4.0.0b35"])
 @pytest.mark.parametrize("is_hopper", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
