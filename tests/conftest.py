@@ -391,6 +391,15 @@ def routers():
         aten.restore()
 
 
+@pytest.fixture
+def cpu_where_compiled(routers):
+    """Have the cpu backend run what nothing else is asked for, and Dynamo begin and end without graphs."""
+    torch._dynamo.reset()
+    with attnreg.register_backend("cpu"):
+        yield
+    torch._dynamo.reset()
+
+
 @dataclass
 class Recorder:
     """A backend that runs the reference and keeps what it was called with."""
