@@ -226,7 +226,9 @@ def fresh_registry(monkeypatch):
     for name in [name for name in os.environ if name.upper().startswith("ATTNREG_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNREG_BUILD", "off")  # nor does a process that a test starts compile anything
-    for name, value in (("_sources", None), ("_unreadable", None), ("_active", False), ("_watchers", 0)):
+    for name, value in (("_sources", None), ("_unreadable", None), ("_left_out", "")):
+        monkeypatch.setattr(policy, name, value)
+    for name, value in (("_active", False), ("_watchers", 0)):
         monkeypatch.setattr(policy, name, value)
     for name, value in (("_recordings", ()), ("_followed", None)):
         monkeypatch.setattr(trace, name, value)
@@ -389,6 +391,15 @@ def routers():
     yield
     if not was_installed:
         aten.restore()
+
+
+@pytest.fixture
+def cpu_where_compiled(routers):
+    """Have the cpu backend run what nothing else is asked for, and Dynamo begin and end without graphs."""
+    torch._dynamo.reset()
+    with attnreg.register_backend("cpu"):
+        yield
+    torch._dynamo.reset()
 
 
 @dataclass

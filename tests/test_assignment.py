@@ -65,12 +65,7 @@ class Wrapper(nn.Module):
         return self.module(x)
 
 
-@pytest.fixture(autouse=True)
-def registered(routers):
-    torch._dynamo.reset()
-    with attnreg.register_backend("cpu"):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("cpu_where_compiled")
 
 
 def ran_of(ran, model):

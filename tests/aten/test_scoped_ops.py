@@ -17,12 +17,7 @@ MADE_OTHER = attnreg.use_backend("cpu")
 LAYER = torch.nn.MultiheadAttention(8, 2, batch_first=True)
 
 
-@pytest.fixture(autouse=True)
-def registered(routers):
-    torch._dynamo.reset()
-    with attnreg.register_backend("cpu"):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("cpu_where_compiled")
 
 
 def dense(x):

@@ -24,7 +24,6 @@ FORMS = {
     "padded on the right": (lambda docs: models.padded(docs, "right"), 1),
     "padded on the left": (lambda docs: models.padded(docs, "left"), 1),
 }
-DECODERS = [name for name in models.CONFIGS if name not in models.ENCODERS]
 
 
 def assert_close(got, expected):

@@ -245,7 +245,9 @@ def _with_dense_integers(call: Call) -> Call:
 def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
     """Whether the package would run a call without copies, and `launches` lists its launches."""
     offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
-    options = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse
+    options = (
+        call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse, call.key_ranges,
+    )  # fmt: skip
     if any(x is not None for x in options) or call.dropout or len(offsets) == 1:
         return False
     further = [*inputs[5:], *_sinks_and_offsets(call).values()]  # the LSE of a backward, sinks, offsets

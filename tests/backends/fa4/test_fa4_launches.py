@@ -185,7 +185,13 @@ KINDS = {
     "cu_seqlens_q": ENDS,
     "block_table": ENDS[None],
 }
-OUTSIDE = {"attn_bias": torch.ones(1), "alibi_slopes": torch.ones(4), "dropout": 0.5, "cu_seqlens_k": ENDS}
+OUTSIDE = {
+    "attn_bias": torch.ones(1),
+    "alibi_slopes": torch.ones(4),
+    "dropout": 0.5,
+    "cu_seqlens_k": ENDS,
+    "key_ranges": ENDS[None, :2, None],
+}
 ARGUMENTS = {"scale": 0.5, "max_q": 40, "max_k": 40}
 
 
