@@ -33,17 +33,11 @@ def is_for_fakes(case):
 
     Fakes compute sequence by sequence, which takes seconds for 300, and read heads and layouts in one way.
     """
-<<<<<<< HEAD
-    return "300 sequences" not in case.name and (
-        is_chosen(case) or not re.search("length|heads|dim|few", case.name)
-    )
-=======
     if "300 sequences" in case.name:
         return False
     if re.search("heads|layout", case.name):
         return is_among_fewer(case)
     return is_chosen(case) or not re.search("length|dim|few", case.name)
->>>>>>> h55-suite
 
 
 def are_pairwise(rows):

@@ -161,7 +161,6 @@ def test_a_kind_is_all_but_the_lengths():
         assert first.allow_exact(other)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("width", [8 * 64, 64 * 128])
 def test_all_lengths_that_a_prepared_launch_serves_have_its_execution_plan(
@@ -190,8 +189,6 @@ def test_all_lengths_that_a_prepared_launch_serves_have_its_execution_plan(
             assert plans.select(kind.problem(*others, strides))[0] == chosen, (own, others)
 
 
-=======
->>>>>>> h55-suite
 @pytest.mark.pairwise("width", "spread", "seed")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spread", ["evenly", "by magnitude", "in steps of 64"])
