@@ -31,7 +31,7 @@ MOST_PROGRAMS = 8
 _compile_lock = open_after_fork(threading.RLock())
 
 
-class Program(NamedTuple):
+class CompiledGraph(NamedTuple):
     """A compiled graph.
 
     Attributes:
@@ -43,10 +43,10 @@ class Program(NamedTuple):
     holds: Callable[[Mapping[str, int]], bool] | None
 
 
-_programs: dict[ProgramKind, list[Program]] = {}
+_programs: dict[ProgramKind, list[CompiledGraph]] = {}
 
 
-def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
+def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> CompiledGraph:
     """Return the program of a kind that is right for these lengths, compiled where there is none.
 
     Raises:
@@ -71,7 +71,7 @@ def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
         return programs[-1]
 
 
-def _compiled(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
+def _compiled(kind: ProgramKind, lengths: Mapping[str, int]) -> CompiledGraph:
     with _on(kind.device):
         *others, last = tiles_for(kind)
         for tiles in others:
@@ -83,9 +83,9 @@ def _compiled(kind: ProgramKind, lengths: Mapping[str, int]) -> Program:
         return _with_tiles(kind, lengths, last)
 
 
-def _with_tiles(kind: ProgramKind, lengths: Mapping[str, int], tiles: Mapping[str, int]) -> Program:
+def _with_tiles(kind: ProgramKind, lengths: Mapping[str, int], tiles: Mapping[str, int]) -> CompiledGraph:
     graph, fakes, shapes = traced(kind, lengths, tiles)
-    return Program(compile_graph(graph, fakes), _condition(shapes))
+    return CompiledGraph(compile_graph(graph, fakes), _condition(shapes))
 
 
 def compile_graph(graph: torch.fx.GraphModule, fakes: list[Any]) -> Callable[..., Any]:

@@ -50,6 +50,9 @@ def explain(
     seqused_k: Annotated[
         bool, typer.Option("--seqused-k", help="With seqused_k: the number of keys of each sequence.")
     ] = False,
+    key_ranges: Annotated[
+        bool, typer.Option("--key-ranges", help="With key_ranges: the keys that each query sees.")
+    ] = False,
     num_splits: Annotated[
         int | None, valued("--num-splits", "N", "Split the keys into N parts (split-KV).")
     ] = None,
@@ -95,7 +98,7 @@ def explain(
     spec = options.spec_of(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen,
         tokens_q=-1 if tokens_q is None else tokens_q, tokens_k=-1 if tokens_k is None else tokens_k,
-        dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
+        dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k, key_ranges=key_ranges,
         num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, sinks=sinks,
         needs_backward=backward or grad_lse, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
