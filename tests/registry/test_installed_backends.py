@@ -93,7 +93,7 @@ def test_priorities_rank_installed_backends_among_each_other_behind_all_others(i
     assert select(spec, "forward", judged, Policy()).order == order
 
 
-RANKS = {"cpu": 100, "FA4": 30, "cuDNN": 20, "FA2": 10, "FA3": 5, "efficient": 0, "flex": -50, "math": -100}
+RANKS = {"cpu": 100, "FA4": 30, "cuDNN": 20, "FA2": 10, "FA3": 5, "efficient": 0, "math": -100, "flex": -200}
 
 
 def test_the_priorities_that_the_docstring_names_are_those_of_the_backends():

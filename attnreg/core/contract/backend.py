@@ -286,8 +286,8 @@ class Backend(_Functions):
         priority: rank in the default order, the highest first; or a function that returns it for a spec,
             where others are known to be faster at some calls. attnreg's own: `cpu` 100; `FA2` 40 where it
             decodes fastest, else 10; `FA4` 30, 15 where it decodes; `cuDNN` 20; `FA3` 5; `efficient` 0;
-            `flex` -50; `math` -100. Backends that entry points bring are all behind these, and their
-            priorities rank them among each other.
+            `math` -100; `flex` -200, so that it runs where it is asked for. Backends that entry points bring
+            are all behind these, and their priorities rank them among each other.
         cuts: `cuts(spec)` returns where the reasons of `refuses`, the rank of `priority`, and
             `Kernels.replaces_native` change with lengths, for calls of the spec's kind. It reads no length
             itself. Without it those calls are decided one by one of which the functions read a length: that
