@@ -277,7 +277,7 @@ def test_math_runs_no_such_backward_on_a_gpu_by_default(device, monkeypatch):
     assert found.backward.backend == "cuDNN"
     # A head dim that leaves no room for columns.
     wide = attnreg.explain(spec(device=device, varlen=True, head_dim=256, head_dim_v=256)).backward
-    assert wide.backend == "flex"
+    assert wide.backend == "math"
     assert wide.rejected["FA2"] == (
         "grad_lse takes 8 more columns of the head dim: head_dim must be 8 to 256 in steps of 8, got 264",
     )

@@ -36,6 +36,7 @@ OTHER = {
     "softcap": (20.0, 0.0),
     "grad_lse": (torch.zeros(2, 6), None),
     "sinks": (torch.zeros(2), None),
+    "key_ranges": (torch.zeros(6, 1, 2).int(), None),
     "further": ((("temperature", 2.0),), ()),
 }
 
