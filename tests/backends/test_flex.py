@@ -269,9 +269,14 @@ def test_what_queries_see_is_derived_once_for_all_layers(flex_graphs, monkeypatc
 # Choice
 
 
-def chosen(device="sm_90", **changes):
-    given = {"varlen": True, "window": (-1, 0), "needs_backward": True, **changes}
-    explanation = attnreg.explain(gpu_spec(device, **given))
+def explained(device="sm_90", **changes):
+    return attnreg.explain(
+        gpu_spec(device, **{"varlen": True, "window": (-1, 0), "needs_backward": True, **changes})
+    )
+
+
+def chosen(**changes):
+    explanation = explained(**changes)
     return explanation.backend, explanation.backward.backend
 
 
@@ -285,8 +290,11 @@ def chosen(device="sm_90", **changes):
     ],
     ids=["head dim 512", "float32", "head dim 264", "a card without FA2"],
 )
-def test_packed_calls_that_only_math_ran_are_decided_for_flex(device, changes):
-    assert chosen(device, **changes) == ("flex", "flex")
+def test_it_can_run_packed_calls_that_else_only_math_runs_and_does_where_it_is_asked_for(device, changes):
+    assert chosen(device=device, **changes) == ("math", "math")
+    explanation = explained(device, **changes)
+    for direction in (explanation, explanation.backward):
+        assert "flex" not in direction.rejected and "efficient" in direction.rejected
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,9 @@ def test_a_run_becomes_the_tables_of_the_docs(tmp_path):
     assert tables.markdown({"rows": ROWS}) == MARKDOWN
     run = tmp_path / "run.json"
     run.write_text(json.dumps({"machine": {}, "results": {"table": "none", "rows": ROWS}}))
-    redraw = f"import runpy; runpy.run_path({str(BENCHMARKS / 'redraw.py')!r}, run_name='__main__')"
+    file = str(BENCHMARKS / "redraw.py")
+    run_it = f"runpy.run_path({file!r}, None, '__main__')"
+    redraw = f"import runpy, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); {run_it}"
     done = forked(redraw, "fresh", run, "--markdown")
     assert (done.returncode, done.stdout) == (0, MARKDOWN + "\n"), done.stderr
 

@@ -113,6 +113,10 @@ def offsets(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def whole_ranges():
+    return torch.tensor([[[0, length]] for length in LENGTHS for _ in range(length)], dtype=torch.int32)
+
+
 # For each field of `Call` a call that differs in it; None where `varlen_attn` has no such argument.
 FIELDS = {
     "scale": lambda given: attend(given, scale=0.5),
@@ -133,6 +137,7 @@ FIELDS = {
     "softcap": lambda given: attend(given, softcap=1.0),
     "grad_lse": None,
     "sinks": lambda given: attend(given, sinks=torch.zeros(4)),
+    "key_ranges": lambda given: attend(given, key_ranges=whole_ranges()),
     "further": None,  # the call cache runs no call with a further option: `test_made_up_option.py`
 }
 FURTHER = {

@@ -86,7 +86,7 @@ def test_priorities_rank_installed_backends_among_each_other_behind_all_others(i
     installed(low={"priority": -500}, high={"priority": 500})
     spec = spec_on(Device("cpu"))
     order = select(spec, "forward", entries(), Policy()).order
-    assert order[-3:] == ("math", "high", "low")
+    assert order[-4:] == ("math", "flex", "high", "low")
     assert order[0] == "cpu"
     # One that declined a call stays where it was.
     judged = with_reasons(entries(), {"high": "no kernel for it"})
