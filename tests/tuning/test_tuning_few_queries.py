@@ -1,10 +1,17 @@
 """Promises of the look-up about few queries: a call takes as long as its kernel spreads them over a GPU."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 from support.tuned import point, spec_with
 
+import attnreg
+from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.times import tables
 from attnreg.core.times.index import Kinds
 from attnreg.core.times.lookup import predict
+from attnreg.core.times.table import load
 
 
 def fastest(points, spec):
@@ -59,3 +66,19 @@ def test_a_few_queries_take_as_long_as_the_way_in_which_a_backends_points_say_th
     ]
     kinds = Kinds(other, (), 64)
     assert at(16, head_dim=32) == pytest.approx({"parts": 10.0 + 40.0 * 16})
+
+
+@pytest.mark.parametrize("name", ["nvidia-h200", "nvidia-h100-80gb-hbm3"])
+def test_packed_calls_of_few_queries_are_not_predicted_by_points_of_many(name):
+    """The tables that ship with attnreg have no packed points of few queries: the default order decides."""
+    path = Path(attnreg.__file__).parent / "core" / "times" / "shipped" / f"{name}.json"
+    kinds = tables.Named(load(path)).kinds
+    spec = AttentionSpec(
+        device=Device("cuda", (9, 0)), dtype="bfloat16", batch=8, max_q=1, max_k=600, heads_q=32, heads_k=8,
+        head_dim=128, head_dim_v=128, tokens_q=8, tokens_k=4800, varlen=True, needs_backward=False,
+    )  # fmt: skip
+    assert predict(kinds, spec, "forward", "shipped") is None
+    many = dataclasses.replace(spec, max_q=600, tokens_q=4800)
+    assert predict(kinds, many, "forward", "shipped").candidates != ()
+    dense = dataclasses.replace(spec, varlen=False)
+    assert predict(kinds, dense, "forward", "shipped").candidates != ()

@@ -291,8 +291,8 @@ def test_by_a_table_without_sinks_calls_have_the_host_times_of_those_without(nam
     path = Path(attnreg.__file__).parent / "core" / "times" / "shipped" / f"{name}.json"
     kinds = tables.Named(load(path)).kinds
     spec = dataclasses.replace(
-        CALLED, device=Device("cuda", (9, 0)), dtype="bfloat16", batch=2, max_q=16, max_k=16, heads_q=16,
-        heads_k=4, head_dim=128, head_dim_v=128, tokens_q=32, tokens_k=32, window=(-1, 0),
+        CALLED, device=Device("cuda", (9, 0)), dtype="bfloat16", batch=2, max_q=20, max_k=20, heads_q=16,
+        heads_k=4, head_dim=128, head_dim_v=128, tokens_q=40, tokens_k=40, window=(-1, 0),
         needs_backward=False,
     )  # fmt: skip
     without, found = (
