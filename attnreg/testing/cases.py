@@ -76,7 +76,7 @@ def inputs(case: Case | Check, device: torch.device | str = "cpu", seed: int = 0
     that of `case.reordered()`.
 
     Args:
-        case: a case, or a check: one of `Conformance.checks`, or what `Conformance.find` returns.
+        case: a case, or a check from `Conformance.checks` or `Conformance.find`.
         device: the device of the tensors; the values are the same on each.
         seed: the seed that the checks ran with.
 

@@ -237,7 +237,7 @@ def kept_dense(
 
     Args:
         plan, call: the call and its plan.
-        length_k: the number of keys in the op's arguments, of which `call.max_k` may leave some out.
+        length_k: the number of keys in the op's arguments. `call.max_k` may be smaller.
         tensors: the kernel's tensors in the contract's layout, (B, S, H, D), with the LSE (B, H, S).
         auxiliary: models of the op's results after output and LSE.
         cuts: where the plan changes with lengths.

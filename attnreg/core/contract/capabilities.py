@@ -67,14 +67,15 @@ class Capabilities:
         options: names of the options that it runs and that have no field here: see `contract.options`.
 
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
-    (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
-    slopes; `seqused_k`; `key_ranges`; a given number of splits; a `softcap`; in a backward a gradient of
-    the LSE (`grad_lse`); whether a backward that doesn't declare it computes delta as rowsum(grad_out *
-    out), from the output that it is given (`delta_from_out`), so that the gradient of the LSE can be given
-    to it in further columns (`adaptation.lse_columns`); a scale of 0 or below (`any_scale`); whether it
-    counts `sinks` itself, of packed calls (if not, results are rescaled: no call is refused); whether it is
-    `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
-    results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).
+    (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi` slopes;
+    `seqused_k`; `key_ranges`; a given number of splits (`num_splits`); a `softcap`; a scale of 0 or below
+    (`any_scale`); in a backward a gradient of the LSE (`grad_lse`). `delta_from_out` is for backwards without
+    `grad_lse`: they compute delta as rowsum(grad_out * out), from the output that they get. So they can get
+    the gradient of the LSE in further columns (`adaptation.lse_columns`). `sinks` says whether it counts the
+    sinks of packed calls itself. If not, results are rescaled, and no call is refused. `deterministic` says
+    whether its results are bitwise repeatable. `batch_invariant` says whether it is batch-invariant if a call
+    asks for that: the bits of a sequence's results depend on no further sequence. `capture` says whether a
+    CUDA graph can capture it.
 
     Raises:
         RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says

@@ -195,7 +195,7 @@ def with_lengths(spec: AttentionSpec, **lengths: int) -> AttentionSpec:
 def changes_at(spec: AttentionSpec, cut: Cut, name: str) -> int | None:
     """Return from which number of one length on a cut tells the calls apart; None if it doesn't.
 
-    The other lengths are those of `spec`.
+    All further lengths stay as in `spec`.
     """
     low, high = 0, LIMITS[name]
 

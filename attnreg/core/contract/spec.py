@@ -201,8 +201,9 @@ class AttentionSpec:
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction, without options that only the opposite direction has.
 
-        It is without sinks where no kernel is given them: in a capture, because it isn't known there that
-        every row sees a key; and with a gradient of the LSE, because the program then gets the LSE.
+        It has no sinks where no kernel gets them. In a capture kernels get none, because it isn't known that
+        every row sees a key. With a gradient of the LSE they get none either, because the program then gets
+        the LSE.
         """
         if self.sinks and (self.capturing or self.grad_lse):
             return self.unscaled.of(direction)

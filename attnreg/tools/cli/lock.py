@@ -196,22 +196,18 @@ def _rows_of_kinds(calls: list[Recorded], policy: Policy) -> tuple[list[Lockfile
 
 
 def _rows_of_kind(calls: list[Decided], direction: Direction, policy: Policy) -> Iterator[LockfileRow]:
-    """Yield the rows for one direction of a kind, of which these calls were recorded."""
+    """Yield the rows for a direction of a kind from its recorded calls."""
     from attnreg.core.dispatch.kinds import kind_of
     from attnreg.core.dispatch.state import state
     from attnreg.core.policy.lockfile import LockfileRow
     from attnreg.core.policy.ranges import narrow, split
 
-    first = calls[0]
-    if first.spec.batch_invariant:  # one backend runs all lengths, but for empty calls, which any may run
-        yield LockfileRow(first.spec, direction, first.backend, first.source, ())
-        return
-    kind = kind_of(state(), first.spec, direction)
-    for ranges, part in split(calls, kind.cuts):
-        row = LockfileRow(part[0].spec, direction, part[0].backend, part[0].source, ())
-        runs = partial(_runs, row, _locked_to((row,), row.spec.device, policy))
-        for within, locked in narrow(ranges, part, kind.cuts, runs):
-            yield replace(row, spec=locked[0].spec, source=locked[0].source, ranges=within)
+    first = calls[0] if first.spec.batch_invariant: # one backend runs all lengths; empty calls may run on any
+    yield LockfileRow(first.spec, direction, first.backend, first.source, ()) return kind = kind_of(state(),
+    first.spec, direction) for ranges, part in split(calls, kind.cuts): row = LockfileRow(part[0].spec,
+    direction, part[0].backend, part[0].source, ()) runs = partial(_runs, row, _locked_to((row,),
+    row.spec.device, policy)) for within, locked in narrow(ranges, part, kind.cuts, runs): yield replace(row,
+    spec=locked[0].spec, source=locked[0].source, ranges=within)
 
 
 def _locked_to(rows: tuple[LockfileRow, ...], device: Device, policy: Policy) -> Policy:
