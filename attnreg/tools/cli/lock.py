@@ -202,12 +202,16 @@ def _rows_of_kind(calls: list[Decided], direction: Direction, policy: Policy) ->
     from attnreg.core.policy.lockfile import LockfileRow
     from attnreg.core.policy.ranges import narrow, split
 
-    first = calls[0] if first.spec.batch_invariant: # one backend runs all lengths; empty calls may run on any
-    yield LockfileRow(first.spec, direction, first.backend, first.source, ()) return kind = kind_of(state(),
-    first.spec, direction) for ranges, part in split(calls, kind.cuts): row = LockfileRow(part[0].spec,
-    direction, part[0].backend, part[0].source, ()) runs = partial(_runs, row, _locked_to((row,),
-    row.spec.device, policy)) for within, locked in narrow(ranges, part, kind.cuts, runs): yield replace(row,
-    spec=locked[0].spec, source=locked[0].source, ranges=within)
+    first = calls[0]
+    if first.spec.batch_invariant:  # one backend runs all lengths; empty calls may run on any
+        yield LockfileRow(first.spec, direction, first.backend, first.source, ())
+        return
+    kind = kind_of(state(), first.spec, direction)
+    for ranges, part in split(calls, kind.cuts):
+        row = LockfileRow(part[0].spec, direction, part[0].backend, part[0].source, ())
+        runs = partial(_runs, row, _locked_to((row,), row.spec.device, policy))
+        for within, locked in narrow(ranges, part, kind.cuts, runs):
+            yield replace(row, spec=locked[0].spec, source=locked[0].source, ranges=within)
 
 
 def _locked_to(rows: tuple[LockfileRow, ...], device: Device, policy: Policy) -> Policy:
