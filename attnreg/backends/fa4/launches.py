@@ -137,7 +137,7 @@ class _Launches(NamedTuple):
 
 
 class _Numbers:
-    """The numbers of a program's tensors: of those that it is given, and of its buffers as they are added."""
+    """The numbers of a program's tensors: of its arguments, and of its buffers as they are added."""
 
     def __init__(self, family: Family, kernels: int) -> None:
         self.buffers: list[Buffer | Like | Computed] = []

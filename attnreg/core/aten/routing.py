@@ -257,7 +257,7 @@ def with_lasting_offsets(call: Call) -> Call:
 def with_strides_of(result: Tensor, model: Tensor) -> Tensor:
     """Return `result` with the strides that torch's own kernel uses for an output shaped like `model`.
 
-    `result` has any shape and dtype. Where its shape isn't that of `model`, it is returned as it is.
+    `result` has any shape and dtype. If its shape differs from `model`'s, it is returned unchanged.
     torch.compile asserts these strides. The first two tests are a fast path for the usual layouts.
     """
     if result.stride() == model.stride() or result.shape != model.shape:

@@ -60,7 +60,7 @@ class Capabilities:
         compute_capability: lowest and highest CUDA compute capability, both included; None for any.
         head_dim: head dims of query and key. Others are padded with zeros to a multiple of 8 if that is among
             them, but in pages (`adaptation.padded_dims`).
-        head_dim_v: head dims of the value, likewise; None if it must equal that of query and key.
+        head_dim_v: head dims of the value, likewise; None if it must equal the head dim of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
         batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
             grid, which `GRID` limits.
@@ -150,7 +150,7 @@ class Capabilities:
         return Cut.of("batch", at=low), Cut.of("batch", at=high + 1)
 
     def has_dims(self, spec: AttentionSpec) -> bool:
-        """Whether each head dim of `spec` is declared; that of the value maybe not beside the query's."""
+        """Whether each head dim of `spec` is declared; the value's maybe not together with the query's."""
         of_values = self.head_dim if self.head_dim_v is None else self.head_dim_v
         return spec.head_dim in self.head_dim and spec.head_dim_v in of_values
 

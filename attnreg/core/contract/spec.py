@@ -185,9 +185,9 @@ class AttentionSpec:
 
     @property
     def gives_sinks(self) -> bool:
-        """Whether a kernel that counts sinks may be given those of the call; else all results are rescaled.
+        """Whether a kernel that counts sinks may get the call's sinks; else all results are rescaled.
 
-        Not of calls whose results have to have the same bits, as nobody has checked that of sinks.
+        Not if results have to have the same bits, because nobody has checked that with sinks.
         """
         has_to_repeat = self.deterministic or self.batch_invariant
         return self.sinks and self.varlen and not (has_to_repeat or self.grad_lse or self.dropout > 0.0)

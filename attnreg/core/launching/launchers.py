@@ -135,7 +135,7 @@ class PackedCall(NamedTuple):
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], PackedCall | None]:
-    """Return a launcher's tensors, those of options included, and what follows; None for a dense call."""
+    """Return a launcher's tensors, options' tensors included, and what follows; None for a dense call."""
     if not isinstance(arguments[-1], bool):
         return arguments, None
     *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, known = arguments
@@ -176,7 +176,7 @@ class FunctionLauncher:
     Attributes:
         run: the function.
         window: (left, right) as in `Call`: rows that see no key are cleared by it.
-        finite: pairs of a tensor's place and 1 if its rows are those of keys, else 0. In a copy of such a
+        finite: pairs of a tensor's place and 1 if its rows belong to keys, else 0. In a copy of such a
             tensor, rows past the last offset are zeros: the function reads them, and a NaN would spread.
         programs: `programs(batch, max_q, max_k, tokens_q, tokens_k)` returns what C++ runs in place of the
             function, as `programs.described` does, for calls of these lengths; None where the function has
@@ -206,7 +206,7 @@ class FunctionLauncher:
 class Prepared(NamedTuple):
     """How a kernel on addresses runs calls of some lengths.
 
-    Tensors are numbered: first those that the call is given, offsets aside; then the results; then what is
+    Tensors are numbered. The call's tensors come first, without offsets; then the results; then what is
     derived from the offsets.
 
     Attributes:

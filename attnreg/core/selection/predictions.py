@@ -148,7 +148,7 @@ def _by_cost(default: Sequence[str], able: Container[str], prediction: Predictio
     known = {name: one for name in default if (one := prediction.of(name)) is not None}
     costs = {name: one.rank_us for name, one in known.items() if one.rank_us is not None}
     best = min((cost for name, cost in costs.items() if name in able), default=0.0)
-    # Of those that are as fast as the best, chance aside, the first by default.
+    # Of the candidates that are as fast as the best, chance aside, the first by default.
     first = next(
         (name for name, cost in costs.items() if name in able and cost <= _within(best, known[name])), None
     )

@@ -244,7 +244,7 @@ def _error_of(row: LockfileRow, spec: AttentionSpec, policy: Policy) -> str:
 
 
 def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
-    """Return the device of the lockfile: the one that is named, else the one of all calls."""
+    """Return the device of the lockfile: the named device, else the device of all calls."""
     types = sorted({call.spec.device.type for call in recorded})
     if not types:
         raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")
