@@ -102,7 +102,7 @@ def register_backend(
     Args:
         backend: the name of a known backend, in any case, or a `Backend` of the caller's own.
         devices: where it is preferred: "cuda", "cpu", "sm_90", ...; by default every device that it serves.
-        required: whether a backend that can't load here is an error; else it is logged.
+        required: whether it is an error if the backend can't load here. Otherwise that is logged.
 
     Returns:
         A handle that undoes the registration.

@@ -338,8 +338,8 @@ class AssignedClasses:
 
         # Dynamo recompiles a code object a few times only, so each class has one.
         in_block.__code__ = in_block.__code__.replace()
-        # Libraries read the arguments of `forward`. Without its attributes: by those of a compiled function
-        # Dynamo would trace that function in place of this one.
+        # Libraries read the arguments of `forward`. The attributes aren't copied: because of a compiled
+        # function's attributes Dynamo would trace that function in place of `in_block`.
         functools.update_wrapper(in_block, run, updated=())
 
         names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}

@@ -3,11 +3,11 @@
     python benchmarks/flex.py [--parts large,float32,prefix,tiles] [--steps N] [--layers N] [--forward]
                               [--small] [--out FILE]
 
-Parts: packed calls with a head dim of 512 and shared heads; packed float32; documents with a shared prefix,
-against SDPA with a dense mask; and, only if named, tiles of the kernels by themselves. A step has new lengths
-and several layers that share them, forward and backward. Its first step, which compiles, is a figure of its
-own. Sides take turns; figures are medians of the seconds of a layer, on the device and on the host
-together, with its share of what a step derives from its lengths.
+Parts are packed calls with a head dim of 512 and shared heads, packed float32, and documents with a shared
+prefix. The last part is compared with SDPA with a dense mask. Only if named, tiles of the kernels are a part
+by themselves. A step has new lengths and several layers that share them, forward and backward. Its first
+step, which compiles, is a figure of its own. Sides take turns; figures are medians of the seconds of a layer,
+on the device and on the host together, with its share of what a step derives from its lengths.
 """
 
 from __future__ import annotations

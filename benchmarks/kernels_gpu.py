@@ -3,7 +3,7 @@
     python benchmarks/kernels_gpu.py [--quick] [--rounds N] [--json FILE]
 
 Each backend, registered, runs through `attnreg.varlen_attn` and through `F.scaled_dot_product_attention`. The
-second side has the same kernels called directly (`_kernels.py`) on the same tensors; a bare
+second side calls the same kernels directly (`_kernels.py`) on the same tensors. A bare
 `torch.autograd.Function` joins their forward and backward. cuDNN called directly runs the prepared graph,
 whatever operator torch's SDPA had chosen. If torch's SDPA can call the same kernel, it is a third side,
 without attnreg and with that kernel chosen. All sides pass the accuracy rule first. Times are of calls in

@@ -2,10 +2,11 @@
 
     python benchmarks/routed_op.py [--calls N] [--rounds N] [--json FILE]
 
-Two ways lead to the same kernel, which does nothing: a function of a C++ module, as `varlen_attn` has today,
-and an op with a schema, a kernel for Autograd and a kernel for the device. Both record the same autograd
-node. The figures are the CPU time of a call on one thread: medians, taken in turns. `csrc/routed_op.cpp` is
-compiled first. The rows "the same function again" repeat the first way: their difference is noise.
+Two ways lead to the same kernel, which does nothing. The first way is a function of a C++ module, as
+`varlen_attn` has today. The second way is an op with a schema, a kernel for Autograd and a kernel for the
+device. Both record the same autograd node. The figures are the CPU time of a call on one thread: medians,
+taken in turns. `csrc/routed_op.cpp` is compiled first. The rows "the same function again" repeat the first
+way: their difference is noise.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     from attnreg.flash_attn import flash_attn_func, flash_attn_varlen_func
 
-Names, arguments, defaults, layouts and results are those of flash-attn 2.8. Here, module by module:
+Names, arguments, defaults, layouts and results are as in flash-attn 2.8. Here, module by module:
 - `functions`, to be read first: the functions without a cache. `attention` has their common part.
 - `dropped_weights`: the weights that dropout has dropped.
 - `kvcache`, `kvcache_checks`: decoding with a cache.

@@ -183,9 +183,9 @@ def checked_call(
 ) -> Planned | None:
     """Return the `Call` and the plan of `attend_packed` without a gradient; raise that function's errors.
 
-    The arguments are those of `attend_packed`, in its shapes and dtypes: `q` is (T_q, H, D). The caller has
-    to run this plan: with the policy "adaptive" the next plan may be another backend's turn. Returns None for
-    a call that is traced, or seen by modes or subclasses: its op raises the remaining errors.
+    The arguments are as for `attend_packed`, in the same shapes and dtypes: `q` is (T_q, H, D). The caller
+    has to run this plan: with the policy "adaptive" the next plan may be another backend's turn. Returns None
+    for a call that is traced, or seen by modes or subclasses: its op raises the remaining errors.
     """
     check_tensors(alibi_slopes=options.alibi_slopes)
     tensors = q, k, v, *lengths[:2], seqused_k, block_table, options.alibi_slopes

@@ -66,8 +66,9 @@ def flash_attn_forward(
     Further arguments and errors are as for `flash_attn_func`.
 
     Returns:
-        The output (B, S_q, H, D_v), the LSE (B, H, S_q), float32 or of float64 inputs float64, an empty
-        tensor, and the random state, int64 (2,), by which the backward finds the forward's choice.
+        The output (B, S_q, H, D_v), the LSE (B, H, S_q), an empty tensor, and the random state, int64 (2,).
+        The LSE is float32, of float64 inputs float64. By the random state the backward finds the forward's
+        choice.
     """
     window = window_size_left, window_size_right
     options = Options(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)

@@ -88,8 +88,8 @@ def _kept(
 ) -> tuple[Tensor, ScopedChoice | None]:
     """Return which weights the next such call keeps, bool (B, S_q, H, S_k) or (T_q, H, S_k), and its backend.
 
-    The backend, as a scoped choice, is the one that has drawn this mask. Weights of keys that a query doesn't
-    see count as not kept.
+    The backend, as a scoped choice, is the backend that has drawn this mask. Weights of keys that a query
+    doesn't see count as not kept.
     """
     slopes = call.alibi_slopes
     equal = call._replace(alibi_slopes=None if slopes is None else torch.zeros_like(slopes))

@@ -81,7 +81,8 @@ def flash_attn_with_kvcache(
             order.
         cache_leftpad: int32 (B,), the tokens at the beginning of each cached sequence that don't count.
         block_table: int32 (B, pages of a sequence).
-        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together; else dims of two halves.
+        rotary_interleaved: whether dims 0 and 1, 2 and 3, ... are rotated together. Otherwise dims of the two
+            halves are.
         num_splits: the number of pieces that the keys are split into; 0 lets the kernel choose.
 
     Further arguments and errors are as for `flash_attn_func`.

@@ -28,7 +28,7 @@ def check(
     """Check layouts, shapes, devices and dtypes, and which arguments need or exclude each other.
 
     Raises:
-        InvalidInputError: an argument is wrong; shapes are those of `flash_attn_with_kvcache`.
+        InvalidInputError: an argument is wrong; shapes are as for `flash_attn_with_kvcache`.
     """
     check_untraced("PyTorch's scaled_dot_product_attention")
     numbers = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "block_table": block_table}

@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
 def sequences(low: Tensor, high: Tensor) -> list[Sequences] | str:
     """Return sequences that reproduce each query's keys, grouped by window, or why there are none.
 
-    Query t of a sequence sees those of its keys that are within the window.
+    Query t of a sequence sees the sequence's keys within the window.
 
     Args:
         low: int64 of shape (queries,), the first key of each query. It rises within a document.

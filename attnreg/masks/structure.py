@@ -29,7 +29,8 @@ class MaskPart(NamedTuple):
 
     Attributes:
         rows_q, rows_k: the queries and keys, sequence after sequence, as int64 indices into (B * S). None for
-            all, in order. Rows of no sequence are then sequences of queries or keys alone, whose result is 0.
+            all, in order. Then rows of no sequence form sequences of queries or keys alone. Their result is
+            0.
         repeats: whether a key belongs to two sequences, and so is copied twice.
         cu_seq_q, cu_seq_k: int32 (sequences + 1,), the begin of each sequence, and the end of the last.
         max_q, max_k: the longest sequence, in tokens.

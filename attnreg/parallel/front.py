@@ -43,12 +43,12 @@ def context_parallel(
         how: as for `spread_documents`; by default "contiguous". An error if `batch` is a layout.
         is_causal, window_size, width: the mask and the width that "balanced" counts by, as for
             `spread_documents`. An error with any other `how`. Calls have masks of their own. If a call's
-            window differs from this one, ranks may have unequal work, and rank 0 logs a warning once.
+            window differs from `window_size`, ranks may have unequal work, and rank 0 logs a warning once.
         method: "all_to_all", "all_gather" or "ring", or "auto": the fastest by an estimate.
         rates: what the estimate assumes of the machine. By default the ranks of a group on GPUs measure link
             and matrix product before their first call, with 192 MiB of memory.
-        memory: for "auto": the most bytes that a call may need on a rank besides its inputs and results. By
-            default an eighth of the memory of the smallest GPU, and any number on a CPU.
+        memory: for "auto": the most bytes that a call may need on a rank besides its inputs and results. The
+            default is an eighth of the memory of the smallest GPU, and no limit on a CPU.
 
     Raises:
         RanksDifferError: an argument is wrong on some ranks. The other ranks raise it in their first call.

@@ -94,7 +94,7 @@ class StepPlan(NamedTuple):
         is_long_k: the same for the gradient of a key.
         kept: the parts, by step and place in it, whose copied keys are saved for the backward.
         fills_all_rows: whether every query gets a result of some call, so that nothing is cleared first.
-        whole_k: the sources (see `Run`) of which every key gets a gradient.
+        whole_k: the sources (see `Run`) whose keys all get a gradient.
     """
 
     steps: list[PreparedStep]

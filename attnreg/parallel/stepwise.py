@@ -97,7 +97,7 @@ def _space(count: int, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Keys:
-    """Keys and values by step; those of the next step are requested before a step is computed."""
+    """Keys and values by step; each step's are requested before the previous step is computed."""
 
     def __init__(self, key: Tensor, value: Tensor, work: Work) -> None:
         self._own, self._work = (key, value), work

@@ -72,11 +72,11 @@ class Check(NamedTuple):
 def inputs(case: Case | Check, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
     """Return the tensors of a case as its check has them: query, key, value, the output's gradient, the call.
 
-    A check through a front makes three calls: call number n has the seed `seed` + n - 1, and the second is
-    that of `case.reordered()`.
+    A check through a front makes three calls: call number n has the seed `seed` + n - 1, and the second call
+    is the call of `case.reordered()`.
 
     Args:
-        case: a case, or a check: one of `Conformance.checks`, or what `Conformance.find` returns.
+        case: a case, or a check from `Conformance.checks` or `Conformance.find`.
         device: the device of the tensors; the values are the same on each.
         seed: the seed that the checks ran with.
 
@@ -91,7 +91,7 @@ def inputs(case: Case | Check, device: torch.device | str = "cpu", seed: int = 0
 
 
 def checks_for(backend: Backend, dtypes: Iterable[str], seed: int, full: bool) -> list[Check]:
-    """Return the checks of a backend: in these dtypes, or in those that it declares.
+    """Return the checks of a backend: in these dtypes, or in the dtypes that it declares.
 
     Without `dtypes`, unless `full`, the matrix and the fronts are in one dtype, bfloat16 if that is declared,
     and the drawn cases in all: most faults show in every dtype.
@@ -186,7 +186,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
 
 
 def _packed(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., Any]) -> Case:
-    """Return a packed case with some of what dense ones don't have; `maybe` is that of `_drawn`."""
+    """Return a packed case with options that dense cases don't have; `maybe` is `_drawn`'s."""
     if in_turn == "page_size":
         return replace(case, seqused_k=tuple(draw.randint(0, length) for length in case.lens_k), page_size=16)
     used = maybe("seqused_k", tuple(draw.randint(0, length) for length in case.lens_k), None)

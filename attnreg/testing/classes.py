@@ -1,4 +1,4 @@
-"""Whether a backend's decisions are those of the classes of lengths that its cuts make.
+"""Whether a backend's decisions agree with the classes of lengths that its cuts make.
 
 Calls of a kind whose lengths are of one class are decided once (`contract.lengths`). Here lengths are drawn:
 half of them beside a cut, half anywhere. Then the decisions about calls of the same class are compared.

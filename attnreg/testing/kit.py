@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         check: the call, and the front that it came through.
-        errors: by tensor name: `out`, `lse`, `dq`, `dk`, `dv`, those that were run.
+        errors: by tensor name, for what was run: `out`, `lse`, `dq`, `dk`, `dv`.
         reasons: why a direction wasn't run.
         failure: what is wrong besides the errors' sizes; empty if nothing is.
     """

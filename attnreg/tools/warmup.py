@@ -89,7 +89,7 @@ def warmup(
             `head_dim_v` it has those of the query. Without `max_q` and `max_k` they are chosen: the kind
             runs at a few hundred tokens, on each backend that runs it at some usual length. With
             `needs_backward` its backward is run as well.
-        backend: the backend to run, in any case; unless given, those that would run such calls here.
+        backend: the backend to run, in any case; by default the backends that would run such calls here.
         device: where to run: "cpu", "cuda", "cuda:1". Unless given, the kind's device, else the GPU if
             the machine has one.
 

@@ -126,7 +126,7 @@ class ExecutionPlans:
     ) -> None:
         """Run an execution plan; its device must be the current device.
 
-        Shapes and dtypes of the tensors are those of the problem that it was built for.
+        Shapes and dtypes of the tensors are as in the problem that it was built for.
 
         Args:
             plan: the execution plan.

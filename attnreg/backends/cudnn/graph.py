@@ -36,9 +36,9 @@ class ExecutionPlan:
         lengths_key: a number that execution plans with equal `lengths` share. It is a faster key than
             `lengths`.
         uids: cuDNN's numbers of all buffers, ascending.
-        run_on_addresses: a function of three numbers: the address of the buffers' addresses (by ascending
-            uid), the address of the workspace, and a handle's `backend_handle`. None if this release of the
-            frontend has no such function.
+        run_on_addresses: a function of three numbers. The first is the address of the buffers' addresses (by
+            ascending uid), the second the address of the workspace, the third a handle's `backend_handle`.
+            None if this release of the frontend has no such function.
         prepared: how the execution plan is launched on addresses, for any call.
     """
 

@@ -32,7 +32,7 @@ class Rows:
     """What the rows of a buffer are: two vectors of lengths, two of begins in tokens, then ragged offsets.
 
     Attributes:
-        ragged: the ragged offsets, besides those of token stride 1.
+        ragged: the ragged offsets, except for token stride 1.
         numbers: the kernel's arguments for them. These are their number, a mask with a bit for each ragged
             offset of the keys, and the token strides.
     """
@@ -156,7 +156,7 @@ class BatchLengths:
     ) -> Inputs:
         """Return an execution plan's inputs.
 
-        The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are those that this was made of.
+        The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are the tensors that this was made of.
         """
         for rows, buffer in self._buffers:
             places = rows.places_of(plan, buffer.shape[1])

@@ -213,7 +213,7 @@ def _tokens_between(tokens: int, least: int, width: int) -> tuple[int, int]:
 
 
 def _round_up(number: int, least: int, step: float) -> int:
-    """Round up to `least` times a power of `step`; sizes of a fine step include those of a coarse step."""
+    """Round up to `least` times a power of `step`; sizes of a fine step include a coarse step's."""
     return _between_steps(number, least, step)[1]
 
 

@@ -1,4 +1,4 @@
-"""FA4's forward and backward: the contract's calls mapped to those of flash-attn-4.
+"""FA4's forward and backward: the contract's calls mapped to flash-attn-4's calls.
 
 Layouts, LSE, sinks and masks are the contract's already. The adapter handles three differences:
 

@@ -41,8 +41,8 @@ from attnreg.core.launching.programs import (
 
 Results = tuple[Tensor, ...]
 # A function of a dense call's tensors. In a packed call more arguments follow: sinks if it has any, both
-# offsets, the longest lengths, and whether each row is known to belong to a sequence and to see a key. It
-# returns None if no launch is confirmed for the lengths.
+# offsets, and the longest lengths. The last argument is whether each row is known to belong to a sequence and
+# to see a key. It returns None if no launch is confirmed for the lengths.
 Launch = Callable[..., Results | None]
 
 
@@ -137,7 +137,7 @@ class _Launches(NamedTuple):
 
 
 class _Numbers:
-    """The numbers of a program's tensors: of those that it is given, and of its buffers as they are added."""
+    """The numbers of a program's tensors: of its arguments, and of its buffers as they are added."""
 
     def __init__(self, family: Family, kernels: int) -> None:
         self.buffers: list[Buffer | Like | Computed] = []

@@ -1,6 +1,6 @@
 """The graphs of flex's two ops, traced for a kind of call with symbols for its lengths.
 
-The ops are those that torch's `flex_attention` calls. Their LSE has base 2. Imports from `torch._inductor`
+The ops are the ops that torch's `flex_attention` calls. Their LSE has base 2. Imports from `torch._inductor`
 and `torch.fx` happen when the first graph is traced.
 """
 
@@ -24,7 +24,7 @@ KERNEL_OPTIONS = {
     "WRITE_DQ": True,
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
-    # Not torch's global setting: the contract's accuracy is that of float32.
+    # Not torch's global setting, because the contract asks for the accuracy of float32.
     "FLOAT32_PRECISION": "'ieee'",
 }
 

@@ -24,8 +24,8 @@ from attnreg.core.torchlib.isolation import raise_if_of_program, run_in_thread
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError
 
-# How many programs a kind may have: one for addresses of 32 bits, one for 64, and each for queries below and
-# above torch's limit of 128. More would mean that a program holds for one length alone.
+# How many programs a kind may have: for addresses of 32 and of 64 bits, each for queries below and above
+# torch's limit of 128. More would mean that a program holds for a single length.
 MOST_PROGRAMS = 8
 
 _compile_lock = open_after_fork(threading.RLock())

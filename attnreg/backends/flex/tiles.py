@@ -31,7 +31,7 @@ def of_forward(queries: int, keys: int, stages: int, warps: int) -> Tiles:
 
 
 def of_backward(rows: int, columns: int, stages: int, warps: int) -> Tiles:
-    """Return tiles of which one side stays in registers (`columns`) while the other is walked over."""
+    """Return tiles: the side `columns` stays in registers, while the kernel walks over the side `rows`."""
     of_keys = {"bwd_BLOCK_M1": rows, "bwd_BLOCK_N1": columns}
     of_queries = {"bwd_BLOCK_M2": columns, "bwd_BLOCK_N2": rows}
     return {**of_keys, **of_queries, "bwd_num_stages": stages, "bwd_num_warps": warps}

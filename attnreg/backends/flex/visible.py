@@ -27,8 +27,8 @@ class Visible(NamedTuple):
     """The keys that each query sees.
 
     Attributes:
-        low, high: int32 (1 or B, R, S_q), the first key of each range and the one behind the last; equal in
-            an empty range.
+        low, high: int32 (1 or B, R, S_q), the first key of each range and its end (exclusive). Both are equal
+            in an empty range.
         place: int32 (1 or B, S_q), the key at the query's own place, from which ALiBi counts distances.
         sequence: int32 (S_q,), the sequence of each query of a packed batch; 0 in a dense one.
         table: as `block_table` returns it; empty if the call has only ranges.
@@ -147,9 +147,9 @@ def block_table(low: Tensor, high: Tensor, tokens_k: int, size: int, masked: boo
         masked: whether no block may be run without its mask, as a bias hides further keys.
 
     Returns:
-        Eight int32 tensors, as torch's `BlockMask` has them: number (B, 1, blocks of queries) and indices
-        (B, 1, blocks of queries, blocks of keys) of the masked blocks, then of the whole ones; then the same
-        four with queries and keys exchanged.
+        Eight int32 tensors, as in torch's `BlockMask`. The first two are number (B, 1, blocks of queries) and
+        indices (B, 1, blocks of queries, blocks of keys) of the masked blocks. The next two are the same for
+        the whole blocks. The last four are the same with queries and keys exchanged.
     """
     seen, whole = _blocks(low, high, tokens_k, size)
     if masked:

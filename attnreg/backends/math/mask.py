@@ -50,7 +50,7 @@ class Mask:
         return _blocks(0, self.width_q, TILE_QUERIES)
 
     def tiles(self, rows: slice) -> Iterator[Tile]:
-        """Yield the tiles of some rows, without those that the window hides entirely."""
+        """Yield the tiles of some rows, without tiles that the window hides entirely."""
         left, right = self.call.window
         low = max(0, rows.start + self.shift - left) if left >= 0 else 0
         high = min(self.width_k, rows.stop + self.shift + right) if right >= 0 else self.width_k

@@ -1,4 +1,4 @@
-"""The list of adaptations, and the ones that apply to a call and the limits of a kernel."""
+"""The list of adaptations, and which of them apply to a call and the limits of a kernel."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class PaddedDims:
     """The adaptation of calls whose head dims a kernel declares only when they are padded."""
 
     def applies(self, spec: AttentionSpec, direction: Direction, limits: Capabilities) -> bool:
-        """Whether the padded head dims are declared, and those of the call aren't."""
+        """Whether the padded head dims are declared, but not the call's own."""
         wide = padded(spec)
         return wide is not spec and not limits.has_dims(spec) and not any(limits.against_dims(wide))
 
@@ -74,7 +74,7 @@ def with_padding(kernel: Callable[..., Any], direction: Direction) -> Callable[.
 
     def backward(*given: Any) -> tuple[Tensor, ...]:
         *tensors, lse, call = given
-        # Behind the gradients of query, key and value may be those of options, which have no head dim.
+        # Gradients of options may follow the gradients of query, key and value. They have no head dim.
         grad_q, grad_k, grad_v, *rest = kernel(*map(_wide, tensors), lse, call)
         return *map(_cut, (grad_q, grad_k, grad_v), tensors[1:4]), *rest
 

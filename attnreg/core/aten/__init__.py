@@ -112,7 +112,7 @@ def _is_present(route: Route) -> bool:
 
 
 def _unknown_arguments(route: Route) -> frozenset[str]:
-    """Check an op's arguments, and return the names of those that only a newer torch has.
+    """Check an op's arguments, and return the names of arguments that only a newer torch has.
 
     Raises RegistrationError if a known positional argument has moved, or a required argument is unknown.
     """

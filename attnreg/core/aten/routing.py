@@ -237,7 +237,7 @@ def kept_dense(
 
     Args:
         plan, call: the call and its plan.
-        length_k: the number of keys in the op's arguments, of which `call.max_k` may leave some out.
+        length_k: the number of keys in the op's arguments. `call.max_k` may be smaller.
         tensors: the kernel's tensors in the contract's layout, (B, S, H, D), with the LSE (B, H, S).
         auxiliary: models of the op's results after output and LSE.
         cuts: where the plan changes with lengths.
@@ -257,7 +257,7 @@ def with_lasting_offsets(call: Call) -> Call:
 def with_strides_of(result: Tensor, model: Tensor) -> Tensor:
     """Return `result` with the strides that torch's own kernel uses for an output shaped like `model`.
 
-    `result` has any shape and dtype. Where its shape isn't that of `model`, it is returned as it is.
+    `result` has any shape and dtype. If its shape differs from `model`'s, it is returned unchanged.
     torch.compile asserts these strides. The first two tests are a fast path for the usual layouts.
     """
     if result.stride() == model.stride() or result.shape != model.shape:

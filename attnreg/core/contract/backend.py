@@ -1,21 +1,21 @@
 """The contract between attnreg and a kernel provider.
 
-A backend is one file that fills in a `Backend`. Its kernels see one convention, whatever the front
-that the call came through; what a provider does otherwise is put right inside its file:
+A backend is one file that fills in a `Backend`. Its kernels see one convention, whatever the front that the
+call came through; where a provider differs, its file adapts the call:
 
 - Dense tensors are (B, S, H, D). Packed tensors are (T, H, D), with int32 `cu_seqlens`.
 - LSE is float32 (float64 for float64 inputs), natural log, (B, H, S) dense and (H, T) packed.
 - The mask is a window (left, right), -1 unbounded, aligned bottom-right: query i of S_q sees key j
   of S_k if `i + S_k - S_q - left <= j <= i + S_k - S_q + right`. Causal is `(-1, 0)`.
-- A row that sees no key gives output 0 and LSE -inf, and takes and gives no gradient. Rows past the
-  last offset of a packed batch are 0 in the output and in every gradient.
+- A row that sees no key has output 0 and LSE -inf, and neither receives nor passes on a gradient. Rows past
+  the last offset of a packed batch are 0 in the output and in every gradient.
 - Kernels run below autograd. Inputs may have any strides; outputs are new tensors.
-- A kernel that finds out at the call that it can't run it raises UnsupportedInputError, before it writes
-  anything. The call goes to the next backend. A kernel that can't be loaded, compiled or built raises
-  BackendUnavailableError. Calls like this one go to the next backend from then on.
+- A kernel that can't run a call raises UnsupportedInputError before it writes anything. The call goes to the
+  next backend. A kernel that can't be loaded, compiled or built raises BackendUnavailableError. Calls like
+  this one go to the next backend from then on.
 
-Because all keep to it, any forward pairs with any backward. With dropout the random state ties
-both to one backend.
+Because all backends keep the contract, any forward pairs with any backward. With dropout the random state
+ties both to the same backend.
 """
 
 from __future__ import annotations
@@ -72,25 +72,27 @@ class Call(NamedTuple):
         dropout: probability of dropping an attention weight.
         rng_state: uint64 (2,), seed and offset of the dropout mask: the forward's to read or to
             overwrite, the backward's to read; None without dropout.
-        num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. A
-            forward's alone. A kernel that never splits may leave more than one to those that do.
-        deterministic: whether the gradients have to be bitwise repeatable. Torch's
-            deterministic mode is on then, the one that raises errors: a kernel may obey that alone.
-        batch_invariant: whether the bits of a sequence's results may depend on nothing but the sequence: not
-            on others in the batch, the longest lengths or its place. The kernel then splits no keys.
-        softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`, before anything is added to
-            them or hidden; 0 for none.
-        grad_lse: the gradient of the LSE, in its shape and dtype, None for none; a backward's alone, if that
-            declares it. Times the weight of a score it is added to the score's gradient.
-        sinks: (H,) float16, bfloat16 or float32, contiguous: for each head the score of one more key, without
-            a value, that every row sees; packed calls only. Given only where the direction declares `sinks`
-            and every row is known to see another key. The forward counts them in output and LSE, the backward
-            is given that LSE and returns their gradient as a fourth.
-        key_ranges: int32 (T_q, R, 2), for each query up to R ranges of keys, from the first to the one behind
-            the last, counted from the first key of its sequence; packed calls only. A query sees the keys of
-            its window that lie in any of its ranges.
-        further: options without a field of their own, sorted by name; each is read as an attribute, which is
-            `Option.off` for a call without it.
+        num_splits: how many pieces the keys may be split into at most; None lets the kernel choose. Only a
+            forward has it. A kernel that never splits may decline numbers above 1.
+        deterministic: whether the gradients have to be bitwise repeatable. Torch's deterministic mode is on
+            then, in the form that raises errors. A kernel may rely on the mode and ignore this field.
+        batch_invariant: whether the bits of a sequence's results may depend on nothing but the sequence. They
+            then depend neither on further sequences, nor on the longest lengths, nor on the place in the
+            batch. The kernel splits no keys.
+        softcap: bound on the scores, `softcap * tanh(scaled score / softcap)`; 0 for none. It applies before
+            anything is added to the scores or hidden.
+        grad_lse: the gradient of the LSE, in its shape and dtype, None for none. Only a backward that
+            declares it gets it. Multiplied by the weight of a score, it is added to the score's gradient.
+        sinks: (H,) float16, bfloat16 or float32, contiguous: for each head the score of an additional key
+            without a value, which every row sees; packed calls only. A kernel gets sinks only if the
+            direction declares `sinks` and every row is known to see a real key. The forward counts sinks in
+            output and LSE. The backward gets this LSE, and returns the gradient of the sinks as its fourth
+            result.
+        key_ranges: int32 (T_q, R, 2), for each query up to R ranges of keys; packed calls only. A range is
+            the first key and the end (exclusive), counted from the first key of the sequence. A query sees
+            the keys of its window that lie in any of its ranges.
+        further: options without a field of their own, sorted by name. Each is read as an attribute. Without
+            the option the attribute is `Option.off`.
     """
 
     scale: float
@@ -235,12 +237,12 @@ class Kernels(_Functions, _Kernels):
         backward: `backward(grad_out, q, k, v, out, lse, call)` returns `(grad_q, grad_k, grad_v)`, followed
             by the gradient of sinks if the call has some. None if the backend has none; another backend's
             then serves.
-        specialize: `specialize(direction, tensors, call)` returns a launcher for all further calls of the
-            kind and class of lengths of the call that the function above has just run with these tensors, or
-            None: none yet, or none at all. See `launching.launchers`.
-        replaces_native: `replaces_native(direction, spec)` says of dense calls that torch's own selector has
-            sent to torch's kernel of this backend's name whether the backend's function is the faster one.
-            Never, unless given.
+        specialize: `specialize(direction, tensors, call)` is called after `forward` or `backward` has run
+            `call` with `tensors`. It returns a launcher for all further calls of the same kind and class of
+            lengths. It returns None if it has none yet, or none at all. See `launching.launchers`.
+        replaces_native: `replaces_native(direction, spec)` is for dense calls that torch's own selector has
+            sent to torch's kernel of this backend's name. It returns whether the backend's function is
+            faster. Without it torch's kernel runs.
 
     Raises:
         RegistrationError: a field is no function; the message names it.
@@ -278,20 +280,20 @@ class Backend(_Functions):
         forward, backward: what each direction can run; `backward=None` if it has none.
         load: imports the provider and returns its kernels; called once, when first needed.
         unavailable: returns why the provider can't load here, or None; cheap, imports nothing; called once.
-        version: returns the provider's version, or None where it has none; what else is worth
-            saying comes after it, `"9.19.0 (frontend 1.32.0)"`. Known issues go by the first word.
+        version: returns the provider's version, or None if it has none. Further information follows the
+            version, as in `"9.19.0 (frontend 1.32.0)"`. Known issues compare the first word.
         refuses: returns further reasons against a spec, in the manner of `Capabilities`.
         install: the command that installs what is missing; appended where the backend can't load, unless the
             reason is torch's own ("torch finds no CUDA GPU here").
-        priority: rank in the default order, the highest first; or a function that returns it for a spec,
-            where others are known to be faster at some calls. attnreg's own: `cpu` 100; `FA2` 40 where it
-            decodes fastest, else 10; `FA4` 30, 15 where it decodes; `cuDNN` 20; `FA3` 5; `efficient` 0;
-            `math` -100; `flex` -200, so that it runs where it is asked for. Backends that entry points bring
-            are all behind these, and their priorities rank them among each other.
+        priority: rank in the default order, the highest first. Or a function that returns the rank for a
+            spec, where further backends are known to be faster at some calls. attnreg's own: `cpu` 100; `FA2`
+            40 where it decodes fastest, else 10; `FA4` 30, 15 where it decodes; `cuDNN` 20; `FA3` 5;
+            `efficient` 0; `math` -100; `flex` -200, so that it runs where it is asked for. Backends that
+            entry points bring are all behind these, and their priorities rank them among each other.
         cuts: `cuts(spec)` returns where the reasons of `refuses`, the rank of `priority`, and
             `Kernels.replaces_native` change with lengths, for calls of the spec's kind. It reads no length
-            itself. Without it those calls are decided one by one of which the functions read a length: that
-            is right, but costs each new length a decision.
+            itself. Without `cuts`, calls whose length a function reads are decided one by one. That is right,
+            but costs a decision for each new length.
         builds: whether it builds something for each new shape of such calls that takes tens of milliseconds.
             Where times decide, that counts for programs that bring ever new shapes.
         experimental: whether it hasn't run on the hardware that it is written for.

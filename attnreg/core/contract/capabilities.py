@@ -60,21 +60,22 @@ class Capabilities:
         compute_capability: lowest and highest CUDA compute capability, both included; None for any.
         head_dim: head dims of query and key. Others are padded with zeros to a multiple of 8 if that is among
             them, but in pages (`adaptation.padded_dims`).
-        head_dim_v: head dims of the value, likewise; None if it must equal that of query and key.
+        head_dim_v: head dims of the value, likewise; None if it must equal the head dim of query and key.
         page_size: page sizes of a paged key-value cache; None if it can't read one.
         batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
             grid, which `GRID` limits.
         options: names of the options that it runs and that have no field here: see `contract.options`.
 
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
-    (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi`
-    slopes; `seqused_k`; `key_ranges`; a given number of splits; a `softcap`; in a backward a gradient of
-    the LSE (`grad_lse`); whether a backward that doesn't declare it computes delta as rowsum(grad_out *
-    out), from the output that it is given (`delta_from_out`), so that the gradient of the LSE can be given
-    to it in further columns (`adaptation.lse_columns`); a scale of 0 or below (`any_scale`); whether it
-    counts `sinks` itself, of packed calls (if not, results are rescaled: no call is refused); whether it is
-    `deterministic`; whether it is `batch_invariant` where a call asks for that (the bits of a sequence's
-    results depend on no other sequence); and whether it can be captured in a CUDA graph (`capture`).
+    (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi` slopes;
+    `seqused_k`; `key_ranges`; a given number of splits (`num_splits`); a `softcap`; a scale of 0 or below
+    (`any_scale`); in a backward a gradient of the LSE (`grad_lse`). `delta_from_out` is for backwards without
+    `grad_lse`: they compute delta as rowsum(grad_out * out), from the output that they get. So they can get
+    the gradient of the LSE in further columns (`adaptation.lse_columns`). `sinks` says whether it counts the
+    sinks of packed calls itself. If not, results are rescaled, and no call is refused. `deterministic` says
+    whether its results are bitwise repeatable. `batch_invariant` says whether it is batch-invariant if a call
+    asks for that: the bits of a sequence's results depend on no further sequence. `capture` says whether a
+    CUDA graph can capture it.
 
     Raises:
         RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says
@@ -149,7 +150,7 @@ class Capabilities:
         return Cut.of("batch", at=low), Cut.of("batch", at=high + 1)
 
     def has_dims(self, spec: AttentionSpec) -> bool:
-        """Whether each head dim of `spec` is declared; that of the value maybe not beside the query's."""
+        """Whether each head dim of `spec` is declared; the value's maybe not together with the query's."""
         of_values = self.head_dim if self.head_dim_v is None else self.head_dim_v
         return spec.head_dim in self.head_dim and spec.head_dim_v in of_values
 

@@ -183,7 +183,7 @@ def cut_of_decoding(spec: AttentionSpec) -> int:
 
 
 def with_lengths(spec: AttentionSpec, **lengths: int) -> AttentionSpec:
-    """Return a spec of other lengths; those of a dense call follow from three, and with pages the keys'."""
+    """Return a spec of other lengths; a dense call's follow from three of them, and with pages the keys'."""
     changed = {name: lengths.get(name, getattr(spec, name)) for name in LENGTHS}
     if not spec.varlen:
         changed["tokens_q"] = changed["batch"] * changed["max_q"]
@@ -195,7 +195,7 @@ def with_lengths(spec: AttentionSpec, **lengths: int) -> AttentionSpec:
 def changes_at(spec: AttentionSpec, cut: Cut, name: str) -> int | None:
     """Return from which number of one length on a cut tells the calls apart; None if it doesn't.
 
-    The other lengths are those of `spec`.
+    All further lengths stay as in `spec`.
     """
     low, high = 0, LIMITS[name]
 

@@ -1,8 +1,8 @@
 """The options of attention calls: a row each, from which all that handles options is derived.
 
-A row has the value of a call without the option, its capability, the words of the reason against a backend
-without that capability, and which parts of attnreg run calls with it. `Call`, `AttentionSpec` and
-`Capabilities` have a typed field for each option that attnreg's own kernels read.
+A row has the value of a call without the option, and the option's capability. It has the words of the reason
+against a backend without this capability. It also says which parts of attnreg run calls with the option.
+`Call`, `AttentionSpec` and `Capabilities` have a typed field for each option that attnreg's own kernels read.
 
 A row without such fields is complete as well. Its value is in `Call.further` and `AttentionSpec.further`. A
 backend declares it by its name in `Capabilities.options`, and a kernel reads it as `call.<name>`.
@@ -40,13 +40,14 @@ class Option:
         reason: the reason against a backend that doesn't declare it; `{}` is the spec's value. None where a
             range of `Capabilities` decides, or where no reason is needed.
         label: how errors and `explain` show a call with it; `{}` is the spec's value.
-        argument: its name in `varlen_attn`, as `name` unless given; None where that has no such argument.
+        argument: its name in `varlen_attn`, as `name` unless given. None if `varlen_attn` has no such
+            argument.
         field: its field of `AttentionSpec` and `Capabilities`, as `name` unless given.
         low, high, expected: the least and greatest number besides `off`, and the words for what is allowed.
         shapes, dtype: the shapes that its tensor may have, of B sequences and H heads of the query, and the
             dtype; empty where other code checks them.
         directions: the directions whose kernels get it.
-        gradient: whether the tensor has a gradient, which backwards return after that of the value.
+        gradient: whether the tensor has a gradient. Backwards return it after the gradient of the value.
         rescales: whether attnreg rescales the results of kernels that don't count it. No backend is refused
             for it: only times depend on it. A backward needs it for its own gradient alone.
         distance: how far times with it are from times without it (`times.kinds`); None if neither can replace

@@ -185,9 +185,9 @@ class AttentionSpec:
 
     @property
     def gives_sinks(self) -> bool:
-        """Whether a kernel that counts sinks may be given those of the call; else all results are rescaled.
+        """Whether a kernel that counts sinks may get the call's sinks; else all results are rescaled.
 
-        Not of calls whose results have to have the same bits, as nobody has checked that of sinks.
+        Not if results have to have the same bits, because nobody has checked that with sinks.
         """
         has_to_repeat = self.deterministic or self.batch_invariant
         return self.sinks and self.varlen and not (has_to_repeat or self.grad_lse or self.dropout > 0.0)
@@ -201,8 +201,9 @@ class AttentionSpec:
     def of(self, direction: str) -> AttentionSpec:
         """Return the spec of one direction, without options that only the opposite direction has.
 
-        It is without sinks where no kernel is given them: in a capture, because it isn't known there that
-        every row sees a key; and with a gradient of the LSE, because the program then gets the LSE.
+        It has no sinks where no kernel gets them. In a capture kernels get none, because it isn't known that
+        every row sees a key. With a gradient of the LSE they get none either, because the program then gets
+        the LSE.
         """
         if self.sinks and (self.capturing or self.grad_lse):
             return self.unscaled.of(direction)

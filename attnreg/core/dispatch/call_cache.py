@@ -62,12 +62,12 @@ class Kept(NamedTuple):
         launcher: runs them; None for torch's own kernel of the op, on the op's arguments as they are.
         plan: the plan that ran the call. It has the counters, and says whether an error declines a call.
         is_final: whether Python need not be asked for a better launcher from time to time.
-        auxiliary: what an aten op returns behind the kernel's results: None, numbers, with `MAX_Q` and
-            `MAX_K` for lengths, and models of the tensors, on the device "meta", whose values are never read.
+        auxiliary: what an aten op returns behind the kernel's results: None, numbers, or models of tensors.
+            `MAX_Q` and `MAX_K` are lengths. Models are on the device "meta": their values are never read.
         counts_sinks: whether the launcher counts an option (`Option.rescales`), whose tensor it is given
             before the offsets.
-        cuts: where what the front makes of its arguments changes with lengths; those of the plan's kind
-            count besides.
+        cuts: the lengths at which the front treats its arguments differently. The cuts of the plan's kind
+            count, too.
     """
 
     launcher: Launcher | None

@@ -124,10 +124,10 @@ class Stats:
 
     Attributes:
         calls: backend name to `{"forward": n, "backward": n}`, kernels that really ran.
-        fallbacks: backends that would have come first but couldn't run a call, with the reason; what
-            goes beyond a thousand rows is counted in one more, of the backend "*".
-        failures: errors of kernels, whether they ended a call or another backend ran it; beyond a thousand
-            rows as for `fallbacks`.
+        fallbacks: backends that would have come first but couldn't run a call, with the reason. Beyond a
+            thousand rows a last row, of the backend "*", counts the rest.
+        failures: errors of kernels, also if another backend then ran the call. Beyond a thousand rows as for
+            `fallbacks`.
         bypassed: calls that passed attnreg by, with kernel, reason, op, shapes and place in the program. They
             are counted as soon as anything asks for a backend; docs/passed-by.md says which can't be seen.
         masks: what boolean masks of its calls were recognised as, with `masks = "recognise"`.

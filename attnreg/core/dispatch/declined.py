@@ -80,7 +80,7 @@ class JudgedEntry(Entry):
 
 
 def with_reasons(entries: Mapping[str, Entry], declined: Declined) -> Mapping[str, Entry]:
-    """Return the backends, with the reasons of those that have declined a call against them."""
+    """Return the backends; a backend that has declined a call has its reason against the call."""
     known = {name: (entries.get(name.casefold()), reason) for name, reason in declined.items()}
     judged = {
         name.casefold(): JudgedEntry(entry.name, entry.origin, entry.backend, (reason,), entry.installed)

@@ -38,8 +38,8 @@ class Native(NamedTuple):
         name: the backend whose kernel it is; comes first in the default order.
         judged: whether that backend's capabilities decide if the kernel can run the call. If not, torch's
             own selector has decided so already, and what it decided stands.
-        positive_scale: whether the kernel needs a scale above 0, which torch's selector doesn't check: with
-            others results weren't finite (torch 2.11 on an H200).
+        positive_scale: whether the kernel needs a scale above 0. Torch's selector doesn't check that. With a
+            scale of 0 or below results weren't finite (torch 2.11 on an H200).
     """
 
     name: str

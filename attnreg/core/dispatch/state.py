@@ -45,8 +45,8 @@ class Plan(NamedTuple):
     Attributes:
         backend: the name of the backend that runs the call.
         kernel: its function; None where the router is to call torch's own kernel of the op.
-        is_native: whether that is so.
-        counters: what to add to once it has run; that of the backend's calls comes first.
+        is_native: whether torch's own kernel runs.
+        counters: what to add to once it has run. The first is the counter of the backend's calls.
         is_checked: whether its results were checked against the contract; if not, `kernel` checks them.
         counts: says whether `kernel` can be given what results are rescaled for (`Option.rescales`); None if
             it can't.

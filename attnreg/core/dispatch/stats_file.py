@@ -49,7 +49,7 @@ def write() -> None:
 
 def _append(path: Path, row: dict[str, Any]) -> None:
     try:
-        # One write of a file that is opened to append isn't torn by those of other processes.
+        # A single write in append mode isn't torn by writes of other processes.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             os.write(file, f"{json.dumps(row)}\n".encode())

@@ -27,8 +27,8 @@ T = TypeVar("T")
 # Rows past this many are of one more for each backend and direction, which has no times.
 MOST_ROWS = 2000
 
-# On a GPU so many calls are timed, and then those whose number is a power of two: the host keeps the device
-# busy before each, which takes some tenths of a millisecond.
+# On a GPU so many calls are timed, and then each call whose number is a power of two. The host keeps the
+# device busy before a timed call, for some tenths of a millisecond.
 TIMED_AT_FIRST = 16
 
 is_on = False
@@ -167,7 +167,7 @@ def count_mask(seen: str, shares: tuple[float, float] | None) -> None:
 
 
 def forget() -> None:
-    """Forget what was timed: it was in the process of which this one is a fork."""
+    """Forget what was timed, because it was timed in the process that this process was forked from."""
     _plans.clear()
     _masks.clear()
 

@@ -105,7 +105,7 @@ def count_bypassed(
 ) -> Counter:
     """Count a call that no router saw, for `stats` and for what recordings say; return its counter.
 
-    The arguments are those of `counters.bypassed`: `tensors` are query, key and value, of any shapes.
+    The arguments are as for `counters.bypassed`: `tensors` are query, key and value, of any shapes.
     """
     counter = counters_of_process.bypassed(op, kernel, reason, tensors, find_site)
     for recording in _recordings:

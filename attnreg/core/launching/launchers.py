@@ -69,7 +69,7 @@ def places_of(values: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
 class OpLauncher:
     """One of torch's own kernels, with all its arguments but the tensors.
 
-    Of a packed call whose rows aren't known to see keys, the call cache clears the results' other rows.
+    If rows of a packed call aren't known to see keys, the call cache clears the rows that see none.
 
     Attributes:
         op, key: the aten op, without "aten::", and the dispatch key of the kernel (see `torchlib.captured`).
@@ -121,9 +121,9 @@ class PackedCall(NamedTuple):
     def cleared(self, results: tuple[Tensor, ...], window: tuple[int, int]) -> tuple[Tensor, ...]:
         """Return a forward's or a backward's results after clearing rows that a kernel left as they were.
 
-        Results are changed in place: the output (T_q, H, D_v) and the LSE (H, T_q) in float32, or the
-        gradients of query, key and value, (T, H, D) each, in dtypes of 16 or 32 bits. `window` is (left,
-        right) as in `Call`.
+        Results are changed in place. A forward's are the output (T_q, H, D_v) and the LSE (H, T_q) in
+        float32. A backward's are the gradients of query, key and value, (T, H, D) each. Dtypes have 16 or 32
+        bits. `window` is (left, right) as in `Call`.
         """
         if self.all_rows_see_keys:
             return results
@@ -135,7 +135,7 @@ class PackedCall(NamedTuple):
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], PackedCall | None]:
-    """Return a launcher's tensors, those of options included, and what follows; None for a dense call."""
+    """Return a launcher's tensors, options' tensors included, and what follows; None for a dense call."""
     if not isinstance(arguments[-1], bool):
         return arguments, None
     *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, known = arguments
@@ -176,7 +176,7 @@ class FunctionLauncher:
     Attributes:
         run: the function.
         window: (left, right) as in `Call`: rows that see no key are cleared by it.
-        finite: pairs of a tensor's place and 1 if its rows are those of keys, else 0. In a copy of such a
+        finite: pairs of a tensor's place and 1 if its rows belong to keys, else 0. In a copy of such a
             tensor, rows past the last offset are zeros: the function reads them, and a NaN would spread.
         programs: `programs(batch, max_q, max_k, tokens_q, tokens_k)` returns what C++ runs in place of the
             function, as `programs.described` does, for calls of these lengths; None where the function has
@@ -206,24 +206,24 @@ class FunctionLauncher:
 class Prepared(NamedTuple):
     """How a kernel on addresses runs calls of some lengths.
 
-    Tensors are numbered: first those that the call is given, offsets aside; then the results; then what is
+    Tensors are numbered. The call's tensors come first, without offsets; then the results; then what is
     derived from the offsets.
 
     Attributes:
         launch: `launch(addresses, workspace, stream)` runs the kernel. `addresses` points to an array of
-            pointers, `workspace` to the workspace (0 if there is none), and `stream` is a CUDA stream of the
-            tensors' device, which is the current one. Returns False, having done nothing, if it can't any
-            more.
+            pointers, `workspace` to the workspace (0 if there is none). `stream` is a CUDA stream of the
+            tensors' device, which is the current device. If it can't run any more, it does nothing and
+            returns False.
         operands: the numbers of the tensors whose addresses the kernel is given, in order.
         workspace: how many more bytes the kernel needs.
         lse_token_first: whether a packed forward's LSE, (H, T), has the strides (1, H).
         lse_strides: the strides that a backward's LSE has to have, which is copied otherwise; None if any
             will do.
-        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns a tensor with all that the kernel reads of
-            packed calls' offsets, and the places in it, in bytes, of what `operands` numbers; or None if it
-            can't run any more. While the offsets exist unchanged and the tensor is alive
-            (`offsets.derived_from` keeps it) it is called again only after `offsets.TRUSTED` seconds. None
-            for dense calls.
+        derive: `derive(cu_seqlens_q, cu_seqlens_k)` returns a tensor with all that the kernel reads of packed
+            calls' offsets, and places in it. The places, in bytes, belong to the numbers in `operands`. It
+            returns None if it can't run any more. `offsets.derived_from` keeps the tensor. While offsets and
+            tensor exist unchanged, it is called again only after `offsets.TRUSTED` seconds. None for dense
+            calls.
         lengths: for which other lengths, with the same strides, all of this is the same: of batch, max_q,
             max_k, tokens_q and tokens_k the least and the most. The call cache then doesn't ask again. None
             if it is for just the lengths that were asked for.
@@ -248,7 +248,7 @@ class AddressLauncher:
     Attributes:
         run: the launcher as a function of Python's, for callers that have tensors.
         prepare: `prepare(batch, max_q, max_k, tokens_q, tokens_k, strides)` returns how a call of these
-            lengths and strides, of each tensor that it is given, is run; or None where Python has to run it.
+            lengths is run. The strides are of each tensor of the call. None if Python has to run it.
         window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
     """
 

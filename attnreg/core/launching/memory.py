@@ -21,7 +21,7 @@ _OF_FORWARD, _OF_BACKWARD = ("query", "key", "value"), ("grad_out", "query", "ke
 
 
 def check_in_memory(**given: object) -> None:
-    """Check that each tensor lies in its storage; FSDP frees those of parameters that it hasn't gathered.
+    """Check that each tensor lies in its storage; FSDP frees storages of parameters that aren't gathered.
 
     What has no memory by itself is right: fakes, zeros of autograd, tensors of function transforms.
     Raises `UnsupportedInputError`.

@@ -6,7 +6,7 @@ The host doesn't know the values of a CUDA tensor; `facts` starts an async read-
 it has arrived no property is assumed, and backends zero rows that may belong to no sequence. During
 the capture of a CUDA graph nothing is cached: a replay has to read the values that the offsets have then.
 
-Torch counts its own writes to a tensor, but not those of a collective, of `x.data.copy_()`, of a kernel of
+Torch counts its own writes to a tensor, but not writes of a collective, of `x.data.copy_()`, of a kernel of
 the user's or of a graph's replay. So what is used for longer than `TRUSTED` is derived once more, and the
 device compares the two. Once it has reported that they differ a call is an error, or the end of the process
 logs one: some calls before may have used the old values.

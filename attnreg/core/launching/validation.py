@@ -1,9 +1,9 @@
 """Checks of a call's arguments and of a kernel's results; errors say what was got and what was expected.
 
-`check` reads only shapes, dtypes and devices, so it runs once per kind of call, when the backend is
-chosen. `check_values` reads values, which on a GPU would mean a synchronization. Results are looked at the
-first time that the kernel of a plan runs: another shape, dtype, device or layout than promised would give
-wrong numbers further on, or a message about something else.
+`check` reads only shapes, dtypes and devices, so it runs once per kind of call, when the backend is chosen.
+`check_values` reads values, which on a GPU would mean a synchronization. Results are checked the first time
+that the kernel of a plan runs. A wrong shape, dtype, device or layout would otherwise lead to wrong numbers,
+or to an error about something else.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class LockfileRow:
         spec: a call of the kind.
         direction: which of its directions.
         backend, source: the decision.
-        ranges: the lengths that the row is for, where there is no range any; None for those of `spec` only.
+        ranges: the lengths that the row is for, where there is no range any; None for only the lengths of
+            `spec`.
     """
 
     spec: AttentionSpec

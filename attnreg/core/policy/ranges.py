@@ -152,7 +152,7 @@ def _of_lengths(spec: AttentionSpec, changes: Mapping[str, int]) -> AttentionSpe
 
 
 def split(calls: Sequence[Decided], cuts: Iterable[Cut]) -> list[tuple[Ranges, list[Decided]]]:
-    """Divide calls of one kind into ranges of lengths, so that all calls in one have one backend.
+    """Divide calls of a kind into ranges of lengths, so that each range has a single backend.
 
     Together the ranges have all lengths, and no length is in two of them. Each ends at one of `cuts`. Where
     these don't tell the backends apart, it ends at a power of two, or else at a length of a call.

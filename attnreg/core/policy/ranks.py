@@ -6,9 +6,9 @@ default process group, and the other ranks compare their inputs with the record.
 rank waits for a rank that runs no attention.
 
 A record has to end with its group, but a store may outlive the group. torchrun's store serves all groups of a
-job, and so does a store that a program passes to `init_process_group` twice. Hence:
+job. So does a store that a program passes to `init_process_group` twice. Hence:
 
-- No strong reference to the store outlives a check (see `torchlib.job_store`).
+- No strong reference to the store outlives a check. See `torchlib.job_store`.
 - Every rank remembers the ids of records of earlier groups, and replaces such a record.
 - Under torchrun a rank removes its record when its group is destroyed, for ranks that haven't seen it.
 """

@@ -29,7 +29,7 @@ class Entry:
     """A backend in the registry: its origin, its declaration, and its kernels once they are loaded.
 
     Attributes:
-        name: the backend's name; of a broken one, that of its module or entry point.
+        name: the backend's name; for a broken backend the name of its module or entry point.
         origin: where it was found, as text.
         backend: its declaration; None if it is broken.
         cause: the exception of importing or loading it.
@@ -265,7 +265,7 @@ class Entry:
         return spec
 
     def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
-        """Whether the kernel of one direction may be given sinks of such a call, which it counts itself."""
+        """Whether the kernel of a direction counts the sinks of such calls itself."""
         limits, given = self._limits(direction), spec.but(sinks=True)
         may = limits is not None and limits.sinks and given.gives_sinks and not spec.capturing
         return may and not self.reasons(given, direction)

@@ -2,7 +2,7 @@
 
 A thread waits only for the backend that it needs: another backend's slow `load` doesn't stop it. Threads that
 load backends may wait for each other, and also for modules that the others are importing. Python finds
-circles of modules alone; `_describe_circle` finds those that a backend is part of.
+circles of modules alone; `_describe_circle` finds circles that a backend is part of.
 """
 
 from __future__ import annotations

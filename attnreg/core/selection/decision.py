@@ -108,13 +108,13 @@ class Decision:
         direction: `"forward"` or `"backward"`.
         backend: its name; None if none can run the call, or none may (see `refusal`).
         source: the source of the preference, or "measured table ...", or "default order for ...".
-        rejected: the backends that can't run the call, with all their reasons: every one if the decision is
-            complete, else those that were considered before `backend`.
-        passed_over: the rejected ones before `backend` in the order: all preferred ones, and of the others
-            those that serve this type of device.
+        rejected: the backends that can't run the call, with all their reasons. A complete decision has every
+            such backend, otherwise only the backends that were considered before `backend` are here.
+        passed_over: the rejected backends before `backend` in the order. All preferred backends are among
+            them; other backends only if they serve this type of device.
         order: all backends in the order in which they were considered.
         asked_for: the preferred backends for this device.
-        refusal: why no backend may run the call although one could; else empty.
+        refusal: why no backend may run the call although a backend could. Empty otherwise.
         predicted: a measured table's prediction for the call; None if there is none.
     """
 

@@ -33,8 +33,8 @@ class Candidate:
         first_call_s: seconds of the first call of a new shape.
         trouble: why it must not be chosen: its results were wrong, or it failed.
         both_us: what forward and backward cost together, where a gradient is wanted and the table has times
-            of both. If it has none of this backend's other direction, that of the first choice counts.
-        by_host: whether the host's part of what it is ranked by is larger than the GPU's, and counts.
+            of both. If the table lacks the backend's other direction, the time of the first choice counts.
+        by_host: whether the rank counts the host's time, because it is larger than the GPU's.
     """
 
     backend: str
@@ -78,8 +78,8 @@ class Prediction:
         points: the points used, the nearest first.
         notes: reasons why the prediction may be inexact.
         building: the backends whose times include what they build for each new shape, in lower case.
-        leads: whether a backend that it doesn't know comes behind those that it does, and not in its place in
-            the default order. rest: what orders these, if anything does.
+        leads: whether backends without times come behind the measured backends, and not in their place in the
+            default order. rest: what orders backends without times, if anything does.
     """
 
     table: str
@@ -120,10 +120,11 @@ def with_sources(
 def reordered(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
     """Return names in lower case, the first choice first.
 
-    The measured backends are ordered by cost among the positions that they have by default; one that wasn't
-    measured keeps its position, unless the prediction `leads`. Those that were wrong or failed come last.
-    A first choice that builds for each new shape for longer than an unmeasured backend is assumed to take
-    goes behind it; the last backend by default isn't such, because it is slow without a limit.
+    Measured backends are ordered by cost among the positions that they have by default. A backend without
+    times keeps its position, unless the prediction `leads`. Backends that were wrong or failed come last. The
+    first choice may build for each new shape for longer than an unmeasured backend is assumed to take. Then
+    it goes behind that backend. The last backend by default doesn't count as unmeasured here, because it is
+    slow without a limit.
     """
     names = _by_cost(default, able, prediction)
     first = next((name for name in names if name in able), None)
@@ -147,7 +148,7 @@ def _by_cost(default: Sequence[str], able: Container[str], prediction: Predictio
     known = {name: one for name in default if (one := prediction.of(name)) is not None}
     costs = {name: one.rank_us for name, one in known.items() if one.rank_us is not None}
     best = min((cost for name, cost in costs.items() if name in able), default=0.0)
-    # Of those that are as fast as the best, chance aside, the first by default.
+    # Of the candidates that are as fast as the best, chance aside, the first by default.
     first = next(
         (name for name, cost in costs.items() if name in able and cost <= _within(best, known[name])), None
     )

@@ -25,7 +25,7 @@ class Times(Protocol):
 
 
 class Tables(Times, Protocol):
-    """The measured tables that settings name, and those that ship with attnreg."""
+    """The measured tables that settings name, and the tables that ship with attnreg."""
 
     def notes(self, device: Device) -> tuple[str, ...]:
         """Return sentences about the table in force on a device, and why others aren't."""

@@ -45,7 +45,7 @@ PATIENCE_S, LOOK_S = 60.0, 0.5
 
 
 class Learned:
-    """The times of an environment: this process's, and those of earlier processes in the cache folder.
+    """The times of an environment: this process's, and earlier processes' in the cache folder.
 
     `digest` identifies the environment, equally on all ranks of a job.
     """
@@ -136,7 +136,7 @@ class Learned:
         return ()
 
     def _save(self) -> None:
-        """Write all known times, merged with those that other processes have added meanwhile."""
+        """Write all known times, merged with times that other processes have added meanwhile."""
         if self._file is None:
             return
         try:

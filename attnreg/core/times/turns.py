@@ -219,7 +219,7 @@ def between_events(run: Callable[[], T], device: Any, busy_s: float) -> tuple[T,
     """Call `run`, which launches kernels on a GPU, between two events.
 
     The device is kept busy for `busy_s` seconds before. If the host takes no longer, the time between the
-    events is that of the kernels.
+    events is the kernels' time.
 
     Returns:
         The result of `run`, both events, and the seconds that the host took.

@@ -167,7 +167,7 @@ def build(library: Library, only_missing: bool = False) -> Path:
 
 
 def build_missing() -> list[str]:
-    """Compile the missing libraries, except those whose failure is stored; the caller holds the lock.
+    """Compile missing libraries without a stored failure; the caller holds the lock.
 
     Returns one line for each library that can't be compiled.
     """

@@ -137,7 +137,7 @@ def run_backward(
     choice: ScopedChoice | None,
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value, in their shapes and dtype, then those of the options.
+    """Return the gradients of query, key and value, in their shapes and dtype, then the options' gradients.
 
     `tensors` are query, key, value, the output and the LSE, as in `attend`. `grad_out` and `grad_lse` have
     the shapes and dtypes of output and LSE. `call` has what the forward's had.

@@ -28,7 +28,7 @@ from attnreg.core.torchlib import functionalize
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
 
-# An op's arguments behind those that every call has: by their names the text of the schema, and the default.
+# An op's arguments behind the arguments of every call: by name, the text of the schema and the default.
 Tail = dict[str, tuple[str, Any]]
 
 _TYPES = {"number": "float", "integer": "SymInt?", "tensor": "Tensor?", "pages": "Tensor?"}
@@ -68,7 +68,7 @@ _BEFORE_TAIL = 11  # arguments of the forward's op
 def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> list[Any]:
     """Return the arguments of the forward's op behind `enable_gqa`.
 
-    `options` are those of a call, by the arguments of `varlen_attn`.
+    `options` are a call's options, by the arguments of `varlen_attn`.
     """
     given: dict[str, Any] = {"backend": backend, "needs_backward": needs_backward}
     for row in _options("forward"):
@@ -300,7 +300,7 @@ class Transformable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return a gradient for each argument of the op, None for those that have none.
+        """Return a gradient for each argument of the op, None for arguments without a gradient.
 
         `grads` are the gradients of the output (T_q, H, D_v), of the LSE (H, T_q), in their dtypes, and of
         the forward's third result, or None.
@@ -344,7 +344,7 @@ def _forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: A
 @register_flop_formula(torch.ops.attnreg._varlen_attn_backward, get_raw=True)
 def _backward_flops(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **_: Any) -> int:
     lengths, seqused_k = rest[2:6], rest[10] if len(rest) > 10 else None
-    # The scores once more and the gradients of query and key; that of the weights and of the value.
+    # The scores once more and the gradients of query and key; the gradients of the weights and of the value.
     return 2 * _scores(query, lengths, seqused_k) * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 

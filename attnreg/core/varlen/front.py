@@ -93,7 +93,7 @@ def varlen_attn(
     0; so does a row that sees no key.
 
     Args:
-        query: (T_q, H, D), the sequences one after the other.
+        query: (T_q, H, D), the sequences concatenated.
         key: (T_k, H_k, D), or (pages, page size, H_k, D) with a `block_table`.
         value: as key, with any head dim D_v that the backend takes.
         cu_seq_q: int32 (B + 1,), where each sequence of the query begins, and the end of the last.
@@ -112,26 +112,26 @@ def varlen_attn(
             unless given.
         softcap: bound on the scores: `softcap * tanh(score / softcap)` takes the place of each scaled score
             before any mask, as in the package flash-attn and in Gemma 2; 0 for none.
-        sinks: (H,), for each head the score of one more key, without a value: the weights of a row's keys add
-            up to less than 1, as in GPT-OSS. The LSE includes it, in rows that see a key. Any backend runs
-            such a call, and its backward.
-        alibi_slopes: float32 (H,) or (B, H): from each score `slope` times the distance of query and key is
-            taken, aligned bottom-right (ALiBi). It has no gradient.
-        dropout_p: probability of dropping an attention weight, the others grow by 1 / (1 - dropout_p). Which
-            are dropped follows from torch's default generator of the device (`torch.manual_seed`); another
-            backend drops others, so the forward's runs the backward, which is an error if that can't take a
-            gradient of the LSE (FA2 with head dims above 248). Under torch.compile such a call is a graph
-            break.
+        sinks: (H,), for each head the score of an additional key without a value, as in GPT-OSS. So the
+            weights of a row's keys add up to less than 1. The LSE includes the sink, in rows that see a key.
+            Any backend runs such a call, and its backward.
+        alibi_slopes: float32 (H,) or (B, H): each score is reduced by `slope` times the distance of query and
+            key, aligned bottom-right (ALiBi). Slopes have no gradient.
+        dropout_p: probability of dropping an attention weight; kept weights are multiplied by 1 / (1 -
+            dropout_p). Torch's default generator of the device (`torch.manual_seed`) decides which weights
+            are dropped. Backends drop different weights, so the forward's backend also runs the backward. A
+            gradient of the LSE that this backend can't compute is an error (FA2 with head dims above 248).
+            Under torch.compile dropout is a graph break.
         backend: run on this backend or not at all.
-        group: what `attnreg.context_parallel` returned: the tokens of query, key and value are spread over
-            its ranks, offsets and longest lengths are those of the whole batch. Inside a `with` block of it
-            every call is spread.
+        group: what `attnreg.context_parallel` returned. The tokens of query, key and value are spread over
+            its ranks. Offsets and longest lengths describe the whole batch. Inside its `with` block every
+            call is spread.
         mesh: refused: a `DeviceMesh` is for `attnreg.context_parallel`.
         **options: options without an argument of their own, by their names: rows of `contract.options`.
-            `key_ranges`, int32 (T_q, R, 2), has for each query up to R ranges of keys, from the first to the
-            one behind the last, counted from the first key of its sequence. A query sees the keys of its
-            window that lie in any of its ranges. `tree_ranges` makes those of a tree. It is a graph break
-            under torch.compile.
+            `key_ranges`, int32 (T_q, R, 2), has up to R ranges of keys for each query, as first key and end
+            (exclusive). Keys are counted from the first key of the sequence. A query sees the keys of its
+            window that lie in any of its ranges. `tree_ranges` makes the ranges of a tree. Under
+            torch.compile `key_ranges` is a graph break.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.

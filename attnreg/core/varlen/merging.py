@@ -26,8 +26,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         lses: the calls' LSEs, natural log, each (H, T), or dense (B, H, S). A row that saw no key has -inf.
 
     Returns:
-        The output, in the shape and dtype of `outs[0]`, and the LSE over all keys, in those of `lses[0]`. A
-        row that saw no key in any call has an output of 0 and an LSE of -inf.
+        The output, in the shape and dtype of `outs[0]`, and the LSE over all keys, like `lses[0]`. A row that
+        saw no key in any call has an output of 0 and an LSE of -inf.
 
     Raises:
         InvalidInputError: there is no call, or shapes, dtypes or devices don't fit together.

@@ -21,7 +21,7 @@ from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import every_row_sees_a_key
 from attnreg.core.launching.validation import check_results
 
-# What kernels are given; sinks of another dtype are counted in that of the LSE.
+# The dtypes of sinks that kernels get; sinks of another dtype are counted in the dtype of the LSE.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

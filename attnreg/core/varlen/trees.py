@@ -23,13 +23,13 @@ def tree_ranges(
     """Return the `key_ranges` of a tree of segments, for `attnreg.varlen_attn`.
 
     A token sees its own segment up to itself, and its ancestors' segments whole. So it needs no `is_causal`.
-    Segments lie one after the other in one packed sequence, a parent before its children. Several trees are
-    several roots, or sequences of their own, whose ranges are concatenated.
+    Segments are concatenated in a packed sequence, a parent before its children. For several trees use
+    several roots, or separate sequences, whose ranges are concatenated.
 
     Args:
         parents: for each of N segments the number of its parent; -1 for a root. Integers, or a tensor (N,).
         lengths: the tokens of each segment; unless given, each segment is a token. As `parents`.
-        device: the device of the result; the one of a tensor `parents` unless given, else the CPU.
+        device: the device of the result. By default the device of a tensor `parents`, else the CPU.
 
     Returns:
         The ranges, int32 (T, R, 2): T tokens, and the most ranges R that a token needs. Segments that follow

@@ -2,7 +2,8 @@
 
 Each subcommand (`fresh`, `varlen`, `sdpa`, `overhead`, `selection`) has a module or package. They share:
 
-- `sides`: a *side* of a comparison is a function, its inputs, and the context that decides which kernel runs.
+- `sides`: the sides of a comparison. A *side* is a function, its inputs, and the context that decides which
+  kernel runs.
 - `compare`: draws inputs, checks sides by the accuracy rule, and times them in turn. Rule and timers come
   from `attnreg.tools.measure`.
 

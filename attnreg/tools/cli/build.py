@@ -23,9 +23,9 @@ def build(
 
     The call cache runs repeated calls without Python, and is compiled for this torch and Python. The kernel
     is compiled even if a wheel brought one, unless --missing is given. Both go into the user's cache folder.
-    The compiler is the one that CXX names, or else one that is found. It takes about half a minute, or none
-    where both are compiled and current. Programs that start after it use them. Without this command the first
-    program that runs attention has what is missing compiled in the background, which ATTNREG_BUILD=off
+    CXX names the compiler. Without CXX the command looks for a compiler. It takes about half a minute, or
+    none where both are compiled and current. Programs that start after it use them. Without this command the
+    first program that runs attention has what is missing compiled in the background, which ATTNREG_BUILD=off
     forbids. With ATTNREG_ROUTERS=python neither is used.
 
     The exit code is 1 if one of them can't be compiled; the other is kept.

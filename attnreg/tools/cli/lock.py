@@ -196,14 +196,14 @@ def _rows_of_kinds(calls: list[Recorded], policy: Policy) -> tuple[list[Lockfile
 
 
 def _rows_of_kind(calls: list[Decided], direction: Direction, policy: Policy) -> Iterator[LockfileRow]:
-    """Yield the rows for one direction of a kind, of which these calls were recorded."""
+    """Yield the rows for a direction of a kind from its recorded calls."""
     from attnreg.core.dispatch.kinds import kind_of
     from attnreg.core.dispatch.state import state
     from attnreg.core.policy.lockfile import LockfileRow
     from attnreg.core.policy.ranges import narrow, split
 
     first = calls[0]
-    if first.spec.batch_invariant:  # one backend runs all lengths, but for empty calls, which any may run
+    if first.spec.batch_invariant:  # one backend runs all lengths; empty calls may run on any
         yield LockfileRow(first.spec, direction, first.backend, first.source, ())
         return
     kind = kind_of(state(), first.spec, direction)
@@ -244,7 +244,7 @@ def _error_of(row: LockfileRow, spec: AttentionSpec, policy: Policy) -> str:
 
 
 def _device(trace: Path, recorded: list[Recorded], named: str) -> Device:
-    """Return the device of the lockfile: the one that is named, else the one of all calls."""
+    """Return the device of the lockfile: the named device, else the device of all calls."""
     types = sorted({call.spec.device.type for call in recorded})
     if not types:
         raise InvalidInputError(f"--from: got {trace}, expected a file with at least one recorded call")

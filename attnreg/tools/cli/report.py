@@ -42,7 +42,7 @@ def report(
 
 
 def lines_of(page: Path) -> Path:
-    """Return the file for the lines of a run whose page is to be written; removes those of an earlier run."""
+    """Return the file for the lines of a run whose page is to be written; removes an earlier run's lines."""
     check_writable("--report", page, OF_PAGE)
     lines = page.absolute().with_name(f"{page.name}.jsonl")
     check_writable("--report", lines, OF_LINES)

@@ -64,10 +64,10 @@ def verify(
 ) -> None:
     """Check every backend against a float64 reference.
 
-    A backend is wrong in a case if its error exceeds twice the error of plain PyTorch in the same dtype
-    (three times with a softcap), plus the rounding error of that dtype. It is also wrong if it breaks the
-    contract in another way, such as by writing to its inputs. The exit code is 1 if a backend is wrong, never
-    runs something that it declares, or is named and can't run here.
+    A backend may have twice the error of plain PyTorch in the same dtype (three times with a softcap), plus
+    the rounding error of that dtype. With a larger error it is wrong in this case. It is also wrong if it
+    breaks the contract in another way, such as by writing to its inputs. The exit code is 1 if a backend is
+    wrong, never runs something that it declares, or is named and can't run here.
 
     For each wrong case the output says where: the first wrong element, how many, which rows and heads, and
     which rows see no key. It has the command that repeats this case alone.
@@ -276,7 +276,7 @@ def _ratio(error: dict[str, Any] | None) -> str:
 
 
 def _number(error: float | None, is_nan: bool) -> str:
-    """Return an error as text; None is an infinite one, or that of a NaN."""
+    """Return an error as text; None stands for an infinite error or for a NaN."""
     return ("NaN" if is_nan else "inf") if error is None else f"{error:.3g}"
 
 

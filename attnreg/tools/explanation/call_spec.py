@@ -84,7 +84,7 @@ ODD_DIMS = (
     "this call; attnreg.flash_attn.flash_attn_func, which takes no mask, pads such head dims"
 )
 
-# The options of PyTorch's function, and those of flash-attn's function for dense calls besides.
+# The options of PyTorch's function, and further options of flash-attn's function for dense calls.
 OF_SDPA, OF_FLASH = ("dropout", "attn_bias"), ("softcap", "alibi_slopes", "grad_lse")
 VARLEN, FLASH = "attnreg.varlen_attn", "attnreg.flash_attn.flash_attn_func"
 

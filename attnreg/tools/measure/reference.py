@@ -48,7 +48,7 @@ def attend(
     Args:
         query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v), any floating-point dtype.
         scale, window, bias, alibi_slopes, softcap: as in `Call`.
-        key_ranges: int32 (B, S_q, R, 2), those of `Call` for the rows of `query`.
+        key_ranges: int32 (B, S_q, R, 2), the ranges of `Call` for the rows of `query`.
         kept: (B, H, S_q, S_k), the factors of dropout. A dropped weight has the factor 0.
         first_row: where the rows start in the whole query.
         len_q: the length of the whole query, if `query` has only some of its rows.

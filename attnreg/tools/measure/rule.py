@@ -134,10 +134,10 @@ def located(
     truth: Results,
     others: str = "by a launcher: ",
 ) -> dict[str, Error]:
-    """Return the errors of a case with the places of those that exceed what is allowed.
+    """Return the errors of a case, and the places of errors that exceed what is allowed.
 
-    `results` are one or more results for the same inputs, and `truth` the right ones, in the contract's
-    shapes. The place is that of the first result that is wrong; `others` says what made all but the first.
+    `results` are results for the same inputs, and `truth` the right results, in the contract's shapes. The
+    place is in the first wrong result. `others` says what made all results but the first.
     """
     fields = Results._fields
     for name, error in errors.items():

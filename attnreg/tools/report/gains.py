@@ -43,7 +43,7 @@ class Predicted(NamedTuple):
 
 
 def predicted(rows: Iterable[CallRow]) -> Predicted:
-    """Return what the tables in force, or those that ship with attnreg, predict for calls of these rows."""
+    """Return what the tables in force, or tables that ship with attnreg, predict for calls of these rows."""
     tables = _tables()
     gains, known, notes = [], 0, []
     for row in rows:

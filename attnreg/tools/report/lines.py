@@ -20,7 +20,7 @@ log = logging.getLogger("attnreg")
 
 @dataclass
 class CallRow:
-    """Calls of one kind and of similar lengths, in one direction, which one backend ran.
+    """Calls of the same kind, direction and backend, and of similar lengths.
 
     Attributes:
         spec: of the first call.

@@ -69,7 +69,7 @@ GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 class WorkloadKind:
     """One kind of call, the (batch, max_q, max_k) of each of its sizes, and whether most models make it.
 
-    `heads` are those of query and key; `varlen` says whether the sequences are packed.
+    `heads` are the heads of query and key; `varlen` says whether the sequences are packed.
     """
 
     dim: int

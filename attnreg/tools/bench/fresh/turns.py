@@ -146,7 +146,7 @@ class _Turns:
 
 
 def measured(row: FreshRow, job: Job) -> list[dict[str, Any]]:
-    """Check each side, time those that are right, and check them once more.
+    """Check each side, time the sides that are right, and check these once more.
 
     Returns a dictionary for each side and stream; times are milliseconds.
     """
