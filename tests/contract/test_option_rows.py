@@ -8,6 +8,7 @@ import torch
 import attnreg
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import OPTIONS
+from attnreg.core.launching import offsets, validation
 from attnreg.errors import InvalidInputError
 
 OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -124,3 +125,19 @@ def test_forward_only_options_and_tensors_do_not_stay_in_what_a_backward_keeps()
         out = attnreg.varlen_attn(query, *ARGUMENTS[1:], num_splits=1, softcap=2.0)
     assert (out.grad_fn.call.num_splits, out.grad_fn.call.softcap) == (None, 2.0)
     assert out.grad_fn.call.cu_seqlens_q is None
+
+
+def test_a_row_with_shapes_and_no_dtype_takes_each_dtype(monkeypatch):
+    rows = [dataclasses.replace(row, dtype="") if row.name == "alibi_slopes" else row for row in OPTIONS]
+    monkeypatch.setattr(validation, "options_on", lambda call: [x for x in rows if x.name == "alibi_slopes"])
+    call = Call(1.0, 5, 5, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS)
+    validation.check(*INPUTS, call._replace(alibi_slopes=torch.zeros(2, dtype=torch.float64)))
+    with pytest.raises(InvalidInputError, match="alibi_slopes: got shape"):
+        validation.check(*INPUTS, call._replace(alibi_slopes=torch.zeros(3, dtype=torch.float64)))
+
+
+def test_no_row_is_known_to_see_a_key_where_ranges_hide_keys():
+    call = Call(1.0, 5, 5, cu_seqlens_q=OFFSETS, cu_seqlens_k=OFFSETS)
+    assert offsets.every_row_sees_a_key(*INPUTS[:2], call)
+    ranges = torch.zeros(9, 1, 2, dtype=torch.int32)
+    assert not offsets.every_row_sees_a_key(*INPUTS[:2], call._replace(key_ranges=ranges))

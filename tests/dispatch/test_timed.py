@@ -19,6 +19,7 @@ def reported(monkeypatch, tmp_path):
     """Ask for a report; return a function that writes the line of this process and returns it."""
     file = tmp_path / "report.jsonl"
     monkeypatch.setenv("ATTNREG_REPORT", str(file))
+    timed._plans.clear()
     timed.forget()
     attnreg.reset_stats()
     attnreg.reload()
@@ -50,6 +51,17 @@ def test_every_call_is_timed_whatever_the_call_cache_would_keep(reported):
     assert {row["source"] for row in (dense, of_packed)} == {"register_backend('math')"}
     assert line["calls"] == {"math": {"forward": 9, "backward": 0}}
     assert dense["decided_us"] > 0.0 < dense["first_us"]
+
+
+@pytest.mark.usefixtures("routers")
+def test_a_forked_process_has_the_calls_of_its_inherited_plans_and_none_of_its_parents(reported):
+    for _ in range(3):
+        F.scaled_dot_product_attention(QUERY, QUERY, QUERY)
+    stats_file._forget_the_parents()  # as in the child, whose plans are its parent's
+    for _ in range(5):
+        F.scaled_dot_product_attention(QUERY, QUERY, QUERY)
+    (row,) = reported()["report"]["plans"]
+    assert row["calls"] == 5
 
 
 @pytest.mark.usefixtures("routers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ import attnreg
 from attnreg import flash_attn
 from attnreg.backends import math
 from attnreg.core.launching.launchers import FunctionLauncher
+from attnreg.core.torchlib import frames
 
 PACKAGE = str(Path(attnreg.__file__).parent) + os.sep
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -233,3 +235,17 @@ def test_the_modules_that_the_first_use_imports_do_not_reach_dynamo(entry_point)
     variables = {"TORCH_DEVICE_BACKEND_AUTOLOAD": entry_point}
     run = forked(FIRST_USE, **variables) if entry_point == "0" else python("-c", FIRST_USE, **variables)
     assert (run.stdout, run.stderr) == ("['first_use']\n", "")
+
+
+class Launches:
+    def run(self, x):
+        return x
+
+
+def test_the_function_behind_a_method_or_a_partial_is_marked():
+    """C++ calls launchers that are methods, and no function of attnreg's is around them."""
+    functions = [lambda x: x for _ in range(2)]
+    frames.leave_uncompiled(Launches().run)
+    frames.leave_uncompiled(functools.partial(functions[0], 1))
+    marked = [hasattr(function, "_torchdynamo_orig_callable") for function in (Launches.run, *functions)]
+    assert marked == [True, True, False]

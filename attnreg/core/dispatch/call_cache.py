@@ -146,7 +146,7 @@ def kept_for(
     is_final = launcher is not None or plan.specialize is None
     if launcher is None:
         launcher = _unspecialized(plan.kernel, call)
-    for function in (launcher, getattr(launcher, "run", None), getattr(launcher, "prepare", None)):
+    for function in (launcher, *(getattr(launcher, name, None) for name in ("run", "prepare", "programs"))):
         leave_uncompiled(function)  # C++ calls it, so no function of attnreg's is around it
     if call.varlen and tensors[0].is_cuda:
         _provide_device_code(tensors[0].device)

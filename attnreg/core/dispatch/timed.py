@@ -53,6 +53,10 @@ class TimedPlan:
 
     def __init__(self, spec: AttentionSpec, direction: Direction, backend: str, source: str) -> None:
         self.spec, self.direction, self.backend, self.source = spec, direction, backend, source
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all calls."""
         self.calls = 0
         self.decided_us = self.first_us = 0.0
         self.times = [0.0, 0.0, float("inf"), 0.0]
@@ -167,8 +171,14 @@ def count_mask(seen: str, shares: tuple[float, float] | None) -> None:
 
 
 def forget() -> None:
-    """Forget what was timed, because it was timed in the process that this process was forked from."""
-    _plans.clear()
+    """Forget what was timed, because it was timed in the process that this process was forked from.
+
+    The plans stay: this process has inherited kernels that count in them.
+    """
+    global _began
+    _began = time.monotonic()
+    for plan in _plans.values():
+        plan.forget()
     _masks.clear()
 
 

@@ -247,10 +247,10 @@ def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
     Each row of a packed call has to belong to a sequence, none with fewer keys than queries. On a CPU offsets
     are read; on a GPU it is known once the device has answered, and of other devices never.
 
-    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. With `seqused_k` or pages the result is
-    False.
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. With `seqused_k`, pages or `key_ranges`
+    the result is False.
     """
-    if call.seqused_k is not None or call.block_table is not None:
+    if any(x is not None for x in (call.seqused_k, call.block_table, call.key_ranges)):
         return False
     if call.cu_seqlens_q is None:
         return call.max_k > 0 and (call.max_q <= call.max_k or call.window == (-1, -1))

@@ -166,6 +166,10 @@ class Interface(NamedTuple):
 
 def described(program: LaunchProgram, bounds: Bounds, interface: Interface) -> tuple[Any, ...] | None:
     """Return a program as C++ reads it, for calls with lengths in these bounds; None if C++ can't run it."""
+    if any(isinstance(buffer, Computed) for buffer in program.buffers) or any(
+        isinstance(argument, Bundle) for step in program.steps for argument in step.arguments
+    ):
+        return None  # before anything is converted: this is asked at each such call
     keep: list[Any] = [program]
     steps = []
     for function, arguments in program.steps:
@@ -176,11 +180,9 @@ def described(program: LaunchProgram, bounds: Bounds, interface: Interface) -> t
         steps.append((handle, tuple(values)))
     buffers: list[tuple[Any, ...]] = []
     for buffer in program.buffers:
-        if isinstance(buffer, Computed):
-            return None
         if isinstance(buffer, Like):
             buffers.append((buffer.number, None, (), False))
-        else:
+        elif isinstance(buffer, Buffer):
             sizes = tuple((*size.factors, size.more, size.unit, size.times) for size in buffer.sizes)
             buffers.append((-1, buffer.dtype, sizes, buffer.zero))
     return (
@@ -199,7 +201,7 @@ def _described_argument(argument: Any, interface: Interface, keep: list[Any]) ->
         return INTEGER, argument
     if type(argument) is float:
         return FLOAT, argument
-    value = None if isinstance(argument, Bundle) else interface.convert(argument)
+    value = interface.convert(argument)
     if value is None:
         return None
     keep.append(value)

@@ -85,8 +85,9 @@ def check_layouts(**given: object) -> None:
 def _check_option(row: Option, tensor: Tensor, query: Tensor, call: Call) -> None:
     batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
     shapes, what = row.shapes_of(batch, query.shape[-2]), row.argument or row.name
-    if tuple(tensor.shape) not in shapes or str(tensor.dtype) != f"torch.{row.dtype}":
-        expected = f"{' or '.join(map(str, shapes))}, torch.{row.dtype}"
+    dtype = f"torch.{row.dtype}" if row.dtype else str(tensor.dtype)
+    if tuple(tensor.shape) not in shapes or str(tensor.dtype) != dtype:
+        expected = f"{' or '.join(map(str, shapes))}, {dtype}"
         raise _wrong(what, f"shape {tuple(tensor.shape)}, {tensor.dtype}", expected)
     if tensor.device != query.device:
         raise _wrong(what, f"a tensor on {tensor.device}", f"{query.device}, where the query is")

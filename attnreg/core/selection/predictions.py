@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any, Protocol
+
+from attnreg.core.settings.environment import REFERENCE
 
 # A smaller difference is chance, and isn't worth another kernel's rounding. Host times are measured at a
 # small call, and other calls differ more. Measured with 150 and 97 random shapes on an H100, with its table
@@ -123,15 +126,16 @@ def reordered(default: Sequence[str], able: Container[str], prediction: Predicti
     Measured backends are ordered by cost among the positions that they have by default. A backend without
     times keeps its position, unless the prediction `leads`. Backends that were wrong or failed come last. The
     first choice may build for each new shape for longer than an unmeasured backend is assumed to take. Then
-    it goes behind that backend. The last backend by default doesn't count as unmeasured here, because it is
-    slow without a limit.
+    it goes behind that backend. The reference, which is slow without a limit, and backends behind it don't
+    count as unmeasured here.
     """
     names = _by_cost(default, able, prediction)
     first = next((name for name in names if name in able), None)
     chosen = None if first is None else prediction.of(first)
     if first is None or chosen is None or first not in prediction.building or not _builds_long(chosen):
         return names
-    unmeasured = (x for x in default[:-1] if x in able and prediction.of(x) is None)
+    before = takewhile(lambda name: name != REFERENCE, default)
+    unmeasured = (name for name in before if name in able and prediction.of(name) is None)
     if (other := next(unmeasured, None)) is None:
         return names
     names.remove(other)

@@ -44,10 +44,11 @@ def leave_uncompiled(function: T, with_inner: bool = True) -> T:
     function itself compiles a copy without a mark.
 
     Args:
-        function: a Python function; anything else is left alone.
+        function: a Python function, a method or a partial of a function; anything else is left alone.
         with_inner: whether to mark the functions that are defined inside it, too.
     """
     python: Any = getattr(function, "func", function)  # of a partial
+    python = getattr(python, "__func__", python)  # of a method
     _mark_function(python, _SKIP, with_inner)
     return function
 

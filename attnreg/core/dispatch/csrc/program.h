@@ -214,6 +214,9 @@ inline std::shared_ptr<const Program> program_for(const Programs& programs, cons
     return nullptr;
   }
   auto program = read_program(described.get());
+  if (auto known = programs.find(lengths)) {
+    return known;  // another thread has asked meanwhile
+  }
   const std::lock_guard<std::mutex> locked(programs.lock);
   programs.known.push_back(program);
   return program;
