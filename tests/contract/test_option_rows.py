@@ -141,3 +141,11 @@ def test_no_row_is_known_to_see_a_key_where_ranges_hide_keys():
     assert offsets.every_row_sees_a_key(*INPUTS[:2], call)
     ranges = torch.zeros(9, 1, 2, dtype=torch.int32)
     assert not offsets.every_row_sees_a_key(*INPUTS[:2], call._replace(key_ranges=ranges))
+
+
+@pytest.mark.parametrize(
+    ("other", "own"), [("causal", "is_causal"), ("softmax_scale", "scale"), ("attn_mask", "key_ranges")]
+)
+def test_the_names_of_other_functions_lead_to_varlen_attns(other, own):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{other}'; did you mean '{own}'"):
+        attend(**{other: None})

@@ -192,7 +192,7 @@ def test_no_segment_is_no_token():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([0],), r"parents\[0\]: got 0, expected -1 or a segment before it"),
+        (([0],), r"parents\[0\]: got 0, expected -1: it has none before it"),
         (([-1, 2, 0],), r"parents\[1\]: got 2, expected -1 or a segment before it, 0 to 0"),
         (([-2],), r"parents\[0\]: got -2, expected -1"),
         (([-1, 0], [3]), r"lengths: got 1 of them, expected one for each parent, 2"),

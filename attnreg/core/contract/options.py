@@ -198,6 +198,10 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 
 
+# The names that arguments have in SDPA and in flash-attn's functions, and the argument of `varlen_attn`.
+OTHER_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_mask": "key_ranges"}
+
+
 def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> dict[str, Any]:
     """Return the options of a call of a function by their names, without options that are off.
 
@@ -208,7 +212,8 @@ def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> d
     rows = {row.argument: row for row in OPTIONS if row.argument is not None}
     for argument in arguments:
         if argument not in rows:
-            hint = did_you_mean(argument, filter(None, rows))
+            known = OTHER_NAMES.get(argument)
+            hint = f"; did you mean {known!r}?" if known else did_you_mean(argument, filter(None, rows))
             raise TypeError(f"{function}() got an unexpected keyword argument {argument!r}{hint}")
     return {
         rows[argument].name: rows[argument].checked(value)

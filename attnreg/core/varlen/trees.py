@@ -85,9 +85,10 @@ def _check(parents: list[int], lengths: list[int]) -> None:
         )
     for number, (parent, length) in enumerate(zip(parents, lengths, strict=True)):
         if not -1 <= parent < number:
-            raise InvalidInputError(
-                f"parents[{number}]: got {parent}, expected -1 or a segment before it, 0 to {number - 1}"
+            before = (
+                f"-1 or a segment before it, 0 to {number - 1}" if number else "-1: it has none before it"
             )
+            raise InvalidInputError(f"parents[{number}]: got {parent}, expected {before}")
         if length < 0:
             raise InvalidInputError(f"lengths[{number}]: got {length}, expected 0 or more")
 
