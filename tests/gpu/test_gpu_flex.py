@@ -3,6 +3,9 @@
 `--backends=flex` names it. It compiles a kernel for each kind of call, which takes seconds.
 """
 
+import functools
+import threading
+
 import pytest
 import torch
 from support import gpu
@@ -120,3 +123,26 @@ def test_a_backward_is_repeatable_to_the_bit():
     out, lse = adapter.forward(q, k, v, call)
     first, *others = (adapter.backward(grad, q, k, v, out, lse, call) for _ in range(4))
     assert all(map(torch.equal, first * len(others), [x for grads in others for x in grads]))
+
+
+def test_a_backward_that_autograd_calls_may_be_the_first_to_compile():
+    """Tracing computes a gradient, while autograd's thread of the device waits for the trace."""
+    dim = 40  # a kind that no other test compiles
+    offsets = torch.tensor([0, *RAGGED], device="cuda").cumsum(0, dtype=torch.int32)
+    tensors = torch.randn(4, sum(RAGGED), 2, dim, dtype=torch.bfloat16, device="cuda").unbind()
+
+    def gradients(backend):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+        longest = max(RAGGED)
+        attend = functools.partial(attnreg.varlen_attn, is_causal=True, backend=backend)
+        return torch.autograd.grad(
+            attend(*leaves, offsets, offsets, longest, longest), leaves, grad_outputs=tensors[3]
+        )
+
+    computed = []
+    thread = threading.Thread(target=lambda: computed.extend(gradients("flex")), daemon=True)
+    thread.start()
+    thread.join(timeout=240)  # a run with the fault ends
+    assert not thread.is_alive()
+    for ours, exact in zip(computed, gradients("math"), strict=True):
+        torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)

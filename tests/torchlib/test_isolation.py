@@ -206,3 +206,9 @@ def test_a_cudnn_plan_keeps_no_tensor_of_the_call(monkeypatch):
     assert call_with_tensors(planned)() is None
     monkeypatch.setattr("attnreg.backends.cudnn.execution_plans.run_in_thread", lambda run: run())
     assert call_with_tensors(planned)() is not None
+
+
+def test_a_backward_in_the_thread_waits_for_no_thread_of_autograd():
+    # On a GPU the caller may be autograd's thread of the device. A CPU has none, so the setting is looked at.
+    assert not run_in_thread(torch._C._is_multithreading_enabled)
+    assert torch._C._is_multithreading_enabled()

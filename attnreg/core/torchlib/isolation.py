@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
 
@@ -38,7 +40,9 @@ def run_in_thread(run: Callable[[], T]) -> T:
 
     The thread has ended when this returns or raises, also on Ctrl-C. If no thread can be started any more,
     the function runs in the caller's thread. Not for imports: a module that the caller is importing would
-    wait for itself.
+    wait for itself. The caller may be autograd's thread of a device, which waits here in the middle of a
+    backward. So a backward of the function runs in the new thread itself: for the device's thread it would
+    wait for ever.
     """
     outcome: Future[T] = Future()
     thread = Thread(target=_set_outcome, args=(outcome, run), name="attnreg", daemon=True)
@@ -61,7 +65,8 @@ def run_in_thread(run: Callable[[], T]) -> T:
 
 def _set_outcome(outcome: Future[T], run: Callable[[], T]) -> None:
     try:
-        outcome.set_result(run())
+        with torch.autograd.set_multithreading_enabled(False):
+            outcome.set_result(run())
     except BaseException as error:  # noqa: BLE001 - `Future.result` raises it again
         outcome.set_exception(error)
     finally:
