@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import TypeVar
 
-import torch
-
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
 
@@ -64,6 +62,8 @@ def run_in_thread(run: Callable[[], T]) -> T:
 
 
 def _set_outcome(outcome: Future[T], run: Callable[[], T]) -> None:
+    import torch  # not above: decisions import this module without torch
+
     try:
         with torch.autograd.set_multithreading_enabled(False):
             outcome.set_result(run())
