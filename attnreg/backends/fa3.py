@@ -61,7 +61,7 @@ LIMITS: dict[str, Any] = {
     "heads": Range(0, GRID),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
-FORWARD = Capabilities(**LIMITS, page_size=Range(1, 2**31 - 1), num_splits=True)
+FORWARD = Capabilities(**LIMITS, page_size=Range(1), num_splits=True)
 BACKWARD = _FA3Backward(**LIMITS, delta_from_out=True)
 
 

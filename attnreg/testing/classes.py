@@ -124,5 +124,6 @@ def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
     first, second = (f"{text} for {of}" for text, of in zip(reasons, lengths, strict=True))
     return (
         f"cuts: got lengths of one class with different reasons against a {direction}, {first}, "
-        f"and {second}; expected a Cut between them, wherever the backend decides by a length"
+        f"and {second}; expected a Cut between them, or no Cut of "
+        "that length: decisions are then made for each length"
     )

@@ -156,6 +156,9 @@ def test_no_option_of_a_call_is_taken_unless_it_is_declared():
         (Range(8, 32, 8), (8, 16, 32), (0, 7, 12, 33, 40), "8 to 32 in steps of 8"),
         (Range(1, 3), (1, 2, 3), (0, 4), "1 to 3"),
         (Range(0, 0), (0,), (1, -1), "0 to 0"),
+        (Range(1), (1, 2**31 - 1), (0, 2**31), "1 or more"),
+        (Range(0, step=3), (0, 3, 99), (-3, 1, 100), "a multiple of 3"),
+        (Range(300, step=100), (300, 1000), (200, 350), "a multiple of 100 from 300"),
         (Range(1, 3), (), (1.0, "1", None), "1 to 3"),
     ],
 )

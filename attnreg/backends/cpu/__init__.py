@@ -19,7 +19,7 @@ from attnreg.core.contract.spec import AttentionSpec
 CAPABILITIES = Capabilities(
     devices=("cpu",),
     dtypes=("float16", "bfloat16", "float32", "float64"),
-    head_dim=Range(1, 2**31 - 1),
+    head_dim=Range(1),
     page_size=ANY_SIZE,
     varlen=True,
     gqa=True,

@@ -53,7 +53,7 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("alibi", "softcap", "deterministic", "capture"), True),
 }
 MOST_SPLITS = 128  # the same file
-FORWARD = _FA2Forward(**LIMITS, seqused_k=True, page_size=Range(256, 2**31 - 1, 256), num_splits=SPLITS)
+FORWARD = _FA2Forward(**LIMITS, seqused_k=True, page_size=Range(256, step=256), num_splits=SPLITS)
 BACKWARD = _FA2Backward(**LIMITS, delta_from_out=True)
 
 

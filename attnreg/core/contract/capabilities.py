@@ -19,21 +19,29 @@ from attnreg.errors import RegistrationError
 __all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line", "one_of"]
 
 
+UNLIMITED = 2**31 - 1
+
+
 class Range(NamedTuple):
     """The whole numbers from `low` to `high`, both included, that are multiples of `step`."""
 
     low: int
-    high: int
+    high: int = UNLIMITED
     step: int = 1
 
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and self.low <= number <= self.high and number % self.step == 0
 
     def __str__(self) -> str:
-        return f"{self.low} to {self.high}" + (f" in steps of {self.step}" if self.step > 1 else "")
+        steps = f" in steps of {self.step}" if self.step > 1 else ""
+        if self.high < UNLIMITED:
+            return f"{self.low} to {self.high}{steps}"
+        if self.step == 1:
+            return f"{self.low} or more"
+        return f"a multiple of {self.step}" + (f" from {self.low}" if self.low > self.step else "")
 
 
-ANY_SIZE = Range(0, 2**31 - 1)
+ANY_SIZE = Range(0)
 
 # The maximum of the second and third dimension of a CUDA grid: https://docs.nvidia.com/cuda/cuda-c-programming-guide
 GRID = 65535
