@@ -24,7 +24,7 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, bounds
 from attnreg.core.contract.spec import Direction
-from attnreg.core.dispatch import call_cache, calls, counters, scope
+from attnreg.core.dispatch import call_cache, calls, counters, scope, trace
 from attnreg.core.dispatch.call_cache import PASSES_ALL, Kept, PassesAll, kept_for
 from attnreg.core.dispatch.declined import NOBODY, Declined, retry_on_decline
 from attnreg.core.dispatch.planning import Native
@@ -37,6 +37,9 @@ from attnreg.core.torchlib.layout import inductor_is_running, readable, with_las
 from attnreg.errors import UnsupportedInputError
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+# What `stats` calls a kernel of torch's that runs a routed op's call by itself.
+TORCHS_OWN = "torch's own kernel"
 
 # An op's results, and how the call cache runs further calls. True means that nothing is registered, so that
 # torch's own kernel runs every call of the op.
@@ -70,7 +73,8 @@ class Route(NamedTuple):
 
     Attributes:
         op: the op's name, without "aten::".
-        keys: the dispatch keys of its routers.
+        keys: the dispatch keys of its routers: of backends ("CPU", "CUDA"), below autograd. An op that torch
+            composes of others has no kernel there, and can't be routed.
         arguments: the class of its arguments (see `schemas`).
         serve: the function that runs a call, from its `arguments` and its `RoutedCall`.
         native: the backend of torch's own kernel of this op.
@@ -178,13 +182,16 @@ class RoutedCall(NamedTuple):
         return result, Kept(None, plan, cuts=cuts) if keeps else None
 
     def untouched(self, why: str) -> RouterResult:
-        """Run torch's own kernel on a call that only this kernel supports.
+        """Run torch's own kernel on a call that only this kernel supports, and count it with the reason.
 
         Raises UnsupportedInputError where torch has no kernel.
         """
         if self.original is None:
             raise UnsupportedInputError(f"aten::{self.op}: {why}, and torch has no kernel for this device")
-        return self.original(*self.args, **self.kwargs), None
+        result = self.original(*self.args, **self.kwargs)
+        inputs = inputs_of(self.args if self.op.endswith("backward") else self.args[:3])
+        trace.count_bypassed(f"aten::{self.op}", TORCHS_OWN, why, inputs)
+        return result, None
 
 
 def router(
