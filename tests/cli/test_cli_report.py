@@ -120,7 +120,9 @@ def test_a_program_that_raises_has_its_traceback_and_a_page(tmp_path):
     # Nothing asks for a backend, so that torch's own kernel runs as it did; it is timed all the same.
     text = text_of(page_of)
     assert "1 calls on backends 0 passed by" in text
-    assert "backend forward backward cpu 1 0 Who decided" in text
+    kernel, why = "torch's flash_attention kernel", "nothing asks for a backend"
+    assert f"backend forward backward {kernel} 1 0 Who decided" in text
+    assert f"request, table or order calls time {why} 1 " in text
 
 
 LINE = {
@@ -170,9 +172,15 @@ def test_a_file_that_is_no_page_is_not_replaced(tmp_path):
     assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
 
 
-def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(monkeypatch):
+@pytest.mark.parametrize(
+    ("ran", "backend", "faster"),
+    [("math", "math", "cpu"), ("torch's flash_attention kernel", "cpu", "math")],
+)
+def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(
+    monkeypatch, ran, backend, faster
+):
     plan = {
-        "device": {"type": "cpu", "capability": None, "name": ""}, "direction": "forward", "backend": "math",
+        "device": {"type": "cpu", "capability": None, "name": ""}, "direction": "forward", "backend": ran,
         "source": "default order for cpu", "calls": 5, "decided_us": 1.0, "first_us": 9.0, "timed": 4,
         "timed_us": 8.0, "shortest_us": 1.0, "longest_us": 3.0,
         "spec": {"dtype": "float32", "batch": 1, "max_q": 8, "max_k": 8, "heads_q": 2, "heads_k": 2,
@@ -189,14 +197,15 @@ def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(m
 
     class Table:
         def predict(self, spec, direction):
-            costs = {"math": 30.0, "cpu": 10.0, "FA2": 1.0}  # FA2 can't run it
+            costs = {backend: 30.0, faster: 10.0, "FA2": 1.0}  # FA2 can't run it
             candidates = [Candidate(name, cost) for name, cost in costs.items()]
             return Prediction("table <T>", tuple(candidates))
 
     monkeypatch.setattr(gains, "_tables", Table)
     source = page(lines.RunReport([LINE | {"report": report}], lines.rows_of([{"report": report}])), "x")
     assert "All times of this table are predictions of: table &lt;T&gt;" in source
-    assert ">math, 30 µs</td>" in source and ">cpu, 10 µs</td>" in source and ">100 µs</td>" in source
+    assert f">{html.escape(ran)}, 30 µs</td>" in source
+    assert f">{faster}, 10 µs</td>" in source and ">100 µs</td>" in source
 
 
 def test_times_are_shown_with_three_digits_and_a_unit():
