@@ -128,7 +128,7 @@ def _decide_and_load(
     decisions: tuple[Decision, ...] = ()
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
-        decisions = (_settle(spec, "backward", entries, policy, native, building_names)[0],)
+        decisions = (_settle(spec, "backward", entries, policy, native, building_names, direction)[0],)
     if declined:
         now.keep_declined(direction, spec, declined)
         name, reason = next(iter(declined.items()))
@@ -300,14 +300,24 @@ def _settle(
     policy: Policy,
     native: Native | None,
     builders: frozenset[str] = frozenset(),
+    called: Direction | None = None,
 ) -> tuple[Decision, Callable[..., Any] | None]:
-    """Decide until the chosen backend's package really loads; no kernel means torch's own."""
+    """Decide until the chosen backend's package really loads; no kernel means torch's own.
+
+    `called` is the direction that the program calls, for an error, where another direction is decided first.
+    """
     offered = entries_with_native(native, entries)
     name, complete = native.name if native else "", policy.adaptive is not None
     while True:
         decision = decide(spec, direction, offered, policy, name, complete, builders)
         if decision.backend is None:
-            refuse(spec, decide(spec, direction, offered, policy, name, True, builders))
+            if called is not None:
+                # A forward that can't run without a gradient either is refused for that.
+                alone, of_call = spec.but(needs_backward=False), replace(policy, lock=None)
+                of_forward = decide(alone, called, offered, of_call, name, True, builders)
+                if of_forward.backend is None:
+                    refuse(spec, of_forward)
+            refuse(spec, decide(spec, direction, offered, policy, name, True, builders), called)
         entry = offered[decision.backend.casefold()]
         # Torch's own kernel gets the op's arguments as they came, without padding.
         if native is not None and entry.name == native.name and not entry.adaptations(spec, direction):
