@@ -135,11 +135,48 @@ LINE = {
 def test_lines_of_stats_alone_make_a_page_that_says_what_it_lacks(tmp_path):
     (tmp_path / "stats.jsonl").write_text(2 * f"{json.dumps(LINE)}\n")
     result = invoke("report", tmp_path / "stats.jsonl")
-    assert result.output == f"Report: {tmp_path / 'stats.html'}\n"
+    assert result.output.endswith(f"\nReport: {tmp_path / 'stats.html'}\n")
     text = text_of(tmp_path / "stats.html")
     assert "The calls weren't timed: these are lines of ATTNREG_STATS ." in text
     assert "cpu 8 0" in text and "<i> a < b 4" in text
     assert "<script" not in (tmp_path / "stats.html").read_text()
+
+
+def test_text_alone_has_the_pages_numbers_and_writes_nothing(ran, tmp_path):
+    source = tmp_path / "calls.jsonl"
+    source.write_text((ran[0] / "report.html.jsonl").read_text(encoding="utf-8"), encoding="utf-8")
+    result = invoke("report", source, "--text")
+    text = " ".join(result.output.split())
+    assert result.exit_code == 0
+    assert "What ran backend forward backward math 5 3 cpu 1 1" in text
+    assert re.search(r"Who decided calls time request, table or order .*8 .*? ATTNREG_BACKEND", text)
+    assert "3 math forward 2 × 32 · 4 heads of 16 · float32 · causal" in text
+    assert "torch's math kernel 1 dropout_p must be 0 on a CPU, got 0.5" in text
+    assert f"first call of torch's math kernel: {ran[0] / 'train<b>.py'}:13\n" in result.output
+    assert "padded keys 1 0 % 25 %" in text
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_file_alone_is_printed_and_has_its_page_and_a_named_page_is_all_there_is(tmp_path):
+    source = tmp_path / "stats.jsonl"
+    source.write_text(json.dumps(LINE))
+    assert (
+        "What ran\n  backend  forward  backward\n  cpu            4         0\n"
+        in invoke("report", source).stdout
+    )
+    assert (
+        invoke("report", source, "--out", tmp_path / "page.html").stdout == f"Report: {tmp_path}/page.html\n"
+    )
+    result = invoke("report", source, "--text", "--out", tmp_path / "other.html")
+    assert (result.exit_code, (tmp_path / "other.html").exists()) == (2, False)
+    assert "--text: got --out as well, expected one of them" in result.stderr
+
+
+def test_lines_are_printed_also_where_no_page_can_be_written(tmp_path):
+    (tmp_path / "stats.jsonl").write_text(json.dumps(LINE))
+    (tmp_path / "stats.html").mkdir()
+    result = invoke("report", tmp_path / "stats.jsonl")
+    assert result.exit_code == 2 and "What ran\n" in result.stdout and "stats.html: " in result.stderr
 
 
 @pytest.mark.parametrize(
