@@ -44,6 +44,15 @@ def test_every_fault_of_a_settings_file_is_shown_with_its_line_and_a_hint(call, 
     assert all(f"  {line}\n" in shown.stdout for line in faults_of(result)[str(file)]), "lines stay whole"
 
 
+def test_a_typo_is_one_fault_also_in_a_file_that_a_variable_names_as_well(call, tmp_path, monkeypatch):
+    file = tmp_path / "rollout.toml"
+    file.write_text('[devices.cuda]\nordr = ["FA2"]\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(file))
+    shown = call("check", str(file)).stdout
+    fault = f"{file}:2: devices.cuda.ordr: unknown key, expected order; did you mean 'order'?"
+    assert shown.partition("Faults\n")[2] == f"  {fault}\n\n"
+
+
 def test_more_than_ten_faults_are_all_listed_and_an_error_counts_them(call, tmp_path, monkeypatch):
     file = tmp_path / "rollout.toml"
     file.write_text("\n".join(f"key{n} = 1" for n in range(11)) + '\n[devices.cpu]\norder = ["FA9", "FA8"]\n')

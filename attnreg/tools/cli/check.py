@@ -195,6 +195,7 @@ def _print(results: list[dict[str, Any]]) -> None:
     )
     table("Checked", rows)
     for kind in ("faults", "notes"):
-        if lines := [line for result in results for line in result[kind]]:
+        # A file that a variable names, too, has its lines once.
+        if lines := list(dict.fromkeys(line for result in results for line in result[kind])):
             # Lines stay whole, so that a search finds them.
             typer.echo("\n".join([kind.capitalize(), *(f"  {line}" for line in lines), ""]))
