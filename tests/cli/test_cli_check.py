@@ -66,6 +66,14 @@ def test_more_than_ten_faults_are_all_listed_and_an_error_counts_them(call, tmp_
     assert ["FA9" in faults[str(file)][11], "FA8" in faults[str(file)][12]] == [True, True]
 
 
+def test_a_variable_of_a_wrong_form_hides_no_fault_of_another(call, monkeypatch):
+    wrong = {"POLCY": "order", "STRICT": "maybe", "DISABLE": "mth", "LOCK": "/no/lock.json"}
+    for name, value in wrong.items():
+        monkeypatch.setenv(f"ATTNREG_{name}", value)
+    faults = faults_of(call("check", "--json"))["variables"]
+    assert [line.partition(":")[0] for line in faults] == [f"ATTNREG_{name}" for name in wrong]
+
+
 def test_files_and_variables_that_are_right_have_no_fault(call, tmp_path):
     file = tmp_path / "new.toml"
     assert call("init", str(file)).exit_code == 0

@@ -163,11 +163,10 @@ def _of_variables() -> Iterator[Finding]:
     from attnreg.core.times import traces
     from attnreg.core.times.table import check_writable
 
-    if faults := list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ)):
-        yield from faults
-        return
-    variables = environment.read()
-    findings: list[Finding] = []
+    findings = list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ))
+    # The other variables are checked all the same.
+    wrong = {name for finding in findings for name in finding.line.partition(":")[0].split(" and ")}
+    variables = environment.read({name: text for name, text in os.environ.items() if name not in wrong})
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
         for name in names:
             findings += _faults(registry.find, name, f"{variable}: ")
