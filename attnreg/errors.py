@@ -134,10 +134,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near}'?" if near else ""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the nearest of `known`, whatever its case; an empty string if none is near."""
+def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
+    """Return the nearest of `known`, whatever its case; an empty string if none is near.
+
+    `likeness` is what makes a name near, from 0 to 1.
+    """
     by_key = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(word[:100].casefold(), by_key, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word[:100].casefold(), by_key, n=1, cutoff=likeness)
     return by_key[near[0]] if near else ""
 
 

@@ -28,6 +28,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from attnreg.core.settings import toml_file
 from attnreg.core.settings.environment import REFERENCE
+from attnreg.core.settings.other_names import backend_meant
 from attnreg.core.settings.toml_file import KeyPath, Origin
 from attnreg.errors import MOST_KNOWN, MOST_LISTED, ConfigError, did_you_mean, first_ten, nearest, short_repr
 
@@ -310,7 +311,7 @@ def _unknown_names(
     expected = ", ".join(first_ten(names, most=MOST_KNOWN))
 
     def problem(key: KeyPath, name: str) -> str:
-        near = did_you_mean(name, names)
+        near = backend_meant(name, names)
         return origin.problem(key, f"got {short_repr(name)}, expected one of {expected}{near}")
 
     return [functools.partial(problem, *of) for of in unknown]
