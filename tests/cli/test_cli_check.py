@@ -177,6 +177,8 @@ def test_init_writes_a_template_with_its_comments(call, tmp_path, template):
 
 
 def test_init_names_the_templates(call, tmp_path):
+    named = call("init", str(tmp_path / "x.json"))
+    assert (named.exit_code, "got the suffix '.json', expected a name" in named.stderr) == (2, True)
     result = call("init", str(tmp_path / "x.toml"), "--template", "hoper")
     expected = "got 'hoper', expected one of blackwell, cpu, default, hopper; did you mean 'hopper'?"
     assert (result.exit_code, result.stderr) == (2, f"attnreg: --template: {expected}\n")

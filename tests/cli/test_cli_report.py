@@ -130,6 +130,7 @@ LINE = {
     "fallbacks": [{"backend": "<i>", "reason": "a < b", "count": 2}], "failures": [], "masks": [],
     "overridden": [], "slow_paths": ["<script>"],
 }  # fmt: skip
+TIMED = {"seconds": 1.0, "python": "3", "platform": "x", "environments": [], "plans": [], "masks": []}
 
 
 def test_lines_of_stats_alone_make_a_page_that_says_what_it_lacks(tmp_path):
@@ -181,7 +182,17 @@ def test_lines_are_printed_also_where_no_page_can_be_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("no JSON", "Expecting value"), ('{"program": "a"}', "'pid'"), ("[1]", "no object")],
+    [
+        ("no JSON", "Expecting value"),
+        ('{"program": "a"}', "the line has no 'pid'"),
+        ("[1]", "the line is no object"),
+        (json.dumps(LINE | {"calls": {"cpu": {"forward": "1"}}}), "calls.cpu.forward is no whole number"),
+        (json.dumps(LINE | {"fallbacks": [{"backend": "a"}]}), "fallbacks[0] has no 'count'"),
+        (json.dumps(LINE | {"slow_paths": [None]}), "slow_paths[0] is no text"),
+        (json.dumps(LINE | {"report": None}), "report is no object"),
+        (json.dumps(LINE | {"report": TIMED | {"plans": [{}]}}), "report.plans[0] has no 'direction'"),
+        (json.dumps(LINE | {"report": TIMED | {"masks": [True]}}), "report.masks[0] is no object"),
+    ],
 )
 def test_a_file_of_something_else_is_an_error_with_its_line(tmp_path, text, why):
     (tmp_path / "file.jsonl").write_text(f"{json.dumps(LINE)}\n{text}\n")
