@@ -15,12 +15,14 @@ import os
 import sys
 import warnings
 from importlib.machinery import ModuleSpec
+from pathlib import Path
+from traceback import walk_tb
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import ModuleType
+    from types import ModuleType, TracebackType
 
 _TRANSFORMERS, _AS_FLASH_ATTN = "ATTNREG_TRANSFORMERS", "ATTNREG_AS_FLASH_ATTN"
 # transformers' module with the names of attention functions; its `__init__` imports the module on first use.
@@ -33,11 +35,15 @@ _IMPORT_UTILS = "transformers.utils.import_utils"
 # reported, though.
 _BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
 
+_warned: dict[Any, Any] = {}  # what Python keeps of warnings, to give each once
 _said: set[str] = set()  # variables in lower case that a warning has named
 _is_offered = False  # whether transformers is told of the name "attnreg" when it is imported
 
 # Whether a variable that requests something is set, so that `activate` has already run in full.
 variables_are_set = False
+
+# Whether a command of attnreg runs, which reports wrong settings itself.
+is_command = False
 
 
 def _is_way(value: str) -> bool:
@@ -79,10 +85,12 @@ def activate() -> None:
         if os.environ.get(_TRANSFORMERS, "").strip():
             _install_behind_transformers()
     except ConfigError as error:
-        _warn(
-            f"attnreg: {error}\nAttention calls to which this applies will raise it as an error."
-            + _without_effect()
-        )
+        if not is_command:
+            _warn(
+                f"attnreg: {error}\nAttention calls to which this applies will raise it as an error."
+                + _without_effect()
+            )
+            _print_in_short(error)
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
         _warn(f"attnreg is not active: {type(error).__name__}: {error}")
 
@@ -225,9 +233,31 @@ class _AfterImport:
         return spec
 
 
+def _print_in_short(error: Exception) -> None:
+    """Have Python print a fault of the settings without a traceback, if it ends the program."""
+    if sys.excepthook is not sys.__excepthook__:
+        return  # a debugger's, or the program's own
+
+    def print_short(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if kind is not type(error) or str(raised) != str(error):
+            sys.__excepthook__(kind, raised, trace)
+            return
+        inner = tuple(str(Path(sys.modules[name].__file__ or "").parent) for name in ("attnreg", "torch"))
+        sites = [
+            f"{frame.f_code.co_filename}:{line}"
+            for frame, line in walk_tb(trace)
+            if not frame.f_code.co_filename.startswith(inner)
+        ]
+        place = f" (raised at {sites[-1]})" if sites else ""
+        print(f"attnreg.{kind.__name__}: {raised}{place}", file=sys.stderr)  # noqa: T201 - as Python does
+
+    sys.excepthook = print_short
+
+
 def _warn(text: str) -> None:
     try:
-        warnings.warn(text, stacklevel=3)
+        # The line of torch's that has called is of no use to anybody.
+        warnings.warn_explicit(text, UserWarning, "<attnreg>", 0, "attnreg", _warned)
     except Warning:  # the program's filter makes it an error, but `import torch` mustn't fail
         logging.getLogger("attnreg").warning("%s", text)
 

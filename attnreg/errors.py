@@ -32,7 +32,7 @@ MOST_LISTED, MOST_KNOWN = 10, 50
 __all__ = [
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
     "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError", "did_you_mean",
-    "first_ten", "is_of_device", "short_repr",
+    "first_ten", "is_of_device", "nearest", "short_repr",
 ]  # fmt: skip
 
 
@@ -130,9 +130,18 @@ def short_repr(value: object) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest of `known`, or an empty string."""
+    near = nearest(word, known)
+    return f"; did you mean '{near}'?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
+    """Return the nearest of `known`, whatever its case; an empty string if none is near.
+
+    `likeness` is what makes a name near, from 0 to 1.
+    """
     by_key = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(word[:100].casefold(), by_key, n=1, cutoff=0.5)
-    return f"; did you mean '{by_key[near[0]]}'?" if near else ""
+    near = difflib.get_close_matches(word[:100].casefold(), by_key, n=1, cutoff=likeness)
+    return by_key[near[0]] if near else ""
 
 
 # Tracebacks and messages show the public name of each class, not this module.

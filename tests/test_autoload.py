@@ -115,6 +115,34 @@ def test_a_bad_value_is_one_warning_at_the_import_and_an_error_of_the_first_atte
     assert calls == {}
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import torch.nn.functional as F, torch\nq = torch.ones(1, 2, 8, 16)\n\n"
+        "def layer():\n    F.scaled_dot_product_attention(q, q, q)\n\nlayer()",
+        "import torch\n\n\n\nimport attnreg; attnreg.register_backend('math')",
+    ],
+    ids=["a program without attnreg", "a program with attnreg"],
+)
+def test_a_bad_value_ends_a_program_with_three_lines_without_attnregs_frames(program):
+    done = forked(program, ATTNREG_POLICY="fast")
+    fault = "ATTNREG_POLICY: got 'fast', expected measured, order, adaptive or batch_invariant"
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1,
+        [
+            f"<attnreg>:0: UserWarning: attnreg: {fault}",
+            "Attention calls to which this applies will raise it as an error.",
+            f"attnreg.ConfigError: {fault} (raised at <string>:5)",
+        ],
+    )
+
+
+def test_another_error_of_a_program_with_a_bad_value_has_its_traceback():
+    done = forked("import torch\nraise ValueError('mine')", ATTNREG_POLICY="fast")
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.endswith("ValueError: mine\n")
+
+
 def test_a_variable_in_lower_case_is_a_hint_at_the_import_and_nothing_else():
     lower = {"attnreg_strict": "1", "Attnreg_Backend": "math", "attnreg_home": "/opt", "attnreg_lock": " "}
     (_, _, error, installed, calls), said = run(**lower, anew=False)

@@ -20,7 +20,8 @@ from attnreg.core.policy import current as policy
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import is_for_others
 from attnreg.core.varlen import spread
-from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError
+from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInputError, short_repr
+from attnreg.flash_attn.attention import naming
 from attnreg.integrations import behind_flash
 from attnreg.integrations.flattening import warn_of_mixed_documents
 from attnreg.integrations.for_others import attend_for_others
@@ -41,6 +42,11 @@ __all__ = ["install"]
 NAME = "attnreg"
 # Before 5.4 mask functions have no `q_offset`; up to 5.7 results of ModernBERT, padded or packed, are wrong.
 OLDEST = (5, 8)
+# transformers' names of arguments, by their names in `varlen_attn`, for errors.
+OF_LAYER = {
+    "cu_seq_q": "cu_seq_lens_q", "cu_seq_k": "cu_seq_lens_k", "max_q": "max_length_q",
+    "max_k": "max_length_k", "dropout_p": "dropout", "scale": "scaling", "sinks": "s_aux",
+}  # fmt: skip
 
 
 def install(*, behind: str | None = None) -> None:
@@ -82,6 +88,7 @@ def check_version() -> None:
         raise RegistrationError(f"transformers: got {transformers.__version__}, expected {oldest} or later")
 
 
+@naming(OF_LAYER)
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -132,6 +139,8 @@ def attention(
     elif isinstance(attention_mask, SharedMask):
         _check_sizes(attention_mask, (query.shape[0], query.shape[2], key.shape[2]))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is not None and sliding_window < 0:
+        raise InvalidInputError(f"sliding_window: got {sliding_window}, expected a number of tokens or None")
     left = -1 if sliding_window is None else sliding_window - 1
     window, options = (left, 0 if causal else left), LayerOptions(dropout, scaling, softcap or 0.0, s_aux)
     # Continuous batching pads its single row, so that CUDA graphs serve several lengths.
@@ -152,7 +161,7 @@ def _attend(
     if is_for_others():
         return attend_for_others(query, key, value, mask, window, options, others)
     sizes = query.shape[0], query.shape[2], key.shape[2]
-    passed = None if others.get("cu_seq_lens_q") is None else _passed_packing(sizes, mask, others)
+    passed = _passed_packing(sizes, mask, others) if _has_offsets(others) else None
     # In a block of context parallelism offsets are of the whole batch, of which a rank has a part.
     if passed is not None and not is_padded and not spread.is_on:
         check_all_tokens_count(passed, sizes)
@@ -252,15 +261,35 @@ def _passed_packing(
             "cu_seq_lens_q: got offsets for a model whose own mask says more than documents and a window; "
             "expected position_ids that start anew, alone, with use_cache=False"
         )
-    cu_seq_q = others["cu_seq_lens_q"].to(torch.int32)
-    cu_seq_k = others.get("cu_seq_lens_k")
+    cu_seq_q = _offsets("cu_seq_lens_q", others["cu_seq_lens_q"])
+    passed_k = others.get("cu_seq_lens_k")
+    cu_seq_k = cu_seq_q if passed_k is None else _offsets("cu_seq_lens_k", passed_k)
     max_q, max_k = others.get("max_length_q"), others.get("max_length_k")
     # A tensor isn't read back, which every layer would do: `max_q` may be more than the longest.
     return Packing(
-        None, None, cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k.to(torch.int32),
+        None, None, cu_seq_q, cu_seq_k,
         max_q if isinstance(max_q, int) else batch * length_q,
         max_k if isinstance(max_k, int) else batch * length_k,
     )  # fmt: skip
+
+
+def _has_offsets(others: dict[str, Any]) -> bool:
+    """Whether the program has passed offsets; raises an error if they are of the keys alone."""
+    has_q, has_k = (others.get(f"cu_seq_lens_{side}") is not None for side in "qk")
+    if has_k and not has_q:
+        raise InvalidInputError("cu_seq_lens_q: got None with cu_seq_lens_k, expected offsets of both")
+    return has_q
+
+
+def _offsets(name: str, passed: object) -> Tensor:
+    """Return offsets (sequences + 1,) as int32; raises an error if they are no integers of that rank."""
+    if not isinstance(passed, Tensor):
+        raise InvalidInputError(f"{name}: got {short_repr(passed)}, expected a tensor")
+    if passed.ndim != 1 or passed.is_floating_point() or passed.dtype == torch.bool:
+        raise InvalidInputError(
+            f"{name}: got shape {tuple(passed.shape)}, {passed.dtype}, expected integers, (sequences + 1,)"
+        )
+    return passed.to(torch.int32)
 
 
 def _dense_with_documents(mask: SharedMask, packing: Packing) -> Tensor:

@@ -138,7 +138,7 @@ def problem_of(
         for decision in decisions(spec, options.choice):
             if decision.backend is None:
                 try:
-                    refuse(spec, decision)
+                    refuse(spec, decision, "forward")
                 except UnsupportedInputError as error:
                     return error
     return None

@@ -385,7 +385,8 @@ def test_explain_says_what_runs_tensors_of_fewer_dimensions(shape, tmp_path):
 def test_where_nothing_is_asked_for_the_headline_says_that_torchs_own_kernel_runs():
     query, key, value = tensors()
     assert str(attnreg.explain(query, key, value)).startswith(
-        "torch's own kernel, because nothing asks for a backend; attnreg itself would choose: cpu forward, by"
+        "torch's flash_attention kernel, because nothing asks for a backend; attnreg itself would choose: "
+        "cpu forward, by"
     )
     attnreg.register_backend("math")
     assert str(attnreg.explain(query, key, value)).startswith("math forward, by ")

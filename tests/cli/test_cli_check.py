@@ -44,6 +44,15 @@ def test_every_fault_of_a_settings_file_is_shown_with_its_line_and_a_hint(call, 
     assert all(f"  {line}\n" in shown.stdout for line in faults_of(result)[str(file)]), "lines stay whole"
 
 
+def test_a_typo_is_one_fault_also_in_a_file_that_a_variable_names_as_well(call, tmp_path, monkeypatch):
+    file = tmp_path / "rollout.toml"
+    file.write_text('[devices.cuda]\nordr = ["FA2"]\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(file))
+    shown = call("check", str(file)).stdout
+    fault = f"{file}:2: devices.cuda.ordr: unknown key, expected order; did you mean 'order'?"
+    assert shown.partition("Faults\n")[2] == f"  {fault}\n\n"
+
+
 def test_more_than_ten_faults_are_all_listed_and_an_error_counts_them(call, tmp_path, monkeypatch):
     file = tmp_path / "rollout.toml"
     file.write_text("\n".join(f"key{n} = 1" for n in range(11)) + '\n[devices.cpu]\norder = ["FA9", "FA8"]\n')
@@ -55,6 +64,14 @@ def test_more_than_ten_faults_are_all_listed_and_an_error_counts_them(call, tmp_
     assert (len(faults[str(file)]), len(faults["variables"])) == (13, 12)
     assert not any(" more (" in line for lines in faults.values() for line in lines)
     assert ["FA9" in faults[str(file)][11], "FA8" in faults[str(file)][12]] == [True, True]
+
+
+def test_a_variable_of_a_wrong_form_hides_no_fault_of_another(call, monkeypatch):
+    wrong = {"POLCY": "order", "STRICT": "maybe", "DISABLE": "mth", "LOCK": "/no/lock.json"}
+    for name, value in wrong.items():
+        monkeypatch.setenv(f"ATTNREG_{name}", value)
+    faults = faults_of(call("check", "--json"))["variables"]
+    assert [line.partition(":")[0] for line in faults] == [f"ATTNREG_{name}" for name in wrong]
 
 
 def test_files_and_variables_that_are_right_have_no_fault(call, tmp_path):
@@ -160,6 +177,8 @@ def test_init_writes_a_template_with_its_comments(call, tmp_path, template):
 
 
 def test_init_names_the_templates(call, tmp_path):
+    named = call("init", str(tmp_path / "x.json"))
+    assert (named.exit_code, "got the suffix '.json', expected a name" in named.stderr) == (2, True)
     result = call("init", str(tmp_path / "x.toml"), "--template", "hoper")
     expected = "got 'hoper', expected one of blackwell, cpu, default, hopper; did you mean 'hopper'?"
     assert (result.exit_code, result.stderr) == (2, f"attnreg: --template: {expected}\n")

@@ -120,7 +120,9 @@ def test_a_program_that_raises_has_its_traceback_and_a_page(tmp_path):
     # Nothing asks for a backend, so that torch's own kernel runs as it did; it is timed all the same.
     text = text_of(page_of)
     assert "1 calls on backends 0 passed by" in text
-    assert "backend forward backward cpu 1 0 Who decided" in text
+    kernel, why = "torch's flash_attention kernel", "nothing asks for a backend"
+    assert f"backend forward backward {kernel} 1 0 Who decided" in text
+    assert f"request, table or order calls time {why} 1 " in text
 
 
 LINE = {
@@ -128,21 +130,69 @@ LINE = {
     "fallbacks": [{"backend": "<i>", "reason": "a < b", "count": 2}], "failures": [], "masks": [],
     "overridden": [], "slow_paths": ["<script>"],
 }  # fmt: skip
+TIMED = {"seconds": 1.0, "python": "3", "platform": "x", "environments": [], "plans": [], "masks": []}
 
 
 def test_lines_of_stats_alone_make_a_page_that_says_what_it_lacks(tmp_path):
     (tmp_path / "stats.jsonl").write_text(2 * f"{json.dumps(LINE)}\n")
     result = invoke("report", tmp_path / "stats.jsonl")
-    assert result.output == f"Report: {tmp_path / 'stats.html'}\n"
+    assert result.output.endswith(f"\nReport: {tmp_path / 'stats.html'}\n")
     text = text_of(tmp_path / "stats.html")
     assert "The calls weren't timed: these are lines of ATTNREG_STATS ." in text
     assert "cpu 8 0" in text and "<i> a < b 4" in text
     assert "<script" not in (tmp_path / "stats.html").read_text()
 
 
+def test_text_alone_has_the_pages_numbers_and_writes_nothing(ran, tmp_path):
+    source = tmp_path / "calls.jsonl"
+    source.write_text((ran[0] / "report.html.jsonl").read_text(encoding="utf-8"), encoding="utf-8")
+    result = invoke("report", source, "--text")
+    text = " ".join(result.output.split())
+    assert result.exit_code == 0
+    assert "What ran backend forward backward math 5 3 cpu 1 1" in text
+    assert re.search(r"Who decided calls time request, table or order .*8 .*? ATTNREG_BACKEND", text)
+    assert "3 math forward 2 × 32 · 4 heads of 16 · float32 · causal" in text
+    assert "torch's math kernel 1 dropout_p must be 0 on a CPU, got 0.5" in text
+    assert f"first call of torch's math kernel: {ran[0] / 'train<b>.py'}:13\n" in result.output
+    assert "padded keys 1 0 % 25 %" in text
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_file_alone_is_printed_and_has_its_page_and_a_named_page_is_all_there_is(tmp_path):
+    source = tmp_path / "stats.jsonl"
+    source.write_text(json.dumps(LINE))
+    assert (
+        "What ran\n  backend  forward  backward\n  cpu            4         0\n"
+        in invoke("report", source).stdout
+    )
+    assert (
+        invoke("report", source, "--out", tmp_path / "page.html").stdout == f"Report: {tmp_path}/page.html\n"
+    )
+    result = invoke("report", source, "--text", "--out", tmp_path / "other.html")
+    assert (result.exit_code, (tmp_path / "other.html").exists()) == (2, False)
+    assert "--text: got --out as well, expected one of them" in result.stderr
+
+
+def test_lines_are_printed_also_where_no_page_can_be_written(tmp_path):
+    (tmp_path / "stats.jsonl").write_text(json.dumps(LINE))
+    (tmp_path / "stats.html").mkdir()
+    result = invoke("report", tmp_path / "stats.jsonl")
+    assert result.exit_code == 2 and "What ran\n" in result.stdout and "stats.html: " in result.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("no JSON", "Expecting value"), ('{"program": "a"}', "'pid'"), ("[1]", "no object")],
+    [
+        ("no JSON", "Expecting value"),
+        ('{"program": "a"}', "the line has no 'pid'"),
+        ("[1]", "the line is no object"),
+        (json.dumps(LINE | {"calls": {"cpu": {"forward": "1"}}}), "calls.cpu.forward is no whole number"),
+        (json.dumps(LINE | {"fallbacks": [{"backend": "a"}]}), "fallbacks[0] has no 'count'"),
+        (json.dumps(LINE | {"slow_paths": [None]}), "slow_paths[0] is no text"),
+        (json.dumps(LINE | {"report": None}), "report is no object"),
+        (json.dumps(LINE | {"report": TIMED | {"plans": [{}]}}), "report.plans[0] has no 'direction'"),
+        (json.dumps(LINE | {"report": TIMED | {"masks": [True]}}), "report.masks[0] is no object"),
+    ],
 )
 def test_a_file_of_something_else_is_an_error_with_its_line(tmp_path, text, why):
     (tmp_path / "file.jsonl").write_text(f"{json.dumps(LINE)}\n{text}\n")
@@ -170,9 +220,15 @@ def test_a_file_that_is_no_page_is_not_replaced(tmp_path):
     assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
 
 
-def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(monkeypatch):
+@pytest.mark.parametrize(
+    ("ran", "backend", "faster"),
+    [("math", "math", "cpu"), ("torch's flash_attention kernel", "cpu", "math")],
+)
+def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(
+    monkeypatch, ran, backend, faster
+):
     plan = {
-        "device": {"type": "cpu", "capability": None, "name": ""}, "direction": "forward", "backend": "math",
+        "device": {"type": "cpu", "capability": None, "name": ""}, "direction": "forward", "backend": ran,
         "source": "default order for cpu", "calls": 5, "decided_us": 1.0, "first_us": 9.0, "timed": 4,
         "timed_us": 8.0, "shortest_us": 1.0, "longest_us": 3.0,
         "spec": {"dtype": "float32", "batch": 1, "max_q": 8, "max_k": 8, "heads_q": 2, "heads_k": 2,
@@ -189,14 +245,15 @@ def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(m
 
     class Table:
         def predict(self, spec, direction):
-            costs = {"math": 30.0, "cpu": 10.0, "FA2": 1.0}  # FA2 can't run it
+            costs = {backend: 30.0, faster: 10.0, "FA2": 1.0}  # FA2 can't run it
             candidates = [Candidate(name, cost) for name, cost in costs.items()]
             return Prediction("table <T>", tuple(candidates))
 
     monkeypatch.setattr(gains, "_tables", Table)
     source = page(lines.RunReport([LINE | {"report": report}], lines.rows_of([{"report": report}])), "x")
     assert "All times of this table are predictions of: table &lt;T&gt;" in source
-    assert ">math, 30 µs</td>" in source and ">cpu, 10 µs</td>" in source and ">100 µs</td>" in source
+    assert f">{html.escape(ran)}, 30 µs</td>" in source
+    assert f">{faster}, 10 µs</td>" in source and ">100 µs</td>" in source
 
 
 def test_times_are_shown_with_three_digits_and_a_unit():

@@ -317,3 +317,15 @@ def test_wrong_usage_fails_before_the_program_starts(here, run, tmp_path, capsys
     assert message in printed.err
     assert printed.err.startswith("attnreg: " if program else "Usage: ")
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("by", ["an option", "a variable"])
+def test_a_wrong_name_is_said_once(here, by):
+    here("program.py", "")
+    options, variables = (["--backend", "mth"], {}) if by == "an option" else ([], {"ATTNREG_BACKEND": "mth"})
+    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the command imports torch, and not somebody before it
+    done = forked(COMMAND, "run", *options, "program.py", **variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1, done.stderr
+    line = done.stderr
+    assert line.startswith("attnreg: ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'?")

@@ -111,6 +111,7 @@ NO_MULTIPLE = "expected the first to be a multiple of the second"
 SIZES = ("batch", "max_q", "max_k", "heads_q", "head_dim", "head_dim_v")
 REFUSED = [
     *(({field: -3}, f"{field}: got -3, expected an integer of 0 or more") for field in SIZES),
+    *(({field: None}, f"{field}: got None, expected an integer of 0 or more") for field in SIZES),
     *(
         ({"heads_q": q, "heads_k": k}, f"heads: got {q} for the query and {k} for the key, {NO_MULTIPLE}")
         for q, k in ((4, 3), (2, 4), (4, 0), (0, 0))

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 import attnreg
+from attnreg.core.aten import bypassed
 from attnreg.core.contract.spec import AttentionSpec, Device
-from attnreg.core.dispatch import stats_file, timed
+from attnreg.core.dispatch import planning, stats_file, timed
 
 QUERY = torch.randn(1, 2, 8, 16)
+FLASH_KERNEL = "torch's flash_attention kernel"
 
 
 @pytest.fixture
@@ -78,11 +81,25 @@ def timed_plans():
 
 
 @pytest.mark.usefixtures("routers")
-def test_torchs_own_kernel_is_timed_where_nothing_asks_for_a_backend(reported):
+def test_torchs_own_kernel_is_timed_under_its_name_of_the_stats_where_nothing_asks_for_a_backend(reported):
     out = [F.scaled_dot_product_attention(QUERY, QUERY, QUERY) for _ in range(2)]
-    (row,) = reported()["report"]["plans"]
-    assert (row["backend"], row["calls"], row["timed"]) == ("cpu", 2, 1)
+    explained = attnreg.explain(QUERY, QUERY, QUERY)
+    line = reported()
+    (row,) = line["report"]["plans"]
+    assert (row["backend"], row["calls"], row["timed"]) == (FLASH_KERNEL, 2, 1)
+    assert row["source"] == planning.NOTHING_ASKS
+    assert line["calls"] == {FLASH_KERNEL: {"forward": 2, "backward": 0}}
+    assert explained.unasked == bypassed.ROUTED["cpu", SDPBackend.FLASH_ATTENTION].kernel == FLASH_KERNEL
+    assert explained.answer.startswith(f"{FLASH_KERNEL}, because nothing asks for a backend; attnreg itself")
     torch.testing.assert_close(out[0], out[1], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("routers")
+def test_a_backend_that_is_asked_for_in_a_block_has_its_own_name_in_a_report(reported):
+    with attnreg.use_backend("cpu"):
+        F.scaled_dot_product_attention(QUERY, QUERY, QUERY)
+    (row,) = reported()["report"]["plans"]
+    assert (row["backend"], row["source"]) == ("cpu", "use_backend('cpu')")
 
 
 @pytest.mark.usefixtures("routers")

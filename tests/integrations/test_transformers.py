@@ -13,6 +13,7 @@ import attnreg
 from attnreg.errors import InvalidInputError
 from attnreg.integrations import masked, packing
 from attnreg.integrations.packing import LayerOptions
+from attnreg.integrations.transformers import attention
 
 # transformers' eager attention rounds its weights to float32, and its norms their input. Another mask changes
 # the results by a thousand times as much.
@@ -486,6 +487,38 @@ def test_offsets_that_leave_tokens_out_are_an_error(name, offsets, got):
     batch[name] = torch.tensor(offsets, dtype=torch.int32)
     with pytest.raises(InvalidInputError, match=rf"^{name}: got offsets {got}, expected 0 to 12"):
         one(**batch)
+
+
+OFFSETS = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"cu_seq_lens_k": OFFSETS[[0, 2]]}, "cu_seq_lens_k: got length 2, expected 3, as cu_seq_lens_q has"),
+        ({"cu_seq_lens_q": OFFSETS[[0, 2, 1, 2]], "cu_seq_lens_k": None}, "cu_seq_lens_q: got 5 after 12"),
+        ({"cu_seq_lens_q": OFFSETS[None]}, "cu_seq_lens_q: got shape (1, 3), torch.int32, expected integers"),
+        ({"cu_seq_lens_k": OFFSETS / 2}, "cu_seq_lens_k: got shape (3,), torch.float32, expected integers"),
+        ({"cu_seq_lens_q": [0, 5, 12]}, "cu_seq_lens_q: got [0, 5, 12], expected a tensor"),
+        ({"cu_seq_lens_q": None}, "cu_seq_lens_q: got None with cu_seq_lens_k, expected offsets of both"),
+        ({"max_length_q": 6}, "max_length_q: got 6, expected at least 7, the longest sequence"),
+        ({"max_length_k": 2**31}, "max_length_k: got 2147483648, expected less than 2**31"),
+        ({"dropout": 1.5}, "dropout: got 1.5, expected 0 to 1"),
+        ({"scaling": torch.nan}, "scaling: got nan, expected a finite number"),
+        ({"sliding_window": -3}, "sliding_window: got -3, expected a number of tokens or None"),
+        ({"s_aux": torch.ones(3)}, "s_aux: got shape (3,), torch.float32 on cpu, expected (2,), floating"),
+    ],
+)
+def test_an_error_names_the_arguments_of_a_layer_as_transformers_does(wrong, message):
+    layer, tensors = torch.nn.Module(), torch.randn(3, 1, 2, 12, 8)
+    right = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), OFFSETS) | {
+        "max_length_q": 7,
+        "max_length_k": 7,
+    }
+    assert attention(layer, *tensors, None, **right)[0].shape == (1, 12, 2, 8)
+    with pytest.raises(InvalidInputError) as error:
+        attention(layer, *tensors, None, **(right | wrong))
+    assert str(error.value).startswith(message)
 
 
 def test_on_a_gpu_offsets_that_leave_tokens_out_are_an_error_once_they_are_known(monkeypatch):

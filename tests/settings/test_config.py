@@ -125,7 +125,15 @@ WRONG = [
     ("strict.x = true\n[zzz]", f"1: strict: got {{'x': True}}, expected true or false\n2: zzz: {KEYS}"),
     (
         '[devices.cuda]\nodrer = ["FA4"]',
-        f"1: devices.cuda.{ORDER}\n2: devices.cuda.odrer: unknown key, expected order; did you mean 'order'?",
+        "2: devices.cuda.odrer: unknown key, expected order; did you mean 'order'?",
+    ),
+    (
+        'ordr = ["FA4"]\n[devices.cuda]\nbackends = ["FA4"]\n[devices.cpu]\nstrct = true',
+        f"1: ordr: {KEYS}; did you mean 'order'? It belongs to a device, such as [devices.cuda]\n"
+        "3: devices.cuda.backends: unknown key, expected order; did you mean 'order'?\n"
+        f"4: devices.cpu.{ORDER}\n"
+        "5: devices.cpu.strct: unknown key, expected order; did you mean 'strict'? It belongs above the "
+        "first [table]",
     ),
     (
         '[devices.cuda]\norder = ["FA4"]\nstrict = true',
@@ -207,8 +215,13 @@ def test_settings_that_went_round_the_checks_are_checked_when_given():
         ),
         (
             lambda: DeviceSettings(oder=["cpu"]),
-            "DeviceSettings(...): order: missing, expected a list of at least one name\n"
             "DeviceSettings(...): oder: unknown key, expected order; did you mean 'order'?",
+        ),
+        (
+            lambda: DeviceSettings(strict=True),
+            f"DeviceSettings(...): {ORDER}\n"
+            "DeviceSettings(...): strict: unknown key, expected order; 'strict' belongs above the first "
+            "[table]",
         ),
     ],
 )

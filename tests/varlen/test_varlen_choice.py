@@ -73,6 +73,32 @@ def test_a_backend_of_the_call_is_refused_for_the_backward_it_lacks(front, packe
         assert ran() == {}
 
 
+@pytest.mark.parametrize("option", ["seqused_k", "softcap"])
+def test_a_forward_is_refused_as_a_forward_also_where_its_gradient_is_wanted(front, packed, fake, option):
+    given = packed((3, 4))
+    value = {"seqused_k": torch.tensor([3, 2], dtype=torch.int32), "softcap": 8.0}[option]
+    with attnreg.register_backend(fake("mine", seqused_k=False, softcap=False).backend):
+        with pytest.raises(UnsupportedInputError, match=f"mine +{option} must be") as error:
+            attnreg.varlen_attn(*given, backend="mine", **{option: value})
+        assert str(error.value).startswith("no attention backend can run this forward on cpu: backend='mine'")
+
+
+def test_a_forward_that_lacks_only_its_backward_is_refused_with_the_reasons_of_the_backward(
+    front, packed, fake, ran, monkeypatch
+):
+    given = packed((3, 4))
+    monkeypatch.setenv("ATTNREG_STRICT", "1")
+    attnreg.reload()
+    with attnreg.register_backend(fake("half", backward=False).backend):
+        with pytest.raises(UnsupportedInputError, match=r"half +has no backward") as error:
+            attnreg.varlen_attn(*given)
+        assert str(error.value).startswith(
+            "no attention backend can run this forward on cpu, because none can run its backward: "
+            "no backend of register_backend('half') can run it"
+        )
+        assert ran() == {}
+
+
 # ---- the backward
 
 

@@ -26,7 +26,7 @@ from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
 from attnreg.core.aten.routing import TORCH_VERSION
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import scope, trace
-from attnreg.core.dispatch.planning import Native, device_of
+from attnreg.core.dispatch.planning import NOTHING_ASKS, Native, device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.lockfile import VARIABLE as LOCK
@@ -205,7 +205,7 @@ _observers = 0
 _observes = False
 ops_are_observed = False  # whether `observers` counts what comes to the ops without a router
 # Reasons of calls that no observed op shows.
-_UNOBSERVED = frozenset({NOTHING_TO_DO, nested.NOTHING_ASKS})
+_UNOBSERVED = frozenset({NOTHING_TO_DO, NOTHING_ASKS})
 
 # A function that runs calls whose mask it recognises, and returns None for all other calls; see the room
 # `masks`.
@@ -320,8 +320,7 @@ def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | 
         return call.query, native
     if state().active or scope.current() is not None:
         return None  # a router counts it
-    (choice,) = (choice for (_, choice), routed in ROUTED.items() if routed is native)
-    return call.query, Bypassed(f"torch's {choice.name.lower()} kernel", nested.NOTHING_ASKS)
+    return call.query, Bypassed(native.kernel, NOTHING_ASKS)
 
 
 def _look_at_fast_path(source: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Bypassed] | None:

@@ -16,7 +16,7 @@ from attnreg.core.dispatch.calls import to_bshd
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.torchlib.nan_rows import show_nan
 
-CPU = Native("cpu")
+CPU = Native("cpu", kernel="torch's flash_attention kernel")
 OP = "_scaled_dot_product_flash_attention_for_cpu"
 
 

@@ -30,7 +30,7 @@ from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.launchers import MAX_K, MAX_Q
 from attnreg.core.torchlib.layout import with_strides
 
-CUDNN = Native("cuDNN", positive_scale=True)
+CUDNN = Native("cuDNN", positive_scale=True, kernel="torch's cudnn_attention kernel")
 OP = "_cudnn_attention"
 
 # Up to torch 2.13 the packed LSE of this op is token-major, (T, H, 1); from 2.14 on it is (H, T).

@@ -29,7 +29,7 @@ from attnreg.core.dispatch.scope import ScopedChoice, make_choice
 from attnreg.core.selection.decision import Preference
 from attnreg.errors import UnsupportedInputError
 
-EFFICIENT = Native("efficient")
+EFFICIENT = Native("efficient", kernel="torch's efficient_attention kernel")
 OP = "_efficient_attention"
 
 # CustomMaskType in torch/aten/src/ATen/native/transformers/sdp_utils_cpp.h; 0 is no mask.

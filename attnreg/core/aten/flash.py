@@ -25,7 +25,8 @@ from attnreg.core.dispatch.planning import Native
 from attnreg.core.launching.offsets import every_row_sees_a_key
 
 # Dense calls come from torch's selector, which has checked them; packed calls come from anywhere.
-FA2, DENSE = Native("FA2", judged=True), Native("FA2", positive_scale=True)
+KERNEL = "torch's flash_attention kernel"
+FA2, DENSE = Native("FA2", judged=True, kernel=KERNEL), Native("FA2", positive_scale=True, kernel=KERNEL)
 OP = "_flash_attention"
 
 # Arguments that aten's backward doesn't receive, so that its gradients would belong to another function.

@@ -16,7 +16,7 @@ from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend
 
 from attnreg.core.dispatch import scope, trace
-from attnreg.core.dispatch.planning import device_of
+from attnreg.core.dispatch.planning import NOTHING_ASKS, device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.selection.decision import Preference
 
@@ -25,7 +25,6 @@ NAME = "_select_sdp_backend"
 FRAMES = torch._C._dynamo.eval_frame
 KERNELS = "torch's kernels for nested tensors"
 SDPA = "F.scaled_dot_product_attention"
-NOTHING_ASKS = "nothing asks for a backend"
 is_looked_at = False  # whether `bypassed` looks at each call of SDPA, and counts those that torch runs
 
 

@@ -153,7 +153,8 @@ class AttentionSpec:
         object.__setattr__(self, "window", tuple(self.window))
         for field, least in LEAST.items():
             number = getattr(self, field)
-            if number is not None and (not isinstance(number, int) or number < least):
+            is_left_out = number is None and self.__dataclass_fields__[field].default is None
+            if not is_left_out and (not isinstance(number, int) or number < least):
                 raise InvalidInputError(f"{field}: got {number!r}, expected an integer of {least} or more")
         if len(self.window) != 2 or min(self.window) < -1:
             expected = "(left, right), integers of -1 or more"

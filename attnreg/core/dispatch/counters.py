@@ -123,7 +123,8 @@ class Stats:
     """A copy of the counters.
 
     Attributes:
-        calls: backend name to `{"forward": n, "backward": n}`, kernels that really ran.
+        calls: backend name to `{"forward": n, "backward": n}`, kernels that really ran. Where nothing asks
+            for a backend, and calls are recorded or timed, torch's kernel has its name of `bypassed`.
         fallbacks: backends that would have come first but couldn't run a call, with the reason. Beyond a
             thousand rows a last row, of the backend "*", counts the rest.
         failures: errors of kernels, also if another backend then ran the call. Beyond a thousand rows as for

@@ -30,6 +30,9 @@ from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 
 log = logging.getLogger("attnreg")
 
+# Why torch's own kernel runs as if attnreg weren't there, in `stats`, reports and explanations.
+NOTHING_ASKS = "nothing asks for a backend"
+
 
 class Native(NamedTuple):
     """The kernel that torch was about to run when a router took the call.
@@ -40,11 +43,13 @@ class Native(NamedTuple):
             own selector has decided so already, and what it decided stands.
         positive_scale: whether the kernel needs a scale above 0. Torch's selector doesn't check that. With a
             scale of 0 or below results weren't finite (torch 2.11 on an H200).
+        kernel: the kernel's name where nothing asks for a backend, so that it isn't counted as one.
     """
 
     name: str
     judged: bool = False
     positive_scale: bool = False
+    kernel: str = "torch's own kernel"
 
 
 class _Settled(NamedTuple):
@@ -55,17 +60,26 @@ class _Settled(NamedTuple):
         entries: the backends, with the reasons of those that have declined the call.
         kernel: the backend's function; None for torch's own kernel of the op.
         turn: what times the call, where backends take turns.
+        torchs: the name of torch's own kernel where it runs because nothing asks for a backend, else "".
     """
 
     decisions: tuple[Decision, ...]
     entries: Mapping[str, Entry]
     kernel: Callable[..., Any] | None
     turn: Turn | None
+    torchs: str = ""
 
     @property
     def decision(self) -> Decision:
         """The decision about the call itself."""
         return self.decisions[-1]
+
+    @property
+    def shown(self) -> Decision:
+        """The decision as it is counted and reported: torch's own kernel has the name that `stats` has."""
+        if not self.torchs:
+            return self.decision
+        return replace(self.decision, backend=self.torchs, source=NOTHING_ASKS)
 
 
 def make_plan(
@@ -114,7 +128,7 @@ def _decide_and_load(
     decisions: tuple[Decision, ...] = ()
     if direction == "forward" and spec.needs_backward:
         # Better no forward than one whose gradients no backend can compute.
-        decisions = (_settle(spec, "backward", entries, policy, native, building_names)[0],)
+        decisions = (_settle(spec, "backward", entries, policy, native, building_names, direction)[0],)
     if declined:
         now.keep_declined(direction, spec, declined)
         name, reason = next(iter(declined.items()))
@@ -122,7 +136,8 @@ def _decide_and_load(
             raise UnsupportedInputError(f"{BATCH_INVARIANT}, so none but {name} may run it: {reason}: {spec}")
         entries = with_reasons(entries, declined)
     decision, kernel, turn = _in_turn(spec, direction, entries, policy, native, building_names)
-    return _Settled((*decisions, decision), entries, kernel, turn)
+    torchs = native.kernel if native is not None and kernel is None and policy.only_recording else ""
+    return _Settled((*decisions, decision), entries, kernel, turn, torchs)
 
 
 def _instrumented(
@@ -135,15 +150,13 @@ def _instrumented(
     seconds: float,
 ) -> Plan:
     """Return the plan with counters, checks of its first results, and what a launcher needs."""
-    turn, decision = settled.turn, settled.decision
+    turn, shown = settled.turn, settled.shown
     # What is kept, unlike the turn of a single call.
-    lasting = (
-        None if turn else timed.plan_of(spec, direction, decision.backend or "", decision.source, seconds)
-    )
+    lasting = None if turn else timed.plan_of(spec, direction, shown.backend or "", shown.source, seconds)
     kernel = None if settled.kernel is None else _timed(settled.kernel, lasting)
-    counted, log_fallbacks = counters.for_decision(decision)
+    counted, log_fallbacks = counters.for_decision(shown)
     counted += trace.counters(spec, direction)
-    name = decision.backend or ""
+    name = settled.decision.backend or ""
     plan = Plan(name, kernel, kernel is None, counted, kind=kind, key=key, turn=turn or lasting)
     # What a CUDA graph can't record for want of a first run it may record later.
     is_kept = not spec.capturing and turn is None
@@ -287,14 +300,24 @@ def _settle(
     policy: Policy,
     native: Native | None,
     builders: frozenset[str] = frozenset(),
+    called: Direction | None = None,
 ) -> tuple[Decision, Callable[..., Any] | None]:
-    """Decide until the chosen backend's package really loads; no kernel means torch's own."""
+    """Decide until the chosen backend's package really loads; no kernel means torch's own.
+
+    `called` is the direction that the program calls, for an error, where another direction is decided first.
+    """
     offered = entries_with_native(native, entries)
     name, complete = native.name if native else "", policy.adaptive is not None
     while True:
         decision = decide(spec, direction, offered, policy, name, complete, builders)
         if decision.backend is None:
-            refuse(spec, decide(spec, direction, offered, policy, name, True, builders))
+            if called is not None:
+                # A forward that can't run without a gradient either is refused for that.
+                alone, of_call = spec.but(needs_backward=False), replace(policy, lock=None)
+                of_forward = decide(alone, called, offered, of_call, name, True, builders)
+                if of_forward.backend is None:
+                    refuse(spec, of_forward)
+            refuse(spec, decide(spec, direction, offered, policy, name, True, builders), called)
         entry = offered[decision.backend.casefold()]
         # Torch's own kernel gets the op's arguments as they came, without padding.
         if native is not None and entry.name == native.name and not entry.adaptations(spec, direction):

@@ -20,12 +20,12 @@ from typing import NamedTuple
 from attnreg.core.contract.backend import Backend
 from attnreg.core.registry.discovery import discover
 from attnreg.core.registry.entry import Entry
+from attnreg.core.settings.other_names import backend_meant
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import (
     MOST_KNOWN,
     RegistrationError,
     UnknownBackendError,
-    did_you_mean,
     first_ten,
     short_repr,
 )
@@ -116,7 +116,7 @@ def find(name: str) -> Entry:
         raise UnknownBackendError(f"got {got}, expected the name of a backend: {', '.join(shown)}")
     entry = known.get(name.strip().casefold())
     if entry is None:
-        hint, named = did_you_mean(name, names) or ";", short_repr(name)
+        hint, named = backend_meant(name, names) or ";", short_repr(name)
         raise UnknownBackendError(f"no backend is named {named}{hint} known backends: {', '.join(shown)}")
     return entry
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.options import OPTIONS
-from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision
 from attnreg.errors import UnsupportedInputError
@@ -17,9 +17,10 @@ __all__ = ["decision_table", "fallback_line", "headline", "one_line", "option_li
 ELIGIBLE = "could run it"
 
 
-def decision_table(spec: AttentionSpec, decision: Decision) -> str:
+def decision_table(spec: AttentionSpec, decision: Decision, called: Direction | None = None) -> str:
     """Return a headline, the input line, and one aligned row per backend and reason."""
-    return "\n".join((headline(spec, decision), f"  {spec.of(decision.direction)}", *_rows(decision)))
+    lines = headline(spec, decision, called), f"  {spec.of(decision.direction)}", *_rows(decision)
+    return "\n".join(lines)
 
 
 def fallback_line(backend: str, reason: str, instead: str) -> str:
@@ -43,17 +44,25 @@ def option_lines(spec: AttentionSpec, decision: Decision, entries: Mapping[str, 
         yield f"{direction} on {name}: {how}"
 
 
-def refuse(spec: AttentionSpec, decision: Decision) -> NoReturn:
-    """Raise the error of a call that no backend can or may run: every backend with every reason."""
-    raise UnsupportedInputError(decision_table(spec, decision), decision.rejected)
+def refuse(spec: AttentionSpec, decision: Decision, called: Direction | None = None) -> NoReturn:
+    """Raise the error of a call that no backend can or may run: every backend with every reason.
+
+    `called` is the direction that the program calls: of a forward the backward may be decided first.
+    """
+    raise UnsupportedInputError(decision_table(spec, decision, called), decision.rejected)
 
 
-def headline(spec: AttentionSpec, decision: Decision) -> str:
-    """Return who runs a direction on which device, and who decided; or that none can, and why."""
+def headline(spec: AttentionSpec, decision: Decision, called: Direction | None = None) -> str:
+    """Return who runs a direction on which device, and who decided; or that none can, and why.
+
+    `called` is as for `refuse`.
+    """
     if decision.backend is not None:
         return f"{decision.direction} on {spec.device}: {decision.backend}, by {decision.source}"
     why = f": {decision.refusal}" if decision.refusal else ""
-    return f"no attention backend can run this {decision.direction} on {spec.device}{why}"
+    if called not in (None, decision.direction):
+        why = f", because none can run its {decision.direction}{why}"
+    return f"no attention backend can run this {called or decision.direction} on {spec.device}{why}"
 
 
 def _rows(decision: Decision) -> list[str]:

@@ -28,8 +28,9 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from attnreg.core.settings import toml_file
 from attnreg.core.settings.environment import REFERENCE
+from attnreg.core.settings.other_names import backend_meant
 from attnreg.core.settings.toml_file import KeyPath, Origin
-from attnreg.errors import MOST_KNOWN, MOST_LISTED, ConfigError, did_you_mean, first_ten, short_repr
+from attnreg.errors import MOST_KNOWN, MOST_LISTED, ConfigError, did_you_mean, first_ten, nearest, short_repr
 
 __all__ = [
     "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
@@ -120,6 +121,10 @@ _OTHER_NAMES = {
     **dict.fromkeys(("h100", "h200", "gh200", "hopper"), "sm_90"),
     **dict.fromkeys(("b200", "gb200", "blackwell"), "sm_100"),
 }
+
+
+# What people call the order of backends of a device.
+_ORDER_ELSEWHERE = ("backend", "backends", "prefer", "preferred")
 
 
 def _device(key: str) -> str:
@@ -306,7 +311,7 @@ def _unknown_names(
     expected = ", ".join(first_ten(names, most=MOST_KNOWN))
 
     def problem(key: KeyPath, name: str) -> str:
-        near = did_you_mean(name, names)
+        near = backend_meant(name, names)
         return origin.problem(key, f"got {short_repr(name)}, expected one of {expected}{near}")
 
     return [functools.partial(problem, *of) for of in unknown]
@@ -354,7 +359,14 @@ def _config_error(error: ValidationError, table: type[_Table], origin: Origin | 
 def _problems(error: ValidationError, table: type[_Table], origin: Origin) -> list[Callable[[], str]]:
     """Return a function for each problem in the order of lines, which makes the line of an error about it."""
     details = sorted(error.errors(include_url=False), key=lambda detail: origin.line(_key(detail)))
-    return [functools.partial(_problem, detail, table, origin) for detail in details]
+    # A key of another name is one fault: that the right one is missing says nothing more.
+    unknown = [_key(detail) for detail in details if detail["type"] == "extra_forbidden"]
+    renamed = {key[:-1] for key in unknown if not _belongs_elsewhere(key, table)}
+    return [
+        functools.partial(_problem, detail, table, origin)
+        for detail in details
+        if detail["type"] != "missing" or _key(detail)[:-1] not in renamed
+    ]
 
 
 def _key(detail: ErrorDetails) -> KeyPath:
@@ -365,12 +377,32 @@ def _problem(detail: ErrorDetails, table: type[_Table], origin: Origin) -> str:
     key = _key(detail)
     if detail["type"] != "extra_forbidden":
         return origin.problem(key, complaint(detail))
-    name, known = str(key[-1]), (table if len(key) == 1 else DeviceSettings).model_fields
-    # A frequent mistake: a line that is added after a [table] belongs to it.
-    near = did_you_mean(name, known)
-    if name in Settings.model_fields:
-        near = f"; {name!r} belongs above the first [table]"
-    elif len(key) == 1 and name in DeviceSettings.model_fields:
-        near = f"; {name!r} belongs to a device, such as [devices.cuda]"
+    known = list(_fields_at(key, table))
     keys = f"one of {', '.join(known)}" if len(known) > 1 else "".join(known)
+    name, meant = str(key[-1]), _meant(key, table)
+    near = f"; did you mean {meant!r}?" if meant else ""
+    if _belongs_elsewhere(key, table):
+        # A frequent mistake: a line that is added after a [table] belongs to it.
+        of_device = meant in DeviceSettings.model_fields
+        place = "to a device, such as [devices.cuda]" if of_device else "above the first [table]"
+        near = f"; {name!r} belongs {place}" if meant == name else f"{near} It belongs {place}"
     return origin.problem(key, f"unknown key, expected {keys}{near}")
+
+
+def _fields_at(key: KeyPath, table: type[_Table]) -> Iterable[str]:
+    """Return the names of the settings that are known where a key is."""
+    return (table if len(key) == 1 else DeviceSettings).model_fields
+
+
+def _meant(key: KeyPath, table: type[_Table]) -> str:
+    """Return the setting that an unknown key may stand for, wherever that belongs; empty if none is near."""
+    name = str(key[-1])
+    if name.casefold() in _ORDER_ELSEWHERE:
+        return "order"
+    return nearest(name, [*_fields_at(key, table), *Settings.model_fields, *DeviceSettings.model_fields])
+
+
+def _belongs_elsewhere(key: KeyPath, table: type[_Table]) -> bool:
+    """Whether an unknown key stands for a setting of another place in the file."""
+    meant = _meant(key, table)
+    return bool(meant) and meant not in _fields_at(key, table)

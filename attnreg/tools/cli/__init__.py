@@ -41,7 +41,7 @@ app = typer.Typer(
 
 
 # What stands for a character that the encoding of stdout lacks; "?" for all others.
-IN_ASCII = {"µ": "u", "·": "."}
+IN_ASCII = {"µ": "u", "·": ".", "×": "x"}
 
 
 def main() -> None:

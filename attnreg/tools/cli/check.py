@@ -163,11 +163,10 @@ def _of_variables() -> Iterator[Finding]:
     from attnreg.core.times import traces
     from attnreg.core.times.table import check_writable
 
-    if faults := list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ)):
-        yield from faults
-        return
-    variables = environment.read()
-    findings: list[Finding] = []
+    findings = list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ))
+    # The other variables are checked all the same.
+    wrong = {name for finding in findings for name in finding.line.partition(":")[0].split(" and ")}
+    variables = environment.read({name: text for name, text in os.environ.items() if name not in wrong})
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
         for name in names:
             findings += _faults(registry.find, name, f"{variable}: ")
@@ -195,6 +194,7 @@ def _print(results: list[dict[str, Any]]) -> None:
     )
     table("Checked", rows)
     for kind in ("faults", "notes"):
-        if lines := [line for result in results for line in result[kind]]:
+        # A file that a variable names, too, has its lines once.
+        if lines := list(dict.fromkeys(line for result in results for line in result[kind])):
             # Lines stay whole, so that a search finds them.
             typer.echo("\n".join([kind.capitalize(), *(f"  {line}" for line in lines), ""]))

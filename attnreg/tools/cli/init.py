@@ -29,6 +29,8 @@ def init(file: Out = Path("attnreg.toml"), template: Template = "default") -> No
     if template not in names:
         near = did_you_mean(template, names)
         raise ConfigError(f"--template: got {template!r}, expected one of {', '.join(names)}{near}")
+    if file.suffix != ".toml":  # by which `attnreg check` knows what a file is
+        raise ConfigError(f"{file}: got the suffix {file.suffix!r}, expected a name that ends in .toml")
     text = (FOLDER / f"{template}.toml").read_text("utf-8").replace("default.toml", file.name)
     try:
         with file.open("x", encoding="utf-8") as out:

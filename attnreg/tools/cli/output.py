@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from attnreg import _autoload
 from attnreg.errors import AttnregError, BackendUnavailableError, UnsupportedInputError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def reporting(*args: Any, **options: Any) -> Any:
+        _autoload.is_command = True
         try:
             return command(*args, **options)
         except AttnregError as error:
@@ -47,6 +49,8 @@ def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(FAILED if nothing_runs else USAGE) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
+        finally:
+            _autoload.is_command = False  # the program of `attnreg run` starts after this
 
     return reporting
 
@@ -55,12 +59,11 @@ def import_torch() -> None:
     """Import torch before any module of attnreg that imports it.
 
     `import torch` installs attnreg's routers if an environment variable selects backends. That must
-    not run while a module of attnreg is half imported. Its warning about settings that can't be read is
-    silenced, because the command reports them as an error; torch's own that there is no NumPy, because no
-    command needs it.
+    not run while a module of attnreg is half imported. It doesn't warn of settings that can't be read,
+    because the command reports them as an error. Torch's warning that there is no NumPy is silenced, because
+    no command needs it.
     """
-    for message in ("attnreg", "Failed to initialize NumPy"):
-        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     import torch  # noqa: F401
 
 

@@ -1,16 +1,21 @@
-"""`attnreg report`: the page of a run, from the lines of its processes."""
+"""`attnreg report`: what a run did, as tables and as a page, from the lines of its processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attnreg import __version__
-from attnreg.errors import ConfigError
+from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.tools.cli.options import check_writable, valued
-from attnreg.tools.cli.output import import_torch
+from attnreg.tools.cli.output import console, import_torch, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from attnreg.tools.report.lines import RunReport
 
 # What the files have in their first kilobyte, so that no other file is replaced.
 OF_PAGE, OF_LINES = '<meta name="generator" content="attnreg">', '{"program": '
@@ -25,20 +30,47 @@ def report(
         Path | None,
         valued("--out", "FILE", "The page. Default: the name of the first file, with .html at its end."),
     ] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the tables alone, and write no page.")] = False,
 ) -> None:
-    """Make a page of what a program's attention did.
+    """Print what a program's attention did, and make a page of it.
 
     Which calls took how long, on which backends, who decided, what passed by and why, first uses, padding,
-    and what is known of possible gains: one HTML file. `attnreg run --report` runs a program and makes its
-    page.
+    and what is known of possible gains: tables here, and one HTML file with plots. With --out there is the
+    file alone, with --text the tables alone. `attnreg run --report` runs a program and makes its page.
 
     Example: attnreg report stats.jsonl --out report.html
     """
     import_torch()
+    from attnreg.tools.report import lines
+
+    if text and out is not None:
+        raise InvalidInputError("--text: got --out as well, expected one of them: --text writes no page")
     page = out or Path(f"{str(files[0]).removesuffix('.jsonl').removesuffix('.html')}.html")
-    check_writable("--out", page, OF_PAGE)
-    write_page(files, page)
-    typer.echo(f"Report: {page}")
+    if out is not None:
+        check_writable("--out", page, OF_PAGE)
+    run = lines.read(files)
+    if out is None:
+        print_report(run, console())
+    if not text:
+        check_writable("--out", page, OF_PAGE)
+        _write(run, files, page)
+        typer.echo(f"Report: {page}")
+
+
+def print_report(run: RunReport, place: Console, where: str = "") -> None:
+    """Print the tables of a run; `where` says whose failures these are."""
+    from attnreg.tools.report import text
+
+    tables = list(text.tables_of(run, where))
+    notes = run.sentences("overridden")
+    if not tables and not notes:
+        place.print("No attention call went through attnreg", style="bold")
+    for one in tables:
+        table(one.title, one.rows, one.heads, right=one.right, place=place)
+    for line in text.sites_of(run):  # below the tables, whose cells would break a path
+        place.print(line, soft_wrap=True)
+    for note in notes:
+        place.print(note, style="bold", soft_wrap=True)
 
 
 def lines_of(page: Path) -> Path:
@@ -53,12 +85,17 @@ def lines_of(page: Path) -> Path:
 
 def write_page(files: list[Path], out: Path) -> None:
     """Write the page of files of lines."""
-    from attnreg.core.times.table import write_whole
     from attnreg.tools.report import lines
+
+    _write(lines.read(files), files, out)
+
+
+def _write(run: RunReport, files: list[Path], out: Path) -> None:
+    from attnreg.core.times.table import write_whole
     from attnreg.tools.report.page import page
 
     made = ", ".join(map(str, files)) or "a run without attention"
-    text = page(lines.read(files), f"attnreg {__version__}, from {made}")
+    text = page(run, f"attnreg {__version__}, from {made}")
     try:
         write_whole(out, text)
     except OSError as error:

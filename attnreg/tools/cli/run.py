@@ -18,8 +18,8 @@ import typer
 
 from attnreg.errors import AttnregError, ConfigError, InvalidInputError
 from attnreg.tools.cli.options import valued
-from attnreg.tools.cli.output import console, table
-from attnreg.tools.cli.report import lines_of, write_page
+from attnreg.tools.cli.output import console
+from attnreg.tools.cli.report import lines_of, print_report, write_page
 
 
 def run(
@@ -146,33 +146,10 @@ def _print_json() -> None:
 
 def _print_stats() -> None:
     import attnreg
+    from attnreg.tools.report.lines import RunReport
 
-    counted, place = attnreg.stats(), console(stderr=True)
-    if counted.calls:
-        calls = ((name, str(n["forward"]), str(n["backward"])) for name, n in counted.calls.items())
-        table("What ran", calls, ("backend", "forward", "backward"), right=2, place=place)
-    elif not (counted.fallbacks or counted.failures or counted.bypassed or counted.masks):
-        place.print("No attention call went through attnreg", style="bold")
-    if counted.fallbacks:
-        rows = ((row.backend, str(row.count), row.reason) for row in counted.fallbacks)
-        table("What could not run, and why", rows, ("backend", "calls", "reason"), place=place)
-    if counted.failures:
-        failures = ((row.backend, str(row)) for row in counted.failures)
-        table("What failed", failures, ("backend", "error"), place=place)
-    if counted.bypassed:
-        passed = ((row.kernel, str(row.count), row.reason) for row in counted.bypassed)
-        title = "What PyTorch sent past attnreg, and why"
-        table(title, passed, ("kernel", "calls", "reason"), place=place)
-        for row in counted.bypassed:  # below the table, whose cells would break a path
-            if row.site:
-                typer.echo(f"first call of {row.kernel}: {row.site}", err=True)
-    if counted.slow_paths:
-        table("Slow paths", (("", path) for path in counted.slow_paths), place=place)
-    if counted.masks:
-        masks = ((row.seen, str(row.count)) for row in counted.masks)
-        table("What boolean masks were", masks, ("mask", "calls"), place=place)
-    for note in counted.overridden:
-        place.print(note, style="bold")
+    line = {"program": "", "pid": 0, **attnreg.stats().to_dict()}
+    print_report(RunReport([line]), console(stderr=True), " of this process")
 
 
 def _start(name: str, arguments: list[str], as_module: bool) -> None:

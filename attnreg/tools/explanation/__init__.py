@@ -20,8 +20,8 @@ from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.options import options_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch import counters, declined, scope
-from attnreg.core.dispatch.planning import decide, entries_with_native
-from attnreg.core.dispatch.state import state
+from attnreg.core.dispatch.planning import Native, decide, entries_with_native
+from attnreg.core.dispatch.state import State, state
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.core.selection.render import option_lines
@@ -43,8 +43,6 @@ from attnreg.tools.explanation.call_spec import (
 )
 
 __all__ = ["Explanation", "explain"]
-
-UNASKED = f"{SDPA} runs torch's own kernel, as nothing asks for a backend. If something did:"
 
 
 def explain(
@@ -173,7 +171,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
             policy = policy.with_first(tied_to(decision.backend))
     # What of attnreg's runs as explained even while nothing asks for a backend.
     as_explained = described.front if described.front != SDPA else VARLEN if spec.varlen else ""
-    is_asked = now.active or leading is not None or described.front != SDPA or spec.varlen
+    is_asked = _serves(now, leading) or described.front != SDPA or spec.varlen
     details = tuple(_assumptions(spec, decided["forward"], entries))
     notes = (
         *_front_notes(as_explained, leading),
@@ -187,7 +185,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_unmeasured(spec, policy, directions),
         *_turns(spec, policy, directions),
     )
-    unasked = "" if is_asked else UNASKED
+    unasked = "" if is_asked else (described.native or Native("")).kernel
     both = decided["forward"], decided.get("backward")
     overruled = tuple(_overruled(spec, decided.values(), now.policy.with_first(leading)))
     return Explanation(shown, *both, notes, unasked, described.inputs, details, overruled)
@@ -288,9 +286,14 @@ def _decision(
         return replace(decision, backend=None, refusal=str(error))
 
 
+def _serves(now: State, leading: Preference | None) -> bool:
+    """Whether anything asks for a backend; calls that are only recorded or timed run as they did."""
+    return leading is not None or (now.active and not now.policy.only_recording)
+
+
 def _front_notes(front: str, leading: Preference | None) -> Iterator[str]:
     """Yield what holds where nothing asks for a backend; `front` is what runs as explained all the same."""
-    if not state().active and leading is None:
+    if not _serves(state(), leading):
         as_explained = f"{front} runs as explained, " if front else ""
         yield f"{NOBODY_ASKS}{as_explained}torch's functions run torch's own kernels"
     yield from captured.shadow_notes()

@@ -9,6 +9,7 @@ from typing import Any
 
 from attnreg.core.contract.capabilities import OTHER_DEVICE, one_line
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.dispatch.planning import NOTHING_ASKS
 from attnreg.core.selection.decision import Decision
 from attnreg.core.selection.predictions import Candidate
 from attnreg.core.selection.render import ELIGIBLE, decision_table, headline
@@ -20,7 +21,7 @@ from attnreg.tools.explanation.predicted import lead_lines, milliseconds, predic
 
 RUNS = "runs it"
 # How the note begins that the first line has already where torch's own kernel runs the call.
-NOBODY_ASKS = "nothing asks for a backend: "
+NOBODY_ASKS = f"{NOTHING_ASKS}: "
 ASSUMES = "assumes that the backends load on that device, with the packages that they need"
 # Of `to_dict` no part: they are the same facts, as text.
 OF_TEXT = ("inputs", "details", "overruled")
@@ -38,8 +39,8 @@ class Explanation:
         forward: the decision about its forward.
         backward: the decision about its backward; None where none is needed.
         notes: what else decides whether attnreg sees the call at all.
-        unasked: what runs a dense call as long as nothing asks for a backend; else empty. The decisions are
-            then what would happen if something did.
+        unasked: the kernel of torch's that runs a dense call as long as nothing asks for a backend, by its
+            name in `stats`; else empty. The decisions are then what would happen if something did.
         inputs: the shapes as the call has them, as text; empty if there is a spec alone.
         details: the notes on single backends of another machine, which only `text(verbose=True)` has.
         overruled: who asks for backends of which none can run a direction, and why not, as text.
@@ -81,8 +82,9 @@ class Explanation:
             if decision.backend is None:
                 return headline(self.spec, decision)
         answer = _answer(self._decisions())
-        unasked = "torch's own kernel, because nothing asks for a backend; attnreg itself would choose: "
-        return f"{unasked}{answer}" if self.unasked else answer
+        if not self.unasked:
+            return answer
+        return f"{self.unasked}, because {NOTHING_ASKS}; attnreg itself would choose: {answer}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data, for JSON."""

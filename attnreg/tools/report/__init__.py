@@ -1,5 +1,6 @@
-"""`attnreg report`: one HTML page of what a program's attention did, from the lines of its processes.
+"""`attnreg report`: what a program's attention did, as tables and as an HTML page, from its processes' lines.
 
-`lines` reads and joins the lines, `gains` says what could be faster, `charts` draws, `page` writes the page.
+`lines` reads and joins the lines, `gains` says what could be faster, `charts` draws, `page` writes the page,
+`text` makes the tables of a terminal.
 May import: `drawing` and all below it. Read `page.py` first.
 """

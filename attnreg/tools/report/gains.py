@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 from attnreg.core import registry
+from attnreg.core.aten.bypassed import ROUTED
 from attnreg.core.contract.spec import Direction
 from attnreg.core.policy import current as policy
 from attnreg.core.registry.entry import Entry
@@ -15,6 +16,8 @@ from attnreg.tools.report.lines import CallRow
 
 # Less than this share is chance.
 LEAST = 0.05
+# The backends of torch's own kernels, whose names rows have where nothing asks for a backend.
+BACKENDS = {(device, native.kernel): native.name for (device, _), native in ROUTED.items()}
 
 
 class Gain(NamedTuple):
@@ -53,7 +56,7 @@ def predicted(rows: Iterable[CallRow]) -> Predicted:
             notes.append(tables.identity(row.spec.device)[1])
             continue
         notes.append(prediction.table)
-        now = prediction.of(row.backend)
+        now = prediction.of(BACKENDS.get((row.spec.device.type, row.backend), row.backend))
         entries = registry.entries()
         able = [
             one

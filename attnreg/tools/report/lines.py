@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from attnreg.core.contract.lengths import step_of
@@ -141,13 +142,32 @@ class RunReport:
                 "seen": seen, "count": n["count"], "queries": n["queries"] / n["count"],
                 "keys": n["keys"] / n["count"],
             }
-            for seen, n in joined.items()
+            for seen, n in joined.items() if n["count"]
         ]  # fmt: skip
 
 
-_OF_LINE: dict[str, Any] = {
-    "program": str, "pid": int, "calls": dict, "fallbacks": list, "failures": list, "bypassed": list,
-    "masks": list, "overridden": list, "slow_paths": list,
+# The form of a line: types, lists of one form, objects with at least these keys, or with any keys of text.
+_ROW = {"backend": str, "count": int}
+_BOTH = {"forward": int, "backward": int}
+_DEVICE = {"type": str, "capability": (list, NoneType), "name": str}
+_OF_LINE: dict[Any, Any] = {
+    "program": str, "pid": int, "calls": {str: _BOTH}, "overridden": [str], "slow_paths": [str],
+    "fallbacks": [_ROW | {"reason": str}],
+    "failures": [_ROW | {"direction": str, "error": str, "message": str}],
+    "bypassed": [
+        {"kernel": str, "reason": str, "count": int, "op": str, "shapes": [[(int, str)]], "site": str}
+    ],
+    "masks": [{"seen": str, "count": int}],
+}  # fmt: skip
+_NUMBER = (int, float)
+_TIMES = dict.fromkeys(("decided_us", "first_us", "timed", "timed_us", "shortest_us", "longest_us"), _NUMBER)
+_OF_REPORT: dict[Any, Any] = {
+    "seconds": _NUMBER, "python": str, "platform": str, "environments": [{"backends": {str: str}}],
+    "plans": [
+        {"direction": str, "backend": str, "source": str, "device": _DEVICE, "spec": dict, "calls": int}
+        | _TIMES
+    ],
+    "masks": [{"seen": str, "count": int, "queries": _NUMBER, "keys": _NUMBER}],
 }  # fmt: skip
 
 
@@ -187,7 +207,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         try:
             line = json.loads(text)
             _check(line)
-        except (ValueError, TypeError, KeyError, RecursionError, InvalidInputError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError, InvalidInputError) as error:
             raise ConfigError(
                 f"{file}:{number}: got {short_repr(text)} ({error}), expected a line of `attnreg run "
                 "--report`, ATTNREG_REPORT or ATTNREG_STATS"
@@ -196,14 +216,35 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check(line: Any) -> None:
-    """Raise ValueError, TypeError or KeyError where a line isn't one of a process."""
-    if not isinstance(line, dict):
-        raise ValueError("no object")
-    for name, kind in _OF_LINE.items():
-        if not isinstance(line[name], kind):
-            raise ValueError(f"{name} is no {kind.__name__}")
-    for plan in line.get("report", {}).get("plans", ()):
-        CallRow(_spec_of(plan), plan["direction"], plan["backend"], plan["source"]).add(plan)
+    """Raise an error where a line isn't one of a process; it says which value is wrong."""
+    _check_form("the line", line, _OF_LINE)
+    if "report" in line:
+        _check_form("report", line["report"], _OF_REPORT)
+        rows_of([line])
+
+
+def _check_form(place: str, value: Any, form: Any) -> None:
+    """Raise ValueError unless a value has a form; see `_OF_LINE`."""
+    of_key = form.get(str) if isinstance(form, dict) else None
+    kind = type(form) if isinstance(form, dict | list) else form
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        names = " or ".join(_IN_WORDS.get(one, one.__name__) for one in kinds)
+        raise ValueError(f"{place} is no {names}")
+    if isinstance(form, list):
+        for number, item in enumerate(value):
+            _check_form(f"{place}[{number}]", item, form[0])
+    elif of_key is not None:
+        for key, item in dict(value).items():
+            _check_form(f"{place}.{key}", item, of_key)
+    elif isinstance(form, dict):
+        for key, of_value in dict(form).items():
+            if key not in value:
+                raise ValueError(f"{place} has no {key!r}")
+            _check_form(key if place == "the line" else f"{place}.{key}", value[key], of_value)
+
+
+_IN_WORDS = {dict: "object", str: "text", int: "whole number", float: "number", NoneType: "null"}
 
 
 def grouped(rows: Sequence[CallRow], key: Callable[[CallRow], str]) -> dict[str, tuple[int, float]]:

@@ -71,7 +71,7 @@ def _calls(run: RunReport) -> str:
         (
             str(number), row.backend, row.direction, describe(row.spec), f"{row.calls:,}",
             "" if row.mean_us is None else duration(row.mean_us), _spread(row),
-            "" if row.total_us is None else duration(row.total_us), _share(row.total_us, run.total_us),
+            "" if row.total_us is None else duration(row.total_us), share(row.total_us, run.total_us),
         )
         for number, row in enumerate(run.rows, 1)
     ]  # fmt: skip
@@ -141,26 +141,31 @@ def _bypassed(run: RunReport) -> str:
     return _section("What passed by", lead + _table(heads, rows, right=1) if rows else "<p>Nothing.</p>")
 
 
+def masks_of(run: RunReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the heads and the rows of the boolean masks, with their padding if it is known."""
+    if rows := run.masks():
+        heads = ("mask", "calls", "padding of queries", "of keys")
+        return heads, [
+            (
+                row["seen"], f"{row['count']:,}",
+                share(1 - row["queries"], 1.0) if row["queries"] else "",
+                share(1 - row["keys"], 1.0) if row["keys"] else "",
+            )
+            for row in rows
+        ]  # fmt: skip
+    return ("mask", "calls"), [(row["seen"], f"{row['count']:,}") for row in run.counted("masks", "seen")]
+
+
 def _masks(run: RunReport) -> str:
-    masks = run.masks()
-    rows = [
-        (
-            row["seen"], f"{row['count']:,}",
-            _share(1 - row["queries"], 1.0) if row["queries"] else "",
-            _share(1 - row["keys"], 1.0) if row["keys"] else "",
-        )
-        for row in masks
-    ]  # fmt: skip
+    heads, rows = masks_of(run)
     lead = (
         "<p>Boolean masks given to <code>F.scaled_dot_product_attention</code>. Padding is the share of "
         "queries, and of keys, that the mask hides from everything.</p>"
     )
-    if run.reports and rows:
-        heads = ("mask", "calls", "padding of queries", "of keys")
-        return _section("Padding in masks", lead + _table(heads, rows, right=3))
-    if seen := run.counted("masks", "seen"):
-        counts = [(row["seen"], f"{row['count']:,}") for row in seen]
-        return _section("Padding in masks", _table(("mask", "calls"), counts, right=1))
+    if rows:
+        return _section(
+            "Padding in masks", (lead if run.masks() else "") + _table(heads, rows, right=len(heads) - 1)
+        )
     return _section("Padding in masks", "<p>No boolean mask was seen.</p>") if run.reports else ""
 
 
@@ -314,7 +319,8 @@ def _spread(row: CallRow) -> str:
     return f"{duration(row.shortest_us)} to {duration(row.longest_us)}" if row.timed > 1 else ""
 
 
-def _share(part: float | None, whole: float) -> str:
+def share(part: float | None, whole: float) -> str:
+    """Return a part of a whole in percent; empty if either isn't known."""
     if part is None or not whole:
         return ""
     share = part / whole
