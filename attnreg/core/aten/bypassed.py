@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
-from attnreg.core.aten.routing import TORCH_VERSION
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import scope, trace
 from attnreg.core.dispatch.planning import Native, device_of
@@ -33,6 +32,7 @@ from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
@@ -46,8 +46,6 @@ ROUTED = {
     ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
     ("cuda", SDPBackend.EFFICIENT_ATTENTION): efficient.EFFICIENT,
 }
-# Whether the flash kernel takes tensors (H, S, D), and one key head for all query heads without enable_gqa.
-BROADCASTS = TORCH_VERSION >= (2, 15)
 SDPA_NAME = "scaled_dot_product_attention"
 SDPA = nested.SDPA
 MATH = "torch's math kernel"
@@ -175,7 +173,7 @@ def _against_flash_on_cpu(
     enable_gqa: bool,
 ) -> Iterator[str]:
     """Yield why torch doesn't choose the flash kernel: conditions of its `use_flash_attention_cpp`."""
-    if BROADCASTS and query.dim() == key.dim() == value.dim() == 3:
+    if versions.SELECTOR_BROADCASTS and query.dim() == key.dim() == value.dim() == 3:
         query, key, value = query[None], key[None], value[None]
         attn_mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
     named = {"query": query, "key": key, "value": value}
@@ -187,7 +185,7 @@ def _against_flash_on_cpu(
         batches, heads = ([x.shape[dim] for x in named.values()] for dim in (0, 1))
         if len(set(batches)) > 1:
             yield f"query, key and value must have one batch size, got {batches}"
-        shares_one = BROADCASTS and heads[1:] == [1, 1]
+        shares_one = versions.SELECTOR_BROADCASTS and heads[1:] == [1, 1]
         if len(set(heads)) > 1 and not (enable_gqa or shares_one):
             yield f"without enable_gqa query, key and value must have as many heads, got {heads}"
     if attn_mask is not None and attn_mask.dim() not in (2, 4):
