@@ -275,6 +275,17 @@ def test_one_key_head_is_a_reason_where_torchs_flash_kernel_refuses_it(monkeypat
         assert bypassed.selected(*call).reason == (now if broadcasts else as_before)
 
 
+def test_the_selector_is_asked_about_a_call_without_a_batch_as_sdpa_asks_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **_: asked.append(given[:4]) or 0)
+    query, mask = torch.randn(4, 7, 8), torch.zeros(7, 7, requires_grad=True)
+    for broadcasts in (False, True):
+        monkeypatch.setattr(versions, "SELECTOR_BROADCASTS", broadcasts)
+        bypassed.selected(*bypassed.SdpaCall(query, query[:1], query[:1], mask))
+    assert [[x.dim() for x in given] for given in asked] == [[3, 3, 3, 2], [4, 4, 4, 4]]
+    assert all(given[3].requires_grad for given in asked)
+
+
 @pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)
 def test_a_call_that_is_served_is_no_such_call(call, strict, ran):
     call()

@@ -105,9 +105,10 @@ def selected(
 
     The arguments are the fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
     """
-    arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if not all(x.numel() for x in arguments[:3]):
+    if not all(x.numel() for x in (query, key, value)):
         return Bypassed(MATH, NOTHING_TO_DO)  # whatever the selector chooses: torch returns zeros before it
+    # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
+    arguments = *_with_batch(query, key, value, attn_mask), dropout_p, is_causal
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
@@ -164,6 +165,16 @@ def reasons_of_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[s
     return reasons
 
 
+def _with_batch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return tensors (H, S, D) and their mask with a batch of one where torch's selector does so."""
+    if not (versions.SELECTOR_BROADCASTS and query.dim() == key.dim() == value.dim() == 3):
+        return query, key, value, mask
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    return query[None], key[None], value[None], mask
+
+
 def _against_flash_on_cpu(
     query: Tensor,
     key: Tensor,
@@ -173,9 +184,7 @@ def _against_flash_on_cpu(
     enable_gqa: bool,
 ) -> Iterator[str]:
     """Yield why torch doesn't choose the flash kernel: conditions of its `use_flash_attention_cpp`."""
-    if versions.SELECTOR_BROADCASTS and query.dim() == key.dim() == value.dim() == 3:
-        query, key, value = query[None], key[None], value[None]
-        attn_mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    query, key, value, attn_mask = _with_batch(query, key, value, attn_mask)
     named = {"query": query, "key": key, "value": value}
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
