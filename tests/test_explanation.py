@@ -14,10 +14,10 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import attnreg
 from attnreg import errors, explain, flash_attn
 from attnreg.core import aten
-from attnreg.core.aten import efficient
+from attnreg.core.aten import efficient, flash
 from attnreg.core.aten.bypassed import ROUTED
 from attnreg.core.registry.entry import Entry
-from attnreg.core.torchlib import building, captured
+from attnreg.core.torchlib import building, captured, versions
 from attnreg.tools.explanation import call_spec
 
 NOTHING_ASKS = "nothing asks for a backend: torch's functions run torch's own kernels"
@@ -393,7 +393,12 @@ def test_a_dense_call_with_an_option_of_packed_ones_has_a_note_that_says_so():
         ("cpu", {"bias": True}, False),
     ],
 )
-def test_that_torch_keeps_a_mask_with_shared_heads_to_its_math_kernel_has_a_note(device, facts, noted):
+def test_that_torch_keeps_a_mask_with_shared_heads_to_its_math_kernel_has_a_note(
+    monkeypatch, device, facts, noted
+):
+    monkeypatch.setattr(versions, "EFFICIENT_SHARES_HEADS", True)
+    assert call_spec.SHARED_HEADS not in explain(spec(device, **facts)).notes
+    monkeypatch.setattr(versions, "EFFICIENT_SHARES_HEADS", False)
     assert (call_spec.SHARED_HEADS in explain(spec(device, **facts)).notes) is noted
 
 
@@ -408,6 +413,14 @@ def test_the_kernel_that_torchs_selector_chose_leads_the_default_order(known, fa
     explanation = explain(*bhsd(1, 2, 8, 8))
     assert explanation.forward.order == ("cpu", "faster", "FA4", "FA2", "math")
     assert explain(spec()).forward.order == ("faster", "FA4", "FA2", "cpu", "math")
+
+
+@pytest.mark.parametrize("counts_on_fa4", [True, False])
+def test_what_the_selector_sends_to_the_flash_op_for_fa4_is_judged_by_fa2s_limits(monkeypatch, counts_on_fa4):
+    monkeypatch.setattr(call_spec, "selected", lambda *_: flash.DENSE)
+    monkeypatch.setattr(versions, "selector_counts_on_fa4", lambda: counts_on_fa4)
+    query, value = torch.randn(1, 2, 8, 24), torch.randn(1, 2, 8, 16)
+    assert explain(query, query, value).backend == ("cpu" if counts_on_fa4 else "FA2")
 
 
 def test_explain_knows_every_kernel_that_torchs_selector_chooses_among():
@@ -553,8 +566,8 @@ SHAPES = "expected (batch, heads, length, head_dim), or (tokens, heads, head_dim
         (lambda q, k, v: explain(3, k, v), "query: got 3, expected a tensor"),
         (lambda q, k, v: explain(q, k, v, attn_mask=3), "attn_mask: got 3, expected a tensor"),
         (lambda q, k, v: explain(q[0], k[0], v[0], [0, 2]), "cu_seq_q: got [0, 2], expected a tensor"),
-        (lambda q, k, v: explain(q[0], k, v), f"query: got shape (2, 8, 8), {SHAPES}"),
-        (lambda q, k, v: explain(q, k, v[0, 0]), f"value: got shape (8, 8), {SHAPES}"),
+        (lambda q, k, v: explain(q[0, 0, 0], k, v), f"query: got shape (8,), {SHAPES}"),
+        (lambda q, k, v: explain(q, k, v[0, 0, 0]), f"value: got shape (8,), {SHAPES}"),
         (
             lambda q, k, v: explain(q, k.double(), v),
             "dtype: got query torch.float32, key torch.float64, value torch.float32, expected one dtype",
@@ -646,10 +659,11 @@ def test_grouped_heads_of_any_number_of_dims_are_explained_as_torch_runs_them(ro
     explanation = attnreg.explain(query, key, key, enable_gqa=True)
     spec = explanation.spec
     assert (spec.batch, spec.heads_q, spec.heads_k) == expected
-    assert explanation.forward.backend == "torch's math kernel"
+    takes_it = versions.SELECTOR_BROADCASTS and query.dim() == 3
+    assert explanation.forward.backend == ("cpu" if takes_it else "torch's math kernel")
     with attnreg.use_backend("cpu"):
         F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-    assert ran() == {}
+    assert ran() == ({"cpu": (1, 0)} if takes_it else {})
 
 
 def test_grouped_heads_that_torch_refuses_are_refused():

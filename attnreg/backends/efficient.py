@@ -1,8 +1,9 @@
 """efficient: torch's memory-efficient kernels for CUDA, which support float32, biases and any head dim.
 
-They run dense calls with as many key heads as query heads. Differences from the contract: a bias needs the
-query's dtype, all four dimensions and rows of whole sixteen bytes. The LSE of a row without a key is 0, and
-an LSE's length is rounded up to 32. The batch is a dimension of the CUDA grid.
+They run dense calls. From torch 2.14 on they take fewer key heads than query heads: so its source says, no
+GPU has run it yet. Differences from the contract: a bias needs the query's dtype, all four dimensions and
+rows of whole sixteen bytes. The LSE of a row without a key is 0, and an LSE's length is rounded up to 32. The
+batch is a dimension of the CUDA grid.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.core.launching.offsets import empty_results
-from attnreg.core.torchlib import captured
+from attnreg.core.torchlib import captured, versions
 from attnreg.core.torchlib.layout import readable
 from attnreg.errors import UnsupportedInputError
 
@@ -42,6 +43,7 @@ LIMITS: dict[str, Any] = {
     "head_dim": Range(4, MOST, 4),
     "head_dim_v": Range(4, MOST, 4),
     "heads": Range(0, GRID),
+    "gqa": versions.EFFICIENT_SHARES_HEADS,
     **dict.fromkeys(("causal", "window", "dropout", "bias", "deterministic", "capture"), True),
 }
 FORWARD = Capabilities(**LIMITS)

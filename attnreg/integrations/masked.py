@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.errors import InvalidInputError
 from attnreg.integrations.packing import LayerOptions, is_captured
@@ -48,15 +49,18 @@ def masked(
             "that are added to the scores"
         )
     mask = mask[..., : key.shape[2]]
-    groups = query.shape[1] // key.shape[1]
-    # With a mask, SDPA's `enable_gqa` leads to the math kernel on a GPU.
-    key, value = (x if groups == 1 else x.repeat_interleave(groups, 1) for x in (key, value))
-    if options.softcap or options.sinks is not None:
+    groups, by_scores = query.shape[1] // key.shape[1], bool(options.softcap) or options.sinks is not None
+    # Up to torch 2.13 SDPA's `enable_gqa` leads to the math kernel on a GPU, with a mask.
+    is_grouped = groups > 1 and versions.EFFICIENT_SHARES_HEADS and not by_scores
+    if groups > 1 and not is_grouped:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if by_scores:
         return _by_scores(query, key, value, mask, options).transpose(1, 2)
     with nullcontext() if has_run or not is_captured() else sdpa_kernel(_RECORDABLE):
         out = F.scaled_dot_product_attention(
-            query, key, value, mask, dropout_p=options.dropout, scale=options.scale
-        )
+            query, key, value, mask, dropout_p=options.dropout, scale=options.scale,
+            enable_gqa=is_grouped,
+        )  # fmt: skip
     return out.transpose(1, 2)
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import attnreg
 from attnreg.core.aten import bypassed, cpu, efficient
 from attnreg.core.aten.bypassed import Bypassed
-from attnreg.core.aten.routing import TORCH_VERSION
+from attnreg.core.torchlib import versions
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("routers")
@@ -134,8 +134,8 @@ SERVED = {
         *tensors(2, 4, 8, 16, count=1), *tensors(2, 2, 8, 16, count=2), is_causal=True, enable_gqa=True
     ),
 }
-# From torch 2.15 on its CPU kernel takes one key head for all query heads without enable_gqa.
-if TORCH_VERSION >= (2, 15):
+# From torch 2.14 on its CPU kernel takes one key head for all query heads without enable_gqa.
+if versions.SELECTOR_BROADCASTS:
     CALLS.pop("heads that are expanded")
     SERVED["heads that are expanded"] = lambda: F.scaled_dot_product_attention(
         *tensors(2, 4, 8, 16, count=1), *tensors(2, 1, 8, 16, count=2)
@@ -146,7 +146,7 @@ def three_dimensions():
     return F.scaled_dot_product_attention(*tensors(4, 8, 16))
 
 
-if torch._fused_sdp_choice(*tensors(4, 8, 16)) == SDPBackend.FLASH_ATTENTION.value:  # from torch 2.15 on
+if versions.SELECTOR_BROADCASTS:
     SERVED["three dimensions"] = three_dimensions
 else:
     CALLS["three dimensions"] = three_dimensions, (MATH, "tensors must have 4 dimensions, got 3")
@@ -205,7 +205,7 @@ BROADCAST = {
 }
 ONE_KEY_HEAD = of_shapes((2, 4, 7, 8), *[(2, 1, 7, 8)] * 2)
 OF_HEADS = "query and key must have the same number of heads, got 4 and 1"
-if TORCH_VERSION < (2, 15):
+if not versions.SELECTOR_BROADCASTS:
     BROADCAST["one key head"] = ONE_KEY_HEAD
 
 
@@ -233,7 +233,7 @@ def test_one_key_head_is_explained_as_it_runs(fake, ran, batched):
     with attnreg.register_backend(fake("equal", gqa=False).backend):
         explained = attnreg.explain(*inputs)
         F.scaled_dot_product_attention(*inputs)
-    if TORCH_VERSION < (2, 15):
+    if not versions.SELECTOR_BROADCASTS:
         assert (explained.backend, ran()) == (MATH, {})
         return
     assert explained.rejected["equal"] == (OF_HEADS,)
@@ -254,9 +254,9 @@ def test_the_heads_that_are_explained_are_those_of_torchs_choice(fake, monkeypat
         assert choice != "cpu" or one.rejected["equal"] == (OF_HEADS,)
 
 
-@pytest.mark.parametrize("broadcasts", [True, False], ids=["as from torch 2.15 on", "as before"])
+@pytest.mark.parametrize("broadcasts", [True, False], ids=["as from torch 2.14 on", "as before"])
 def test_one_key_head_is_a_reason_where_torchs_flash_kernel_refuses_it(monkeypatch, broadcasts):
-    monkeypatch.setattr(bypassed, "BROADCASTS", broadcasts)
+    monkeypatch.setattr(versions, "SELECTOR_BROADCASTS", broadcasts)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.MATH.value)
     query, key, value = ONE_KEY_HEAD
     heads = "without enable_gqa query, key and value must have as many heads, got [4, {}, {}]"
@@ -273,6 +273,17 @@ def test_one_key_head_is_a_reason_where_torchs_flash_kernel_refuses_it(monkeypat
     ):
         call = bypassed.SdpaCall(*given, **options)
         assert bypassed.selected(*call).reason == (now if broadcasts else as_before)
+
+
+def test_the_selector_is_asked_about_a_call_without_a_batch_as_sdpa_asks_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **_: asked.append(given[:4]) or 0)
+    query, mask = torch.randn(4, 7, 8), torch.zeros(7, 7, requires_grad=True)
+    for broadcasts in (False, True):
+        monkeypatch.setattr(versions, "SELECTOR_BROADCASTS", broadcasts)
+        bypassed.selected(*bypassed.SdpaCall(query, query[:1], query[:1], mask))
+    assert [[x.dim() for x in given] for given in asked] == [[3, 3, 3, 2], [4, 4, 4, 4]]
+    assert all(given[3].requires_grad for given in asked)
 
 
 @pytest.mark.parametrize("call", SERVED.values(), ids=SERVED)

@@ -34,9 +34,12 @@ from support.dense import (
     transposed,
     with_gradients,
 )
+from support.known import know
 
 import attnreg
+from attnreg.backends import math
 from attnreg.core.aten.routing import router
+from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.layout import aligned
 from attnreg.errors import UnsupportedInputError
 
@@ -125,6 +128,34 @@ def test_torchs_own_kernel_on_a_gpu_is_not_given_a_scale_that_is_not_above_0(rou
         assert_call_right(kind, call(kind, inputs, scale=scale), inputs, scale=scale)
     assert NATIVE[kind] not in ran()
     assert not any(kernel.calls for kernel in kernels.values())
+
+
+@pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
+@pytest.mark.parametrize("counts_on_fa4", [True, False])
+def test_head_dims_that_the_selector_passes_for_fa4_are_not_fa2s(
+    route, ran, fake, monkeypatch, counts_on_fa4, layout
+):
+    """From torch 2.15 on the flash op gets 192 with values of 128, if torch was told to count on FA4."""
+    monkeypatch.setattr(versions, "selector_counts_on_fa4", lambda: counts_on_fa4)
+    kernels = native_kernels()
+    route(kernels)
+    know(monkeypatch, fake("FA2", head_dim_v=None).backend, math.BACKEND)
+    attnreg.core.policy.current.activate(True)
+    query, key, value = qkv(6, 6, dim=24, dtype=torch.bfloat16)
+    if layout == "BSHD":
+        query = query.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    narrow = value.detach()[..., :16].contiguous().requires_grad_()
+    for _ in range(3):
+        inputs = query, key, narrow
+        result = call("flash", inputs)
+        assert_call_right("flash", result, inputs)
+        laid_out = result[0] if layout == "BHSD" else result[0].transpose(1, 2)
+        assert not counts_on_fa4 or laid_out.is_contiguous()
+    assert ran() == {"math" if counts_on_fa4 else "FA2": (3, 3)}
+    equal = query, key, value
+    for _ in range(3):
+        assert_call_right("flash", call("flash", equal), equal)
+    assert ran() == {"FA2": (3, 3)}
 
 
 def test_torchs_cudnn_backward_is_given_a_gradient_laid_out_as_its_output(route, ran):

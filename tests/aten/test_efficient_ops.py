@@ -18,7 +18,7 @@ from attnreg.backends import math
 from attnreg.core.aten.efficient import ALONE
 from attnreg.core.policy import current as policy
 from attnreg.core.times import traces
-from attnreg.core.torchlib import captured
+from attnreg.core.torchlib import captured, versions
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,6 +73,20 @@ def test_with_nothing_registered_the_call_and_its_results_are_torchs(route, ran)
     assert args[3] is bias
     assert len(kernels[BACKWARD].calls) == 1
     assert ran() == {}
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["math", "torch's own"])
+@pytest.mark.parametrize("bias", [None, ADDED], ids=["no bias", "bias"])
+def test_shared_heads_are_right_as_torch_2_14_passes_them(route, ran, monkeypatch, native, bias):
+    monkeypatch.setattr(versions, "EFFICIENT_SHARES_HEADS", True)
+    route(native_kernels())
+    inputs, bias = qkv(heads_k=2), None if bias is None else in_steps(bias)
+    policy.activate(True)
+    if not native:
+        attnreg.register_backend("math")
+    for _ in range(3):
+        assert_right(call(inputs, bias=bias), inputs, bias=bias)
+    assert ran() == {"efficient" if native else "math": (3, 3)}
 
 
 BIASES = {

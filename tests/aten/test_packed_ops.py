@@ -19,10 +19,10 @@ from support.cuda_ops import (
 from support.dense import CAUSAL, SCATTERING, assert_near, random_like, with_gradients
 
 import attnreg
-from attnreg.core.aten import cudnn
 from attnreg.core.aten.routing import router
 from attnreg.core.contract.capabilities import Range
 from attnreg.core.dispatch.planning import Native
+from attnreg.core.torchlib import versions
 from attnreg.errors import UnsupportedInputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,11 +36,11 @@ def assert_packed_right(out, inputs, cu_q, cu_k, **meant):
 # ---- cuDNN's op
 
 
-@pytest.mark.parametrize("token_major", [cudnn.TOKEN_MAJOR_LSE, not cudnn.TOKEN_MAJOR_LSE])
+@pytest.mark.parametrize("token_major", [True, False])
 def test_the_cudnn_op_is_right_with_the_lse_of_older_and_newer_torches(
     route, packed, ran, monkeypatch, fake, token_major
 ):
-    monkeypatch.setattr(cudnn, "TOKEN_MAJOR_LSE", token_major)
+    monkeypatch.setattr(versions, "CUDNN_LSE_IS_TOKEN_MAJOR", token_major)
     route()
     *inputs, cu_q, cu_k, max_q, max_k = packed(LENGTHS_Q, LENGTHS_K)
     recorder = fake("mine")

@@ -13,7 +13,7 @@ from attnreg.backends import efficient
 from attnreg.core.dispatch.planning import Native, decide, entries_with_native
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
-from attnreg.core.torchlib import captured
+from attnreg.core.torchlib import captured, versions
 from attnreg.errors import UnsupportedInputError
 from attnreg.tools.measure import QUICK, inputs
 from attnreg.tools.measure.cases import Case
@@ -96,6 +96,30 @@ def test_a_batch_that_a_grid_cannot_hold_is_cut(kernels, monkeypatch, bias):
         assert {args[0].shape[0] for args, _ in fake.calls} == {2, 1}
 
 
+def sharing(shares):
+    """Return the backend as it is where torch's kernels take fewer key heads than query heads, or don't."""
+    limits = {
+        name: dataclasses.replace(getattr(efficient.BACKEND, name), gqa=shares)
+        for name in ("forward", "backward")
+    }
+    return dataclasses.replace(efficient.BACKEND, **limits)
+
+
+def test_whether_heads_share_keys_is_declared_by_torchs_version():
+    assert efficient.FORWARD.gqa is efficient.BACKWARD.gqa is versions.EFFICIENT_SHARES_HEADS
+
+
+@pytest.mark.parametrize("bias", ["none", "additive", "key padding"])
+@pytest.mark.parametrize("dims", [(64, 64), (512, 256)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+def test_from_torch_2_14_on_the_kernels_get_shared_heads_as_they_are(kernels, monkeypatch, heads, dims, bias):
+    monkeypatch.setattr(versions, "EFFICIENT_SHARES_HEADS", True)
+    case = dense(heads=heads, dims=dims, bias=bias, lens_q=(9,) * 2, lens_k=(7,) * 2)
+    assert verified(sharing(True), [case]) == ({"dense"}, set())
+    for fake, place in zip(kernels.values(), (0, 1), strict=True):
+        assert {tuple(x.shape[2] for x in args[place:][:2]) for args, _ in fake.calls} == {heads}
+
+
 CAUSAL = {
     "as many queries as keys": ((5, 5), (-1, 0), 2),
     "fewer queries, bottom-right": ((5, 9), (-1, 0), 2),
@@ -162,12 +186,13 @@ def test_a_forward_of_one_key_is_taken_where_no_gradient_is_needed():
 @pytest.mark.parametrize(("reason", "changes"), REFUSED.items())
 def test_what_the_kernels_do_not_take_is_refused(reason, changes):
     spec = gpu_spec(**{**FLOAT32, **changes})
-    entry = Entry("efficient", "a test", dataclasses.replace(efficient.BACKEND, unavailable=lambda: None))
+    entry = Entry("efficient", "a test", dataclasses.replace(sharing(False), unavailable=lambda: None))
     assert entry.reasons(spec, "forward") == entry.reasons(spec, "backward") == (reason,)
 
 
 ONLY_HERE = {
     "float32": {},
+    **({"shared heads": {"heads_k": 1}} if versions.EFFICIENT_SHARES_HEADS else {}),
     "a bias": {"dtype": "bfloat16", "bias": True},
     "head dim 264": {"dtype": "bfloat16", "head_dim": 264},
     "a batch above 65535": {"batch": 70000},

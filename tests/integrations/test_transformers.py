@@ -10,6 +10,7 @@ from support import transformers_models as models
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import attnreg
+from attnreg.core.torchlib import versions
 from attnreg.errors import InvalidInputError
 from attnreg.integrations import masked, packing
 from attnreg.integrations.packing import LayerOptions
@@ -352,6 +353,30 @@ def test_only_a_capture_of_masked_calls_that_were_packed_before_leaves_cudnn_out
         expected = sdpa(query, query, query, is_causal=True).transpose(1, 2)
         torch.testing.assert_close(out, expected)
     assert of_calls == [True, not is_captured]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_with_a_mask_keys_are_repeated_only_where_torch_has_no_kernel_for_shared_heads(
+    monkeypatch, shares, softcap
+):
+    monkeypatch.setattr(versions, "EFFICIENT_SHARES_HEADS", shares)
+    given, sdpa = [], F.scaled_dot_product_attention
+
+    def watched(query, key, value, *args, **options):
+        given.append((key.shape[1], options["enable_gqa"]))
+        return sdpa(query, key, value, *args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    query, key, value = torch.randn(1, 4, 5, 8), *torch.randn(2, 1, 2, 5, 8)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    out = masked.masked(query, key, value, mask, LayerOptions(0.0, None, softcap, None))
+    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * 8**-0.5
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert given == ([] if softcap else [(2, True) if shares else (4, False)])
 
 
 # Of Llama 4 the layer with chunks has run with its mask before; documents in the other were packed.

@@ -3,13 +3,16 @@
 The stand-ins compute in float64 and keep the rules of the real kernels: what a bias has to be like, an LSE
 whose length is rounded up to 32 with +inf behind the last row and 0 for a row without a key, an output that
 the backward takes for contiguous. Without an LSE, and with one key and value for all heads, a last block of
-one query is wrong (pytorch#191937). Dropout is no more than its seed and offset.
+one query is wrong (pytorch#191937). Up to torch 2.13 all heads have a key of their own. Dropout is no more
+than its seed and offset.
 """
 
 import torch
 from support import truth
 from support.cuda_ops import NativeKernel, differentiated
 from support.dense import CAUSAL, OPEN
+
+from attnreg.core.torchlib import versions
 
 SDPA = "_scaled_dot_product_efficient_attention"
 FORWARD, BACKWARD = "_efficient_attention_forward", "_efficient_attention_backward"
@@ -39,7 +42,8 @@ def rounded(length):
 
 
 def _checked(query, key, bias):
-    assert query.shape[2] == key.shape[2], "the kernels take no fewer key heads"
+    same = query.shape[2] == key.shape[2]
+    assert same or versions.EFFICIENT_SHARES_HEADS, "the kernels take no fewer key heads"
     if bias is None:
         return
     assert bias.dtype == query.dtype

@@ -21,11 +21,12 @@ import torch
 
 from attnreg.core import registry
 from attnreg.core.aten import bypassed, cpu, cudnn, efficient, flash, nested, observers, scoped_ops
-from attnreg.core.aten.routing import TORCH_VERSION, OpLayout, Route, RouterResult, router
+from attnreg.core.aten.routing import OpLayout, Route, RouterResult, router
 from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.captured import torch_registry
 from attnreg.core.torchlib.frames import leave_module_uncompiled
+from attnreg.core.torchlib.versions import TORCH_VERSION
 from attnreg.errors import RegistrationError
 
 log = logging.getLogger("attnreg")

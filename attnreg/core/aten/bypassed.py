@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
-from attnreg.core.aten.routing import TORCH_VERSION
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import scope, trace
 from attnreg.core.dispatch.planning import NOTHING_ASKS, Native, device_of
@@ -33,6 +32,7 @@ from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
@@ -46,8 +46,6 @@ ROUTED = {
     ("cuda", SDPBackend.CUDNN_ATTENTION): cudnn.CUDNN,
     ("cuda", SDPBackend.EFFICIENT_ATTENTION): efficient.EFFICIENT,
 }
-# Whether the flash kernel takes tensors (H, S, D), and one key head for all query heads without enable_gqa.
-BROADCASTS = TORCH_VERSION >= (2, 15)
 SDPA_NAME = "scaled_dot_product_attention"
 SDPA = nested.SDPA
 MATH = "torch's math kernel"
@@ -107,9 +105,10 @@ def selected(
 
     The arguments are the fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
     """
-    arguments = query, key, value, attn_mask, dropout_p, is_causal
-    if not all(x.numel() for x in arguments[:3]):
+    if not all(x.numel() for x in (query, key, value)):
         return Bypassed(MATH, NOTHING_TO_DO)  # whatever the selector chooses: torch returns zeros before it
+    # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
+    arguments = *_with_batch(query, key, value, attn_mask), dropout_p, is_causal
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
@@ -166,6 +165,16 @@ def reasons_of_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[s
     return reasons
 
 
+def _with_batch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return tensors (H, S, D) and their mask with a batch of one where torch's selector does so."""
+    if not (versions.SELECTOR_BROADCASTS and query.dim() == key.dim() == value.dim() == 3):
+        return query, key, value, mask
+    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    return query[None], key[None], value[None], mask
+
+
 def _against_flash_on_cpu(
     query: Tensor,
     key: Tensor,
@@ -175,9 +184,7 @@ def _against_flash_on_cpu(
     enable_gqa: bool,
 ) -> Iterator[str]:
     """Yield why torch doesn't choose the flash kernel: conditions of its `use_flash_attention_cpp`."""
-    if BROADCASTS and query.dim() == key.dim() == value.dim() == 3:
-        query, key, value = query[None], key[None], value[None]
-        attn_mask = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    query, key, value, attn_mask = _with_batch(query, key, value, attn_mask)
     named = {"query": query, "key": key, "value": value}
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
@@ -187,7 +194,7 @@ def _against_flash_on_cpu(
         batches, heads = ([x.shape[dim] for x in named.values()] for dim in (0, 1))
         if len(set(batches)) > 1:
             yield f"query, key and value must have one batch size, got {batches}"
-        shares_one = BROADCASTS and heads[1:] == [1, 1]
+        shares_one = versions.SELECTOR_BROADCASTS and heads[1:] == [1, 1]
         if len(set(heads)) > 1 and not (enable_gqa or shares_one):
             yield f"without enable_gqa query, key and value must have as many heads, got {heads}"
     if attn_mask is not None and attn_mask.dim() not in (2, 4):

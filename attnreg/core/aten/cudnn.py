@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnreg.core.aten import routing
 from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
@@ -28,13 +27,11 @@ from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.launchers import MAX_K, MAX_Q
+from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.layout import with_strides
 
 CUDNN = Native("cuDNN", positive_scale=True, kernel="torch's cudnn_attention kernel")
 OP = "_cudnn_attention"
-
-# Up to torch 2.13 the packed LSE of this op is token-major, (T, H, 1); from 2.14 on it is (H, T).
-TOKEN_MAJOR_LSE = routing.TORCH_VERSION < (2, 14)
 
 TOKEN = 7  # the result that carries a choice: the offset of the random state
 
@@ -55,7 +52,7 @@ def _forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
     # Only where torch's own kernel doesn't run: both draw from the same generator.
     out, lse, seed = run_forward_kernel(plan, query, key, value, call)
     seed = query.new_empty(2, dtype=torch.uint64) if seed is None else seed
-    lse = lse.t().contiguous().unsqueeze(-1) if TOKEN_MAJOR_LSE else lse.contiguous()
+    lse = lse.t().contiguous().unsqueeze(-1) if versions.CUDNN_LSE_IS_TOKEN_MAJOR else lse.contiguous()
     offset = query.new_empty((), dtype=torch.uint64)
     result = (
         out,
@@ -106,23 +103,14 @@ def _dense_forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
             kept = routing.kept_dense(plan, call, key.shape[2], tensors, _auxiliary())
     lengths = query.shape[2], key.shape[2]
     lse = lse.contiguous().unsqueeze(-1)
-    result = _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, seed, offset, None
-    return routing.with_choice(result, TOKEN, choice), kept
+    out = routing.with_dims_ordered_as(query, out.transpose(1, 2))
+    return routing.with_choice((out, lse, None, None, *lengths, seed, offset, None), TOKEN, choice), kept
 
 
 def _auxiliary() -> tuple[Any, ...]:
     """Return models of the results after output and LSE: offsets, lengths, seed and offset, debug mask."""
     word = torch.empty((), dtype=torch.int64, device="meta")
     return None, None, MAX_Q, MAX_K, word, word, None
-
-
-def _laid_out(out: Tensor, query: Tensor) -> Tensor:
-    """Return the output (B, H, S, D_v) with its dimensions in the query's order, like torch's kernels."""
-    if out.shape == query.shape:
-        return routing.with_strides_of(out, query)
-    order = sorted(range(4), key=query.stride().__getitem__, reverse=True)
-    expected = torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device)
-    return out if out.stride() == expected.stride() else expected.copy_(out)
 
 
 def _backward(arguments: CudnnBackward, routed: RoutedCall) -> RouterResult:

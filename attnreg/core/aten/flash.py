@@ -23,6 +23,7 @@ from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.launching.offsets import every_row_sees_a_key
+from attnreg.core.torchlib import versions
 
 # Dense calls come from torch's selector, which has checked them; packed calls come from anywhere.
 KERNEL = "torch's flash_attention kernel"
@@ -61,7 +62,8 @@ def _forward(arguments: FlashForward, routed: RoutedCall) -> RouterResult:
     out, lse, rng_state = run_forward_kernel(plan, query, key, value, call)
     rng_state = query.new_empty(2, dtype=torch.uint64) if rng_state is None else rng_state
     kept = None
-    if call.cu_seqlens_q is None and choice is routed.choice:
+    is_square = value.shape[-1] == query.shape[-1]  # else only Python knows the output's strides
+    if call.cu_seqlens_q is None and choice is routed.choice and is_square:
         tensors, cuts = (query, key, value), _cuts_of_window(arguments)
         kept = routing.kept_dense(plan, call, call.max_k, tensors, _auxiliary(query), cuts)
     if routed.original is not None and not every_row_sees_a_key(query, key, call):
@@ -78,14 +80,15 @@ def _auxiliary(query: Tensor) -> tuple[Tensor, ...]:
 
 
 def _laid_out(result: Tensor, model: Tensor) -> Tensor:
-    """Return a result with the strides that torch's meta function computes for a result shaped like `model`.
+    """Return a result with the strides that torch's meta function computes from `model`.
 
     For a dense call the meta function of the op above applies, whose tensors are (B, H, S, D). The difference
-    matters only where several heads share memory. Tensors here are (B, S, H, D) or (T, H, D).
+    matters only where several heads share memory. Tensors here are (B, S, H, D) or (T, H, D). An output may
+    have another head dim than its model, the query.
     """
     if result.stride() == model.stride() or model.dim() == 3:
         return routing.with_strides_of(result, model)
-    return routing.with_strides_of(result.transpose(1, 2), model.transpose(1, 2)).transpose(1, 2)
+    return routing.with_dims_ordered_as(model.transpose(1, 2), result.transpose(1, 2)).transpose(1, 2)
 
 
 def _forward_inplace(arguments: Any, routed: RoutedCall) -> RouterResult:
@@ -119,7 +122,12 @@ def _native(routed: RoutedCall, call: Call) -> Native | None:
         return None  # torch builds its kernels without ALiBi
     if routed.native is None or call.cu_seqlens_q is not None:
         return routed.native if routed.choice is None else None
-    return DENSE
+    return dense_native()
+
+
+def dense_native() -> Native:
+    """Return the backend of torch's kernel in a dense call; judged if the selector goes by FA4's limits."""
+    return FA2 if versions.selector_counts_on_fa4() else DENSE
 
 
 def _call(

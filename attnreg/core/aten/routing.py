@@ -36,8 +36,6 @@ from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import inductor_is_running, readable, with_last_stride_1
 from attnreg.errors import UnsupportedInputError
 
-TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-
 # What `stats` calls a kernel of torch's that runs a routed op's call by itself.
 TORCHS_OWN = "torch's own kernel"
 
@@ -271,6 +269,18 @@ def with_strides_of(result: Tensor, model: Tensor) -> Tensor:
         return result
     expected = torch.empty_like(model)
     return result if result.stride() == expected.stride() else expected.copy_(result)
+
+
+def with_dims_ordered_as(query: Tensor, out: Tensor) -> Tensor:
+    """Return the output (B, H, S, D_v) with its dimensions in the order of `query`, like torch's kernels.
+
+    The query is (B, H, S, D).
+    """
+    if out.shape == query.shape:
+        return with_strides_of(out, query)
+    order = sorted(range(4), key=query.stride().__getitem__, reverse=True)
+    expected = torch.empty_permuted(out.shape, order, dtype=out.dtype, device=out.device)
+    return out if out.stride() == expected.stride() else expected.copy_(out)
 
 
 def with_choice(results: tuple[Any, ...], place: int, choice: ScopedChoice | None) -> tuple[Any, ...]:

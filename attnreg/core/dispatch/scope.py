@@ -217,7 +217,8 @@ class ScopeInGraph(OwnMode):
         if func is torch.ops.torch_attn._varlen_attn or func is torch.ops.torch_attn._varlen_attn.default:
             needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
             options = {"backend": text_of(self.names), "needs_backward": needs_backward}
-            return torch.ops.attnreg._varlen_attn(*args, **kwargs, **options)
+            kwargs.pop("backend", None)
+            return torch.ops.attnreg._varlen_attn(*args[:CHOSEN_BY_TORCH], **kwargs, **options)
         if func is F.multi_head_attention_forward:
             with self:
                 return _multi_head_attention(*args, **kwargs)
@@ -236,6 +237,8 @@ class ScopeInGraph(OwnMode):
         return in_block
 
 
+# The argument of torch's op, from torch 2.15 on, with the number of the kernel that torch's selector chose.
+CHOSEN_BY_TORCH = 14
 SDPA = torch._C._nn.scaled_dot_product_attention  # also `F.scaled_dot_product_attention`
 _TRACED = (FunctionType, MethodType, torch.nn.Module)  # what higher-order ops trace
 

@@ -1,7 +1,8 @@
 """What attnreg uses of torch's internals, and of the operating system below it.
 
 - `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
-  op. `batches`: batches of gradients. `functionalize`: its rule for an autograd.Function.
+  op. `batches`: batches of gradients. `functionalize`: its rule for an autograd.Function. `versions`: what
+  differs between versions of torch.
 - `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
 - `nan_rows`: rows of NaN that torch's kernel for the CPU hides.
 - `device_code`: small CUDA kernels, compiled by NVRTC.

@@ -33,6 +33,7 @@ from attnreg.core.policy.sources import masks
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Preference
 from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.modes import autocast
 from attnreg.core.varlen.front import Mask
 from attnreg.core.varlen.plans import Lengths, call_of, check_heads, window
@@ -65,9 +66,9 @@ NO_MASK_TO_READ = (
     "the call's own tensors, says on which backend"
 )
 SHARED_HEADS = (
-    "with a mask and enable_gqa torch's own selector takes its math kernel on a GPU, so that attnreg may "
-    "never see the call: repeat key and value over the query's heads (repeat_interleave), and the efficient "
-    "kernel can run it"
+    "with a mask and enable_gqa the selector of torch before 2.14 takes its math kernel on a GPU, so that "
+    "attnreg may never see the call: repeat key and value over the query's heads (repeat_interleave), and "
+    "the efficient kernel can run it"
 )
 BOTTOM_RIGHT = (
     "the causal mask is aligned bottom-right here: the last query sees all keys. is_causal of "
@@ -139,7 +140,8 @@ def described(spec: AttentionSpec) -> CallSpec:
         notes.append(NO_MASK_TO_READ)
     if spec.window == (-1, 0) and not spec.varlen and spec.max_q != spec.max_k:
         notes.append(BOTTOM_RIGHT)
-    if spec.bias and not spec.varlen and spec.device.type == "cuda" and spec.heads_q != spec.heads_k:
+    is_shared = spec.device.type == "cuda" and spec.heads_q != spec.heads_k
+    if spec.bias and not spec.varlen and is_shared and not versions.EFFICIENT_SHARES_HEADS:
         notes.append(SHARED_HEADS)
     if front == SDPA and not spec.varlen and spec.device.type == "cuda" and _is_left_to_math(spec):
         notes.append(ODD_DIMS)
@@ -163,9 +165,10 @@ def dense(
     to (B, H, S_q, S_k). Raises `InvalidInputError` if the arguments contradict each other.
     """
     selection = None
-    if attn_mask is not None and query.dim() == key.dim() >= 2:
+    have_lengths = all(x.dim() >= 2 for x in (query, key, value))
+    if attn_mask is not None and have_lengths:
         _check_mask(*autocast(query, key, attn_mask), enable_gqa)
-    if query.dim() == key.dim() == value.dim() >= 2 and _is_left_to_broadcast(query, key, value, enable_gqa):
+    if have_lengths and _is_left_to_broadcast(query, key, value, enable_gqa):
         # Of these the selector has to see the dims; all else is as with a batch of heads.
         query, key, value = autocast(query, key, value)
         selection = selected(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -215,13 +218,14 @@ def _own_dims(enable_gqa: bool) -> int:
 
 
 def _batches(enable_gqa: bool, *tensors: Tensor) -> list[Tensor]:
-    """Return tensors of equal dims, broadcast to (B, H, S, D)."""
+    """Return query, key and value broadcast to (B, H, S, D)."""
     own = _own_dims(enable_gqa)
-    if tensors[0].dim() < own:
-        raise InvalidInputError(
-            f"query: got shape {tuple(tensors[0].shape)} with enable_gqa=True, expected heads: "
-            "(..., heads, length, head_dim)"
-        )
+    for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if tensor.dim() < own:
+            raise InvalidInputError(
+                f"{name}: got shape {tuple(tensor.shape)} with enable_gqa=True, expected heads: "
+                "(..., heads, length, head_dim)"
+            )
     batch = _broadcast("query, key and value", *(x.shape[:-own] for x in tensors))
     return _four_dims(*(x.expand(*batch, *x.shape[-own:]) for x in tensors))
 
@@ -260,7 +264,8 @@ def masked(call: SdpaCall) -> CallSpec:
     layout = "(B, H, S, D)" if call.query.dim() == 4 else "(..., S, D)"
     inputs = shapes_as(layout, query=call.query.shape, key=call.key.shape, value=call.value.shape)
     described = _causal_bias(call) if is_causal_bias(call.attn_mask) else _masked(call)
-    return described._replace(inputs=inputs)
+    native = flash.dense_native() if described.native is flash.DENSE else described.native
+    return described._replace(native=native, inputs=inputs)
 
 
 def _causal_bias(call: SdpaCall) -> CallSpec:

@@ -1,0 +1,32 @@
+"""What differs between the versions of torch that attnreg supports, by name.
+
+Each name says what torch does, so that a reader of the code that asks needs no version. Facts about CUDA were
+read in torch's headers and libraries of 2.11, 2.14.1 and 2.15.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+# Whether the packed LSE of `_cudnn_attention_forward` is token-major, (T, H, 1), not (H, T).
+CUDNN_LSE_IS_TOKEN_MAJOR = TORCH_VERSION < (2, 14)
+
+# Whether the kernels that torch's selector chooses among take tensors (H, S, D), and one key head for all
+# query heads without enable_gqa.
+SELECTOR_BROADCASTS = TORCH_VERSION >= (2, 14)
+
+# Whether the efficient kernels take fewer key heads than query heads. The backward's op adds the gradients of
+# the query heads that share one. Otherwise the selector takes the math kernel for a mask with enable_gqa.
+EFFICIENT_SHARES_HEADS = TORCH_VERSION >= (2, 14) and torch.version.hip is None
+
+
+def selector_counts_on_fa4() -> bool:
+    """Return whether torch's selector was told to choose the flash op by FA4's limits (from torch 2.15 on).
+
+    Torch's FA4 sets that while it is active. The op then also gets head dims that FA2 can't run, such as 192
+    with values of 128.
+    """
+    is_told = getattr(torch._C, "_get_fa4_sdp_enabled", None)
+    return is_told is not None and bool(is_told())
