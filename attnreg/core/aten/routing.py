@@ -36,9 +36,6 @@ from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import inductor_is_running, readable, with_last_stride_1
 from attnreg.errors import UnsupportedInputError
 
-# What `stats` calls a kernel of torch's that runs a routed op's call by itself.
-TORCHS_OWN = "torch's own kernel"
-
 # An op's results, and how the call cache runs further calls. True means that nothing is registered, so that
 # torch's own kernel runs every call of the op.
 RouterResult = tuple[Any, Kept | PassesAll | None]
@@ -184,11 +181,11 @@ class RoutedCall(NamedTuple):
 
         Raises UnsupportedInputError where torch has no kernel.
         """
-        if self.original is None:
+        if self.original is None or self.native is None:
             raise UnsupportedInputError(f"aten::{self.op}: {why}, and torch has no kernel for this device")
         result = self.original(*self.args, **self.kwargs)
         inputs = inputs_of(self.args if self.op.endswith("backward") else self.args[:3])
-        trace.count_bypassed(f"aten::{self.op}", TORCHS_OWN, why, inputs)
+        trace.count_bypassed(f"aten::{self.op}", self.native.kernel, why, inputs)
         return result, None
 
 
