@@ -45,6 +45,12 @@ def test_a_device_has_a_suggestion(name, meant):
     assert device_meant(name, ("cpu", "cuda")) == (f"; did you mean '{meant}'?" if meant else "")
 
 
+def test_a_device_of_a_registration_has_its_suggestion():
+    for name, meant in (("h100", "sm_90"), ("gpu", "cuda")):
+        with pytest.raises(attnreg.AttnregError, match=f"did you mean '{meant}'"):
+            attnreg.register_backend("math", devices=name)
+
+
 def test_errors_of_settings_and_of_calls_have_the_suggestion(tmp_path, monkeypatch):
     said = "did you mean 'FA2'?"
     with pytest.raises(UnknownBackendError, match=rf"no backend is named 'flash_attention_2'; {said}"):

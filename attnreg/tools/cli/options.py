@@ -279,8 +279,7 @@ def spec_of(
     try:
         selected = Device.parse(device) if device else None
     except InvalidInputError as error:
-        near = device_meant(device, ("cpu", "cuda"))
-        raise InvalidInputError(f"--{error}{near}") from None  # it begins with "device"
+        raise InvalidInputError(f"--{error}") from None  # it begins with "device"
     if selected is None or not selected.simulated:
         selected = planning.device_of(torch_device(device))
     return AttentionSpec(
