@@ -28,6 +28,7 @@ from attnreg.core.dispatch import scope, trace
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import keeps_native, under_a_lock
 from attnreg.core.registry.entry import Entry
+from attnreg.core.settings.other_names import device_meant
 from attnreg.core.times.traces import check_writable
 from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_wrapper_uncompiled
 from attnreg.errors import (
@@ -400,9 +401,10 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
         )
     foreign = sorted({device.type for device in named} - set(serves))
     if (foreign or not named) and entry.backend is not None:
+        near = device_meant(foreign[0], ()) if foreign else ""
         raise RegistrationError(
             f"devices: got {', '.join(first_ten(foreign)) or 'none'}, expected some of those that "
-            f"{entry.name} supports: {', '.join(serves)}"
+            f"{entry.name} supports: {', '.join(serves)}{near}"
         )
     return tuple(device.keys[0] for device in named)
 

@@ -171,6 +171,7 @@ EVERYWHERE = {
     "--dtype bf17": "--dtype: got 'bf17', expected a floating-point dtype",
     "--device banana": "--device: got 'banana', expected 'cpu', 'cuda', 'cuda:N' or another",
 }
+DEVICES, OF_TORCH = "expected 'cpu', 'cuda', 'cuda:N'", "or another device that torch knows"
 WINDOW = {
     "--window 5": "--window: got '5', expected whole numbers: left,right",
     "--window 3,-5": "--window: got '3,-5', expected numbers of keys, -1 for all",
@@ -189,7 +190,9 @@ WINDOW = {
         ("explain", "--kv 2,64,3,32", "heads: got 4 for the query and 3 for the key"),
         ("explain", "--dtype int32", "--dtype: got 'int32', expected a floating-point dtype"),
         ("explain", "--dtype nn", "--dtype: got 'nn', expected a floating-point dtype"),
-        ("explain", "--device sm90x!", "device: got 'sm90x!', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
+        ("explain", "--device sm90x!", "--device: got 'sm90x!', expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'"),
+        ("explain", "--device H100", f"--device: got 'H100', {DEVICES} or 'sm_NN'; did you mean 'sm_90'?"),
+        ("verify", "--device gpu", f"--device: got 'gpu', {DEVICES} {OF_TORCH}; did you mean 'cuda'?"),
         ("explain", "--dropout 1.5", "dropout_p: got 1.5, expected 0 to 1"),
         ("explain", "--prefer math,,cpu", "--prefer: got 'math,,cpu', expected names separated by commas"),
         ("explain", "--tokens-q 5", "--tokens-q: got no --varlen, expected it as well"),

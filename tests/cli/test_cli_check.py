@@ -66,6 +66,18 @@ def test_more_than_ten_faults_are_all_listed_and_an_error_counts_them(call, tmp_
     assert ["FA9" in faults[str(file)][11], "FA8" in faults[str(file)][12]] == [True, True]
 
 
+@pytest.mark.parametrize(("wrong", "code"), [({}, 0), ({"fallbacks": [3]}, 2)], ids=["right", "wrong"])
+def test_lines_of_a_run_are_checked_as_such(call, tmp_path, wrong, code):
+    lists = "fallbacks", "failures", "bypassed", "masks", "overridden", "slow_paths"
+    line = {"program": "a.py", "pid": 1, "calls": {}, **{key: [] for key in lists}, **wrong}
+    file = tmp_path / "stats.jsonl"
+    file.write_text(json.dumps(line) + "\n")
+    result = call("check", str(file), "--json")
+    faults = faults_of(result)[str(file)]
+    assert (result.exit_code, len(faults)) == (code, len(wrong))
+    assert all("fallbacks[0] is no object" in fault for fault in faults)
+
+
 def test_a_variable_of_a_wrong_form_hides_no_fault_of_another(call, monkeypatch):
     wrong = {"POLCY": "order", "STRICT": "maybe", "DISABLE": "mth", "LOCK": "/no/lock.json"}
     for name, value in wrong.items():

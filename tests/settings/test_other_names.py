@@ -3,7 +3,7 @@
 import pytest
 
 import attnreg
-from attnreg.core.settings.other_names import backend_meant
+from attnreg.core.settings.other_names import backend_meant, device_meant
 from attnreg.errors import ConfigError, UnknownBackendError
 
 KNOWN = "cpu", "cuDNN", "efficient", "FA2", "FA3", "FA4", "flex", "math"
@@ -35,6 +35,20 @@ def test_only_backends_that_are_there_are_suggested_and_a_near_name_goes_first()
     assert backend_meant("flash_attention_3", ("FA2", "math")) == "; did you mean 'FA2'?"
     assert backend_meant("xformers", ("FA2", "math")) == ""
     assert backend_meant("my_flash2", (*KNOWN, "my_flash")) == "; did you mean 'my_flash'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("H100", "sm_90"), ("sm90a", "sm_90"), ("gpu", "cuda"), ("cdua", "cuda"), ("mars", "")],
+)
+def test_a_device_has_a_suggestion(name, meant):
+    assert device_meant(name, ("cpu", "cuda")) == (f"; did you mean '{meant}'?" if meant else "")
+
+
+def test_a_device_of_a_registration_has_its_suggestion():
+    for name, meant in (("h100", "sm_90"), ("gpu", "cuda")):
+        with pytest.raises(attnreg.AttnregError, match=f"did you mean '{meant}'"):
+            attnreg.register_backend("math", devices=name)
 
 
 def test_errors_of_settings_and_of_calls_have_the_suggestion(tmp_path, monkeypatch):

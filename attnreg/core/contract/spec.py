@@ -19,6 +19,7 @@ from attnreg.core.contract.options import (
     checked_further,
     further_value,
 )
+from attnreg.core.settings.other_names import device_meant
 from attnreg.errors import InvalidInputError
 
 __all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dtype"]
@@ -80,7 +81,8 @@ class Device:
             return cls("cuda", (int(arch[1]), int(arch[2])), simulated=True)
         if plain := re.fullmatch(r"([a-z]+)(?::(\d+))?", name):
             return cls(plain[1], index=None if plain[2] is None else int(plain[2]))
-        raise InvalidInputError(f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'")
+        near = device_meant(name, ())
+        raise InvalidInputError(f"device: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or 'sm_NN'{near}")
 
     @property
     def arch(self) -> str:

@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from attnreg.core.settings import toml_file
 from attnreg.core.settings.environment import REFERENCE
-from attnreg.core.settings.other_names import backend_meant
+from attnreg.core.settings.other_names import backend_meant, device_meant
 from attnreg.core.settings.toml_file import KeyPath, Origin
 from attnreg.errors import MOST_KNOWN, MOST_LISTED, ConfigError, did_you_mean, first_ten, nearest, short_repr
 
@@ -110,28 +110,13 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-# What people call devices, with the keys that settings have for them. A GPU's key is its compute capability.
-_OTHER_NAMES = {
-    **dict.fromkeys(("gpu", "nvidia", "rocm", "amd"), "cuda"),
-    **dict.fromkeys(("v100", "volta"), "sm_70"),
-    **dict.fromkeys(("t4", "turing"), "sm_75"),
-    **dict.fromkeys(("a100", "ampere"), "sm_80"),
-    **dict.fromkeys(("a10", "a10g", "a40"), "sm_86"),
-    **dict.fromkeys(("l4", "l40", "l40s", "ada"), "sm_89"),
-    **dict.fromkeys(("h100", "h200", "gh200", "hopper"), "sm_90"),
-    **dict.fromkeys(("b200", "gb200", "blackwell"), "sm_100"),
-}
-
-
 # What people call the order of backends of a device.
 _ORDER_ELSEWHERE = ("backend", "backends", "prefer", "preferred")
 
 
 def _device(key: str) -> str:
     if not re.fullmatch(DEVICE_KEY, key):
-        arch = re.fullmatch(r"sm[ _-]?([1-9]\d{1,2})[af]?", key.casefold())
-        meant = f"sm_{arch[1]}" if arch else _OTHER_NAMES.get(key.casefold())
-        near = f"; did you mean '{meant}'?" if meant else did_you_mean(key, DEVICE_TYPES)
+        near = device_meant(key, DEVICE_TYPES)
         raise expected(f"'cpu', 'cuda', another device type of torch or 'sm_NN'{near}")
     return key
 

@@ -1,4 +1,4 @@
-"""What other libraries call kernels, for the suggestions of errors about an unknown name of a backend."""
+"""What people and other libraries call kernels and devices, for the suggestions of errors about names."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ _BACKENDS = (
 _OF_TORCH = frozenset({"sdpa", "torchsdpa", "torch", "pytorch", "native", "default", "auto", "none"})
 
 
+# What people call devices, with the keys that settings have for them. A GPU's key is its compute capability.
+_DEVICES = {
+    **dict.fromkeys(("gpu", "nvidia", "rocm", "amd"), "cuda"),
+    **dict.fromkeys(("v100", "volta"), "sm_70"),
+    **dict.fromkeys(("t4", "turing"), "sm_75"),
+    **dict.fromkeys(("a100", "ampere"), "sm_80"),
+    **dict.fromkeys(("a10", "a10g", "a40"), "sm_86"),
+    **dict.fromkeys(("l4", "l40", "l40s", "ada"), "sm_89"),
+    **dict.fromkeys(("h100", "h200", "gh200", "hopper"), "sm_90"),
+    **dict.fromkeys(("b200", "gb200", "blackwell"), "sm_100"),
+}
+
+
 def backend_meant(name: str, known: Collection[str]) -> str:
     """Return `"; did you mean 'FA2'?"` for a name of another library or a misspelt one, or an empty string.
 
@@ -33,3 +46,10 @@ def backend_meant(name: str, known: Collection[str]) -> str:
             if backend in known and re.search(pattern, plain):
                 return f"; did you mean {backend!r}?"
     return did_you_mean(name, known)
+
+
+def device_meant(name: str, known: Collection[str]) -> str:
+    """Return `"; did you mean 'sm_90'?"` for what else people call a device, or an empty string."""
+    arch = re.fullmatch(r"sm[ _-]?([1-9]\d{1,2})[af]?", name[:100].casefold())
+    meant = f"sm_{arch[1]}" if arch else _DEVICES.get(name[:100].casefold())
+    return f"; did you mean '{meant}'?" if meant else did_you_mean(name, known)

@@ -13,6 +13,7 @@ import typer
 from attnreg.errors import AttnregError, ConfigError
 from attnreg.tools.cli.options import AsJson
 from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.cli.report import OF_LINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from attnreg.core.settings.config import Settings
 
 VARIABLES = "variables"
-FILES = "settings (.toml), a lockfile or a table (.json), or a recording (.jsonl)"
+FILES = "settings (.toml), a lockfile or a table (.json), or a recording or lines of a report (.jsonl)"
 ONLY_FORMAT = "only the format was read; `attnreg lock --check {}` says whether its rows hold on this machine"
 
 Files = Annotated[
@@ -73,15 +74,25 @@ def _faults(read: Callable[[Any], object], value: object, prefix: str = "") -> I
 
 def _of_file(file: Path) -> Iterator[Finding]:
     from attnreg.core.times import traces
+    from attnreg.tools.report import lines
 
     if file.suffix == ".toml":
         yield from _of_settings(file)
     elif file.suffix == ".json":
         yield from _of_json(file)
     elif file.suffix == ".jsonl":
-        yield from _faults(traces.read, file)
+        yield from _faults(traces.read if is_recording(file) else lambda file: lines.read([file]), file)
     else:
         yield Finding(f"{file}: got the suffix {file.suffix!r}, expected {FILES}")
+
+
+def is_recording(file: Path) -> bool:
+    """Whether a file of lines isn't one of ATTNREG_STATS or ATTNREG_REPORT, by its first kilobyte."""
+    try:
+        with file.open("rb") as opened:
+            return OF_LINES.encode() not in opened.read(1024)
+    except OSError:  # whoever reads it says so
+        return True
 
 
 def _of_json(file: Path) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnreg.core.settings.environment import REFERENCE
+from attnreg.core.settings.other_names import device_meant
 from attnreg.errors import (
     BackendUnavailableError,
     ConfigError,
@@ -150,6 +151,7 @@ def torch_device(text: str, option: str = "--device") -> torch.device:
     except RuntimeError:
         raise InvalidInputError(
             f"{option}: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or another device that torch knows"
+            f"{device_meant(text, ('cpu', 'cuda'))}"
         ) from None
     if device.type == "cuda" and gpus:
         device = torch.device("cuda", device.index or 0)
@@ -274,7 +276,10 @@ def spec_of(
             f"{batch} and {head_dim}"
         )
     sides = window_of(window, causal)
-    selected = Device.parse(device) if device else None
+    try:
+        selected = Device.parse(device) if device else None
+    except InvalidInputError as error:
+        raise InvalidInputError(f"--{error}") from None  # it begins with "device"
     if selected is None or not selected.simulated:
         selected = planning.device_of(torch_device(device))
     return AttentionSpec(
