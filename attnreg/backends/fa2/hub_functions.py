@@ -41,6 +41,7 @@ _SHARED = {
     *("softmax_scale", "causal", "is_causal", "window_size", "window_size_left", "window_size_right"),
     *("softcap", "alibi_slopes", "seqused_q", "seqused_k", "sequed_q", "sequed_k", "deterministic"),
 }
+REQUIRED = ("q", "k", "v", "softmax_scale")
 PASSED_FORWARD = _SHARED | {*RETURNS_LSE}
 PASSED_BACKWARD = _SHARED | {"dout", "out", "softmax_lse", "dq", "dk", "dv", "rng_state"}
 
@@ -98,6 +99,12 @@ class FlashFunctions:
         if needed:
             raise RegistrationError(
                 f"{name} of {self.name} needs {', '.join(needed)}, which attnreg doesn't know"
+            )
+        # Each call has a scale of its own. A backward that writes its gradients elsewhere would be wrong.
+        required = (*REQUIRED, *(("dout", "dq", "dk", "dv") if known is PASSED_BACKWARD else ()))
+        if lacking := [each for each in required if each not in parameters]:
+            raise RegistrationError(
+                f"{name} of {self.name} has no argument {', '.join(lacking)}, expected all of them"
             )
         return Function(run, frozenset(parameters) & known)
 

@@ -23,7 +23,7 @@ from attnreg.errors import RegistrationError, did_you_mean
 log = logging.getLogger("attnreg")
 
 NAME = "kernels"
-INSTALL = "pip install 'kernels>=0.14'"
+INSTALL = "pip install 'attnreg[hub]'"
 
 # Names of errors, wherever they are defined: of huggingface_hub, requests, httpx and Python.
 _NETWORK = {
