@@ -21,16 +21,20 @@ from attnreg.core.launching.rows import clear_backward, clear_forward
 
 
 class Provider(Protocol):
-    """What passes a call on to flash-attn's kernels, in their own conventions.
-
-    Tensors are (B, S, H, D) or packed (T, H, D). The LSE is float32, (B, H, S) or (H, T).
-    """
+    """What passes a call on to flash-attn's kernels, in their own conventions."""
 
     def forward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor]:
-        """Return output and LSE of (query, key, value), shaped as the class says."""
+        """Return output and LSE of (query, key, value).
+
+        Tensors are (B, S, H, D) or packed (T, H, D). The LSE is float32, (B, H, S) or (H, T).
+        """
 
     def backward(self, tensors: tuple[Tensor, ...], call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients for (grad_out, query, key, value, out, lse), shaped as the class says."""
+        """Return the gradients of query, key and value, in their shapes and dtype.
+
+        `tensors` are (grad_out, query, key, value, out, lse), in the layouts of `forward`: (B, S, H, D) or
+        (T, H, D).
+        """
 
 
 def adapt(provider_of: Callable[[Call], Provider]) -> tuple[Callable[..., Any], Callable[..., Any]]:

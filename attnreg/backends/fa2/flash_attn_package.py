@@ -139,7 +139,10 @@ class Package:
 
 
 def shared_arguments(call: Call, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """Return the arguments of all four ops, with offsets and lengths for packed calls."""
+    """Return the arguments of all four ops, with offsets and lengths for packed calls.
+
+    Query, key and value are (B, S, H, D) or (T, H, D), in any dtype.
+    """
     causal, left, right = kernel_mask(call)
     packed = zip(_PACKED, kernel_lengths(query, key, call), strict=True) if call.varlen else ()
     return {

@@ -18,8 +18,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from attnreg.core.contract.spec import Device
 from attnreg.core.torchlib import caches, children
 from attnreg.core.torchlib.locks import rewriting
@@ -66,7 +64,7 @@ def device_text(device: Device) -> str:
 
 def file_of(revision: str, device: Device) -> Path:
     """Return the file for what came of a verification."""
-    key = "\n".join((revision, device.type, device.name, device.arch, torch.__version__))
+    key = "\n".join((revision, device.type, device.name, device.arch, _torch_version()))
     return caches.folder("verified") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
@@ -74,7 +72,7 @@ def remember(name: str, revision: str, device: Device, checks: int, wrong: str) 
     """Write down what came of a verification; raises OSError if that can't be written."""
     file = file_of(revision, device)
     record = {
-        "backend": name, "revision": revision, "device": str(device), "torch": torch.__version__,
+        "backend": name, "revision": revision, "device": str(device), "torch": _torch_version(),
         "by": f"attnreg {sys.modules['attnreg'].__version__}", "checks": checks, "wrong": wrong,
     }  # fmt: skip
     caches.make(file.parent)
@@ -83,6 +81,12 @@ def remember(name: str, revision: str, device: Device, checks: int, wrong: str) 
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump(record, stream, indent=1)
     Path(made).replace(file)
+
+
+def _torch_version() -> str:
+    import torch  # here: decisions about recorded calls need none
+
+    return str(torch.__version__)
 
 
 def _read(file: Path) -> dict[str, Any] | None:
