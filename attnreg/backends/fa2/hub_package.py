@@ -27,9 +27,8 @@ INSTALL = "pip install 'attnreg[hub]'"
 
 # Names of errors, wherever they are defined: of huggingface_hub, requests, httpx and Python.
 _NETWORK = {
-    "ConnectError", "ConnectTimeout", "ConnectionError", "LocalEntryNotFoundError", "NetworkError",
-    "OfflineModeIsEnabled", "ProxyError", "ReadTimeout", "SSLError", "Timeout", "TimeoutError",
-    "TimeoutException",
+    "ConnectError", "ConnectionError", "LocalEntryNotFoundError", "NetworkError", "OfflineModeIsEnabled",
+    "ProxyError", "SSLError", "Timeout", "TimeoutError", "TimeoutException",
 }  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def _import_repository(kernels: Any, source: HubName) -> Any:
     try:
         return kernels.get_kernel(repository, revision=revision)
     except Exception as error:
-        if source.is_pinned or not _is_of_network(error):
+        if source.is_pinned or _of_network(error) is None:
             raise
         if (module := _import_cached(kernels, source)) is None:
             raise
@@ -149,11 +148,12 @@ def _explain(error: BaseException, source: HubName) -> str:
     if kinds & {"RepositoryNotFoundError", "GatedRepoError"}:
         near = did_you_mean(name, KNOWN) if name not in KNOWN else ""
         return f"the hub has no repository {name}, or only for some (HF_TOKEN names who asks){near}"
-    if _is_of_network(error) or "offline mode" in text:
+    if (cause := _of_network(error)) or "offline mode" in text:
+        said = f"{type(cause).__name__}: {cause}" if cause else "Hugging Face's packages are in offline mode"
         return (
-            f"the hub can't be reached, and {source} isn't in the cache of {NAME} (KERNELS_CACHE names its "
-            f'folder). Where there is a network, this fetches it: python -c "import kernels; '
-            f"kernels.install_kernel('{name}', revision='{source.revision}')\" ({text})"
+            f"the hub can't be reached ({said}), and {source} isn't in the cache of {NAME}, whose folder "
+            f'KERNELS_CACHE names. Where there is a network, this fetches it: python -c "import kernels; '
+            f"kernels.install_kernel('{name}', revision='{source.revision}')\""
         )
     if "trust" in text:
         return (
@@ -165,15 +165,21 @@ def _explain(error: BaseException, source: HubName) -> str:
     return f"{source} can't be imported: {type(error).__name__}: {text}"
 
 
-def _is_of_network(error: BaseException) -> bool:
-    return any(type(each).__name__ in _NETWORK or isinstance(each, ConnectionError) for each in _chain(error))
+def _of_network(error: BaseException) -> BaseException | None:
+    """Return the error of the network that an error was raised for; `kernels` words some as another one."""
+    for each in _chain(error):
+        if isinstance(each, ConnectionError) or not _NETWORK.isdisjoint(
+            base.__name__ for base in type(each).__mro__
+        ):
+            return each
+    return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised for, with their base classes' names in mind: see `_NETWORK`."""
-    seen: set[int] = set()
+    """Yield an error and the errors that it was raised for."""
+    visited: set[int] = set()
     at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
+    while at is not None and id(at) not in visited:
+        visited.add(id(at))
         yield at
         at = at.__cause__ or at.__context__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,20 +44,22 @@ class SourcedEntry(Entry):
 
     def __init__(self, source: HubName) -> None:
         origin = f"folder {source.folder}" if source.folder else f"repository {source.repository}"
+        self._backend: Backend | None = None
         # As a backend that a package installs, it is behind all others unless it is asked for.
         super().__init__(str(source), origin, installed=True)
-        del self.backend  # so that the first reader opens it
         self.source = source
-        self._is_opening = False
+        self._is_open = self._is_opening = False
         self._verdicts: dict[tuple[str, int | None], str] = {}
 
-    @functools.cached_property
-    def backend(self) -> Backend | None:  # type: ignore[override]  # it is set once, as the field is
+    # Not `cached_property`: that of Python 3.11 has a lock for all entries.
+    @property
+    def backend(self) -> Backend | None:
         """Its declaration; None if it can't be loaded, and `cause` is the error then."""
+        if self._is_open:
+            return self._backend
         with alone(self):
-            if "backend" in vars(self):  # another thread has opened it meanwhile
-                opened: Backend | None = vars(self)["backend"]
-                return opened
+            if self._is_open:  # another thread has opened it meanwhile
+                return self._backend
             if self._is_opening:
                 raise RegistrationError(
                     f"{self.name} is being loaded: its import has called attention that would run on it, "
@@ -66,14 +67,18 @@ class SourcedEntry(Entry):
                 )
             self._is_opening = True
             try:
-                made: Backend = importlib.import_module(HUB).backend_of(self.source)
+                self._backend = importlib.import_module(HUB).backend_of(self.source)
             except BaseException as error:  # noqa: BLE001 - kept as the cause
                 raise_if_of_program(error)
                 self.cause = strip_tracebacks(error)
-                return None
             finally:
                 self._is_opening = False
-            return made
+            self._is_open = True
+            return self._backend
+
+    @backend.setter
+    def backend(self, value: Backend | None) -> None:
+        self._backend = value
 
     def unavailable(self) -> str:
         """Return why the kernel can't load here, or an empty string; loads it to find out."""
