@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support import hub
+from support import fake_fa2, hub, packages
 from support.command_line import invoke, rows, words
 
 import attnreg
@@ -18,6 +18,7 @@ from attnreg.backends.fa2 import hub_package
 from attnreg.backends.fa2.hub_functions import FlashFunctions
 from attnreg.core import registry
 from attnreg.core.registry import verification
+from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.isolation import run_in_thread
 from attnreg.errors import (
     BackendUnavailableError,
@@ -47,6 +48,36 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
     return q, q[..., 0].transpose(1, 2)
 """
 FORWARD_ONLY = "del _flash_attn_backward, _flash_attn_varlen_backward"
+
+
+FLASH_3 = """
+_dense, _packed, _packed_func = _flash_attn_backward, _flash_attn_varlen_backward, flash_attn_varlen_func
+del _flash_attn_varlen_backward
+
+def flash_attn_varlen_func(q, k, v, *args, **options):
+    assert k.isfinite().all() and v.isfinite().all(), "a NaN that no query sees is loaded, and spreads"
+    return _packed_func(q, k, v, *args, **options)
+
+flash_attn_varlen_func.__wrapped__ = _packed_func
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):
+    assert all(x.isfinite().all() for x in (dout, q, k, v, out)), "a NaN spreads"
+    mask = 0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap, deterministic
+    tensors = dout, q, k, v, out, softmax_lse, dq, dk, dv
+    if cu_seqlens_q is None:
+        _dense(*tensors, *mask)
+    else:
+        _packed(*tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *mask)
+"""
+# Cases in which the kernels leave something to be converted, and one of each layout besides.
+OF_CONVENTIONS = (
+    *("heads 6:3", "packed tail of NaN", "no keys", "packed no keys"),
+    *("packed empty between", "packed window (4, 4)", "window (0, -1), few keys", "layout odd rows"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +276,27 @@ del _flash_attn_varlen_backward
     assert forward.devices == ("cpu",)
 
 
-def test_one_backward_for_both_layouts_is_flash_attn_3s():
+def test_kernels_with_the_conventions_of_flash_attn_2_keep_the_contract(monkeypatch, tmp_path):
+    monkeypatch.setattr(captured, "kernel", fake_fa2.Torch().kernel)
+    file = made(tmp_path / "kernel") / "build" / "torch-cpu" / "__init__.py"
+    file.write_text((HERE / "cuda_kernel.py").read_text())
+    backend = registry.find(f"hub:{tmp_path / 'kernel'}").backend
+    both, _ = packages.verified(backend, [case for case in packages.SHORT if case.name in OF_CONVENTIONS])
+    assert both == set(OF_CONVENTIONS) - {"window (0, -1), few keys"}
+
+
+def test_kernels_with_the_conventions_of_flash_attn_3_keep_the_contract(kernel):
+    backend = registry.find(kernel(FLASH_3)).backend
+    both, _ = packages.verified(backend, [case for case in packages.SHORT if case.name in OF_CONVENTIONS])
+    assert both == set(OF_CONVENTIONS) - {"window (0, -1), few keys"}
+    spec = packages.gpu_spec("cpu", deterministic=True, head_dim=256)
+    assert backend.backward.unsupported(spec) == (
+        "head_dim must be at most 192 with deterministic algorithms, got 256",
+    )
+    assert backend.forward.unsupported(spec) == ()
+
+
+def test_one_backward_for_both_layouts_is_given_the_layout():
     seen = {}
 
     def forward(q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k): ...
@@ -484,9 +535,13 @@ def test_where_nothing_can_be_noted_the_kernel_is_left_out(kernel, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_the_checks_run_in_a_process_of_their_own(kernel, monkeypatch, verified, package):
+def test_the_checks_run_in_a_process_of_their_own(kernel, monkeypatch, verified):
     monkeypatch.setattr(verification, "_run", RUN)
-    attnreg.register_backend(name := kernel())
+    few = "def flash_attn_func(q, k, v, softmax_scale=None, right=flash_attn_func): return right("
+    only = (
+        f"{FORWARD_ONLY}, flash_attn_varlen_func\n{few}q, k, v, 0.0, softmax_scale, return_attn_probs=True)"
+    )
+    attnreg.register_backend(name := kernel(only))
     q = query()
     F.scaled_dot_product_attention(q, q, q)
     assert (calls_of(name), verified) == ({"forward": 1}, [])

@@ -35,6 +35,17 @@ class _HubBackward(Capabilities):
         return super().unsupported(spec) or further
 
 
+class _OneBackward(_HubBackward):
+    """A backward for both layouts, as flash-attn 3 has it, with the limits of its kernels."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        reasons = super().unsupported(spec)
+        if reasons or not spec.deterministic or spec.head_dim <= 192:
+            return reasons
+        return (f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}",)
+
+
 def backend_of(source: HubName) -> Backend:
     """Load a kernel and declare what it can run.
 
@@ -53,11 +64,12 @@ def backend_of(source: HubName) -> Backend:
         "gqa": True,
         "capture": device == "cuda",
     }
+    of_kernel = _OneBackward if functions.has_one_backward else _HubBackward
     version = ", ".join(filter(None, (f"kernels {loaded.version}", loaded.variant)))
     return Backend(
         name=str(source),
         forward=Capabilities(**limits | of_forward | {"deterministic": True}),
-        backward=_HubBackward(**limits | of_backward, delta_from_out=True) if of_backward else None,
+        backward=of_kernel(**limits | of_backward, delta_from_out=True) if of_backward else None,
         load=lambda: Kernels(forward, backward if of_backward else None),
         unavailable=partial(_unavailable, device),
         version=lambda: f"{loaded.revision} ({version})",

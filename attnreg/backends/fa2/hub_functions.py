@@ -66,6 +66,8 @@ class FlashFunctions:
 
     Attributes:
         forwards, backwards: the function for dense and that for packed calls; None where there is none.
+        has_one_backward: whether one function runs both, as in flash-attn 3. Its kernels read the rows that
+            no sequence counts.
 
     Raises:
         RegistrationError: the kernel has no forward, or a function needs what attnreg doesn't know.
@@ -82,10 +84,9 @@ class FlashFunctions:
             )
         dense = self._find(module, "_flash_attn_backward", PASSED_BACKWARD)
         packed = self._find(module, "_flash_attn_varlen_backward", PASSED_BACKWARD)
-        # FA3 has one function for both. Its kernels read the rows that no sequence counts.
-        self._reads_unused = packed is None
-        if packed is None and dense is not None and "cu_seqlens_q" in dense.names:
-            packed = dense
+        self._reads_unused = packed is None  # or may do so: without a backward nothing is known
+        self.has_one_backward = packed is None and dense is not None and "cu_seqlens_q" in dense.names
+        packed = dense if self.has_one_backward else packed
         self.backwards = dense if self.forwards[0] else None, packed if self.forwards[1] else None
 
     def _find(self, module: Any, name: str, known: set[str]) -> Function | None:

@@ -113,7 +113,7 @@ def _run(name: str, device: Device) -> str:
         return f"its checks couldn't be started: {error}"
     if done.returncode < 0:
         return f"its checks ended by signal {-done.returncode}"
-    return " ".join((done.stderr.strip() or done.stdout.strip()).split())[-400:]
+    return " ".join((done.stdout.strip() or done.stderr.strip()).split())[-400:]
 
 
 def _environment() -> dict[str, str]:

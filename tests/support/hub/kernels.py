@@ -27,7 +27,7 @@ class RevisionNotFoundError(Exception):
 
 def get_local_kernel(repo_path, *, backend=None):
     for base in (repo_path, repo_path / "build"):
-        for variant in sorted(base.glob("torch-cpu")):
+        for variant in sorted(base.glob("torch-*")):
             name = f"_kernel_{abs(hash(variant))}"
             if name not in sys.modules:
                 spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
