@@ -18,6 +18,7 @@ from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.spec import AttentionSpec, canonical_dtype
 from attnreg.core.dispatch.planning import device_of
 from attnreg.core.registry.entry import CHECK_FAILED, Entry
+from attnreg.core.registry.sourced import under_test
 from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
@@ -170,7 +171,10 @@ class Conformance:
 
         Raises `BackendUnavailableError` if the backend can't load here.
         """
-        check = check if isinstance(check, Check) else Check(check)
+        with under_test():
+            return self._run(check if isinstance(check, Check) else Check(check))
+
+    def _run(self, check: Check) -> Outcome:
         spec = check.case.spec(device_of(self.device))
         kernels = self._entry.kernels(spec)
         forward = self._entry.reasons(spec, "forward")

@@ -38,7 +38,7 @@ def test_the_extras_that_messages_advise_exist_and_none_of_them_has_to_be_built(
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     code = [file.read_text(encoding="utf-8") for file in (ROOT / "attnreg").rglob("*.py")]
     advised = {name for text in code for name in re.findall(r"pip install 'attnreg\[(\w+)\]'", text)}
-    assert advised == {"fa4", "cudnn", "plots"}
+    assert advised == {"fa4", "cudnn", "hub", "plots"}
     assert extras.keys() == advised | {"all"}
     assert extras["all"] == [f"attnreg[{','.join(name for name in extras if name != 'all')}]"]
     # Source only: pip can't even resolve it where torch and nvcc aren't at hand.

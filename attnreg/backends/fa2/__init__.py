@@ -11,17 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attnreg.backends.fa2.flash_attn_package import Package, installed, missing, package
-from attnreg.backends.fa2.native import PAGES, SPLITS, TorchKernels, is_empty, keeps_contract
+from attnreg.backends.fa2.conventions import Provider, adapt, against_card, against_sums, rounded_dim
+from attnreg.backends.fa2.flash_attn_package import installed, missing, package
+from attnreg.backends.fa2.native import PAGES, SPLITS, TorchKernels
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut, cut_of_decoding
 from attnreg.core.contract.spec import AttentionSpec
-from attnreg.core.launching.offsets import empty_results
-from attnreg.core.launching.regular import fills
-from attnreg.core.launching.rows import clear_backward, clear_forward
 
 
 class _FA2Forward(Capabilities):
@@ -99,27 +96,10 @@ def _package_reasons(spec: AttentionSpec, otherwise: str = "") -> Iterator[str]:
 
 
 def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
-    # torch/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: too little shared memory.
-    small = spec.device.capability is not None and (
-        (8, 6) <= spec.device.capability <= (8, 9) or spec.device.capability >= (12, 0)
-    )
-    if small and spec.head_dim > 192 and (spec.head_dim <= 224 or spec.dropout > 0.0):
-        yield (
-            "head_dim must be at most 192, or above 224 without dropout, on compute capability "
-            f"8.6 to 8.9 and 12, got {spec.head_dim}"
-        )
+    yield from against_card(spec)
     if spec.alibi or spec.softcap:
         yield from _package_reasons(spec)
-        # csrc/flash_attn/src/flash_bwd_kernel.h up to 2.8.3 computes in 32 bits where a sequence's sums for
-        # dq begin. On overflow the kernel writes to any address, and the CUDA context is lost. Torch's
-        # kernels use 64 bits (https://github.com/Dao-AILab/flash-attention/pull/2260).
-        step = 32 if spec.head_dim <= 128 else 64
-        sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * _rounded_dim(spec)
-        if spec.varlen and sums >= 2**31:
-            yield (
-                f"(tokens + 128 * sequences) * heads * head dim rounded up to {step} must be below 2**31 for "
-                f"a packed backward with {'alibi_slopes' if spec.alibi else 'softcap'}, got {sums}"
-            )
+        yield from against_sums(spec, "alibi_slopes" if spec.alibi else "softcap")
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -137,15 +117,10 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     yield Cut.of("batch", at=GRID // max(spec.heads_q, 1) + 1)
     for tokens, heads in (("tokens_q", spec.heads_q), ("tokens_k", spec.heads_k)):
         yield Cut.of(tokens, at=-(-(2**31) // max(heads * spec.head_dim, 1)))
-    width = spec.heads_q * _rounded_dim(spec)
+    width = spec.heads_q * rounded_dim(spec)
     yield Cut(((1, ("tokens_q",)), (128, ("batch",))), at=-(-(2**31) // max(width, 1)))
     yield from (Cut.of("max_q", at=length) for length in (1, 2))
     yield Cut.of("max_q", at=cut_of_decoding(spec))
-
-
-def _rounded_dim(spec: AttentionSpec) -> int:
-    step = 32 if spec.head_dim <= 128 else 64
-    return -(-spec.head_dim // step) * step
 
 
 def _unavailable() -> str | None:
@@ -164,65 +139,11 @@ def _version() -> str:
 def _load() -> Kernels:
     native = TorchKernels()
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if is_empty(query, key, call):
-            return empty_results(query, value, call)
-        options = call.block_table is not None, call.alibi_slopes is not None, call.softcap
-        by_package = _needs_package(*options)
-        provider: TorchKernels | Package = package() if by_package else native
-        out, lse = provider.forward((query, key, value), call)
-        return (out, lse) if keeps_contract(query, key, call) else _to_contract(out, lse, call)
+    def provider_of(call: Call) -> Provider:
+        by_package = _needs_package(call.block_table is not None, call.alibi_slopes is not None, call.softcap)
+        return package() if by_package else native
 
-    def backward(
-        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if is_empty(query, key, call):
-            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        by_package = call.alibi_slopes is not None or call.softcap > 0.0
-        provider: TorchKernels | Package = package() if by_package else native
-        if keeps_contract(query, key, call):
-            return provider.backward((grad_out, query, key, value, out, lse), call)
-        if call.cu_seqlens_q is not call.cu_seqlens_k or call.cu_seqlens_q is None:
-            lse = torch.nan_to_num(lse, torch.nan, torch.inf, torch.inf)  # marks such rows for the kernels
-        grad_q, grad_k, grad_v = provider.backward((grad_out, query, key, value, out, lse), call)
-        if _has_offsets(call):
-            clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)  # type: ignore[arg-type]
-            return grad_q, grad_k, grad_v
-        return (
-            _zero_unused_rows(grad_q, call.cu_seqlens_q),
-            _zero_unused_rows(grad_k, call.cu_seqlens_k),
-            _zero_unused_rows(grad_v, call.cu_seqlens_k),
-        )
-
-    return Kernels(forward, backward, native.specialize)
-
-
-def _to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Set rows without a key and unused rows to the contract's values, in place."""
-    if _has_offsets(call):
-        clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)  # type: ignore[arg-type]
-        return out, lse
-    lse = lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
-    if call.cu_seqlens_q is None or fills(call.cu_seqlens_q, len(out)):
-        return out, lse
-    lse.masked_fill_(_unused(lse.shape[-1], call.cu_seqlens_q), -torch.inf)
-    return _zero_unused_rows(out, call.cu_seqlens_q), lse
-
-
-def _has_offsets(call: Call) -> bool:
-    """Whether the lengths of both sides follow from their offsets."""
-    return call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and call.seqused_k is None
-
-
-def _zero_unused_rows(packed: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Zero the rows past the last offset, which the kernels don't write, in place."""
-    if cu_seqlens is None:
-        return packed
-    return packed.masked_fill_(_unused(packed.shape[0], cu_seqlens)[:, None, None], 0.0)
-
-
-def _unused(tokens: int, cu_seqlens: Tensor) -> Tensor:
-    return torch.arange(tokens, device=cu_seqlens.device) >= cu_seqlens[-1]
+    return Kernels(*adapt(provider_of), native.specialize)
 
 
 def _priority(spec: AttentionSpec) -> int:

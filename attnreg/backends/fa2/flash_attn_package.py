@@ -111,7 +111,7 @@ class Package:
 
         Tensors are (B, S, H, D) or (T, H, D), float16 or bfloat16; the LSE is (B, H, S) or (H, T), float32.
         """
-        arguments = _shared_arguments(call, *tensors) | {"return_softmax": False}
+        arguments = shared_arguments(call, *tensors) | {"return_softmax": False}
         name = "_flash_attn_forward"
         if call.varlen:
             name = "_flash_attn_varlen_forward"
@@ -133,13 +133,16 @@ class Package:
             dout=readable(grad_out), out=readable(out), softmax_lse=lse.contiguous(),
             dq=grad_q, dk=grad_k, dv=grad_v, deterministic=call.repeatable,
             rng_state=None if call.rng_state is None else call.rng_state.view(torch.int64),
-            **_shared_arguments(call, *inputs),
+            **shared_arguments(call, *inputs),
         )  # fmt: skip
         return grad_q, grad_k, grad_v
 
 
-def _shared_arguments(call: Call, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
-    """Return the arguments of all four ops, with offsets and lengths for packed calls."""
+def shared_arguments(call: Call, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Return the arguments of all four ops, with offsets and lengths for packed calls.
+
+    Query, key and value are (B, S, H, D) or (T, H, D), in any dtype.
+    """
     causal, left, right = kernel_mask(call)
     packed = zip(_PACKED, kernel_lengths(query, key, call), strict=True) if call.varlen else ()
     return {

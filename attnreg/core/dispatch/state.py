@@ -224,6 +224,7 @@ class State:
     )  # fmt: skip
 
     def __init__(self) -> None:
+        policy.is_active()  # reading the settings makes kernels from the hub known, which is a change
         self.generation = registry.generation
         self.entries: Mapping[str, Entry] = registry.entries()
         self.kinds: dict[tuple[object, ...], CallKind] = {}

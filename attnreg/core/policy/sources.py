@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from attnreg.core.policy.lockfile import Lockfile
 from attnreg.core.policy.lockfile import load as load_lock
 from attnreg.core.settings import environment
 from attnreg.core.settings.environment import AS_GIVEN, NATIVE, ON_ERROR, REFERENCE, EnvironmentSettings
+from attnreg.core.settings.hub_names import is_hub_name
 from attnreg.core.times.table import check_writable as check_file
 from attnreg.core.times.table import load as load_table
 from attnreg.core.times.tables import Named
@@ -120,6 +121,7 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
     if variables.lock is not None:
         with _named(LOCK):
             lock = load_lock(variables.lock)
+            _know_hub_names({row.backend for row in lock.rows})
     return replace(fresh, tables=tuple(tables), lock=lock)
 
 
@@ -173,6 +175,16 @@ def _named(setting: str) -> Iterator[None]:
         raise ConfigError(f"{setting}: {error}") from error
 
 
+def _know_hub_names(names: Iterable[str]) -> None:
+    """Have the registry know the kernels from the hub among some names; loads none."""
+    for name in names:
+        if is_hub_name(name):
+            try:
+                registry.find(name)
+            except UnknownBackendError as error:
+                raise ConfigError(str(error)) from None
+
+
 def check_names(fresh: Sources) -> None:
     """Check the names of backends only, not the files that settings name.
 
@@ -191,6 +203,7 @@ def check_names(fresh: Sources) -> None:
 
         for loaded in fresh.loaded:
             config.check_backends(loaded, [entry.name for entry in registry.entries().values()])
+            _know_hub_names(config.names_of(loaded.settings))
     off = disabled(fresh)
     for name in variables.backend:
         if source := off.get(name.casefold()):

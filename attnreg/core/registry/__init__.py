@@ -4,9 +4,9 @@ Everything here, the settings in force and the routers are behind one lock. It c
 values, so a reader never sees half a change. `generation` is replaced at every change; what other modules
 derive from the registry is valid for as long as the generation is the same object.
 
-`entry` has what is known of one backend, `loading` which thread loads it. `discovery` finds backends,
-`known_issues` has kernels that are wrong in some versions. May import: `adaptation` and all below it, but no
-backend.
+`entry` has what is known of one backend, `loading` which thread loads it. `discovery` finds backends;
+`sourced` has those that a name brings, and `verification` what checks of them have found. `known_issues` has
+kernels that are wrong in some versions. May import: `adaptation` and all below it, but no backend.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import NamedTuple
 from attnreg.core.contract.backend import Backend
 from attnreg.core.registry.discovery import discover
 from attnreg.core.registry.entry import Entry
+from attnreg.core.registry.sourced import SourcedEntry
+from attnreg.core.settings import hub_names
 from attnreg.core.settings.other_names import backend_meant
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import (
@@ -107,18 +109,46 @@ def entries() -> Mapping[str, Entry]:
 
 
 def find(name: str) -> Entry:
-    """Return the backend of that name, whatever its case; an `UnknownBackendError` lists the known ones."""
+    """Return the backend of that name, whatever its case; an `UnknownBackendError` lists the known ones.
+
+    A name that begins with `hub:` is that of a kernel from the hub, which loads when it is first needed.
+    """
     known = entries()
     names = [other.name for other in known.values()]
     shown = first_ten(names, most=MOST_KNOWN)
     if not isinstance(name, str):
         got = f"a Backend named {name.name!r}" if isinstance(name, Backend) else short_repr(name)
         raise UnknownBackendError(f"got {got}, expected the name of a backend: {', '.join(shown)}")
+    if hub_names.is_hub_name(name):
+        return _from_hub(name)
     entry = known.get(name.strip().casefold())
     if entry is None:
-        hint, named = backend_meant(name, names) or ";", short_repr(name)
+        hint = hub_names.suggested(name) or backend_meant(name, names) or ";"
+        named = short_repr(name)
         raise UnknownBackendError(f"no backend is named {named}{hint} known backends: {', '.join(shown)}")
     return entry
+
+
+def _from_hub(name: str) -> Entry:
+    """Return the kernel of a hub's name, which is known from now on; loads nothing."""
+    global _entries
+    try:
+        source = hub_names.parse(name)
+    except ValueError as error:
+        raise UnknownBackendError(str(error)) from None
+    with lock:
+        key = str(source).casefold()
+        present = entries().get(key)
+        if present is None:
+            _entries = {**entries(), key: (entry := SourcedEntry(source))}
+            changed()
+            return entry
+    if present.name != str(source):
+        raise UnknownBackendError(
+            f"got {short_repr(name)}, but {present.name!r} is known, expected the same upper and lower case: "
+            "folders and revisions may differ in nothing else"
+        )
+    return present
 
 
 def add(backend: Backend, origin: str) -> Entry:

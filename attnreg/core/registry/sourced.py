@@ -1,0 +1,116 @@
+"""A backend that a name brings, opened when first needed, and verified before it serves."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.registry import verification
+from attnreg.core.registry.entry import Entry
+from attnreg.core.registry.loading import alone
+from attnreg.core.settings.hub_names import HubName
+from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
+from attnreg.errors import RegistrationError
+
+if TYPE_CHECKING:
+    from attnreg.core.contract.backend import Backend
+
+# By name: `registry` stands below the backends.
+HUB = "attnreg.backends.fa2.hub"
+
+_tests = 0  # how many checks of the conformance kit are running
+
+
+@contextmanager
+def under_test() -> Iterator[None]:
+    """Have backends run calls unverified inside the block: the conformance kit verifies them."""
+    global _tests
+    _tests += 1
+    try:
+        yield
+    finally:
+        _tests -= 1
+
+
+class SourcedEntry(Entry):
+    """A kernel from the hub.
+
+    What it can run depends on its functions, so reading `backend` for the first time downloads and imports
+    it. Calls run on it once the conformance kit has found nothing wrong with it on their device.
+    """
+
+    def __init__(self, source: HubName) -> None:
+        origin = f"folder {source.folder}" if source.folder else f"repository {source.repository}"
+        self._backend: Backend | None = None
+        # As a backend that a package installs, it is behind all others unless it is asked for.
+        super().__init__(str(source), origin, installed=True)
+        self.source = source
+        self._is_open = self._is_opening = False
+        self._verdicts: dict[tuple[str, int | None], str] = {}
+
+    # Not `cached_property`: that of Python 3.11 has a lock for all entries.
+    @property
+    def backend(self) -> Backend | None:
+        """Its declaration; None if it can't be loaded, and `cause` is the error then."""
+        if self._is_open:
+            return self._backend
+        with alone(self):
+            if self._is_open:  # another thread has opened it meanwhile
+                return self._backend
+            if self._is_opening:
+                raise RegistrationError(
+                    f"{self.name} is being loaded: its import has called attention that would run on it, "
+                    "expected another backend there, as in use_backend('math')"
+                )
+            self._is_opening = True
+            try:
+                self._backend = importlib.import_module(HUB).backend_of(self.source)
+            except BaseException as error:  # noqa: BLE001 - kept as the cause
+                raise_if_of_program(error)
+                self.cause = strip_tracebacks(error)
+            finally:
+                self._is_opening = False
+            self._is_open = True
+            return self._backend
+
+    @backend.setter
+    def backend(self, value: Backend | None) -> None:
+        self._backend = value
+
+    def unavailable(self) -> str:
+        """Return why the kernel can't load here, or an empty string; loads it to find out."""
+        return super().unavailable() if self.backend is not None or self.cause is not None else ""
+
+    def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
+        """Return every reason against running one direction of `spec` here; a failed verification is one."""
+        against = super().reasons(spec, direction)
+        if against or _tests or spec.device.simulated:
+            return against
+        verdict = self._verdict(spec.device)
+        return (verdict,) if verdict else ()
+
+    def _verdict(self, device: Device) -> str:
+        """Return what the conformance kit has found wrong on a device; empty if the kernel may serve."""
+        key = device.type, device.index
+        if key not in self._verdicts:
+            with alone(self):
+                if key not in self._verdicts:
+                    self._verdicts[key] = verification.verdict(self.name, self._revision, device)
+        return self._verdicts[key]
+
+    @property
+    def _revision(self) -> str:
+        """Which kernel it is, without what its version says of how it was loaded."""
+        return self.version().partition(" (")[0]
+
+    def remember(self, device: Device, checks: int, wrong: str) -> None:
+        """Write down what all checks of the kit have found on a device; `wrong` is empty for nothing.
+
+        Raises OSError if the cache folder can't be written.
+        """
+        verification.remember(self.name, self._revision, device, checks, wrong)
+        with alone(self):
+            self._verdicts.clear()

@@ -1,0 +1,72 @@
+"""Names of kernels from the hub: `hub:owner/repository@revision`, or `hub:` and a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from attnreg.errors import did_you_mean, short_repr
+
+PREFIX = "hub:"
+# Repositories whose kernels have flash-attn's functions, to suggest where a name is wrong.
+KNOWN = tuple(f"kernels-community/{name}" for name in ("flash-attn2", "flash-attn3", "vllm-flash-attn3"))
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_REVISION = re.compile(r"[\w./+-]+")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubName(NamedTuple):
+    """Where a kernel comes from: a repository and its revision (branch, tag or commit), or a folder."""
+
+    repository: str = ""
+    revision: str = ""
+    folder: str = ""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the name means the same kernel at each start: a whole commit does, a branch doesn't."""
+        return not self.repository or _COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        return PREFIX + (self.folder or f"{self.repository}@{self.revision}")
+
+
+def is_hub_name(name: object) -> bool:
+    """Whether a name asks for a kernel from the hub; it may still be malformed."""
+    return isinstance(name, str) and name.strip().casefold().startswith(PREFIX)
+
+
+def parse(name: str) -> HubName:
+    """Read a name that begins with `hub:`; a relative folder is one of the current folder.
+
+    Raises ValueError, which says what was got and expected.
+    """
+    text = name.strip()[len(PREFIX) :].strip()
+    if text.startswith((".", "/", "~", os.sep)):
+        return HubName(folder=os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - links stay
+    repository, at, revision = text.partition("@")
+    near = did_you_mean(repository, KNOWN) if repository not in KNOWN else ""
+    if not _REPOSITORY.fullmatch(repository):
+        raise ValueError(
+            f"got {short_repr(name)}, expected {PREFIX}owner/repository@revision, or {PREFIX} and the path "
+            f"of a folder (./, ~/ or / first){near}"
+        )
+    if not _REVISION.fullmatch(revision):
+        got = (
+            "an empty revision" if at and not revision else "no revision" if not at else short_repr(revision)
+        )
+        raise ValueError(
+            f"{short_repr(name)}: got {got}, expected one behind an @: a commit, which always means the same "
+            f"kernel, or a branch such as {PREFIX}{repository}@v1{near}"
+        )
+    return HubName(repository, revision)
+
+
+def suggested(name: str) -> str:
+    """Return `"; did you mean 'hub:...'?"` for a name that lacks the prefix; else an empty string."""
+    _, _, rest = name.rpartition(":")
+    repository = rest.partition("@")[0].strip()
+    return f"; did you mean '{PREFIX}{rest.strip()}'?" if _REPOSITORY.fullmatch(repository) else ""
