@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
+from attnreg.core.dispatch import scope
 
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
 MADE = attnreg.use_backend("math")
@@ -152,6 +153,23 @@ def test_torchs_varlen_attn_runs_by_the_choice_in_one_graph():
     out, _, ran = backends_of(torch.compile(program, backend="aot_eager", fullgraph=True), x)
     assert ran == {"math": (1, 1)}
     torch.testing.assert_close(out, packed(x))
+
+
+@pytest.mark.skipif(not scope.HAS_OUT, reason="torch 2.11 has no varlen_attn_out")
+def test_torchs_varlen_attn_out_runs_by_the_choice_in_one_graph():
+    def program(x, out):
+        with attnreg.use_backend("math"):
+            return torchs.varlen_attn_out(out, x, x, x, CU, CU, 3, 3)
+
+    x = torch.randn(5, 2, 8)
+    out = torch.empty_like(x)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), attnreg.register_backend("cpu"):
+        returned = compiled(x, out)
+    assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
+    expected = attnreg.varlen_attn(x, x, x, CU, CU, 3, 3)
+    for found in (out, returned):
+        torch.testing.assert_close(found, expected)
 
 
 @torch.compiler.disable

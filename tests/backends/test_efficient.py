@@ -37,12 +37,22 @@ SHORT = [
 ]
 
 
+def sharing(shares):
+    """Return the backend as it is where torch's kernels take fewer key heads than query heads, or don't."""
+    limits = {
+        name: dataclasses.replace(getattr(efficient.BACKEND, name), gqa=shares)
+        for name in ("forward", "backward")
+    }
+    return dataclasses.replace(efficient.BACKEND, **limits)
+
+
 # Values
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_case_that_the_kernels_take_is_right(kernels, dtype):
-    both, forwards = verified(efficient.BACKEND, [case for case in SHORT if case.dtype == dtype])
+def test_every_case_that_the_kernels_take_is_right(kernels, monkeypatch, dtype):
+    monkeypatch.setattr(versions, "EFFICIENT_SHARES_HEADS", True)
+    both, forwards = verified(sharing(True), [case for case in SHORT if case.dtype == dtype])
     assert {"key padding mask", "no keys", "window (-1, 0)", "window (-1, 0), few queries"} <= both
     assert not [name for name in both | forwards if "varlen" in name or name.startswith("window (0")]
     assert "gradient of the LSE, few keys" in both
@@ -94,15 +104,6 @@ def test_a_batch_that_a_grid_cannot_hold_is_cut(kernels, monkeypatch, bias):
     assert verified(efficient.BACKEND, [case]) == ({"dense"}, set())
     for fake in kernels.values():
         assert {args[0].shape[0] for args, _ in fake.calls} == {2, 1}
-
-
-def sharing(shares):
-    """Return the backend as it is where torch's kernels take fewer key heads than query heads, or don't."""
-    limits = {
-        name: dataclasses.replace(getattr(efficient.BACKEND, name), gqa=shares)
-        for name in ("forward", "backward")
-    }
-    return dataclasses.replace(efficient.BACKEND, **limits)
 
 
 def test_whether_heads_share_keys_is_declared_by_torchs_version():

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from attnreg.core import registry
 from attnreg.core.selection.decision import Preference
+from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import OwnMode
@@ -214,11 +215,13 @@ class ScopeInGraph(OwnMode):
             return _run_between_graphs(self.names, func, args, kwargs)
         if func is SDPA:
             return torch.ops.attnreg._sdpa(*args, **kwargs, backends=list(self.names))
-        if func is torch.ops.torch_attn._varlen_attn or func is torch.ops.torch_attn._varlen_attn.default:
-            needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
-            options = {"backend": text_of(self.names), "needs_backward": needs_backward}
-            kwargs.pop("backend", None)
-            return torch.ops.attnreg._varlen_attn(*args[:CHOSEN_BY_TORCH], **kwargs, **options)
+        ops = torch.ops.torch_attn
+        if func is ops._varlen_attn or func is ops._varlen_attn.default:
+            return _varlen_attn(self.names, args, kwargs)
+        if HAS_OUT and (func is ops._varlen_attn_out or func is ops._varlen_attn_out.default):
+            out, lse, _ = _varlen_attn(self.names, args[1:], kwargs)
+            args[0].copy_(out)
+            return lse
         if func is F.multi_head_attention_forward:
             with self:
                 return _multi_head_attention(*args, **kwargs)
@@ -237,6 +240,14 @@ class ScopeInGraph(OwnMode):
         return in_block
 
 
+def _varlen_attn(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the results of attnreg's op for the arguments of torch's, by the backends of a block."""
+    needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
+    kwargs = kwargs | {"backend": text_of(names), "needs_backward": needs_backward}
+    return torch.ops.attnreg._varlen_attn(*args[:CHOSEN_BY_TORCH], **kwargs)
+
+
+HAS_OUT = versions.TORCH_VERSION >= (2, 12)  # whether torch has `varlen_attn_out`
 # The argument of torch's op, from torch 2.15 on, with the number of the kernel that torch's selector chose.
 CHOSEN_BY_TORCH = 14
 SDPA = torch._C._nn.scaled_dot_product_attention  # also `F.scaled_dot_product_attention`
