@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.capabilities import Capabilities, Range
+from attnreg.core.contract.options import OPTIONS
 from attnreg.errors import InvalidInputError
 from attnreg.testing.fronts import FRONTS
 from attnreg.tools import measure
 from attnreg.tools.measure import CASES, QUICK, Case, Inputs
-from attnreg.tools.measure.cases import DIMS, Layout
+from attnreg.tools.measure.cases import DIMS, WITHOUT_OPTIONS, Layout, field_of
 
 # Most models compute in the first.
 DTYPES_BY_USE = ("bfloat16", "float16", "float32", "float64")
@@ -29,17 +31,9 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "gqa": lambda case: case.heads[0] != case.heads[1],
     "causal": lambda case: case.window == (-1, 0),
     "window": lambda case: case.window[0] >= 0 or case.window[1] > 0,
-    "dropout": lambda case: case.dropout > 0.0,
-    "bias": lambda case: case.bias != "none",
-    "alibi": lambda case: case.alibi,
-    "seqused_k": lambda case: case.seqused_k is not None,
-    "key_ranges": lambda case: case.key_ranges > 0,
-    "page_size": lambda case: case.page_size is not None,
-    "num_splits": lambda case: case.num_splits is not None,
+    **{row.field: partial(lambda option, case: case.has(option), row) for row in OPTIONS if field_of(row)},
     "any_scale": lambda case: case.scale is not None and case.scale <= 0.0,
-    "softcap": lambda case: case.softcap > 0.0,
-    **dict.fromkeys(("grad_lse", "delta_from_out"), lambda case: case.grad_lse),
-    "sinks": lambda case: case.counts_sinks,
+    "delta_from_out": lambda case: case.grad_lse,
     "deterministic": lambda case: case.deterministic,
     "batch_invariant": lambda case: case.batch_invariant,
 }
@@ -114,7 +108,10 @@ def checks_for(backend: Backend, dtypes: Iterable[str], seed: int, full: bool) -
 
 def declared(limits: Capabilities | None) -> list[str]:
     """Return which of `ABILITIES` a direction declares."""
-    on = {field.name for field in fields(Capabilities) if limits and getattr(limits, field.name)}
+    if limits is None:
+        return []
+    on = {field.name for field in fields(Capabilities) if getattr(limits, field.name)}
+    on |= {row.field for row in OPTIONS if limits.runs(row)}
     return [name for name in ABILITIES if name in on]
 
 
@@ -197,12 +194,11 @@ def _packed(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., 
 
 def _counting_sinks(case: Case) -> Case:
     """Return a packed case whose kernels count sinks: every row sees another key, and no option is given."""
-    options = "alibi", "deterministic", "batch_invariant", "grad_lse", "poison"
-    changes: dict[str, Any] = dict.fromkeys(options, False) | dict.fromkeys(("num_splits", "seqused_k"))
+    changes = WITHOUT_OPTIONS | dict.fromkeys(("deterministic", "batch_invariant", "poison"), False)
     changes["lens_k"] = tuple(map(max, case.lens_q, case.lens_k))
     # The gradient has a number for each head: of a few numbers the largest error may be small by chance.
     changes["heads"] = tuple(count * -(-16 // case.heads[0]) for count in case.heads)
-    return replace(case, counts_sinks=True, tail=0, softcap=0.0, **changes)
+    return replace(case, **changes | {"counts_sinks": True, "tail": 0})
 
 
 def _lengths(draw: random.Random, limits: Capabilities, varlen: bool) -> tuple[tuple[int, ...], ...]:

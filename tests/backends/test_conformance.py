@@ -13,6 +13,7 @@ from attnreg.backends import cpu as cpu_backend
 from attnreg.backends import math as math_backend
 from attnreg.core import registry
 from attnreg.core.contract.backend import Kernels
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import Device
 from attnreg.testing import Conformance
 from attnreg.tools.measure import CASES, QUICK, measure
@@ -48,15 +49,26 @@ CHECKS = [
 ]
 
 # What each backend may refuse, and how often in one dtype; a front's calls and drawn ones are never refused.
-SINKS = "sinks must be None"
+NO_CPU = {row.name for row in OPTIONS} - {
+    "dropout", "attn_bias", "alibi_slopes", "seqused_k", "block_table", "num_splits", "softcap", "grad_lse",
+}  # fmt: skip
+
+
+def refused_options(names):
+    """Return the reasons against options, and how many cases of one dtype have each."""
+    cases = [case for case in QUICK if case.dtype == "bfloat16"]
+    return {
+        row.reason.partition(", got")[0]: sum(case.has(row) for case in cases)
+        for row in OPTIONS
+        if row.name in names
+    }
+
+
 REFUSED = {
-    "math": Counter({SINKS: 3}),
+    "math": Counter(refused_options({"sinks"})),
     "cpu": Counter(
-        {
-            SINKS: 3,
-            "key_ranges must be None": 3,
-            **{f"head_dim of the value must be that of the query, {dim}": 1 for dim in (5, 32, 40, 64, 192)},
-        }
+        refused_options(NO_CPU)
+        | {f"head_dim of the value must be that of the query, {dim}": 1 for dim in (5, 32, 40, 64, 192)}
     ),
 }
 # What it refuses beyond its limits: calls with an option that only the compiled kernel has.

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support.options import NUMBERS, number_of
 
 import attnreg
 
@@ -131,6 +132,8 @@ def test_every_field_of_a_spec_has_an_option(call):
         " --num-splits 4 --softcap 30 --grad-lse --sinks --deterministic --capture --backward --scale 0"
         " --json"
     )
+    others = [row for row in NUMBERS if row.field in plain and row.name.replace("_", "-") not in everything]
+    everything += "".join(f" --option {row.name}={number_of(row)}" for row in others)
     found = json.loads(call("explain", *everything.split()).stdout)["spec"]
     # A setting, and the options that have no field.
     assert {field for field in plain if plain[field] == found[field]} == {"batch_invariant", "further"}

@@ -17,7 +17,10 @@ row = options.Option(
 reason = "gains must be None, got a tensor"
 gains = options.Option(name="gains", values="tensor", reason=reason, label="gains")
 # In compiled graphs, too.
-warmth = dataclasses.replace(row, name="warmth", argument="warmth", field="warmth", in_op=8, reason="no {}")
+last = max(known.in_op for known in options.OPTIONS)
+warmth = dataclasses.replace(
+    row, name="warmth", argument="warmth", field="warmth", in_op=last + 1, reason="no {}"
+)
 # A factor on the query of each head, which is learned.
 tilt = options.Option(
     name="tilt", values="tensor", shapes=("H",), dtype="float64", gradient=True, reason="no tilt",
@@ -30,7 +33,9 @@ import attnreg
 from attnreg.core import registry
 from attnreg.core.times.traces import spec_from, spec_to
 from attnreg.tools.cli.options import further
+from attnreg.tools import measure
 from attnreg.tools.measure import reference
+from attnreg.tools.tuning.workload import unmeasurable
 
 def sharpened(kernel):
     def run(*arguments):
@@ -132,6 +137,15 @@ seen["in graph"] = all(torch.allclose(x, y) for x, y in zip((out, *grads), wante
 whole = lambda: attnreg.varlen_attn(*arguments, is_causal=True, sharpness=2.0)
 compiled = torch.compile(whole, backend="eager")
 seen["compiled"] = torch.allclose(compiled(), expected(8**-0.5 * 2.0)[0])
+case = measure.Case(name="any", lens_q=(3, 4), lens_k=(3, 4), varlen=True)
+drawn = measure.inputs(case)
+drawn = drawn._replace(call=drawn.call.with_options({"sharpness": 2.0}))
+seen["unknown"] = [
+    error(lambda: reference.attention(case, drawn, torch.float64)), error(lambda: measure.Sample(case, drawn))
+]
+seen["tuned"] = unmeasurable(spec)
+half = options.Option(name="half", values="number", off=0.5)
+seen["off"] = [type(known.off).__name__ for known in (row, half)]
 print(json.dumps(seen))
 """
 RAN = {"warm": {"forward": 1, "backward": 1}}
@@ -171,6 +185,11 @@ def test_a_row_and_a_kernel_add_an_option(routers):
     assert seen["compiled"]
     assert seen["in graph"] and seen["not in graph"]
     assert seen["learned"] == [True] * 3
+    # Nothing computes or measures the call without the option.
+    assert [name for name, _ in seen["unknown"]] == ["TypeError"] * 2
+    assert all("unexpected keyword argument 'sharpness'" in text for _, text in seen["unknown"])
+    assert seen["tuned"] == "sharpness can't be measured: the default order decides"
+    assert seen["off"] == ["int", "float"]
     assert seen["wrong"] == [
         f"tilt: got shape {got}, expected (2,), torch.float64"
         for got in ("(3,), torch.float64", "(2,), torch.float32")

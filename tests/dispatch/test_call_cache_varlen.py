@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from support.launcher_kinds import PACKED, forward_function, lse_of, tensors
+from support.options import NUMBERS, number_of
 from support.varlen_calls import LENGTHS, assert_right, attend
 from test_call_cache import deterministic, offset_by_one, scoped
 from test_launchers import fails
@@ -129,15 +130,17 @@ FIELDS = {
     "block_table": paged,
     "attn_bias": None,
     "alibi_slopes": lambda given: attend(given, alibi_slopes=torch.tensor([0.5, 0.1, 0.3, 0.2])),
-    "dropout": lambda given: attend(given, dropout_p=0.5),
     "rng_state": None,
-    "num_splits": lambda given: attend(given, num_splits=2),
     "deterministic": lambda given: deterministic(lambda: attend(given)),
     "batch_invariant": None,  # a setting: a change drops everything
-    "softcap": lambda given: attend(given, softcap=1.0),
     "grad_lse": None,
     "sinks": lambda given: attend(given, sinks=torch.zeros(4)),
     "key_ranges": lambda given: attend(given, key_ranges=whole_ranges()),
+    **{
+        row.name: functools.partial(attend, **{row.argument: number_of(row)})
+        for row in NUMBERS
+        if row.name in Call._fields
+    },
     "further": None,  # the call cache runs no call with a further option: `test_made_up_option.py`
 }
 FURTHER = {
@@ -174,6 +177,14 @@ def test_a_call_that_differs_is_planned(compiled, packed, planned, differs):
     assert planned(lambda: attend(given)) == 0
     assert planned(lambda: differs(given)) == 1
     assert planned(lambda: attend(given)) == 0
+
+
+@pytest.mark.parametrize("option", [{"key_ranges": None}, {"num_splits": 0}, {"softcap": None}], ids=str)
+def test_an_option_that_is_given_as_off_keeps_the_call_in_the_cache(compiled, packed, planned, option):
+    given = packed(LENGTHS, grad=False)
+    for _ in range(3):
+        attend(given)
+    assert planned(lambda: attend(given, **option)) == 0
 
 
 def test_a_scale_of_zero_is_not_no_scale(packed_plan, pair):

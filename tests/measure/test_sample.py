@@ -8,6 +8,8 @@ import torch
 from attnreg.core import registry
 from attnreg.core.adaptation.sinks import with_rescaling
 from attnreg.core.contract.backend import Kernels
+from attnreg.core.contract.options import OPTIONS
+from attnreg.errors import InvalidInputError
 from attnreg.tools.measure import Case, Sample, copies
 from attnreg.tools.measure.inputs import inputs
 
@@ -38,6 +40,8 @@ CASES = {
     "gradient of the LSE": dense(70, 40, grad_lse=True, window=(-1, 0)),
     "packed gradient of the LSE": dense(1, lens_q=(80, 7), lens_k=(90, 9), varlen=True, grad_lse=True),
     "softcap": dense(70, softcap=1.0, window=(-1, 0)),
+    "slopes": dense(70, alibi=True, window=(-1, 0)),
+    "ranges of keys": dense(1, lens_q=(80, 7, 33), lens_k=(80, 9, 33), varlen=True, key_ranges=2),
     "sinks": dense(1, lens_q=(80, 7, 33), lens_k=(80, 9, 33), varlen=True, counts_sinks=True, heads=(4, 2)),
     "sinks, many keys": dense(1, lens_q=(3,), lens_k=(5000,), varlen=True, counts_sinks=True),
 }
@@ -105,13 +109,21 @@ def test_results_computed_some_rows_at_a_time_are_those_of_all_rows(monkeypatch)
             assert error.kernel == pytest.approx(at_once[part][name].kernel, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["softcap", "sinks", "sinks, many keys"])
-def test_softcap_and_sinks_of_the_call_count(name):
+@pytest.mark.parametrize("name", ["softcap", "slopes", "ranges of keys", "sinks", "sinks, many keys"])
+def test_the_options_of_the_call_count(name):
     case = CASES[name]
     given, found = results_of(case)
-    without = given._replace(call=given.call._replace(softcap=0.0, sinks=None))
+    without = given._replace(call=given.call.with_options({row.name: row.off for row in OPTIONS}))
     assert Sample(case, given).verdict(found).wrong == ""
     assert Sample(case, without).verdict(found).wrong.startswith(("out of sequence ", "lse of sequence "))
+
+
+@pytest.mark.parametrize("option", [{"dropout": 0.5}, {"seqused_k": torch.ones(2).int()}], ids=str)
+def test_a_call_whose_right_results_a_sample_does_not_know_is_refused(option):
+    case = CASES["dense"]
+    given = inputs(case)
+    with pytest.raises(InvalidInputError, match=f"^Sample: got a call with {next(iter(option))}, expected"):
+        Sample(case, given._replace(call=given.call._replace(**option)))
 
 
 @pytest.mark.parametrize("bias", ["key padding", "additive"])

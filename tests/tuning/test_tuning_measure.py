@@ -7,10 +7,12 @@ import re
 
 import pytest
 import torch
+from support.options import value_in_spec
 from support.tuned import CPU, SPEC, altered, off_by, raising, spec_with, watched
 
 from attnreg.core.contract.capabilities import Range
-from attnreg.core.contract.spec import Device
+from attnreg.core.contract.options import OPTIONS
+from attnreg.core.contract.spec import Device, arguments_of
 from attnreg.core.times.kinds import size_of
 from attnreg.core.times.points import Front
 from attnreg.core.times.table import Environment, Table, load
@@ -20,7 +22,15 @@ from attnreg.tools.tuning import measure as measuring
 from attnreg.tools.tuning.checks import Checks, DeviceLostError
 from attnreg.tools.tuning.measure import Measurement
 from attnreg.tools.tuning.session import kept
-from attnreg.tools.tuning.workload import coarse_to_fine, copies, grid, lengths, small_cases, unmeasurable
+from attnreg.tools.tuning.workload import (
+    case_of,
+    coarse_to_fine,
+    copies,
+    grid,
+    lengths,
+    small_cases,
+    unmeasurable,
+)
 
 SMALL = spec_with(32)
 BOTH = dataclasses.replace(SMALL, needs_backward=True)
@@ -200,12 +210,23 @@ def test_a_small_case_is_of_the_kind_of_its_spec():
     assert len(set(small_cases(spec_with(4096, varlen=True))[0].lens_q)) == 3
 
 
-@pytest.mark.parametrize(
-    "changes", [{"dropout": 0.1}, {"bias": True}, {"page_size": 16}, {"batch": 0}], ids=str
-)
-def test_what_no_tensors_can_be_made_for_says_so(changes):
-    assert unmeasurable(spec_with(**changes))
+def test_a_call_of_nothing_says_so():
+    assert unmeasurable(spec_with(batch=0))
     assert not unmeasurable(SPEC)
+
+
+@pytest.mark.parametrize("row", OPTIONS, ids=lambda row: row.name)
+def test_an_option_is_measured_and_checked_or_said_not_to_be(row):
+    """A time without the option would be taken for one with it."""
+    value = value_in_spec(row)
+    spec = spec_with(varlen=True, **arguments_of({row.field: value}))
+    specs = [case.spec(spec.device) for case in (case_of(spec), *small_cases(spec))]
+    kept = [getattr(found, row.field) == value for found in specs]
+    assert kept in ([True] * 3, [False] * 3)
+    assert kept[0] or row.name not in ("softcap", "grad_lse", "sinks")
+    assert unmeasurable(spec) == (
+        "" if kept[0] else f"{row.field} can't be measured: the default order decides"
+    )
 
 
 # The grids

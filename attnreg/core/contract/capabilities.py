@@ -224,9 +224,7 @@ def _badly_typed(name: str, value: object) -> str:
         known, exists = (DEVICES, _is_device) if name == "devices" else (DTYPES, DTYPES.__contains__)
         return "" if all(map(exists, value)) else f"torch's own names: {', '.join(known)}"
     if name == "options":
-        options = [row.name for row in OPTIONS]
-        are_options = isinstance(value, tuple) and all(name in options for name in value)
-        return "" if are_options else f"a tuple of options: {', '.join(options)}"
+        return _expected_options(value)
     if name == "compute_capability":
         return (
             ""
@@ -241,6 +239,19 @@ def _badly_typed(name: str, value: object) -> str:
             else "a Range of whole numbers from low to high, its step 1 or more"
         )
     return "" if isinstance(value, bool) else "True or False"
+
+
+def _expected_options(value: object) -> str:
+    """Return what was expected of `options`: options with a field are declared by that field alone."""
+    names = value if isinstance(value, tuple) else (None,)
+    without_field = [row.name for row in OPTIONS if row.field not in Capabilities.__dataclass_fields__]
+    for row in OPTIONS:
+        if row.name in names and row.name not in without_field:
+            declared = "Range(...)" if row.values == "pages" else "True"
+            return f"{row.field}={declared} in place of {row.name!r}, which has a field"
+    if all(name in without_field for name in names):
+        return ""
+    return f"a tuple of options without a field: {', '.join(without_field) or 'there are none'}"
 
 
 def _is_device(name: str) -> bool:

@@ -83,6 +83,9 @@ class Option:
         if self.argument == "":
             object.__setattr__(self, "argument", self.name)
         object.__setattr__(self, "field", self.field or self.name)
+        if isinstance(self.off, float) and self.off.is_integer():
+            # Dynamo takes a float of a module for a symbol in dynamic graphs, and compiles these twice.
+            object.__setattr__(self, "off", int(self.off))
         if self.in_op and self.gradient and not self.rescales:
             raise ValueError(
                 f"{self.name}: got in_op with gradient, expected one: the op has three gradients"

@@ -7,7 +7,7 @@ and tests build it for hardware that isn't there. `Device` is the device of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -272,6 +272,12 @@ class AttentionSpec:
 
     def _labels(self) -> Iterator[str]:
         return (row.label.format(getattr(self, row.field)) for row in OPTIONS if row.is_on_in(self))
+
+
+def arguments_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, by their fields, as arguments of an `AttentionSpec`: by `further` what has no field."""
+    own = {name: value for name, value in options.items() if name in AttentionSpec.__dataclass_fields__}
+    return own | {"further": {name: options[name] for name in options.keys() - own.keys()}}
 
 
 def _option(spec: AttentionSpec, name: str) -> Any:

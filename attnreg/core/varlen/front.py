@@ -35,6 +35,7 @@ __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 Mask = tuple[bool, Sequence[int] | None, float | None, bool]
 
 
+ROWS = {row.argument: row for row in OPTIONS}
 TENSORS = [row.argument for row in OPTIONS if row.argument is not None and row.is_tensor]
 # The options that the custom op has no argument for.
 NOT_IN_OP = {row.argument: row for row in OPTIONS if row.argument is not None and not row.in_op}
@@ -144,6 +145,8 @@ def varlen_attn(
         BackendUnavailableError: that `backend` can't load here.
         TypeError: there is no such option.
     """
+    if options:
+        options = _without_off(options)
     compiling = torch.compiler.is_compiling()
     returns_lse = asks_for_lse(return_aux)
     is_spread = spread.is_on or group is not None or mesh is not None
@@ -157,7 +160,7 @@ def varlen_attn(
             cache is not None
             and seqused_k is None
             and block_table is None
-            and num_splits is None
+            and not num_splits
             and not softcap
             and alibi_slopes is None
             and not dropout_p
@@ -170,8 +173,6 @@ def varlen_attn(
             )  # fmt: skip
             if results is not None:
                 return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
-    if options:
-        options_of(options)  # raises where there is no such option
     lengths = cu_seq_q, cu_seq_k, max_q, max_k
     options |= {
         "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits, "softcap": softcap,
@@ -184,6 +185,12 @@ def varlen_attn(
     else:
         results = _attend_unspread(*call)
     return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
+
+
+def _without_off(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a call, by their arguments, without those that are off; checks the names."""
+    options_of(options)
+    return {name: value for name, value in options.items() if ROWS[name].is_on(value)}
 
 
 def _attend_unspread(

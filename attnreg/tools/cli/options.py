@@ -106,9 +106,9 @@ def seconds(text: str) -> float:
 def further(texts: Sequence[str]) -> dict[str, Any]:
     """Read `--option`, repeated; returns fields of an `AttentionSpec`, `further` among them."""
     from attnreg.core.contract.options import OPTIONS
-    from attnreg.core.contract.spec import AttentionSpec
+    from attnreg.core.contract.spec import arguments_of
 
-    rows, own, others = {row.name: row for row in OPTIONS}, dict[str, Any](), dict[str, Any]()
+    rows, values = {row.name: row for row in OPTIONS}, dict[str, Any]()
     for text in texts:
         name, is_number, number = text.partition("=")
         try:
@@ -118,9 +118,8 @@ def further(texts: Sequence[str]) -> dict[str, Any]:
             raise InvalidInputError(f"--option: got {text!r}, expected {expected}") from None
         if name not in rows:
             raise InvalidInputError(f"--option: there is no option {name!r}{did_you_mean(name, rows)}")
-        field = rows[name].field
-        (own if field in AttentionSpec.__dataclass_fields__ else others)[field] = value
-    return own | {"further": others}
+        values[rows[name].field] = value
+    return arguments_of(values)
 
 
 def dtype_name(text: str) -> str:

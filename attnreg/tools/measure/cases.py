@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from attnreg.core.contract.spec import LEAST_SCALE, AttentionSpec, Device
+from attnreg.core.contract.options import OPTIONS, Option
+from attnreg.core.contract.spec import LEAST_SCALE, AttentionSpec, Device, arguments_of
 
 Layout = Literal["plain", "bhsd", "fused qkv", "last dim strided", "one key head", "offset", "odd rows"]
 Bias = Literal["none", "key padding", "additive"]
@@ -173,14 +174,35 @@ class Case:
             heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dims[0], head_dim_v=self.dims[1],
             tokens_q=sum(self.lens_q) + self.tail if self.varlen else -1,
             tokens_k=sum(self.lens_k) + self.tail if self.varlen else -1,
-            varlen=self.varlen, window=self.window, bias=self.bias != "none", alibi=self.alibi,
-            seqused_k=self.seqused_k is not None, page_size=self.page_size,
-            dropout=self.dropout, num_splits=self.num_splits, softcap=self.softcap,
-            grad_lse=self.grad_lse, sinks=self.counts_sinks, key_ranges=self.key_ranges > 0,
+            varlen=self.varlen, window=self.window,
             positive_scale=self.scale is None or self.scale >= LEAST_SCALE,
             deterministic=self.deterministic, needs_backward=needs_backward,
             batch_invariant=self.batch_invariant,
+            **arguments_of({row.field: self._described(row) for row in OPTIONS}),
         )  # fmt: skip
+
+    def has(self, option: Option) -> bool:
+        """Whether the call has an option."""
+        field = field_of(option)
+        return bool(field) and getattr(self, field) != WITHOUT_OPTIONS[field]
+
+    def _described(self, option: Option) -> Any:
+        """Return the value of `AttentionSpec`'s field: of a tensor only whether there is one."""
+        if option.values not in ("number", "integer", "pages"):
+            return self.has(option)
+        return getattr(self, field_of(option)) if field_of(option) else option.off
+
+
+def field_of(option: Option) -> str:
+    """Return the field that a `Case` has for an option, or an empty string."""
+    name = "counts_sinks" if option.name == "sinks" else option.field
+    return name if name in Case.__dataclass_fields__ else ""
+
+
+# The fields of a `Case` for options, and their values in a call without options.
+WITHOUT_OPTIONS: dict[str, Any] = {
+    field.name: field.default for field in fields(Case) if field.name in map(field_of, OPTIONS)
+}
 
 
 def _listed(lens: tuple[int, ...], most: int = 8) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
-from attnreg.tools.measure.cases import Case
+from attnreg.core.contract.options import OPTIONS
+from attnreg.tools.measure.cases import Case, field_of
 from attnreg.tools.measure.places import first_difference
 
 # A processor's last cache; a GPU tells the size of its own.
@@ -273,7 +274,7 @@ def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor |
     slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1) / heads)
     if case.varlen:  # (B, H), which the contract allows as well as (H,)
         slopes = slopes / torch.arange(1, len(case.lens_q) + 1)[:, None]
-    return Call(
+    call = Call(
         scale=case.dims[0] ** -0.5 if case.scale is None else case.scale,
         max_q=case.max_q,
         max_k=case.max_k,
@@ -284,9 +285,8 @@ def _call(case: Case, device: torch.device, table: Tensor | None, bias: Tensor |
         block_table=None if table is None else table.to(device, torch.int32),
         attn_bias=bias,
         alibi_slopes=slopes.to(device) if case.alibi else None,
-        dropout=case.dropout,
-        num_splits=case.num_splits,
         deterministic=case.deterministic,
         batch_invariant=case.batch_invariant,
-        softcap=case.softcap,
     )
+    numbers = [row for row in OPTIONS if row.values in ("number", "integer") and field_of(row)]
+    return call.with_options({row.name: getattr(case, field_of(row)) for row in numbers})

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnreg.core.contract.backend import Call
+from attnreg.core.contract.options import options_on
 from attnreg.tools.measure.cases import Case
 from attnreg.tools.measure.inputs import Inputs, key_rows, rows_of
 
@@ -90,6 +92,39 @@ def attend(
     return (weights @ value).transpose(1, 2), lse
 
 
+# The options of a call that aren't in the formula: those who call `attend` handle them, or nothing has to.
+NOT_IN_FORMULA = ("dropout", "num_splits", "seqused_k", "block_table", "grad_lse", "sinks")
+
+
+def options_of_part(case: Case, call: Call, sequences: Tensor, heads: slice, rows: Tensor) -> dict[str, Any]:
+    """Return the options of a call, as `attend` takes them, for some sequences and query heads.
+
+    Each option of a call that `NOT_IN_FORMULA` doesn't list is an argument of `attend`, which refuses one
+    that it doesn't know.
+
+    Args:
+        case: the case of the call.
+        call: the call of all sequences.
+        sequences: int64 (b,), the numbers of the sequences.
+        heads: the numbers of the query heads.
+        rows: int64 (b, s), the rows of their queries, in a query viewed as (T, H, D).
+    """
+    options = {}
+    for row in options_on(call):
+        value = getattr(call, row.name)
+        if row.name == "attn_bias":
+            sizes = len(case.lens_q), case.heads[0], case.max_q, case.max_k
+            of_heads = value.expand(sizes)[:, heads]
+            options["bias"] = of_heads[sequences[:, None], :, rows % case.max_q].transpose(1, 2)
+        elif row.name == "key_ranges":
+            options[row.name] = value[rows]
+        elif row.shapes:  # (H,) or (B, H)
+            options[row.name] = (value if value.dim() == 1 else value[sequences])[..., heads]
+        elif row.name not in NOT_IN_FORMULA:
+            options[row.name] = value
+    return options
+
+
 @torch.enable_grad()  # a caller may have turned it off for the kernels
 def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | None = None) -> Results:
     """Return the results of a case, computed in one dtype throughout.
@@ -105,18 +140,10 @@ def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
     grad_lse = None if call.grad_lse is None else _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype)
     # No row belongs to two groups, so each has gradients of its own: rows of no sequence keep zeros.
     for batch, rows_q, rows_k in _same_lengths(case, inputs):
-        bias = call.attn_bias
-        if bias is not None:
-            sizes = len(case.lens_q), case.heads[0], rows_q.shape[1], rows_k.shape[1]
-            bias = bias.expand(sizes)[batch]
-        slopes = call.alibi_slopes
         query, key, value = (x.requires_grad_() for x in (q[rows_q], k[rows_k], v[rows_k]))
         part = attend(
             *(query, key, value, call.scale, call.window),
-            bias=bias,
-            alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch],
-            softcap=call.softcap,
-            key_ranges=None if call.key_ranges is None else call.key_ranges[rows_q],
+            **options_of_part(case, call, batch, slice(None), rows_q),
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
         if case.sinks or sinks is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.options import options_on
 from attnreg.errors import UnsupportedInputError
 from attnreg.tools.measure import promises
 from attnreg.tools.measure.cases import Case
@@ -210,16 +211,7 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
     """Whether a case is one for which routers may ask `Kernels.specialize` for a launcher."""
     lengths = zip(case.lens_q, case.lens_k, strict=True)
     no_unused_rows = not case.tail and all((queries > 0) == (keys > 0) for queries, keys in lengths)
-    further = (
-        call.seqused_k,
-        call.block_table,
-        call.attn_bias,
-        call.alibi_slopes,
-        call.key_ranges,
-        call.num_splits,
-        call.grad_lse,
-    )
-    plain = not (call.dropout or call.softcap) and all(argument is None for argument in further)
+    plain = all(row.cached for row in options_on(call))
     every_row_sees_a_key = bool(truth.lse.isfinite().all())
     return no_unused_rows and plain and every_row_sees_a_key
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnreg.core.contract.options import options_on
+from attnreg.errors import InvalidInputError
 from attnreg.tools.measure.cases import Case
 from attnreg.tools.measure.inputs import Inputs
-from attnreg.tools.measure.reference import attend, with_sinks
+from attnreg.tools.measure.reference import attend, options_of_part, with_sinks
 from attnreg.tools.measure.rule import Error, compare, factor_of
 
 # As many scores as are computed at once: 512 MB of them in float64.
@@ -27,6 +29,10 @@ SCORES = 2**26
 # all flash backwards it reads the rounded `out`.
 BLOCKS = 8
 ROWS = 16
+
+
+# Options that change the right results, and that neither a sample nor `attend` computes.
+UNKNOWN = ("dropout", "seqused_k", "block_table")
 
 
 class SamplePart(NamedTuple):
@@ -50,9 +56,17 @@ class Sample:
     """The right results of some parts of a call: of the longest, the shortest and the last sequence.
 
     `given` are the tensors of the call in the contract's layout; `backward` has gradients compared as well.
+
+    Raises:
+        InvalidInputError: the call has dropout, or not all of its keys count, or they lie in pages.
     """
 
     def __init__(self, case: Case, inputs: Inputs, *, backward: bool = True) -> None:
+        if options := [row.name for row in options_on(inputs.call) if row.name in UNKNOWN]:
+            raise InvalidInputError(
+                f"Sample: got a call with {' and '.join(options)}, expected one without: "
+                "its right results aren't known"
+            )
         self._case, self._inputs, self._backward = case, inputs, backward
         self._starts = [tuple(accumulate(lens, initial=0)) for lens in (case.lens_q, case.lens_k)]
         self._exact = {
@@ -115,13 +129,15 @@ class Sample:
             return (x[heads, here] if self._case.varlen else x[part.sequence, heads]).mT
         return (x[here] if self._case.varlen else x[part.sequence])[:, heads]
 
-    def _bias(self, part: SamplePart, head: int, rows: slice) -> Tensor | None:
-        """Return what a call without packed sequences adds to the scores of some rows of a query head."""
-        if (bias := self._inputs.call.attn_bias) is None:
-            return None
-        sizes = len(self._case.lens_q), self._case.heads[0], self._case.max_q, self._case.max_k
-        group = sizes[1] // self._case.heads[1]
-        return bias.expand(sizes)[part.sequence, part.head * group + head, rows]
+    def _options(self, part: SamplePart, head: int, rows: slice) -> dict[str, Any]:
+        """Return the options of the formula for some rows of a query head of a part."""
+        device, group = self._inputs.q.device, self._case.heads[0] // self._case.heads[1]
+        start, length = self._starts[0][part.sequence], self._case.lens_q[part.sequence]
+        of_query = torch.arange(start, start + length, device=device)[None, rows]
+        first = part.head * group + head
+        sequences = torch.tensor([part.sequence], device=device)
+        heads = slice(first, first + 1)
+        return options_of_part(self._case, self._inputs.call, sequences, heads, of_query)
 
     @torch.enable_grad()  # a caller may have turned it off for the kernels
     def _computed(self, part: SamplePart, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -142,8 +158,7 @@ class Sample:
                 some = q[first : first + at_once, head : head + 1].requires_grad_()
                 out, lse = attend(
                     *(some[None], k[None], v[None], call.scale, call.window),
-                    bias=self._bias(part, head, slice(first, first + at_once)),
-                    softcap=call.softcap,
+                    **self._options(part, head, slice(first, first + at_once)),
                     first_row=first,
                     len_q=len(q),
                 )

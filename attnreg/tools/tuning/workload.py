@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product, zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.tools import measure
 from attnreg.tools.measure import Case, Inputs, copies_beyond_the_cache
+from attnreg.tools.measure.cases import field_of
 
 T = TypeVar("T")
 
@@ -60,9 +62,6 @@ QUICK_DIMS, QUICK_HEADS = (128, 64, 96), 16
 
 # Sequences of a packed batch differ in length: their tokens are this fraction of batch x longest.
 FILL = 0.6
-
-# Fields whose tensors can't be generated: their values are the program's.
-GIVEN_BY_THE_PROGRAM = ("bias", "alibi", "seqused_k", "page_size", "num_splits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +202,13 @@ def _cpu(full: bool) -> Iterator[WorkloadKind]:
 
 def unmeasurable(spec: AttentionSpec) -> str:
     """Return why a call can't be measured, or an empty string."""
-    options = [name for name in GIVEN_BY_THE_PROGRAM if getattr(spec, name) not in (False, None)]
-    options += ["dropout"] if spec.dropout > 0.0 else []
-    options += [name for name, _ in spec.further]
+    measured = case_of(spec).spec(spec.device)
+    # Sinks that no kernel gets are left out: times with them are those of the call without them.
+    options = [
+        row.field
+        for row in OPTIONS
+        if not row.rescales and getattr(measured, row.field) != getattr(spec, row.field)
+    ]
     if options:
         return f"{' and '.join(options)} can't be measured: the default order decides"
     tokens = spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k
@@ -233,11 +236,20 @@ def case_of(spec: AttentionSpec) -> Case:
         window=spec.window,
         dtype=spec.dtype,
         one_cu_seqlens=(tokens_q, max_q) == (tokens_k, max_k),
-        softcap=spec.softcap,
-        grad_lse=spec.grad_lse,
-        counts_sinks=spec.gives_sinks,
         deterministic=spec.deterministic,
+        **_options_of(spec),
     )
+
+
+def _options_of(spec: AttentionSpec) -> dict[str, Any]:
+    """Return the fields of a `Case` for the options whose values don't have to be the program's.
+
+    These are numbers, the gradient of the LSE and sinks. The tensors of other options can't be generated. A
+    case with dropout has a value that shows what is dropped, which is none to measure times with.
+    """
+    numbers = (row for row in OPTIONS if row.values == "number" and row.name != "dropout")
+    fields = {field_of(row): getattr(spec, row.field) for row in numbers if field_of(row)}
+    return fields | {"grad_lse": spec.grad_lse, "counts_sinks": spec.gives_sinks}
 
 
 def lengths(batch: int, tokens: int, longest: int) -> tuple[int, ...]:
@@ -278,7 +290,5 @@ def _at_most(spec: AttentionSpec, most: int) -> Case:
         dims=(spec.head_dim, spec.head_dim_v),
         window=tuple(min(bound, most // 2) for bound in spec.window),  # type: ignore[arg-type]
         dtype=spec.dtype,
-        softcap=spec.softcap,
-        grad_lse=spec.grad_lse,
-        counts_sinks=spec.gives_sinks,
+        **_options_of(spec),
     )
