@@ -17,7 +17,7 @@ row = options.Option(
 reason = "gains must be None, got a tensor"
 gains = options.Option(name="gains", values="tensor", reason=reason, label="gains")
 # In compiled graphs, too.
-warmth = dataclasses.replace(row, name="warmth", argument="warmth", field="warmth", in_op=8, reason="no {}")
+warmth = dataclasses.replace(row, name="warmth", argument="warmth", field="warmth", in_op=99, reason="no {}")
 # A factor on the query of each head, which is learned.
 tilt = options.Option(
     name="tilt", values="tensor", shapes=("H",), dtype="float64", gradient=True, reason="no tilt",

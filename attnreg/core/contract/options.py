@@ -173,7 +173,7 @@ OPTIONS: tuple[Option, ...] = (
         name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}",
     ),
     Option(
-        name="key_ranges", values="tensor",
+        name="key_ranges", values="tensor", in_op=8,
         reason="key_ranges must be None, got a tensor", label="key_ranges",
     ),
     Option(

@@ -130,8 +130,7 @@ def varlen_attn(
         **options: options without an argument of their own, by their names: rows of `contract.options`.
             `key_ranges`, int32 (T_q, R, 2), has up to R ranges of keys for each query, as first key and end
             (exclusive). Keys are counted from the first key of the sequence. A query sees the keys of its
-            window that lie in any of its ranges. `tree_ranges` makes the ranges of a tree. Under
-            torch.compile `key_ranges` is a graph break.
+            window that lie in any of its ranges. `tree_ranges` makes the ranges of a tree.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
