@@ -54,7 +54,9 @@ REFUSED = {
     "cpu": Counter(
         {
             SINKS: 3,
-            "key_ranges must be None": 3,
+            "key_ranges must be None": 4,
+            "score_mod must be None": 2,
+            "mask_mod must be None": 2,
             **{f"head_dim of the value must be that of the query, {dim}": 1 for dim in (5, 32, 40, 64, 192)},
         }
     ),

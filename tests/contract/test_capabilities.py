@@ -69,6 +69,8 @@ REASONS = [
     ({}, {"alibi": True}, "alibi_slopes must be None, got a tensor", {"alibi": True}),
     ({}, {"seqused_k": True}, "seqused_k must be None, got a tensor", {"seqused_k": True}),
     ({}, {"key_ranges": True}, "key_ranges must be None, got a tensor", {"key_ranges": True}),
+    ({}, {"score_mod": True}, "score_mod must be None, got a function", {"score_mod": True}),
+    ({}, {"mask_mod": True}, "mask_mod must be None, got a function", {"mask_mod": True}),
     ({}, {"num_splits": 4}, "num_splits must be None, got 4", {"num_splits": True}),
     ({}, {"positive_scale": False}, "scale must be above 0", {"any_scale": True}),
     ({}, {"sinks": True}, "sinks must be None, got a tensor: they are counted after the kernel",

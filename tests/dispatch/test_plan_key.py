@@ -37,6 +37,8 @@ OTHER = {
     "grad_lse": (torch.zeros(2, 6), None),
     "sinks": (torch.zeros(2), None),
     "key_ranges": (torch.zeros(6, 1, 2).int(), None),
+    "score_mod": (lambda score, *_: score, None),
+    "mask_mod": (lambda batch, head, query, key: query >= key, None),
     "further": ((("temperature", 2.0),), ()),
 }
 

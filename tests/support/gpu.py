@@ -200,7 +200,7 @@ def owners(names):
 # How many cases of `QUICK` the limits of each backend admit in both directions on an H200, those with a known
 # issue included: a backend that came to refuse more than that would pass by running less. Torch's FA2 takes
 # pages from torch 2.12 on.
-ADMITTED = {"FA2": 318 if PAGES else 316, "FA3": 312, "FA4": 310, "cuDNN": 278, "flex": 513, "math": 744}
+ADMITTED = {"FA2": 318 if PAGES else 316, "FA3": 312, "FA4": 310, "cuDNN": 278, "flex": 513, "math": 756}
 HEAVY_ADMITTED = {"FA2": 10, "FA3": 10, "FA4": 10, "cuDNN": 10, "flex": 12, "math": 32}
 
 
@@ -224,6 +224,7 @@ REFUSAL = re.compile(
             r"head_dim must not be 8, 16, .* whose gradients are wrong, got \d+$",
             r"head dims (that differ must be one of|must be multiples of 16 with pages)",
             r"(attn_bias|seqused_k|alibi_slopes|key_ranges) must be None, got a tensor$",
+            r"(score_mod|mask_mod) must be None, got a function$",
             r"seqused_k (must be None with|needs packed tensors, got) dense ",
             r"block_table (must be None: no paged key-value cache$|needs torch 2\.12 or )",
             r"batch must be 0 to 65535, got \d+$",

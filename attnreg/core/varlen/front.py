@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from attnreg.core.contract.options import OPTIONS, options_of
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import wants_gradient
+from attnreg.core.launching.elementwise import check_functions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
@@ -212,9 +213,8 @@ def _attend_unspread(
     plain = not compiling and is_plain(query, key, value, *tensors.values())
     others = [name for name, row in NOT_IN_OP.items() if name in options and row.is_on(options[name])]
     if others and not (plain or compiling):
-        name, off = others[0], NOT_IN_OP[others[0]].off
-        expected = off if off is None else f"{off:g}"
-        got = "a tensor" if name in TENSORS else options[name]
+        name, row = others[0], NOT_IN_OP[others[0]]
+        expected, got = row.off if row.off is None else f"{row.off:g}", row.got(options[name])
         raise UnsupportedInputError(
             f"{name} must be {expected} in dispatch modes, in function transforms and for tensor subclasses, "
             f"got {got}"
@@ -245,6 +245,7 @@ def _attend(
     """Return output and LSE of a call that its plan runs in Python."""
     choice = scope.current() if backend is None else scope.exclusive(backend)
     call = call_of(query, lengths, scale, bound, **options_of(options))
+    check_functions(call, query)
     return attend(query, key, value, call, choice, returns_lse)
 
 

@@ -7,7 +7,7 @@ which says how wrong a kernel may be.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,9 @@ def attend(
     kept: Tensor | None = None,
     softcap: float = 0.0,
     key_ranges: Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+    numbers: Tensor | None = None,
     first_row: int = 0,
     len_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -49,6 +52,9 @@ def attend(
         query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v), any floating-point dtype.
         scale, window, bias, alibi_slopes, softcap: as in `Call`.
         key_ranges: int32 (B, S_q, R, 2), the ranges of `Call` for the rows of `query`.
+        score_mod, mask_mod: as in `Call`; they are called once, with tensors that broadcast to the scores.
+        numbers: (B,), the numbers of the sequences in their batch, for these functions; 0, 1, ... unless
+            given.
         kept: (B, H, S_q, S_k), the factors of dropout. A dropped weight has the factor 0.
         first_row: where the rows start in the whole query.
         len_q: the length of the whole query, if `query` has only some of its rows.
@@ -65,9 +71,16 @@ def attend(
         scores = (scores / softcap).tanh() * softcap
     rows, keys = scores.shape[-2:]
     i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
-    i = i + keys - (rows if len_q is None else len_q)
     j = torch.arange(keys, device=scores.device)
+    numbers = torch.arange(len(scores), device=scores.device) if numbers is None else numbers
+    heads = torch.arange(scores.shape[1], device=scores.device)
+    places = numbers[:, None, None, None], heads[:, None, None], i, j
     visible = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
+    if score_mod is not None:
+        scores = score_mod(scores, *places).to(scores.dtype)
+    if mask_mod is not None:
+        visible = visible & mask_mod(*places)
+    i = i + keys - (rows if len_q is None else len_q)
     if window[0] >= 0:
         visible = visible & (j >= i - window[0])
     if window[1] >= 0:
@@ -117,6 +130,9 @@ def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
             alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[batch],
             softcap=call.softcap,
             key_ranges=None if call.key_ranges is None else call.key_ranges[rows_q],
+            score_mod=call.score_mod,
+            mask_mod=call.mask_mod,
+            numbers=batch,
             kept=None if kept is None else kept[batch, :, : rows_q.shape[1], : rows_k.shape[1]],
         )
         if case.sinks or sinks is not None:

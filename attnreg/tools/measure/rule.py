@@ -216,6 +216,8 @@ def _may_be_specialized(case: Case, call: Call, truth: Results) -> bool:
         call.attn_bias,
         call.alibi_slopes,
         call.key_ranges,
+        call.score_mod,
+        call.mask_mod,
         call.num_splits,
         call.grad_lse,
     )
