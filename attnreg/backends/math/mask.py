@@ -60,7 +60,7 @@ class Mask:
             yield Tile(rows, cols, functools.reduce(operator.and_, parts) if parts else None)
 
     def modified(self, scores: Tensor, tile: Tile) -> Tensor:
-        """Return what `score_mod` makes of the scores of a tile, (b, H, rows, columns), float32 or float64."""
+        """Return what `score_mod` makes of a tile, (b, H, rows, columns), in float32 or float64."""
         function = self.call.score_mod
         return scores if function is None else elementwise.modified(function, scores, *self._places(tile))
 
