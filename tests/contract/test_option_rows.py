@@ -61,8 +61,9 @@ def test_options_of_the_op_have_places_of_their_own_and_no_gradients_that_it_doe
     forward, backward = ([argument.name for argument in op._schema.arguments] for op in ops)
     shared = ["seqused_k", "block_table"]
     others = ["backend", "needs_backward", "softcap", "alibi_slopes", "sinks", "key_ranges"]
-    assert forward[11:] == [*shared, "num_splits", *others]
-    assert backward[14:] == [*shared, "backend", "choice", "softcap", "grad_lse", *others[3::2]]
+    functions = ["score_mod", "mask_mod", *(f"captured_{number}" for number in range(8))]
+    assert forward[11:] == [*shared, "num_splits", *others, *functions]
+    assert backward[14:] == [*shared, "backend", "choice", "softcap", "grad_lse", *others[3::2], *functions]
     assert len({row.in_op for row in OPTIONS if row.in_op}) == sum(row.in_op > 0 for row in OPTIONS)
     with pytest.raises(ValueError, match="got in_op with gradient, expected one"):
         dataclasses.replace(ROWS["sinks"], rescales=False)

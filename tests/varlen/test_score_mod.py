@@ -5,16 +5,22 @@ import weakref
 
 import pytest
 import torch
-from support import truth
+from support import flex_graphs, truth
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 import attnreg
 from attnreg.core.dispatch.state import state
+from attnreg.core.varlen import traced_functions
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.tools.measure import reference
 
-# Torch's function computes all scores at once, and says so.
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+pytestmark = [
+    # Torch's function computes all scores at once, and says so.
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+    # Torch warns of what it has deprecated and its own export still uses.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
 
 OFFSETS = torch.tensor([0, 40, 40, 65], dtype=torch.int32)
 TABLE = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -373,3 +379,132 @@ def test_transforms_refuse_functions():
     query, key, value = (x.detach() for x in tensors())
     with pytest.raises(UnsupportedInputError, match="score_mod must be None in dispatch modes, in function"):
         torch.vmap(lambda query: attend((query, key, value), score_mod=curved)[0])(query[None])
+
+
+# Compiled programs
+
+
+@pytest.fixture
+def nothing_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def layer(query, key, value, offsets, slopes, tokens):
+    width = 9
+
+    def score_mod(score, batch, head, query, key):
+        return torch.sin(score) * slopes[head] + tokens[offsets[batch] + key]
+
+    def mask_mod(batch, head, query, key):
+        return (query - key < width) & every_third(batch, head, query, key)
+
+    return attnreg.varlen_attn(
+        query, key, value, offsets, offsets, 40, 40, enable_gqa=True, score_mod=score_mod, mask_mod=mask_mod,
+        return_aux=attnreg.AuxRequest(lse=True),
+    )  # fmt: skip
+
+
+def test_one_graph_has_the_functions_and_what_they_capture_are_its_arguments(nothing_compiled):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for number, lengths in enumerate(((40, 0, 25), (7, 30), (20, 20, 5, 33, 3))):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        given = tensors(sum(lengths), heads=(6, 2))
+        captured = torch.linspace(0.5, 1.5 + number, 6), torch.linspace(-1.0, 1.0, sum(lengths))
+        results = [function(*given, offsets, *captured) for function in (layer, compiled)]
+        grads = [torch.autograd.grad(out.sin().sum() + lse.sum(), given) for out, lse in results]
+        torch.testing.assert_close(results[0], results[1])
+        torch.testing.assert_close(*grads)
+        assert all(grad.any() for grad in grads[0])
+    assert counter.frame_count == 1
+    assert attnreg.stats().calls["math"] == {"forward": 6, "backward": 6}
+
+
+def test_functions_of_other_code_are_other_programs_and_a_method_is_a_function(nothing_compiled):
+    given = [x.detach() for x in tensors()]
+
+    class Layer(torch.nn.Module):
+        def __init__(self, factor):
+            super().__init__()
+            self.factor = factor
+            self.register_buffer("bias", torch.full((4,), float(factor), dtype=torch.float64))
+
+        def score(self, score, batch, head, query, key):
+            return score * self.factor - self.bias[head] * key
+
+        def forward(self, *given):
+            options = {"enable_gqa": True, "score_mod": self.score}
+            return attnreg.varlen_attn(*given, OFFSETS, OFFSETS, 40, 40, **options)
+
+    for factor in (1, 2):
+        layer = Layer(factor)
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(*given), layer(*given))
+
+
+class Exported(torch.nn.Module):
+    def forward(self, *given):
+        return layer(*given)
+
+
+def test_an_exported_program_holds_the_functions_as_text():
+    given = [x.detach() for x in tensors()]
+    captured = torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
+    module = Exported()
+    with pytest.raises(UnsupportedInputError, match=r"use torch\.export\.export"):
+        torch.export.export(module, (*given, OFFSETS, *captured), strict=False)
+    program = torch.export.export(module, (*given, OFFSETS, *captured), strict=True).run_decompositions()
+    (node,) = (x for x in program.graph.nodes if x.target is torch.ops.attnreg._varlen_attn.default)
+    assert any("aten.sin" in text for text in node.args if isinstance(text, str))
+    for factor in (1.0, 3.0):
+        arguments = *given, OFFSETS, captured[0] * factor, captured[1]
+        torch.testing.assert_close(program.module()(*arguments), layer(*arguments))
+
+
+def test_where_torch_has_no_such_operator_a_program_breaks_its_graph_and_is_right(
+    nothing_compiled, monkeypatch
+):
+    monkeypatch.setattr(traced_functions, "OPERATOR", None)
+    given = [x.detach() for x in tensors()]
+    arguments = *given, OFFSETS, torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(*arguments), layer(*arguments))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="marked as skipped|disable"):
+        torch.compile(layer, backend="eager", fullgraph=True)(*arguments)
+
+
+def nine_tensors():
+    several = [torch.ones(4) for _ in range(9)]
+    return lambda score, batch, head, *_: score + sum(x[head] for x in several)
+
+
+IN_PROGRAMS = {
+    "too many tensors": (nine_tensors(), "must have captured at most 8 tensors in a compiled program, got 9"),
+    "a learned tensor": (lambda score, batch, head, *_: score * learned[head], "needs a gradient"),
+    "a condition": (lambda score, batch, head, query, key: score if query > key else -score, "branching"),
+}
+
+
+@pytest.mark.parametrize(("function", "message"), IN_PROGRAMS.values(), ids=IN_PROGRAMS)
+def test_functions_that_a_graph_cannot_have_are_errors(nothing_compiled, function, message):
+    given = tensors()
+
+    def call(*given):
+        return attnreg.varlen_attn(*given, OFFSETS, OFFSETS, 40, 40, enable_gqa=True, score_mod=function)
+
+    with pytest.raises(Exception, match=message):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(*given)
+
+
+def test_flex_runs_the_functions_of_a_compiled_program(nothing_compiled, monkeypatch):
+    flex_graphs.run_uncompiled(monkeypatch)
+    given = [x.detach().float().requires_grad_() for x in tensors()]
+    arguments = *given, OFFSETS, torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
+    wanted = torch.autograd.grad(layer(*arguments)[0].sum(), given)
+    attnreg.reset_stats()
+    with attnreg.register_backend(flex_graphs.backend()):
+        out, _ = torch.compile(layer, backend="eager", fullgraph=True)(*arguments)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), given), wanted, rtol=1e-4, atol=1e-5)
+    assert attnreg.stats().calls == {"flex by graphs": {"forward": 1, "backward": 1}}

@@ -18,6 +18,7 @@ from torch import Tensor
 from attnreg.backends.math.batch import Group
 from attnreg.core.contract.backend import Call
 from attnreg.core.launching import elementwise
+from attnreg.core.torchlib.modes import outside_of_ops
 from attnreg.errors import InvalidInputError
 
 TILE_QUERIES = 256
@@ -71,7 +72,7 @@ class Mask:
         """
         if self.call.score_mod is None:
             return scores, None
-        with torch.enable_grad():
+        with outside_of_ops(), torch.enable_grad():
             leaf = scores.detach().requires_grad_()
             results = self.modified(leaf, tile)
             if not results.requires_grad:  # no result depends on its score

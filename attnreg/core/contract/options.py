@@ -57,7 +57,7 @@ class Option:
         cached: whether the compiled call cache runs calls with it.
         in_op: its place among the options of the custom op that compiled programs, modes and subclasses
             call; 0 if the op doesn't have it. A new option comes last, because exported programs contain the
-            op's schema.
+            op's schema. A function is in the op as text, which only compiled programs make.
         spread: whether calls with it can be spread over ranks.
     """
 
@@ -196,12 +196,13 @@ OPTIONS: tuple[Option, ...] = (
         reason="key_ranges must be None, got a tensor", label="key_ranges",
     ),
     Option(
-        name="score_mod", values="function", expected="a function of (score, batch, head, query, key)",
-        reason="score_mod must be None, got a function", label="score_mod",
+        name="score_mod", values="function", in_op=9, label="score_mod",
+        expected="a function of (score, batch, head, query, key)",
+        reason="score_mod must be None, got a function",
     ),
     Option(
-        name="mask_mod", values="function", expected="a function of (batch, head, query, key)",
-        reason="mask_mod must be None, got a function", label="mask_mod",
+        name="mask_mod", values="function", in_op=10, label="mask_mod",
+        expected="a function of (batch, head, query, key)", reason="mask_mod must be None, got a function",
     ),
     Option(
         name="num_splits", values="integer", low=0, expected="an integer of 0 or more", in_op=3,

@@ -15,8 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import OPTIONS
+from attnreg.core.torchlib.modes import outside_of_ops
 from attnreg.errors import InvalidInputError
 
+NO_GRADIENT = (
+    "got a function that reads a tensor which needs a gradient, expected none, as it gets none: detach() it"
+)
 _ROWS = {row.name: row for row in OPTIONS if row.values == "function"}
 
 
@@ -83,7 +87,7 @@ def _over_all(
     for in_dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)):
         function = torch.vmap(function, (*score, *in_dims))
     head = torch.arange(heads, dtype=torch.int32, device=key.device)
-    with ReadAtTensors():
+    with outside_of_ops(), ReadAtTensors():
         return function(*scores, batch, head, query, key)
 
 
@@ -114,7 +118,4 @@ def check_functions(call: Call, query: Tensor) -> None:
             )
             raise InvalidInputError(f"{what}: got a function that returns {got}, expected {expected}")
         if result.requires_grad:
-            raise InvalidInputError(
-                f"{what}: got a function that reads a tensor which needs a gradient, expected none, as it "
-                "would get none: detach() it"
-            )
+            raise InvalidInputError(f"{what}: {NO_GRADIENT}")

@@ -57,6 +57,10 @@ class Lifted(NamedTuple):
     text: str
     tensors: tuple[Tensor, ...]
 
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        """Return what the function returns for a score or its places, tensors of shape ()."""
+        return function_of(self.text)(*arguments, *self.tensors)
+
 
 class _Trace(NamedTuple):
     """A trace that later calls may use.
@@ -88,6 +92,8 @@ def lift(name: str, function: Callable[..., Any], device: torch.device) -> Lifte
     Raises:
         UnsupportedInputError: it can't be traced, as it reads a tensor on the host, for example in an `if`.
     """
+    if isinstance(function, Lifted):
+        return function
     captured: list[Tensor] = []
     try:
         state: object = (name, device, _state_of(function, captured))
@@ -195,18 +201,32 @@ def _traced(
     name: str, function: Callable[..., Any], device: torch.device, captured: list[Tensor] | None
 ) -> tuple[_Trace, tuple[Tensor, ...]]:
     """Trace a function; return the trace, and the tensors that it reads."""
+    watch = _Watch()
+    text, reason, tensors = traced(name, function, device, torch.float32, watch)
+    found = [next((n for n, x in enumerate(captured or ()) if x is tensor), -1) for tensor in tensors]
+    numbers = tuple(number for number in found if number >= 0)
+    sizes = tuple(x.shape for x in captured or ()) if watch.has_read_sizes else None
+    return _Trace(text, reason, numbers, sizes), tensors
+
+
+def traced(
+    name: str, function: Callable[..., Any], device: torch.device, dtype: torch.dtype, watch: ReadAtTensors
+) -> tuple[str, str, tuple[Tensor, ...]]:
+    """Return the text of a function, or why it can't be traced, and the tensors that it reads.
+
+    These are of any shape and dtype. `dtype` is the dtype of scores, `watch` a mode that it is traced in.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    watch = _Watch()
     try:
         with torch.no_grad(), watch, FakeTensorMode(allow_non_fake_inputs=True):
-            score = [torch.empty((), device=device)] if name == "score_mod" else []
+            score = [torch.empty((), dtype=dtype, device=device)] if name == "score_mod" else []
             places = [torch.empty((), dtype=torch.int32, device=device) for _ in range(4)]
             module: Any = make_fx(lambda *given: function(*given))(*score, *places)
     except Exception as error:  # noqa: BLE001 - whatever the program's function raises
         lines = str(error).strip().splitlines()
-        return _Trace("", lines[0] if lines else type(error).__name__, (), None), ()
+        return "", lines[0] if lines else type(error).__name__, ()
     graph, tensors = module.graph, []
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     constants: dict[str, Any] = {}
@@ -217,8 +237,5 @@ def _traced(
             tensors.append(getattr(module, node.target))
         node.replace_all_uses_with(constants[node.target])
         graph.erase_node(node)
-    body = graph.python_code("self").src.replace("def forward(self, ", "def lifted(", 1)
-    found = [next((n for n, x in enumerate(captured or ()) if x is tensor), -1) for tensor in tensors]
-    numbers = tuple(number for number in found if number >= 0)
-    sizes = tuple(x.shape for x in captured or ()) if watch.has_read_sizes else None
-    return _Trace(body, "", numbers, sizes), tuple(tensors)
+    text = graph.python_code("self").src.replace("def forward(self, ", "def lifted(", 1)
+    return text, "", tuple(tensors)
