@@ -360,6 +360,17 @@ def test_wrong_functions_are_errors_in_every_call(options, message):
         attnreg.explain(*tensors(), OFFSETS, OFFSETS, 40, 40, enable_gqa=True, **options)
 
 
+def test_a_function_that_branches_on_a_value_is_refused_with_what_torch_says():
+    def branching(score, batch, head, query, key):
+        return score if query >= key else -score
+
+    for _ in range(2):
+        with pytest.raises(
+            UnsupportedInputError, match="score_mod can't be called for all scores at once: vmap"
+        ):
+            attend(tensors(), score_mod=branching)
+
+
 def test_without_gradients_a_function_may_read_learned_tensors():
     given = tensors()
     with torch.no_grad():
@@ -471,7 +482,7 @@ def test_where_torch_has_no_such_operator_a_program_breaks_its_graph_and_is_righ
     arguments = *given, OFFSETS, torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
     torch.testing.assert_close(torch.compile(layer, backend="eager")(*arguments), layer(*arguments))
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="marked as skipped|disable"):
+    with pytest.raises(Exception, match=r"marked as skipped|disable"):
         torch.compile(layer, backend="eager", fullgraph=True)(*arguments)
 
 

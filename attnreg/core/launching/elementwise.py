@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.options import OPTIONS
 from attnreg.core.torchlib.modes import outside_of_ops
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 NO_GRADIENT = (
     "got a function that reads a tensor which needs a gradient, expected none, as it gets none: detach() it"
@@ -87,8 +87,14 @@ def _over_all(
     for in_dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)):
         function = torch.vmap(function, (*score, *in_dims))
     head = torch.arange(heads, dtype=torch.int32, device=key.device)
-    with outside_of_ops(), ReadAtTensors():
-        return function(*scores, batch, head, query, key)
+    try:
+        with outside_of_ops(), ReadAtTensors():
+            return function(*scores, batch, head, query, key)
+    except RuntimeError as error:
+        if "vmap" not in str(error):
+            raise
+        name, reason = "score_mod" if scores else "mask_mod", str(error).partition("\n")[0]
+        raise UnsupportedInputError(f"{name} can't be called for all scores at once: {reason}") from error
 
 
 def check_functions(call: Call, query: Tensor) -> None:

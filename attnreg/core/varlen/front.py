@@ -134,6 +134,10 @@ def varlen_attn(
             `key_ranges`, int32 (T_q, R, 2), has up to R ranges of keys for each query, as first key and end
             (exclusive). Keys are counted from the first key of the sequence. A query sees the keys of its
             window that lie in any of its ranges. `tree_ranges` makes the ranges of a tree.
+            `score_mod(score, batch, head, query, key)` returns what takes the place of a score, after scale
+            and softcap. `mask_mod(batch, head, query, key)` returns whether it counts. Arguments are tensors
+            () as in `flex_attention`: the number of the sequence, the query head, and the places of query and
+            key in their sequence, from 0. Captured tensors have no gradient.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
