@@ -9,7 +9,7 @@ import torch
 
 from attnreg.core.launching import lifted
 from attnreg.core.launching.lifted import function_of, lift
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 CPU = torch.device("cpu")
 PLACES = [torch.tensor(place, dtype=torch.int32) for place in (0, 1, 4, 2)]
@@ -154,3 +154,19 @@ def test_a_function_that_no_kernel_can_be_made_of_is_refused_each_time(function,
             UnsupportedInputError, match=f"score_mod can't be traced for a kernel: .*{reason}"
         ):
             lift("score_mod", function, CPU)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os",
+        "def lifted(x):\n    return open('file')",
+        "def lifted(x):\n    return torch.load('file')",
+        "def lifted(x):\n    return x.__class__()",
+        "def lifted(x=exit()):\n    return x",
+        "@exit\ndef lifted(x):\n    return x",
+    ],
+)
+def test_a_text_that_does_more_than_call_ops_is_not_run(text):
+    with pytest.raises(InvalidInputError, match="expected the text of a function of ops"):
+        function_of(text)

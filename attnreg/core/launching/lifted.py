@@ -9,6 +9,7 @@ all that it has captured are the same, but for tensors, which are arguments.
 
 from __future__ import annotations
 
+import ast
 import functools
 import logging
 import math
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.launching.elementwise import ReadAtTensors
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError, short_repr
 
 log = logging.getLogger("attnreg")
 
@@ -31,6 +32,12 @@ MANY_TRACES = 8
 
 # Modules whose contents don't change.
 _FIXED = ("torch", "math", "builtins")
+
+# What the text of a function consists of, besides calls and the function itself.
+_OF_TEXTS = (
+    *(ast.Module, ast.arguments, ast.arg, ast.Assign, ast.Return, ast.Name, ast.Load, ast.Store, ast.keyword),
+    *(ast.Attribute, ast.Constant, ast.List, ast.Tuple, ast.Subscript, ast.UnaryOp, ast.USub),
+)
 
 # What a tensor is asked whose answer may differ for other values.
 _ON_HOST = frozenset(
@@ -118,11 +125,29 @@ def lift(name: str, function: Callable[..., Any], device: torch.device) -> Lifte
 
 @functools.lru_cache(MOST_TRACES)
 def function_of(text: str) -> Callable[..., Tensor]:
-    """Return the function of a text of `lift`'s."""
+    """Return the function of a text of `lift`'s.
+
+    Raises:
+        InvalidInputError: the text does more than call torch's ops. An exported program may have any text.
+    """
+    tree = ast.parse(text)
+    if not all(map(_is_of_ops, ast.walk(tree))):
+        raise InvalidInputError(f"score_mod: got {short_repr(text)}, expected the text of a function of ops")
     names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    exec(compile(text, "<lifted>", "exec"), names)  # noqa: S102 - torch's own text, of a traced graph
+    names["__builtins__"] = {}
+    exec(compile(tree, "<lifted>", "exec"), names)  # noqa: S102 - the text was checked
     function: Callable[..., Tensor] = names["lifted"]
     return function
+
+
+def _is_of_ops(node: ast.AST) -> bool:
+    """Whether a part of a text may be in a function that calls torch's ops alone."""
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func)
+        return called == "device" or called.startswith(("torch.ops.aten.", "torch.ops.prims."))
+    if isinstance(node, ast.FunctionDef):
+        return node.name == "lifted" and not node.decorator_list
+    return isinstance(node, _OF_TEXTS)
 
 
 def _text_of(trace: _Trace, name: str) -> str:
