@@ -138,6 +138,8 @@ FIELDS = {
     "grad_lse": None,
     "sinks": lambda given: attend(given, sinks=torch.zeros(4)),
     "key_ranges": lambda given: attend(given, key_ranges=whole_ranges()),
+    "score_mod": lambda given: attend(given, score_mod=lambda score, *_: score * 2.0),
+    "mask_mod": lambda given: attend(given, mask_mod=lambda batch, head, query, key: query >= key),
     "further": None,  # the call cache runs no call with a further option: `test_made_up_option.py`
 }
 FURTHER = {
