@@ -386,6 +386,21 @@ def test_a_batch_without_tokens_calls_no_function():
     assert (out.shape, lse.shape) == ((0, 4, 16), (4, 0))
 
 
+def test_tokens_of_no_sequence_call_no_function_that_fails(monkeypatch):
+    flex_graphs.run_uncompiled(monkeypatch)
+    given, offsets = [x.detach().float() for x in tensors()], torch.tensor([0], dtype=torch.int32)
+    nothing = torch.zeros(0)
+
+    def score_mod(score, batch, head, query, key):
+        return score + nothing[batch]
+
+    call = given[0], *given[1:], offsets, offsets, 0, 0
+    assert not attnreg.varlen_attn(*call, enable_gqa=True, score_mod=score_mod).any()
+    with attnreg.register_backend(flex_graphs.backend()):
+        out = attnreg.varlen_attn(*call, enable_gqa=True, score_mod=lambda score, *_: score * 2.0)
+    assert not out.any()
+
+
 def test_transforms_refuse_functions():
     query, key, value = (x.detach() for x in tensors())
     with pytest.raises(UnsupportedInputError, match="score_mod must be None in dispatch modes, in function"):

@@ -116,7 +116,9 @@ def places_of_packed(
     inside = (sequence >= 0) & (sequence < batch)
     sequence = sequence.clamp(0, max(batch - 1, 0))
     lengths = cu_seqlens_k.diff() if used is None else torch.minimum(cu_seqlens_k.diff(), used)
-    has_scores = (cu_seqlens_q.diff() > 0) & (lengths > 0)
+    # The row of zeros is for a batch without a sequence.
+    lengths, lengths_q = (torch.cat((x, x.new_zeros(1))) for x in (lengths, cu_seqlens_q.diff()))
+    has_scores = (lengths_q > 0) & (lengths > 0)
     exists = inside & has_scores[sequence]
     sequence = torch.where(exists, sequence, has_scores.int().argmax().int())
     place = torch.where(exists, rows - cu_seqlens_q[sequence], 0)

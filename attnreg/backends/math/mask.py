@@ -140,7 +140,8 @@ class Mask:
         numbers = self._numbers(self.group.batch)
         if self.group.queries.padded or self.group.keys.padded:
             has_scores = (queries[:, -1] >= 0) & (keys[:, -1] >= 0)
-            numbers = torch.where(has_scores, numbers, numbers[has_scores.int().argmax()])
+            another = numbers.take(has_scores.int().argmax())  # an index in brackets is read on the host
+            numbers = torch.where(has_scores, numbers, another)
         places = numbers, queries[:, tile.rows].clamp(min=0), keys[:, tile.cols].clamp(min=0)
         return places[0].int(), places[1].int(), places[2].int()
 

@@ -106,9 +106,10 @@ def check_functions(call: Call, query: Tensor) -> None:
         InvalidInputError: a function returns something else than a score or a boolean, or what it returns
             needs a gradient.
     """
+    has_sequences = call.cu_seqlens_q is None or len(call.cu_seqlens_q) > 1
     for name, row in _ROWS.items():
         function = getattr(call, name)
-        if function is None or not query.numel():
+        if function is None or not (query.numel() and has_sequences):
             continue
         place = torch.zeros((), dtype=torch.int32, device=query.device)
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
