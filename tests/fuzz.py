@@ -78,6 +78,7 @@ def call_once(drawn: Drawn, given: Given, leaves: tuple[Tensor, ...]) -> tuple[T
             block_table=call.block_table, num_splits=case.num_splits, softcap=case.softcap,
             alibi_slopes=call.alibi_slopes, sinks=further.get("dsinks"), dropout_p=drawn.dropout,
             backend=drawn.backend if drawn.request == "keyword" else None, key_ranges=call.key_ranges,
+            score_mod=call.score_mod, mask_mod=call.mask_mod,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result,)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -151,7 +151,7 @@ def check_refused(refused: dict[str, object]) -> None:
     """Raise `UnsupportedInputError` for options that no method supports."""
     for name, got in refused.items():
         if _ROWS[name].is_on(got):
-            shown = "a tensor" if isinstance(got, Tensor) else reprlib.repr(got)
+            shown = _ROWS[name].got(got)
             raise UnsupportedInputError(
                 f"{name}: got {shown}, expected none: calls spread over ranks don't take it"
             )

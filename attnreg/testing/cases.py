@@ -40,7 +40,7 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
 
 
 # The abilities that only packed calls show.
-OF_PACKED = ("varlen", "seqused_k", "key_ranges", "page_size", "sinks")
+OF_PACKED = ("varlen", "seqused_k", "key_ranges", "score_mod", "mask_mod", "page_size", "sinks")
 
 
 class Check(NamedTuple):
@@ -189,7 +189,9 @@ def _packed(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., 
     used = maybe("seqused_k", tuple(draw.randint(0, length) for length in case.lens_k), None)
     layout: Layout = draw.choice(("plain", "bhsd", "odd rows"))
     case = replace(case, seqused_k=used, tail=draw.choice((0, 17)), poison=True, layout=layout)
-    return replace(case, key_ranges=maybe("key_ranges", draw.randint(1, 3), 0, 0.0))
+    ranges = maybe("key_ranges", draw.randint(1, 3), 0, 0.0)
+    functions = {name: maybe(name, True, False, 0.0) for name in ("score_mod", "mask_mod")}
+    return replace(case, key_ranges=ranges, **functions)
 
 
 def _counting_sinks(case: Case) -> Case:

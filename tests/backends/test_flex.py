@@ -22,6 +22,7 @@ CASES = (
     *("length 127", "packed heads 4:2", "causal lengths 64 and 1", "window (4, 0)", "no keys"),
     *("key padding mask", "additive bias", "alibi", "packed alibi", "packed softcap 1.5"),
     *("packed key_ranges 1", "packed key_ranges 3, window", "packed key_ranges 2, seqused_k"),
+    *("packed score_mod", "packed mask_mod", "packed score_mod and mask_mod, softcap, alibi, seqused_k"),
 )
 
 
@@ -325,3 +326,77 @@ def test_without_triton_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flex, "find_spec", lambda name: None)
     assert flex.BACKEND.unavailable() == "triton isn't installed"
+
+
+# Functions of scores
+
+
+def with_bias(bias, slope=0.5):
+    def score_mod(score, batch, head, query, key):
+        return score + bias[head, (query - key).abs() % 7] - slope * key
+
+    return score_mod
+
+
+def assert_like_math(q, k, v, call, grad):
+    out, lse = adapter.forward(q, k, v, call)
+    math = registry.find("math").kernels()
+    torch.testing.assert_close((out, lse), math.forward(q, k, v, call))
+    got = adapter.backward(grad, q, k, v, out, lse, call)
+    torch.testing.assert_close(got, math.backward(grad, q, k, v, out, lse, call), rtol=1e-4, atol=1e-5)
+
+
+def test_functions_made_anew_and_captured_tensors_of_other_sizes_compile_nothing(flex_graphs):
+    for number in range(3):
+        q, k, v, grad, call = inputs(packed(lens_q=(130 + 40 * number, 200), lens_k=(150 + number, 190)))
+        tokens = torch.linspace(-1.0, 1.0, len(k))
+        offsets = call.cu_seqlens_k
+
+        def mask_mod(batch, head, query, key, tokens=tokens, offsets=offsets):
+            return tokens[offsets[batch] + key] < 0.5
+
+        bias = torch.randn(4, 7, generator=torch.Generator().manual_seed(number))
+        assert_like_math(q, k, v, call._replace(score_mod=with_bias(bias), mask_mod=mask_mod), grad)
+    assert [len(compiled) for compiled in flex_graphs.values()] == [1, 1]
+
+
+def test_another_function_is_another_program_and_the_oldest_are_forgotten(flex_graphs, monkeypatch):
+    monkeypatch.setattr(programs, "MOST_WITH_FUNCTIONS", 2)
+    q, k, v, _, call = inputs(packed())
+    adapter.forward(q, k, v, call)
+    for slope in range(3):
+        of_slope = call._replace(score_mod=with_bias(torch.zeros(4, 7), slope))
+        wanted = registry.find("math").kernels().forward(q, k, v, of_slope)
+        torch.testing.assert_close(adapter.forward(q, k, v, of_slope), wanted)
+    assert sum(bool(kind.score_mod) for kind in flex_graphs) == 2
+    assert sum(not kind.score_mod for kind in flex_graphs) == 1
+
+
+def test_functions_of_scores_read_only_places_that_exist(flex_graphs):
+    """Sequences without queries or without keys, rows of no sequence, and keys that don't count."""
+    case = packed(lens_q=(0, 30, 5, 7, 0), lens_k=(9, 33, 0, 7, 0), seqused_k=(9, 20, 0, 7, 0), tail=3)
+    q, k, v, grad, call = inputs(case)
+    of_queries, of_keys = torch.linspace(-1.0, 1.0, 42), torch.linspace(-1.0, 1.0, 49)
+    cu_q, cu_k = call.cu_seqlens_q, call.cu_seqlens_k
+
+    def score_mod(score, batch, head, query, key):
+        return score + of_queries[cu_q[batch] + query] * of_keys[cu_k[batch] + key]
+
+    assert_like_math(q, k, v, call._replace(score_mod=score_mod), grad)
+
+
+def test_a_function_that_cannot_be_traced_is_left_to_math_each_time_or_refused(flex_graphs):
+    q, k, v, _, call = inputs(packed())
+    host = torch.tensor(2.0)
+    given = q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k
+
+    def score_mod(score, *_):
+        return score * host.item()
+
+    with attnreg.register_backend(backend()):
+        for _ in range(2):
+            out = attnreg.varlen_attn(*given, enable_gqa=True, score_mod=score_mod)
+    assert attnreg.stats().calls == {"math": {"forward": 2, "backward": 0}}
+    torch.testing.assert_close(out, attnreg.varlen_attn(*given, enable_gqa=True, scale=64**-0.5 * 2))
+    with attnreg.register_backend(backend()), pytest.raises(UnsupportedInputError, match="by item"):
+        attnreg.varlen_attn(*given, enable_gqa=True, score_mod=score_mod, backend="flex by graphs")

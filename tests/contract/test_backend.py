@@ -138,7 +138,7 @@ def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
         False,
         False,
         0.0,
-        *(None,) * 3,
+        *(None,) * 5,
         (),
     )
 

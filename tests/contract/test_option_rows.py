@@ -63,9 +63,10 @@ def test_options_of_the_op_have_places_of_their_own_and_no_gradients_that_it_doe
     others = ["backend", "needs_backward", "softcap", "alibi_slopes", "sinks"]
     newer = [row for row in sorted(OPTIONS, key=lambda row: row.in_op) if row.in_op > 7]
     for_backward = [row.name for row in newer if "backward" in row.directions and not row.rescales]
-    assert forward[11:] == [*shared, "num_splits", *others, *(row.name for row in newer)]
+    captured = [f"captured_{number}" for number in range(8)]
+    assert forward[11:] == [*shared, "num_splits", *others, *(row.name for row in newer), *captured]
     own = ["softcap", "grad_lse", "alibi_slopes"]
-    assert backward[14:] == [*shared, "backend", "choice", *own, *for_backward]
+    assert backward[14:] == [*shared, "backend", "choice", *own, *for_backward, *captured]
     assert len({row.in_op for row in OPTIONS if row.in_op}) == sum(row.in_op > 0 for row in OPTIONS)
     with pytest.raises(ValueError, match="got in_op with gradient, expected one"):
         dataclasses.replace(ROWS["sinks"], rescales=False)

@@ -136,6 +136,8 @@ FIELDS = {
     "grad_lse": None,
     "sinks": lambda given: attend(given, sinks=torch.zeros(4)),
     "key_ranges": lambda given: attend(given, key_ranges=whole_ranges()),
+    "score_mod": lambda given: attend(given, score_mod=lambda score, *_: score * 2.0),
+    "mask_mod": lambda given: attend(given, mask_mod=lambda batch, head, query, key: query >= key),
     **{
         row.name: functools.partial(attend, **{row.argument: number_of(row)})
         for row in NUMBERS

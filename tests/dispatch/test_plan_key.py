@@ -35,6 +35,8 @@ OTHER = {
     "grad_lse": (torch.zeros(2, 6), None),
     "sinks": (torch.zeros(2), None),
     "key_ranges": (torch.zeros(6, 1, 2).int(), None),
+    "score_mod": (lambda score, *_: score, None),
+    "mask_mod": (lambda batch, head, query, key: query >= key, None),
     "further": ((("made_up", 2.0),), ()),
     **{row.name: (number_of(row), row.off) for row in NUMBERS if row.name in Call._fields},
 }

@@ -64,6 +64,8 @@ CASES = {
     "a gradient of the LSE": case(grad_lse=True),
     "a negative scale": case(scale=-0.1),
     "a range of keys for each query": case(key_ranges=1, window=(-1, -1)),
+    "a function of scores": case(score_mod=True, tail=17, poison=True),
+    "functions of scores and of the mask": case(score_mod=True, mask_mod=True, dims=(128, 128), alibi=True),
     "three ranges in a window": case(key_ranges=3, window=(90, 0), dims=(128, 128)),
     "ranges, float32": case(key_ranges=2, dtype="float32", lens_k=(150, 7, 100, 0), tail=17, poison=True),
     "short": case(lens_q=(5, 1, 9), lens_k=(5, 1, 9)),

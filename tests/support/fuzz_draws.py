@@ -103,13 +103,15 @@ def draw(seed: int, number: int | str, backends: list[str], device: str) -> Draw
     drawn = drawn._replace(bias_grad=case.bias == "additive" and rng.random() < 0.5)
     if mode not in ("capture", "compile") and not drawn.bias_grad and rng.random() < 0.06:
         drawn = drawn._replace(dropout=rng.choice((0.1, 0.5, 0.9)))
-    if varlen and mode not in ("capture", "compile") and rng.random() < 0.08:
+    if varlen and mode != "capture" and rng.random() < 0.08:
         drawn = drawn._replace(case=replace(case, key_ranges=rng.randint(1, 3)))
+    has_function = varlen and mode not in ("capture", "compile") and rng.random() < 0.08
+    if has_function:
+        names = rng.choice((("score_mod",), ("mask_mod",), ("score_mod", "mask_mod")))
+        drawn = drawn._replace(case=replace(drawn.case, **dict.fromkeys(names, True)))
     if rng.random() < 0.3 and not case.poison:
         drawn = drawn._replace(
-            strides=_strides(
-                rng, drawn.dropout > 0.0 or drawn.case.key_ranges > 0, mode not in WITHOUT_GRADIENT
-            )
+            strides=_strides(rng, has_function or drawn.dropout > 0.0, mode not in WITHOUT_GRADIENT)
         )
     return drawn
 

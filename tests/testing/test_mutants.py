@@ -47,6 +47,29 @@ def ignoring_scale(field="scale"):
     return called_with(scale=lambda call: 64**-0.5)
 
 
+def other_place(function, at):
+    """Return a function of scores that always gets the first sequence, head, query or key."""
+    if function is None:
+        return None
+    return lambda *given: function(*given[:at], torch.zeros_like(given[at]), *given[at + 1 :])
+
+
+def with_slope_1(call):
+    """Return a function with the values of a call's, but the derivative of the score itself."""
+    function = call.score_mod
+    if function is None:
+        return None
+    return lambda score, *places: score + (function(score, *places) - score).detach()
+
+
+def capped_after(call):
+    """Return a function that bounds what a call's function has made of a score."""
+    function, softcap = call.score_mod, call.softcap
+    if function is None or not softcap:
+        return function
+    return lambda *given: torch.tanh(function(*given) / softcap) * softcap
+
+
 def first_keys(count):
     """Return kernels that see so many keys of each sequence at most."""
 
@@ -328,6 +351,41 @@ FIELDS = {
         "key_ranges",
         only("backward", without("key_ranges")),
         "packed key_ranges 1",
+    ),
+    "a function of scores": ("score_mod", without("score_mod"), "packed score_mod"),
+    "a function of scores in the backward": (
+        "score_mod",
+        only("backward", without("score_mod")),
+        "packed score_mod",
+    ),
+    "the derivative of a function of scores": (
+        "score_mod",
+        only("backward", called_with(score_mod=with_slope_1)),
+        "packed score_mod",
+    ),
+    **{
+        f"{name} of a function of scores": (
+            "score_mod",
+            called_with(score_mod=lambda call, at=at: other_place(call.score_mod, at)),
+            "packed score_mod",
+        )
+        for at, name in enumerate(("sequence", "head", "query", "key"), 1)
+    },
+    "a function of scores before the softcap": (
+        "score_mod",
+        called_with(score_mod=capped_after, softcap=lambda call: 0.0),
+        "packed score_mod and mask_mod, softcap",
+    ),
+    "a function that hides scores": ("mask_mod", without("mask_mod"), "packed mask_mod"),
+    "a function that hides scores in the backward": (
+        "mask_mod",
+        only("backward", without("mask_mod")),
+        "packed mask_mod",
+    ),
+    "the head of a function that hides scores": (
+        "mask_mod",
+        called_with(mask_mod=lambda call: other_place(call.mask_mod, 1)),
+        "packed mask_mod",
     ),
     "softcap": ("softcap", called_with(softcap=lambda call: 0.0), "softcap 2"),
     "half the softcap": ("softcap", called_with(softcap=lambda call: call.softcap / 2), "packed softcap 1.5"),

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from support import truth
+from support import flex_graphs, truth
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
 from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.reference import attention
+from attnreg.tools.measure.rule import errors_of
 
 LENGTHS = (40, 0, 25)
 OFFSETS = torch.tensor([0, 40, 40, 65], dtype=torch.int32)
@@ -128,14 +133,93 @@ def test_no_range_at_all_leaves_every_query_without_a_key():
     assert (lse == -torch.inf).all()
 
 
-def test_a_compiled_program_breaks_its_graph_and_is_right():
-    given = [x.detach() for x in tensors()]
+# Compiled programs, modes and transforms
 
-    def layer(*leaves):
-        return attend(leaves, key_ranges=drawn(2))[0] * 2.0
 
-    compiled = torch.compile(layer, backend="eager")
-    torch.testing.assert_close(compiled(*given), layer(*given))
+def errors_of_case(case, call):
+    """Return the errors of `varlen_attn` on a case, by the accuracy rule."""
+    given = inputs(case)
+    leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    offsets = given.call.cu_seqlens_q, given.call.cu_seqlens_k, case.max_q, case.max_k
+    out, lse = call(*leaves, *offsets, given.call.key_ranges)
+    grads = torch.autograd.grad(out, leaves, given.grad_out)
+    dtype = given.q.dtype
+    plain, right = (attention(case, given, of) for of in (dtype, torch.float64))
+    return errors_of([(out.detach(), lse.detach(), *grads)], plain, right, dtype)
+
+
+def layer(query, key, value, cu_q, cu_k, max_q, max_k, ranges):
+    return attnreg.varlen_attn(
+        query, key, value, cu_q, cu_k, max_q, max_k, enable_gqa=True, window_size=(20, 4),
+        return_aux=attnreg.AuxRequest(lse=True), key_ranges=ranges,
+    )  # fmt: skip
+
+
+def ragged(*lengths, dtype="float32"):
+    lens_q, lens_k = zip(*lengths, strict=True)
+    return Case(
+        name="ranges", lens_q=lens_q, lens_k=lens_k, varlen=True, heads=(6, 3), dims=(16, 16),
+        window=(20, 4), dtype=dtype, key_ranges=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_graph_serves_every_batch_and_is_as_right_as_eager(dtype):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for lengths in (((40, 40), (0, 0), (25, 33)), ((7, 3), (50, 61)), ((33, 20), (12, 12), (2, 9), (5, 5))):
+        for call in (layer, compiled):
+            errors = errors_of_case(ragged(*lengths, dtype=dtype), call)
+            assert errors.keys() == {"out", "lse", "dq", "dk", "dv"}
+            assert {name: str(error) for name, error in errors.items() if not error.passed} == {}
+    assert counter.frame_count == 1
+    assert attnreg.stats().calls["math"] == {"forward": 6, "backward": 6}
+
+
+def test_an_exported_program_has_ranges_as_an_argument():
+    case = inputs(ragged((40, 40), (25, 33)))
+    arguments = case.q, case.k, case.v, case.call.cu_seqlens_q, case.call.cu_seqlens_k
+    module = torch.nn.Module()
+    module.forward = lambda *given: layer(*given[:5], 40, 40, given[5])
+    exported = torch.export.export(module, (*arguments, case.call.key_ranges)).module()
+    for ranges in (case.call.key_ranges, case.call.key_ranges + 3):
+        torch.testing.assert_close(exported(*arguments, ranges), layer(*arguments, 40, 40, ranges))
+
+
+def test_function_transforms_and_modes_take_ranges():
+    query, key, value = (x.detach() for x in tensors())
+
+    def call(query, ranges):
+        return attend((query, key, value), key_ranges=ranges)[0]
+
+    ranges = torch.stack((drawn(2), drawn(2) + 3))
+    each = torch.vmap(call, (None, 0))(query, ranges)
+    torch.testing.assert_close(each, torch.stack([call(query, one) for one in ranges]))
+    gradient = torch.func.grad(lambda query: call(query, ranges[0]).sin().sum())(query)
+    leaf = query.clone().requires_grad_()
+    torch.testing.assert_close(gradient, torch.autograd.grad(call(leaf, ranges[0]).sin().sum(), leaf)[0])
+    with FlopCounterMode(display=False) as flops:
+        inside = call(query, ranges[0])
+    torch.testing.assert_close(inside, call(query, ranges[0]))
+    # Of each sequence the most keys count, whatever a mask hides.
+    assert flops.get_total_flops() == 4 * (40 * 40 + 25 * 25) * 4 * 16
+
+
+def test_new_ranges_that_a_compiled_program_puts_in_the_same_tensor_are_used(monkeypatch):
+    """Inductor's code writes to tensors that it no longer needs, and torch doesn't count that."""
+    flex_graphs.run_uncompiled(monkeypatch)
+    query, key, value = (x.detach().float() for x in tensors())
+    ranges = drawn(2).clone()
+    with attnreg.register_backend(flex_graphs.backend()):
+        for _ in range(3):
+            out = torch.ops.attnreg._varlen_attn(
+                query, key, value, OFFSETS, OFFSETS, 40, 40, enable_gqa=True, key_ranges=ranges
+            )[0]
+            wanted, _ = dense((query, key, value), mask_of(ranges, OFFSETS))
+            torch.testing.assert_close(out, wanted.nan_to_num())
+            ranges.numpy()[:] = ranges.numpy()[::-1].copy()
+    assert attnreg.stats().calls == {"flex by graphs": {"forward": 3, "backward": 0}}
 
 
 # Trees
@@ -184,6 +268,17 @@ def test_a_call_with_the_ranges_of_a_tree_is_the_calls_of_its_paths():
         offsets = torch.tensor([0, len(path[0])], dtype=torch.int32)
         alone, _ = attend(path, offsets, is_causal=True)
         torch.testing.assert_close(whole[begin:end], alone[10:])
+
+
+def test_a_compiled_program_that_makes_the_ranges_of_a_tree_keeps_one_graph():
+    given, offsets = [x.detach() for x in tensors(22)], torch.tensor([0, 22], dtype=torch.int32)
+
+    def branches(*given):
+        ranges = attnreg.tree_ranges([-1, 0, 0], [10, 7, 5])
+        return attnreg.varlen_attn(*given, offsets, offsets, 22, 22, enable_gqa=True, key_ranges=ranges)
+
+    compiled = torch.compile(branches, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given), branches(*given))
 
 
 def test_no_segment_is_no_token():

@@ -247,6 +247,7 @@ def _is_plain(inputs: tuple[Tensor, ...], call: Call) -> bool:
     offsets = [x for x in (call.cu_seqlens_q, call.cu_seqlens_k) if x is not None]
     options = (
         call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.grad_lse, call.key_ranges,
+        call.score_mod, call.mask_mod,
     )  # fmt: skip
     if any(x is not None for x in options) or call.dropout or len(offsets) == 1:
         return False

@@ -28,7 +28,7 @@ LIMITS: dict[str, Any] = {
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "alibi", "seqused_k", "key_ranges"), True),
-    **dict.fromkeys(("any_scale", "softcap", "deterministic"), True),
+    **dict.fromkeys(("any_scale", "softcap", "deterministic", "score_mod", "mask_mod"), True),
 }
 FORWARD = Capabilities(**LIMITS, num_splits=True)
 BACKWARD = Capabilities(**LIMITS, grad_lse=True)

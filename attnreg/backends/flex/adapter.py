@@ -19,11 +19,13 @@ from attnreg.backends.flex.programs import program_for
 from attnreg.backends.flex.visible import Visible
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching.lifted import Lifted, lift
 from attnreg.core.launching.offsets import derived_from, empty_results, facts, find_unused
 from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
 from attnreg.errors import UnsupportedInputError
 
 # The name of the length of each dimension, by tensor. Other sizes are fixed.
+FUNCTIONS = "score_mod", "mask_mod"
 OF_QUERIES, OF_KEYS = ("B", "", "S_q", ""), ("B", "", "S_k", "")
 DIMENSIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("query", "out", "grad_out"), OF_QUERIES),
@@ -32,6 +34,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("low", "high"), ("B_mask", "", "S_q")),
     "place": ("B_mask", "S_q"),
     "sequence": ("S_q",),
+    "places": ("", "S_q"),
     "bias": ("B", "", "S_q", "S_k"),
     **dict.fromkeys(("kv_num_blocks", "full_kv_num_blocks"), ("B_mask", "", "N_q")),
     **dict.fromkeys(("kv_indices", "full_kv_indices"), ("B_mask", "", "N_q", "N_k")),
@@ -56,7 +59,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
     Raises:
         BackendUnavailableError: torch can't compile the kernel.
-        UnsupportedInputError: there are more `key_ranges` than a program has.
+        UnsupportedInputError: there are more `key_ranges` than a program has, or a function can't be traced.
     """
     if not (query.numel() and key.numel()):
         return empty_results(query, value, call)
@@ -106,42 +109,58 @@ def _request(direction: Direction, tensors: dict[str, Tensor], seen: Visible, ca
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes.dim()
         tensors |= {"place": seen.place, "sequence": seen.sequence, "slopes": call.alibi_slopes}
-    lengths, names = _lengths(tensors), DIMENSIONS | {"slopes": ("B_slopes", "")[-slopes:]}
+    texts = _with_functions(tensors, call)
+    names = DIMENSIONS | {"slopes": ("B_slopes", "")[-slopes:]}
+    # New sizes of what a function has captured need no new program either.
+    names |= {
+        name: tuple(f"{name}_{dim}" for dim in range(x.dim()))
+        for name, x in tensors.items()
+        if name.startswith(FUNCTIONS)
+    }
+    lengths = {
+        length: size
+        for name, x in tensors.items()
+        for length, size in zip(names[name], x.shape, strict=True)
+        if length
+    }
     layouts = tuple((name, layout_of(x, names[name])) for name, x in tensors.items())
     block = visible.block_size(lengths["S_q"], lengths["S_k"])
     device = tensors["query"].device
-    kind = ProgramKind(direction, device, call.scale, call.softcap, bias, slopes, call.varlen, block, layouts)
+    kind = ProgramKind(
+        direction, device, call.scale, call.softcap, bias, slopes, call.varlen, block, layouts, *texts
+    )
     return _Request(kind, lengths, tuple(tensors.values()))
 
 
-def _lengths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the lengths of a call by the names of `DIMENSIONS`."""
-    batch, _, rows, _ = tensors["query"].shape
-    blocks_q, blocks_k = tensors["kv_indices"].shape[-2:]
-    slopes = tensors.get("slopes")
-    return {
-        "B": batch,
-        "S_q": rows,
-        "S_k": tensors["key"].shape[2],
-        "B_mask": tensors["low"].shape[0],
-        "N_q": blocks_q,
-        "N_k": blocks_k,
-        "B_slopes": 1 if slopes is None else slopes.shape[0],
-    }
+def _with_functions(tensors: dict[str, Tensor], call: Call) -> list[str]:
+    """Add what the functions of a call read to its tensors, by name; return their texts, "" for none."""
+    device, texts = tensors["query"].device, []
+    for name in FUNCTIONS:
+        function = getattr(call, name)
+        lifted = Lifted("", ()) if function is None else lift(name, function, device)
+        texts.append(lifted.text)
+        tensors |= {f"{name}_{number}": x for number, x in enumerate(lifted.tensors)}
+    if any(texts):
+        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k
+        stream, rows = stream_of(tensors["query"]) if device.type == "cuda" else 0, tensors["query"].shape[2]
+        make = partial(visible.places_of_packed, rows)
+        tensors["places"] = derived_from(offsets, stream, ("flex places", rows), make).table
+    return texts
 
 
 def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
     """Return which keys each query sees, derived once for all layers that share their offsets."""
     stream = stream_of(query) if query.is_cuda else 0
     rows = query.shape[-3], key.shape[-3]
-    masked = call.attn_bias is not None and call.attn_bias.dtype == torch.bool
+    masked = call.mask_mod is not None
+    masked = masked or (call.attn_bias is not None and call.attn_bias.dtype == torch.bool)
     if call.key_ranges is not None and call.key_ranges.shape[1] > visible.MOST_RANGES:
         most, got = visible.MOST_RANGES, call.key_ranges.shape[1]
         raise UnsupportedInputError(f"key_ranges must have at most {most} ranges a query, got {got}")
     if call.cu_seqlens_q is not None:
         tensors = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.key_ranges
         make = partial(visible.of_packed, *rows, call.window, masked)
-        return derived_from(tensors, stream, ("flex", *rows, call.window), make)
+        return derived_from(tensors, stream, ("flex", *rows, call.window, masked), make)
     if call.seqused_k is not None:
         make_dense = partial(_of_used, *rows, call.window, masked)
         return derived_from((call.seqused_k,), stream, ("flex", *rows, call.window, masked), make_dense)

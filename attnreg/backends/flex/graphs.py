@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnreg.backends.flex.kinds import ProgramKind, TensorLayout
+from attnreg.core.launching.lifted import function_of
 
 # From torch/nn/attention/flex_attention.py: what `flex_attention` passes for a call that wants the LSE.
 KERNEL_OPTIONS = {
@@ -130,15 +131,30 @@ def _table(kind: ProgramKind, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 def _mask_of(kind: ProgramKind) -> Callable[..., Tensor]:
     """Return which key n a query m sees, of batch b and head h; its tensors are `_modifications`' third."""
 
-    def mask(b: Tensor, h: Tensor, m: Tensor, n: Tensor, low: Tensor, high: Tensor, *bias: Tensor) -> Tensor:
+    def mask(
+        b: Tensor, h: Tensor, m: Tensor, n: Tensor, low: Tensor, high: Tensor, *others: Tensor
+    ) -> Tensor:
         row = torch.zeros_like(b) if low.shape[0] == 1 else b
         seen = torch.zeros_like(n, dtype=torch.bool)
         for number in range(low.shape[1]):
             place = row, torch.full_like(b, number), m
             seen = seen | ((n >= _at(low, *place)) & (n < _at(high, *place)))
-        return seen & _at(bias[0], b, h, m, n) if bias else seen
+        if kind.bias == "mask":
+            seen = seen & _at(others[0], b, h, m, n)
+        if kind.mask_mod:
+            places, *captured = others[kind.bias == "mask" :]
+            shown = function_of(kind.mask_mod)(*_places(places, h, m, n), *captured)
+            seen = seen & shown
+        return seen
 
     return mask
+
+
+def _places(places: Tensor, h: Tensor, m: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return sequence, head, query and key as functions of scores get them: see `QueryPlaces`."""
+    sequence, place, first, last = (_at(places, torch.full_like(m, row), m) for row in range(4))
+    # Keys of other sequences are hidden, and have places that exist.
+    return sequence, h, place, torch.minimum(torch.maximum(n, first), last) - first
 
 
 def _modifications(
@@ -146,11 +162,16 @@ def _modifications(
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return the function that changes scores, and the tensors that it and the mask read."""
     read = [name for name in OF_SCORES if name in tensors and (name != "bias" or kind.bias == "added")]
+    captured = [name for name in tensors if name.startswith("score_mod")]
+    read += ["places", *captured] if kind.score_mod else []
 
     def score_of(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, *values: Tensor) -> Tensor:
         named = dict(zip(read, values, strict=True))
         if kind.softcap:
             score = torch.tanh(score / kind.softcap) * kind.softcap
+        if kind.score_mod:
+            of_scores = _places(named["places"], h, m, n)
+            score = function_of(kind.score_mod)(score, *of_scores, *(named[name] for name in captured))
         if kind.slopes:
             place, slopes = named["place"], named["slopes"]
             row = _at(named["sequence"], m) if kind.packed else b
@@ -159,8 +180,9 @@ def _modifications(
             score = score - slope * (_at(place, row, m) - n).abs()
         return score + _at(named["bias"], b, h, m, n) if "bias" in named else score
 
-    of_mask = [tensors["low"], tensors["high"], *([tensors["bias"]] if kind.bias == "mask" else [])]
-    return score_of, tuple(tensors[name] for name in read), tuple(of_mask)
+    of_mask = ["low", "high", *(["bias"] if kind.bias == "mask" else [])]
+    of_mask += ["places", *(name for name in tensors if name.startswith("mask_mod"))] if kind.mask_mod else []
+    return score_of, tuple(tensors[name] for name in read), tuple(tensors[name] for name in of_mask)
 
 
 def _at(x: Tensor, *places: Tensor) -> Tensor:

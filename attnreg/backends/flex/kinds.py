@@ -39,6 +39,7 @@ class ProgramKind(NamedTuple):
         packed: whether slopes (B, H) go by the sequence of a query, not by its batch.
         block: the queries and keys of a block of the table.
         layouts: of each tensor, by its name. Names that are missing belong to tensors that a call hasn't.
+        score_mod, mask_mod: the texts of the call's functions, as `launching.lifted` has them; "" for none.
     """
 
     direction: Direction
@@ -50,6 +51,8 @@ class ProgramKind(NamedTuple):
     packed: bool
     block: int
     layouts: tuple[tuple[str, TensorLayout], ...]
+    score_mod: str = ""
+    mask_mod: str = ""
 
 
 def layout_of(x: Tensor, names: tuple[str, ...]) -> TensorLayout:

@@ -45,6 +45,9 @@ class CompiledGraph(NamedTuple):
 
 _programs: dict[ProgramKind, list[CompiledGraph]] = {}
 
+# How many kinds with functions of scores are kept: a program may bring new ones for ever.
+MOST_WITH_FUNCTIONS = 64
+
 
 def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> CompiledGraph:
     """Return the program of a kind that is right for these lengths, compiled where there is none.
@@ -56,6 +59,7 @@ def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> CompiledGraph:
         if program.holds is None or program.holds(lengths):
             return program
     with _compile_lock:
+        _drop_oldest_function(kind)
         programs = _programs.setdefault(kind, [])
         for program in programs:  # another thread may have compiled it meanwhile
             if program.holds is None or program.holds(lengths):
@@ -69,6 +73,14 @@ def program_for(kind: ProgramKind, lengths: Mapping[str, int]) -> CompiledGraph:
             raise_if_of_program(error)
             raise BackendUnavailableError(f"flex couldn't be compiled: {error}") from error
         return programs[-1]
+
+
+def _drop_oldest_function(kind: ProgramKind) -> None:
+    """Forget the oldest kind with functions of scores, where a new one is one too many."""
+    with_functions = [other for other in _programs if other.score_mod or other.mask_mod]
+    is_new = kind not in _programs and (kind.score_mod or kind.mask_mod)
+    if is_new and len(with_functions) >= MOST_WITH_FUNCTIONS:
+        _programs.pop(with_functions[0], None)
 
 
 def _compiled(kind: ProgramKind, lengths: Mapping[str, int]) -> CompiledGraph:

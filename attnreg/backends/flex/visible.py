@@ -90,6 +90,43 @@ def of_packed(
     return _with_table(low, high, (start + place)[None], sequence, (tokens_q, tokens_k), masked)
 
 
+class QueryPlaces(NamedTuple):
+    """What functions of scores get for each query of a packed batch.
+
+    Attributes:
+        table: int32 (4, S_q), the number of its sequence, its place there, and the first and the last key of
+            its sequence. Functions read tensors at these places, so all of them exist: queries without a key
+            have the first places of a sequence that has queries and keys.
+    """
+
+    table: Tensor
+
+    def differs(self, newer: Self) -> Tensor:
+        """Return on the device whether a query has other places now."""
+        return (self.table != newer.table).any()
+
+
+def places_of_packed(
+    tokens_q: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, used: Tensor | None
+) -> QueryPlaces:
+    """Return the places of a packed batch. Offsets are int32 (B + 1,), `used` is int32 (B,), as in `Call`."""
+    rows = torch.arange(tokens_q, dtype=torch.int32, device=cu_seqlens_q.device)
+    batch = cu_seqlens_q.shape[0] - 1
+    sequence = torch.searchsorted(cu_seqlens_q.contiguous(), rows, right=True, out_int32=True) - 1
+    inside = (sequence >= 0) & (sequence < batch)
+    sequence = sequence.clamp(0, max(batch - 1, 0))
+    lengths = cu_seqlens_k.diff() if used is None else torch.minimum(cu_seqlens_k.diff(), used)
+    # The row of zeros is for a batch without a sequence.
+    lengths, lengths_q = (torch.cat((x, x.new_zeros(1))) for x in (lengths, cu_seqlens_q.diff()))
+    has_scores = (lengths_q > 0) & (lengths > 0)
+    exists = inside & has_scores[sequence]
+    sequence = torch.where(exists, sequence, has_scores.int().argmax().int())
+    place = torch.where(exists, rows - cu_seqlens_q[sequence], 0)
+    first = cu_seqlens_k[sequence]
+    last = first + (lengths[sequence] - 1).clamp(min=0)
+    return QueryPlaces(torch.stack((sequence, place, first, last)).to(torch.int32))
+
+
 def of_dense(
     tokens_q: int,
     tokens_k: int,

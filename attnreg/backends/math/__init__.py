@@ -50,6 +50,8 @@ EVERYTHING = Capabilities(
     alibi=True,
     seqused_k=True,
     key_ranges=True,
+    score_mod=True,
+    mask_mod=True,
     num_splits=True,
     any_scale=True,
     softcap=True,
@@ -161,7 +163,8 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: slice) -> tu
     softmax = Softmax(q)
     weighted = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for tile in mask.tiles(rows):
-        weights, fade = softmax.add(_masked(_scores(q, _seen_keys(k, tile), mask), tile, mask))
+        scores = mask.modified(_scores(q, _seen_keys(k, tile), mask), tile)
+        weights, fade = softmax.add(_masked(scores, tile, mask))
         kept = mask.kept(tile, q.dtype)
         dropped = weights if kept is None else weights * kept
         weighted = weighted * fade + _times(dropped, _seen_keys(v, tile))
@@ -227,12 +230,15 @@ def _products(
     """Yield the backward's products for each tile of some rows.
 
     They are the tile's scores, the gradients of its weights, the factors of dropout, and the slope of the
-    softcap.
+    softcap and of `score_mod`.
     """
     softcap = mask.call.softcap
     for tile in mask.tiles(rows):
         scores = _scores(_seen_rows(q_rows, tile), _seen_keys(k, tile), mask)
         slope = 1.0 - (scores / softcap).square_() if softcap else None
+        scores, of_function = mask.modified_with_slope(scores, tile)
+        if of_function is not None:
+            slope = of_function if slope is None else slope * of_function
         scores = _masked(scores, tile, mask)
         grad_weights = _times(_seen_rows(grad_rows, tile), _seen_keys(v, tile).mT)
         kept = mask.kept(tile, q_rows.dtype)

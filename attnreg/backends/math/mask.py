@@ -17,6 +17,8 @@ from torch import Tensor
 
 from attnreg.backends.math.batch import Group
 from attnreg.core.contract.backend import Call
+from attnreg.core.launching import elementwise
+from attnreg.core.torchlib.modes import outside_of_ops
 from attnreg.errors import InvalidInputError
 
 TILE_QUERIES = 256
@@ -57,6 +59,26 @@ class Mask:
         for cols in _blocks(low, high, TILE_KEYS):
             parts = [*self._conditions(rows, cols)]
             yield Tile(rows, cols, functools.reduce(operator.and_, parts) if parts else None)
+
+    def modified(self, scores: Tensor, tile: Tile) -> Tensor:
+        """Return what `score_mod` makes of a tile, (b, H, rows, columns), in float32 or float64."""
+        function = self.call.score_mod
+        return scores if function is None else elementwise.modified(function, scores, *self._places(tile))
+
+    def modified_with_slope(self, scores: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Return what `modified` does, and the derivative of each result by its score; None for all ones.
+
+        Scores, results and derivatives are (b, H, rows, columns), float32 or float64.
+        """
+        if self.call.score_mod is None:
+            return scores, None
+        with outside_of_ops(), torch.enable_grad():
+            leaf = scores.detach().requires_grad_()
+            results = self.modified(leaf, tile)
+            if not results.requires_grad:  # no result depends on its score
+                return results, torch.zeros_like(scores)
+            (slope,) = torch.autograd.grad(results.sum(), leaf)
+        return results.detach(), slope
 
     def added(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
         """Return the bias and slopes that are added to the scaled scores of a tile, or None."""
@@ -100,10 +122,28 @@ class Mask:
             yield (self.group.keys.positions[:, cols] >= 0)[:, None, None, :]
         if self.call.key_ranges is not None:
             yield self._in_ranges(self.call.key_ranges, rows, cols)
+        if self.call.mask_mod is not None:
+            places = self._places(Tile(rows, cols, None))
+            yield elementwise.visible(self.call.mask_mod, self.heads, *places)
         bias = self._bias(rows, cols)
         if bias is not None:
             # A key at -inf is hidden, not merely unlikely: its NaN must not reach the output.
             yield bias if bias.dtype == torch.bool else bias != -torch.inf
+
+    def _places(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sequences of a tile (b,), the places of its queries (b, rows) and keys (b, columns).
+
+        A function may read tensors at these places, so all of them exist: padding has the first place of its
+        sequence, and a sequence that lacks queries or keys has the number of another.
+        """
+        queries, keys = self.group.queries.positions, self.group.keys.positions
+        numbers = self._numbers(self.group.batch)
+        if self.group.queries.padded or self.group.keys.padded:
+            has_scores = (queries[:, -1] >= 0) & (keys[:, -1] >= 0)
+            another = numbers.take(has_scores.int().argmax())  # an index in brackets is read on the host
+            numbers = torch.where(has_scores, numbers, another)
+        places = numbers, queries[:, tile.rows].clamp(min=0), keys[:, tile.cols].clamp(min=0)
+        return places[0].int(), places[1].int(), places[2].int()
 
     def _in_ranges(self, key_ranges: Tensor, rows: slice, cols: slice) -> Tensor:
         """Return which keys lie in a range of their query; of padding, which is hidden anyway, any."""

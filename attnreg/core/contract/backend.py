@@ -91,6 +91,14 @@ class Call(NamedTuple):
         key_ranges: int32 (T_q, R, 2), for each query up to R ranges of keys; packed calls only. A range is
             the first key and the end (exclusive), counted from the first key of the sequence. A query sees
             the keys of its window that lie in any of its ranges.
+        score_mod: `score_mod(score, batch, head, query, key)` returns what takes the place of a score that
+            was scaled and bounded by the softcap, before slopes and masks; packed calls only. All five are
+            tensors (): the score is float32 (float64 for float64 inputs), the others are int32. They are the
+            number of the sequence, the query head, and the places of query and key in their sequence, from 0.
+            It is called for hidden scores, too, always with places that exist. The backward gets the same
+            function, and multiplies gradients of scores by its derivative.
+        mask_mod: `mask_mod(batch, head, query, key)` returns a boolean (): whether a score counts that is in
+            the window and in the `key_ranges`.
         further: options without a field of their own, sorted by name. Each is read as an attribute. Without
             the option the attribute is `Option.off`.
     """
@@ -114,6 +122,8 @@ class Call(NamedTuple):
     grad_lse: Tensor | None = None
     sinks: Tensor | None = None
     key_ranges: Tensor | None = None
+    score_mod: Callable[..., Tensor] | None = None
+    mask_mod: Callable[..., Tensor] | None = None
     further: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -150,12 +160,15 @@ class Call(NamedTuple):
         """Return what a decision about this call may depend on, but for lengths; see `KEYED_BY`."""
         tensors = [None if x is None else (x.dim(), x.dtype, x.device) for x in _tensors_of(self)]
         further = tuple((name, _alike(value)) for name, value in self.further) if self.further else ()
-        return self.scale >= LEAST_SCALE, self.sinks is not None, *_values_of(self), further, *tensors
+        present = [x is not None for x in _present_of(self)]
+        return self.scale >= LEAST_SCALE, *present, *_values_of(self), further, *tensors
 
 
 def _alike(value: Any) -> object:
     """Return what a decision may depend on of an option: of a tensor rank, dtype and device."""
-    return (value.dim(), value.dtype, value.device) if hasattr(value, "dtype") else value
+    if hasattr(value, "dtype"):
+        return value.dim(), value.dtype, value.device
+    return callable(value) or value
 
 
 def _option(call: Call, name: str) -> Any:
@@ -170,9 +183,10 @@ def _option(call: Call, name: str) -> Any:
 Call.__getattr__ = _option  # type: ignore[attr-defined]
 
 # How each field of `Call` enters `Call.kind`, under which a plan is kept. "value": by its value. "sign": by
-# its sign. "tensor": by rank, dtype and device. "presence": by whether there is a tensor, as only times
-# depend on sinks. "length": by its class. "nothing": not at all, as a random state is drawn after the
-# decision. A field that is missing here is an error at import: calls that differ in it would share a plan.
+# its sign. "tensor": by rank, dtype and device. "presence": by whether there is a tensor or function, as only
+# times depend on sinks, and nothing on which function it is. "length": by its class. "nothing": not at all,
+# as a random state is drawn after the decision. A field that is missing here is an error at import: calls
+# that differ in it would share a plan.
 KEYED_BY = {
     "scale": "sign",
     "rng_state": "nothing",
@@ -184,6 +198,7 @@ KEYED_BY = {
 }
 _of_values = [n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "value" and name != "further"]
 _values_of = itemgetter(*_of_values)
+_present_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "presence"))
 _tensors_of = itemgetter(*(n for n, name in enumerate(Call._fields) if KEYED_BY[name] == "tensor"))
 
 

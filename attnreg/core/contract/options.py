@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 import sys
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Option:
 
     Attributes:
         name: its field of `Call`.
-        values: "number", "integer" or "tensor"; "pages" of a table whose spec has the size of a page.
+        values: "number", "integer", "tensor" or "function"; "pages" of a table whose spec has the size of a
+            page.
         off: the value of a call without it.
         reason: the reason against a backend that doesn't declare it; `{}` is the spec's value. None where a
             range of `Capabilities` decides, or where no reason is needed.
@@ -55,12 +57,12 @@ class Option:
         cached: whether the compiled call cache runs calls with it.
         in_op: its place among the options of the custom op that compiled programs, modes and subclasses
             call; 0 if the op doesn't have it. A new option comes last, because exported programs contain the
-            op's schema.
+            op's schema. A function is in the op as text, which only compiled programs make.
         spread: whether calls with it can be spread over ranks.
     """
 
     name: str
-    values: Literal["number", "integer", "tensor", "pages"]
+    values: Literal["number", "integer", "tensor", "function", "pages"]
     off: float | None = None
     reason: str | None = None
     label: str = ""
@@ -98,8 +100,14 @@ class Option:
 
     @property
     def keyed(self) -> str:
-        """How plans are kept by it, in the words of `contract.backend.KEYED_BY`."""
-        return "presence" if self.rescales else "tensor" if self.is_tensor else "value"
+        """How plans are kept by it, in the words of `contract.backend.KEYED_BY`.
+
+        A function comes with each call. No decision depends on which function it is, so nothing keeps it
+        alive, and a function that is made anew for each call finds the plan.
+        """
+        if self.rescales or self.values == "function":
+            return "presence"
+        return "tensor" if self.is_tensor else "value"
 
     def is_on(self, value: object) -> bool:
         """Whether a value of `Call`'s field, or of the argument, means a call with the option."""
@@ -113,13 +121,19 @@ class Option:
         return [tuple(sizes[letter] for letter in shape) for shape in self.shapes]
 
     def described(self, value: Any) -> Any:
-        """Return the value of `AttentionSpec`'s field: of a tensor only whether there is one."""
-        return value is not None if self.values == "tensor" else value
+        """Return the value of `AttentionSpec`'s field: of a tensor or function only whether there is one."""
+        return value is not None if self.values in ("tensor", "function") else value
+
+    def got(self, value: Any) -> str:
+        """Return what errors say that was got."""
+        if self.is_tensor:
+            return "a tensor"
+        return "a function" if self.values == "function" else reprlib.repr(value)
 
     @property
     def off_in_spec(self) -> object:
         """The value of `AttentionSpec`'s field for a call without the option."""
-        return False if self.values == "tensor" else self.off
+        return False if self.values in ("tensor", "function") else self.off
 
     def is_on_in(self, spec: Any) -> bool:
         """Whether a spec is of a call with the option."""
@@ -130,11 +144,16 @@ class Option:
         """Return a number as Python's own.
 
         Raises:
-            InvalidInputError: it is no number, or out of range, or a tensor that needs a gradient.
+            InvalidInputError: it is no number, or out of range, or a tensor that needs a gradient; or it
+                isn't the function that was expected.
         """
         if self.is_tensor or value is self.off:
             return value
         what = self.argument or self.name
+        if self.values == "function":
+            if not callable(value):
+                raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
+            return value
         # Dynamo can't look for attributes of a number that it traces.
         is_number = isinstance(value, (int, float))
         if not is_number and getattr(value, "requires_grad", False):
@@ -176,8 +195,17 @@ OPTIONS: tuple[Option, ...] = (
         name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}",
     ),
     Option(
-        name="key_ranges", values="tensor",
+        name="key_ranges", values="tensor", in_op=8,
         reason="key_ranges must be None, got a tensor", label="key_ranges",
+    ),
+    Option(
+        name="score_mod", values="function", in_op=9, label="score_mod",
+        expected="a function of (score, batch, head, query, key)",
+        reason="score_mod must be None, got a function",
+    ),
+    Option(
+        name="mask_mod", values="function", in_op=10, label="mask_mod",
+        expected="a function of (batch, head, query, key)", reason="mask_mod must be None, got a function",
     ),
     Option(
         name="num_splits", values="integer", low=0, expected="an integer of 0 or more", in_op=3,

@@ -140,6 +140,8 @@ class AttentionSpec:
     grad_lse: bool = False
     sinks: bool = False
     key_ranges: bool = False
+    score_mod: bool = False
+    mask_mod: bool = False
     needs_backward: bool = False
     deterministic: bool = False
     batch_invariant: bool = False

@@ -2,5 +2,6 @@
 
 `launchers` has what the call cache runs, `validation` the checks of arguments and results, `memory` those of
 freed storage. `offsets` and `rows` know which rows of a packed batch see no key, and clear them. `regular`
-finds batches of equal lengths. May import: errors, settings, torchlib, contract. Read `launchers.py` first.
+finds batches of equal lengths. `elementwise` evaluates functions of single scores, `lifted` makes text of
+them. May import: errors, settings, torchlib, contract. Read `launchers.py` first.
 """

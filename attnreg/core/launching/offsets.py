@@ -248,9 +248,10 @@ def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
     are read; on a GPU it is known once the device has answered, and of other devices never.
 
     Query and key are (B, S, H, D) or packed (T, H, D), in any dtype. With `seqused_k`, pages or `key_ranges`
-    the result is False.
+    the result is False, as it is with a `score_mod` or `mask_mod`, which may hide keys.
     """
-    if any(x is not None for x in (call.seqused_k, call.block_table, call.key_ranges)):
+    hiding = call.seqused_k, call.block_table, call.key_ranges, call.score_mod, call.mask_mod
+    if any(x is not None for x in hiding):
         return False
     if call.cu_seqlens_q is None:
         return call.max_k > 0 and (call.max_q <= call.max_k or call.window == (-1, -1))

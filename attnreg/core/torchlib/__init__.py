@@ -10,6 +10,7 @@
   `children` ends the compiler with this process.
 - `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without
   frames.
+- `subgraphs`: a function that Dynamo traces into a graph of its own.
 - `frames`: keeps Dynamo away from attnreg's Python.
 - `job_store`: the store of a job's process group. `slow`: a log line for a slow step. `replacing`: a function
   of attnreg's in the place of another library's.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,26 @@ def is_transformed() -> bool:
 def autocasts(device: str) -> bool:
     """Whether autocast is on for a type of device."""
     return device in _AUTOCASTS and torch.is_autocast_enabled(device)
+
+
+# What an op's body leaves out, and a dispatch mode's.
+_LEFT_OUT = (
+    *("AutogradOther", "AutogradCPU", "ADInplaceOrView"),  # the second stands for all devices
+    "PythonTLSSnapshot",
+    *("FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchGradWrapper"),
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+)
+
+
+@contextlib.contextmanager
+def outside_of_ops() -> Iterator[None]:
+    """Let autograd and function transforms work as they do outside, in code that runs inside of an op."""
+    core: Any = torch._C
+    excluded = core._dispatch_tls_local_exclude_set()
+    for name in _LEFT_OUT:
+        excluded = excluded.remove(getattr(core.DispatchKey, name))
+    with core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def in_memory(x: Tensor) -> Tensor | None:

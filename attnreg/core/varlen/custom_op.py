@@ -23,6 +23,7 @@ from attnreg.core.contract.spec import UNBOUNDED, Direction
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import with_aliased_offsets
 from attnreg.core.dispatch.scope import ScopedChoice
+from attnreg.core.launching.lifted import Lifted, function_of
 from attnreg.core.launching.validation import check
 from attnreg.core.torchlib import functionalize
 from attnreg.core.torchlib.frames import leave_module_uncompiled
@@ -32,6 +33,9 @@ from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, 
 Tail = dict[str, tuple[str, Any]]
 
 _TYPES = {"number": "float", "integer": "SymInt?", "tensor": "Tensor?", "pages": "Tensor?"}
+_FUNCTIONS = tuple(row.name for row in OPTIONS if row.in_op and row.values == "function")
+# What the functions of a call have captured, in their order. An op has no list of tensors by default.
+CAPTURED = tuple(f"captured_{number}" for number in range(8))
 _OF_TORCH = 3  # options of torch's own ops, which come first in these
 
 
@@ -45,9 +49,15 @@ def _options(direction: Direction) -> list[Option]:
 def _tail(direction: Direction, between: Tail) -> Tail:
     """Return the options of an op, with its other arguments between torch's options and attnreg's own."""
     rows = _options(direction)
-    texts = [(row.name, (f"{_TYPES[row.values]} {row.name}={row.off}", row.off)) for row in rows]
+    texts = [
+        (row.name, (f'str {row.name}=""', ""))
+        if row.values == "function"
+        else (row.name, (f"{_TYPES[row.values]} {row.name}={row.off}", row.off))
+        for row in rows
+    ]
+    captured = [(name, (f"Tensor? {name}=None", None)) for name in CAPTURED]
     count = sum(row.in_op <= _OF_TORCH for row in rows)
-    return dict((*texts[:count], *between.items(), *texts[count:]))
+    return dict((*texts[:count], *between.items(), *texts[count:], *captured))
 
 
 def _schema(head: str, tail: Tail) -> str:
@@ -71,7 +81,8 @@ def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> l
     `options` are a call's options, by the arguments of `varlen_attn`.
     """
     given: dict[str, Any] = {"backend": backend, "needs_backward": needs_backward}
-    for row in _options("forward"):
+    given |= dict.fromkeys(CAPTURED) | dict.fromkeys(_FUNCTIONS, "")
+    for row in [row for row in _options("forward") if row.values != "function"]:
         value = options.get(row.argument or row.name, row.off)
         if row.values == "number":
             value = row.checked(value) if row.is_on(value) else row.off
@@ -79,17 +90,40 @@ def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> l
     return [given[name] for name in _FORWARD]
 
 
+def _tensors_in(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a forward that are tensors, or None, and what functions have captured."""
+    names = *(row.name for row in _options("forward") if row.is_tensor), *CAPTURED
+    return {name: given[name] for name in names}
+
+
+def _with_functions(given: dict[str, Any]) -> dict[str, Any]:
+    """Return an op's options with functions in the place of their texts and of what they have captured."""
+    captured = [x for x in (given.pop(name) for name in CAPTURED) if x is not None]
+    for name in _FUNCTIONS:
+        text = given[name]
+        # Besides the score and the four places its arguments are what it has captured.
+        count = function_of(text).__code__.co_argcount - (5 if name == "score_mod" else 4) if text else 0
+        given[name] = Lifted(text, tuple(captured[:count])) if text else None
+        captured = captured[count:]
+    return given
+
+
+def with_options(arguments: list[Any], options: Mapping[str, Any]) -> list[Any]:
+    """Return all arguments of the forward's op with some of its options changed, by their names there."""
+    tail = _by_name(_FORWARD, tuple(arguments[_BEFORE_TAIL:])) | dict(options)
+    return [*arguments[:_BEFORE_TAIL], *(tail[name] for name in _FORWARD)]
+
+
 # As torch's own `torch_attn::_varlen_attn`, up to the options that it has.
-@torch.library.custom_op(
-    "attnreg::_varlen_attn",
-    mutates_args=(),
-    schema=_schema(
-        "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
-        "SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? window_size=None, "
-        "bool enable_gqa=False",
-        _FORWARD,
-    ),
+SCHEMA = _schema(
+    "Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
+    "SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? window_size=None, "
+    "bool enable_gqa=False",
+    _FORWARD,
 )
+
+
+@torch.library.custom_op("attnreg::_varlen_attn", mutates_args=(), schema=SCHEMA)
 def forward(
     query: Tensor,
     key: Tensor,
@@ -109,6 +143,7 @@ def forward(
     backend, needs_backward = given.pop("backend"), given.pop("needs_backward")
     tensors = {row.name: given[row.name] for row in _options("forward") if row.is_tensor}
     check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, **tensors)
+    given = _with_functions(given)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
@@ -124,7 +159,7 @@ def forward(
 
 # Fakes are given the arguments without those at the end that are as by default.
 @forward.register_fake
-def _forward_fake(
+def fake(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -138,6 +173,7 @@ def _forward_fake(
     enable_gqa: bool = False,
     *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the forward returns, without values: output (T_q, H, D_v), LSE (H, T_q) and a token."""
     if not enable_gqa:
         check_heads(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k))
     given = _by_name(_FORWARD, tail)
@@ -185,6 +221,7 @@ def backward(
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
     given = _by_name(_BACKWARD, tail)
     backend, choice = given.pop("backend"), given.pop("choice")
+    given = _with_functions(given)
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.from_text(backend) or scoped
@@ -193,8 +230,8 @@ def backward(
 
 
 def takes(call: Call) -> bool:
-    """Whether the ops have all options of a packed call as arguments."""
-    return call.varlen and all(row.in_op for row in options_on(call))
+    """Whether the ops have all options of a packed call as arguments; functions only as text."""
+    return call.varlen and all(row.in_op and row.values != "function" for row in options_on(call))
 
 
 def backward_of(
@@ -218,6 +255,7 @@ def backward_of(
         saved: by the fields and options of the call.
     """
     given = saved | {"choice": 0 if choice is None else choice.number, "grad_lse": grad_lse, "backend": ""}
+    given |= dict.fromkeys(CAPTURED) | dict.fromkeys(_FUNCTIONS, "")
     tail = [given[name] if name in given else getattr(call, name) for name in _BACKWARD]
     return backward(  # type: ignore[no-any-return]
         grad_out, *tensors, saved["cu_seqlens_q"], saved.get("cu_seqlens_k"), call.max_q, call.max_k, False,
@@ -237,7 +275,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
         :_BEFORE_TAIL
     ]
     given = _by_name(_FORWARD, inputs[_BEFORE_TAIL:])
-    tensors = {row.name: given[row.name] for row in _options("forward") if row.is_tensor}
+    tensors = _tensors_in(given)
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, *tensors.values())
     ctx.numbers, ctx.names = (longest, is_causal, scale, window_size), tuple(tensors)
     ctx.others = {name: x for name, x in given.items() if name not in tensors}

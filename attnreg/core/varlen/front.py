@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from attnreg.core.contract.options import OPTIONS, options_of
+from attnreg.core.contract.options import OPTIONS, Option, options_of
 from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import wants_gradient
+from attnreg.core.launching.elementwise import check_functions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
@@ -38,7 +39,9 @@ Mask = tuple[bool, Sequence[int] | None, float | None, bool]
 ROWS = {row.argument: row for row in OPTIONS}
 TENSORS = [row.argument for row in OPTIONS if row.argument is not None and row.is_tensor]
 # The options that the custom op has no argument for.
-NOT_IN_OP = {row.argument: row for row in OPTIONS if row.argument is not None and not row.in_op}
+NOT_IN_OP = {row.argument: row for row in OPTIONS if row.argument and not row.in_op}
+# The op has functions as text, which only compiled programs make of them.
+FUNCTIONS = {row.name: row for row in OPTIONS if row.in_op and row.values == "function"}
 
 
 class AuxRequest(NamedTuple):
@@ -131,8 +134,11 @@ def varlen_attn(
         **options: options without an argument of their own, by their names: rows of `contract.options`.
             `key_ranges`, int32 (T_q, R, 2), has up to R ranges of keys for each query, as first key and end
             (exclusive). Keys are counted from the first key of the sequence. A query sees the keys of its
-            window that lie in any of its ranges. `tree_ranges` makes the ranges of a tree. Under
-            torch.compile `key_ranges` is a graph break.
+            window that lie in any of its ranges. `tree_ranges` makes the ranges of a tree.
+            `score_mod(score, batch, head, query, key)` returns what takes the place of a score, after scale
+            and softcap. `mask_mod(batch, head, query, key)` returns whether it counts. Arguments are tensors
+            () as in `flex_attention`: the number of the sequence, the query head, and the places of query and
+            key in their sequence, from 0. Captured tensors have no gradient.
 
     Returns:
         The output, (T_q, H, D_v) in the query's dtype; with the LSE if that was asked for.
@@ -218,15 +224,11 @@ def _attend_unspread(
     bound = window(window_size, is_causal)
     query, key, value = autocast(query, key, value)
     plain = not compiling and is_plain(query, key, value, *tensors.values())
-    others = [name for name, row in NOT_IN_OP.items() if name in options and row.is_on(options[name])]
+    functions, others = _on(FUNCTIONS, options), _on(NOT_IN_OP, options)
+    if functions and not (compiling and _traced_functions().OPERATOR):
+        others, functions = others + functions, []
     if others and not (plain or compiling):
-        name, off = others[0], NOT_IN_OP[others[0]].off
-        expected = off if off is None else f"{off:g}"
-        got = "a tensor" if name in TENSORS else options[name]
-        raise UnsupportedInputError(
-            f"{name} must be {expected} in dispatch modes, in function transforms and for tensor subclasses, "
-            f"got {got}"
-        )
+        _refuse(others[0], options)
     # The op has a number for a scale. Another graph for each number that is read would be compiled in vain.
     is_read = compiling and scale is not None and not isinstance(scale, (int, float))
     if others or plain or is_read:
@@ -235,8 +237,33 @@ def _attend_unspread(
     op: Any = custom_op.forward if compiling or not is_transformed() else custom_op.Transformable.apply
     backend = backend or scope.text_of(scope.backends_in_graph())
     tail = custom_op.tail_of(options, backend, wants_gradient(query, key, value))
-    out, lse, _ = op(query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, *tail)
+    arguments = query, key, value, *lengths, bool(is_causal), scale, list(bound), enable_gqa, *tail
+    if functions:
+        op, arguments = _traced_functions().attend, (arguments, *map(options.get, FUNCTIONS))
+    out, lse, _ = op(*arguments)
     return out, lse
+
+
+def _traced_functions() -> Any:
+    """Return the module that has functions traced: a compiled program imports it for its first function."""
+    from attnreg.core.varlen import traced_functions
+
+    return traced_functions
+
+
+def _on(rows: dict[str, Option], options: dict[str, Any]) -> list[str]:
+    """Return the names of options of some rows that a call has."""
+    return [name for name, row in rows.items() if name in options and row.is_on(options[name])]
+
+
+def _refuse(name: str, options: dict[str, Any]) -> NoReturn:
+    """Raise the error of an option that only plain tensors have."""
+    row = (NOT_IN_OP | FUNCTIONS)[name]
+    expected, got = row.off if row.off is None else f"{row.off:g}", row.got(options[name])
+    raise UnsupportedInputError(
+        f"{name} must be {expected} in dispatch modes, in function transforms and for tensor subclasses, "
+        f"got {got}"
+    )
 
 
 def _attend(
@@ -253,6 +280,7 @@ def _attend(
     """Return output and LSE of a call that its plan runs in Python."""
     choice = scope.current() if backend is None else scope.exclusive(backend)
     call = call_of(query, lengths, scale, bound, **options_of(options))
+    check_functions(call, query)
     return attend(query, key, value, call, choice, returns_lse)
 
 

@@ -54,10 +54,12 @@ def tree_ranges(
             first = start
         start += count
         whole.append((*before, (first, start)))
-    width = max(map(len, whole), default=1)
+    width = max([1, *(len(ranges_of) for ranges_of in whole)])
     empty = ((0, 0),)
     table = torch.tensor([[*ranges, *empty * (width - len(ranges))] for ranges in whole], dtype=torch.int32)
-    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.int64))
+    of_each = torch.tensor(counts, dtype=torch.int64)
+    # With the size a compiled program keeps one graph.
+    rows = torch.repeat_interleave(torch.arange(len(counts)), of_each, output_size=start)
     ranges = table.view(-1, width, 2)[rows]
     # The last range of each segment is its own, which ends behind the token.
     own = torch.tensor([len(ranges_of) - 1 for ranges_of in whole], dtype=torch.int64)[rows]

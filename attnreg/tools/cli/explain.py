@@ -53,6 +53,12 @@ def explain(
     key_ranges: Annotated[
         bool, typer.Option("--key-ranges", help="With key_ranges: the keys that each query sees.")
     ] = False,
+    score_mod: Annotated[
+        bool, typer.Option("--score-mod", help="With score_mod: a function of each score.")
+    ] = False,
+    mask_mod: Annotated[
+        bool, typer.Option("--mask-mod", help="With mask_mod: a function that hides scores.")
+    ] = False,
     num_splits: Annotated[
         int | None, valued("--num-splits", "N", "Split the keys into N parts (split-KV).")
     ] = None,
@@ -99,7 +105,8 @@ def explain(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen,
         tokens_q=-1 if tokens_q is None else tokens_q, tokens_k=-1 if tokens_k is None else tokens_k,
         dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k, key_ranges=key_ranges,
-        num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, sinks=sinks,
+        score_mod=score_mod, mask_mod=mask_mod, num_splits=num_splits, softcap=softcap, grad_lse=grad_lse,
+        sinks=sinks,
         needs_backward=backward or grad_lse, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
     ).but(**options.further(option))  # fmt: skip

@@ -27,6 +27,7 @@ from attnreg.core.contract.options import OPTIONS, options_of, options_on
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
 from attnreg.core.dispatch.planning import Native, device_of, spec_of
+from attnreg.core.launching.elementwise import check_functions
 from attnreg.core.launching.validation import check, check_scale, check_values
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import masks
@@ -374,6 +375,7 @@ def packed(
     call = call_of(query, lengths, scale, bound, **options_of(options, "explain"))
     check(query, key, value, call)
     check_scale(call.scale)
+    check_functions(call, query)
     if query.is_cpu:
         check_values(query, key, call)
     spec = spec_of(query, key, value, call, wants_gradient(query, key, value))

@@ -49,6 +49,8 @@ class Case:
         counts_sinks: The kernels get such keys and count them, in a packed call. Kernels that count them
             themselves need a key for every row.
         key_ranges: How many ranges of keys each query has; 0 means that it sees all keys of its window.
+        score_mod: A function changes each score: by its sequence, head and places, and not in proportion.
+        mask_mod: A function hides scores, by sequence, head and places.
         num_splits: The most pieces that the keys may be split into.
         deterministic: The gradients have to be bitwise repeatable.
         batch_invariant: A sequence has to have the same bits in every batch.
@@ -82,6 +84,8 @@ class Case:
     sinks: bool = False
     counts_sinks: bool = False
     key_ranges: int = 0
+    score_mod: bool = False
+    mask_mod: bool = False
     num_splits: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
@@ -332,6 +336,17 @@ SHAPES: tuple[Case, ...] = (
     _varlen("packed key_ranges 1", *RAGGED_UNEQUAL, key_ranges=1, tail=17, poison=True),
     _varlen("packed key_ranges 3, window", *RAGGED, key_ranges=3, window=(90, 0), one_cu_seqlens=True),
     _varlen("packed key_ranges 2, seqused_k", *RAGGED_UNEQUAL, key_ranges=2, seqused_k=(200, 0, 1, 32, 65)),
+    _varlen("packed score_mod", *RAGGED_UNEQUAL, score_mod=True, heads=(4, 2), tail=17, poison=True),
+    _varlen("packed mask_mod", *RAGGED, mask_mod=True, heads=(4, 2), window=(90, 0), key_ranges=2),
+    _varlen(
+        "packed score_mod and mask_mod, softcap, alibi, seqused_k",
+        *RAGGED_UNEQUAL,
+        score_mod=True,
+        mask_mod=True,
+        softcap=2.0,
+        alibi=True,
+        seqused_k=(200, 0, 1, 32, 65),
+    ),
     _dense("num_splits 3", 7, 257, num_splits=3, heads=(4, 2)),
     _varlen("packed num_splits 2", *RAGGED_UNEQUAL, num_splits=2, window=CAUSAL),
     _dense("deterministic", 257, 257, deterministic=True, heads=(4, 2)),

@@ -22,6 +22,8 @@ MOST_COPIES = 16
 FEW_KEYS = 16
 # How many pages of a paged key-value cache belong to no sequence.
 SPARE_PAGES = 3
+# How many places a function of a case's scores tells apart.
+TABLE = 7
 # Elements before and after a guarded tensor: so many that its alignment to 64 bytes stays.
 GUARD = 64
 
@@ -76,8 +78,7 @@ def inputs(
     if case.grad_lse:
         shape = (heads_q, *rows_q) if case.varlen else (rows_q[0], heads_q, rows_q[1])
         call = call._replace(grad_lse=_grad_lse(case, normal(*shape).to(grad.device)))
-    if case.key_ranges:
-        call = call._replace(key_ranges=_key_ranges(case, generator).to(q.device))
+    call = call._replace(**_masks_and_functions(case, generator, q.device))
     if case.counts_sinks:
         call = call._replace(sinks=_sinks(case, generator).to(q.device))
     if case.dropout:
@@ -104,6 +105,41 @@ def _key_ranges(case: Case, generator: torch.Generator) -> Tensor:
         longest[rows] += length
     drawn = torch.rand(len(longest), case.key_ranges, 2, generator=generator, device=generator.device).cpu()
     return (drawn * 1.4 * longest[:, None, None] - 0.2 * longest[:, None, None]).to(torch.int32)
+
+
+def _masks_and_functions(case: Case, generator: torch.Generator, device: torch.device) -> dict[str, Any]:
+    """Return the ranges of a case's keys and the functions of its scores, by their fields of `Call`."""
+    fields: dict[str, Any] = {}
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=generator.device).to(device)
+
+    batch, heads = max(len(case.lens_q), 1), case.heads[0]
+    if case.key_ranges:
+        fields["key_ranges"] = _key_ranges(case, generator).to(device)
+    if case.score_mod:
+        fields["score_mod"] = _score_mod(normal(heads), normal(batch, TABLE))
+    if case.mask_mod:
+        fields["mask_mod"] = _mask_mod(normal(batch, heads, TABLE) < 0.7)
+    return fields
+
+
+def _score_mod(gains: Tensor, table: Tensor) -> Callable[..., Tensor]:
+    """Return a function of a score, its head and places: `gains` are (H,), the table (B, `TABLE`)."""
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + torch.sin(score * gains[head]) + table[batch, (3 * query + key) % TABLE]
+
+    return score_mod
+
+
+def _mask_mod(table: Tensor) -> Callable[..., Tensor]:
+    """Return a function of a head and places, from a boolean table (B, H, `TABLE`)."""
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return table[batch, head, (query + 2 * key) % TABLE]
+
+    return mask_mod
 
 
 def _bias(case: Case, normal: Callable[..., Tensor], q: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ with two more. There the longest lengths, the addresses and each thread's share 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -96,6 +96,9 @@ def _batch(inputs: Inputs, order: Sequence[int], of_queries: list[slice], of_key
     call = call._replace(**changes)
     if call.key_ranges is not None:
         call = call._replace(key_ranges=picked(call.key_ranges, of_queries))
+    call = call._replace(
+        score_mod=_of_order(call.score_mod, order, 1), mask_mod=_of_order(call.mask_mod, order, 0)
+    )
     if call.grad_lse is not None:  # (B, H, S_q), packed (H, T_q)
         grad_lse = call.grad_lse if call.cu_seqlens_q is None else call.grad_lse.T
         grad_lse = picked(grad_lse, of_queries)
@@ -107,6 +110,21 @@ def _batch(inputs: Inputs, order: Sequence[int], of_queries: list[slice], of_key
     return Inputs(
         picked(q, of_queries), picked(k, of_keys), picked(v, of_keys), picked(grad_out, of_queries), call
     )
+
+
+def _of_order(
+    function: Callable[..., Tensor] | None, order: Sequence[int], at: int
+) -> Callable[..., Tensor] | None:
+    """Return a function of scores for a batch in another order; argument number `at` is the sequence."""
+    if function is None:
+        return None
+    numbers = torch.tensor(order, dtype=torch.int32)
+
+    def ordered(*arguments: Tensor) -> Tensor:
+        number = numbers.to(arguments[at].device)[arguments[at]]
+        return function(*arguments[:at], number, *arguments[at + 1 :])
+
+    return ordered
 
 
 # The optional tensors of a call with a row for each sequence, and their dimensions then.

@@ -7,7 +7,7 @@ which says how wrong a kernel may be.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,10 @@ def attend(
     kept: Tensor | None = None,
     softcap: float = 0.0,
     key_ranges: Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+    numbers: Tensor | None = None,
+    first_head: int = 0,
     first_row: int = 0,
     len_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -51,6 +55,10 @@ def attend(
         query, key, value: (B, S_q, H, D), (B, S_k, H_k, D) and (B, S_k, H_k, D_v), any floating-point dtype.
         scale, window, bias, alibi_slopes, softcap: as in `Call`.
         key_ranges: int32 (B, S_q, R, 2), the ranges of `Call` for the rows of `query`.
+        score_mod, mask_mod: as in `Call`; they are called once, with tensors that broadcast to the scores.
+        numbers: (B,), the numbers of the sequences in their batch, for these functions; 0, 1, ... unless
+            given.
+        first_head: the number of the query's first head, for these functions.
         kept: (B, H, S_q, S_k), the factors of dropout. A dropped weight has the factor 0.
         first_row: where the rows start in the whole query.
         len_q: the length of the whole query, if `query` has only some of its rows.
@@ -67,9 +75,16 @@ def attend(
         scores = (scores / softcap).tanh() * softcap
     rows, keys = scores.shape[-2:]
     i = torch.arange(first_row, first_row + rows, device=scores.device)[:, None]
-    i = i + keys - (rows if len_q is None else len_q)
     j = torch.arange(keys, device=scores.device)
+    numbers = torch.arange(len(scores), device=scores.device) if numbers is None else numbers
+    heads = torch.arange(first_head, first_head + scores.shape[1], device=scores.device)
+    places = numbers[:, None, None, None], heads[:, None, None], i, j
     visible = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
+    if score_mod is not None:
+        scores = score_mod(scores, *places).to(scores.dtype)
+    if mask_mod is not None:
+        visible = visible & mask_mod(*places)
+    i = i + keys - (rows if len_q is None else len_q)
     if window[0] >= 0:
         visible = visible & (j >= i - window[0])
     if window[1] >= 0:
@@ -120,6 +135,8 @@ def options_of_part(case: Case, call: Call, sequences: Tensor, heads: slice, row
             options[row.name] = value[rows]
         elif row.shapes:  # (H,) or (B, H)
             options[row.name] = (value if value.dim() == 1 else value[sequences])[..., heads]
+        elif row.values == "function":
+            options |= {row.name: value, "numbers": sequences, "first_head": heads.start or 0}
         elif row.name not in NOT_IN_FORMULA:
             options[row.name] = value
     return options

@@ -193,6 +193,8 @@ OUTSIDE = {
     "dropout": 0.5,
     "cu_seqlens_k": ENDS,
     "key_ranges": ENDS[None, :2, None],
+    "score_mod": lambda score, *_: score,
+    "mask_mod": lambda batch, head, query, key: query >= key,
 }
 ARGUMENTS = {"scale": 0.5, "max_q": 40, "max_k": 40}
 

@@ -159,8 +159,12 @@ struct VarlenBackward final : public torch::autograd::Node {
     const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(p[3].toTensor());
     torch::jit::Stack stack{grad_out, p[0], p[1], p[2], p[3], p[4], p[5], p[6],
                             p[8], p[9], false, none, p[10], p[11], none, none, "", p[12], 0.0,
-                            has_lse ? c10::IValue(grads[1]) : none, none};
+                            has_lse ? c10::IValue(grads[1]) : none};
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attnreg::_varlen_attn_backward", "");
+    const auto& arguments = op.schema().arguments();
+    for (size_t number = stack.size(); number < arguments.size(); ++number) {
+      stack.push_back(*arguments[number].default_value());  // options that the call cache leaves out
+    }
     op.callBoxed(stack);
     torch::autograd::variable_list results{stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor(), at::Tensor()};
     if (p[7].isTensor()) {
