@@ -17,7 +17,7 @@ from attnreg.errors import InvalidInputError
 from attnreg.testing.fronts import FRONTS
 from attnreg.tools import measure
 from attnreg.tools.measure import CASES, QUICK, Case, Inputs
-from attnreg.tools.measure.cases import DIMS, WITHOUT_OPTIONS, Layout, field_of
+from attnreg.tools.measure.cases import DIMS, FREE_NUMBERS, WITHOUT_OPTIONS, Layout, field_of
 
 # Most models compute in the first.
 DTYPES_BY_USE = ("bfloat16", "float16", "float32", "float64")
@@ -41,6 +41,13 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
 
 # The abilities that only packed calls show.
 OF_PACKED = ("varlen", "seqused_k", "key_ranges", "score_mod", "mask_mod", "page_size", "sinks")
+
+
+# The ability and the field of each option with a number, and what is drawn for it: the numbers of the matrix.
+NUMBERS = [
+    (row.field, field_of(row), sorted({getattr(case, field_of(row)) for case in QUICK if case.has(row)}))
+    for row in FREE_NUMBERS
+]
 
 
 class Check(NamedTuple):
@@ -169,11 +176,14 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         scale=maybe("any_scale", -0.1, draw.choice((None, draw.uniform(0.5, 2.0) * (dim or 1) ** -0.5)), 0.0),
         grad_layout=draw.choice(("plain", "plain", "bhsd", "expanded")),
         alibi=maybe("alibi", True, False),
-        softcap=maybe("softcap", draw.choice((0.5, 5.0, 50.0)), 0.0),
         grad_lse=maybe("grad_lse", True, False),
         num_splits=maybe("num_splits", draw.randint(1, 4), None),
         deterministic=maybe("deterministic", True, False, 0.1),
         batch_invariant=maybe("batch_invariant", True, False, 0.1),
+        **{
+            field: maybe(ability, draw.choice(values), WITHOUT_OPTIONS[field])
+            for ability, field, values in NUMBERS
+        },
     )
     if not varlen:
         case = replace(case, bias=maybe("bias", draw.choice(("key padding", "additive")), "none"))

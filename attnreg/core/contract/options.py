@@ -38,7 +38,7 @@ class Option:
         name: its field of `Call`.
         values: "number", "integer", "tensor" or "function"; "pages" of a table whose spec has the size of a
             page.
-        off: the value of a call without it.
+        off: the value of a call without it; a whole number is kept as an int.
         reason: the reason against a backend that doesn't declare it; `{}` is the spec's value. None where a
             range of `Capabilities` decides, or where no reason is needed.
         label: how errors and `explain` show a call with it; `{}` is the spec's value.

@@ -208,6 +208,9 @@ WITHOUT_OPTIONS: dict[str, Any] = {
     field.name: field.default for field in fields(Case) if field.name in map(field_of, OPTIONS)
 }
 
+# The options whose number any case can have. Dropout isn't among them: its cases have a value of their own.
+FREE_NUMBERS = [row for row in OPTIONS if row.values == "number" and row.name != "dropout" and field_of(row)]
+
 
 def _listed(lens: tuple[int, ...], most: int = 8) -> str:
     """Return lengths as text; of many the first."""

@@ -13,7 +13,7 @@ from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.tools import measure
 from attnreg.tools.measure import Case, Inputs, copies_beyond_the_cache
-from attnreg.tools.measure.cases import field_of
+from attnreg.tools.measure.cases import FREE_NUMBERS, field_of
 
 T = TypeVar("T")
 
@@ -244,11 +244,9 @@ def case_of(spec: AttentionSpec) -> Case:
 def _options_of(spec: AttentionSpec) -> dict[str, Any]:
     """Return the fields of a `Case` for the options whose values don't have to be the program's.
 
-    These are numbers, the gradient of the LSE and sinks. The tensors of other options can't be generated. A
-    case with dropout has a value that shows what is dropped, which is none to measure times with.
+    These are numbers, the gradient of the LSE and sinks. The tensors of other options can't be generated.
     """
-    numbers = (row for row in OPTIONS if row.values == "number" and row.name != "dropout")
-    fields = {field_of(row): getattr(spec, row.field) for row in numbers if field_of(row)}
+    fields = {field_of(row): getattr(spec, row.field) for row in FREE_NUMBERS}
     return fields | {"grad_lse": spec.grad_lse, "counts_sinks": spec.gives_sinks}
 
 
