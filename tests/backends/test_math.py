@@ -541,3 +541,14 @@ def test_sequences_that_a_window_cuts_are_right_whatever_the_host_knows(monkeypa
     assert_accurate(reference.BACKEND.load(), case)
     monkeypatch.setattr(batch, "_on_host", lambda lengths: False)
     assert_accurate(reference.BACKEND.load(), case)
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (8, 0), (0, 8)], ids=str)
+def test_a_head_dim_of_0_gives_gradients(dims):
+    shapes = [(1, 5, 2, dim) for dim in (dims[0], *dims)]
+    query, key, value = map(torch.randn, shapes)
+    kernels, call = reference.BACKEND.load(), Call(1.0, 5, 5)
+    out, lse = kernels.forward(query, key, value, call)
+    grads = kernels.backward(torch.ones_like(out), query, key, value, out, lse, call)
+    assert [tuple(x.shape) for x in (out, *grads)] == [(1, 5, 2, dims[1]), *shapes]
+    assert all(torch.isfinite(x).all() for x in (out, *grads))

@@ -194,7 +194,8 @@ def _attend_backward(
         area = of_rows[0].shape[:-1].numel() * k.shape[2]
         products = list(_products(*of_rows, k, v, mask, rows)) if area <= HELD else None
         softmax = Softmax(of_rows[0])
-        output = Output(of_rows[0], forward_results.out[:, :, rows]) if forward_results.is_exact else None
+        has_output = forward_results.is_exact and v.shape[-1] > 0  # there may be nothing to compare
+        output = Output(of_rows[0], forward_results.out[:, :, rows]) if has_output else None
         delta = torch.zeros_like(softmax.total)
         for tile, scores, grad_weights, kept, _ in products or _products(*of_rows, k, v, mask, rows):
             weights, fade = softmax.add(scores)

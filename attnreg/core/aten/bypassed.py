@@ -105,7 +105,8 @@ def selected(
 
     The arguments are the fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
     """
-    if not all(x.numel() for x in (query, key, value)):
+    has_lengths = query.shape[-2] > 0 and key.shape[-2] > 0
+    if not has_lengths or (versions.SDPA_SKIPS_EMPTY and not all(x.numel() for x in (query, key, value))):
         return Bypassed(MATH, NOTHING_TO_DO)  # whatever the selector chooses: torch returns zeros before it
     # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
     arguments = *_with_batch(query, key, value, attn_mask), dropout_p, is_causal

@@ -17,6 +17,10 @@ CUDNN_LSE_IS_TOKEN_MAJOR = TORCH_VERSION < (2, 14)
 # query heads without enable_gqa.
 SELECTOR_BROADCASTS = TORCH_VERSION >= (2, 14)
 
+# Whether SDPA runs no kernel for a batch, heads or a head dim of 0. Torch 2.11 runs the kernel that its
+# selector chooses; 2.12 wasn't tried.
+SDPA_SKIPS_EMPTY = TORCH_VERSION >= (2, 12)
+
 # Whether the efficient kernels take fewer key heads than query heads. The backward's op adds the gradients of
 # the query heads that share one. Otherwise the selector takes the math kernel for a mask with enable_gqa.
 EFFICIENT_SHARES_HEADS = TORCH_VERSION >= (2, 14) and torch.version.hip is None
