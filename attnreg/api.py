@@ -101,7 +101,8 @@ def register_backend(
     """Put a backend first for the devices that it serves, and run PyTorch's own functions on it.
 
     Args:
-        backend: the name of a known backend, in any case, or a `Backend` of the caller's own.
+        backend: the name of a known backend, in any case, or of a kernel from the hub
+            (`hub:owner/repository@revision`), or a `Backend` of the caller's own.
         devices: where it is preferred: "cuda", "cpu", "sm_90", ...; by default every device that it serves.
         required: whether it is an error if the backend can't load here. Otherwise that is logged.
 
