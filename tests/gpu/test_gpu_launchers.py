@@ -128,8 +128,11 @@ def test_layers_whose_tensors_have_other_strides_have_entries_of_their_own(named
                 assert ran() == {named: (1, 1)}, seed
 
 
-def record_launches(monkeypatch, named):
-    """Return a list to which each launch of a backend adds its direction."""
+def record_launches(monkeypatch, named, *, programs=False):
+    """Return a list to which each launch of a backend in Python adds its direction.
+
+    Without `programs` C++ runs none of its own, which the list would lack.
+    """
     entry, launched = registry.find(named), []
     original = entry.kernels()
 
@@ -139,7 +142,8 @@ def record_launches(monkeypatch, named):
     def specialize(direction, tensors, call):
         launcher = original.specialize(direction, tensors, call)
         if isinstance(launcher, FunctionLauncher):
-            return dataclasses.replace(launcher, run=recorded(direction, launcher.run))
+            kept = launcher.programs if programs else None
+            return dataclasses.replace(launcher, run=recorded(direction, launcher.run), programs=kept)
         if not isinstance(launcher, AddressLauncher):
             return launcher and recorded(direction, launcher)
 
@@ -178,6 +182,24 @@ def test_the_call_cache_runs_launchers_of_packed_calls(named, compiled_cache, mo
     assert launched[-2:] == ["forward", "backward"]
     assert launched.count("forward") >= 4
     assert kind is {"FA2": OpLauncher, "FA4": FunctionLauncher, "cuDNN": AddressLauncher}[named]
+
+
+@pytest.mark.only_for("FA4")
+def test_packed_calls_are_programs_that_run_without_python(named, compiled_cache, monkeypatch, ran):
+    assert isinstance(forward_launcher_of(named), FunctionLauncher)
+    launched = record_launches(monkeypatch, named, programs=True)
+    given = gpu.packed((40, 300, 7), heads=(4, 2))
+    right = gpu.expected(given)[0]
+    with attnreg.register_backend(named):
+        for _ in range(16):
+            gpu.run(attnreg.varlen_attn, given, enable_gqa=True)
+            torch.cuda.synchronize()
+        launched.clear()
+        ran()
+        for _ in range(4):
+            gpu.assert_near(gpu.run(attnreg.varlen_attn, given, enable_gqa=True), right)
+    assert ran() == {named: (4, 4)}
+    assert launched == []
 
 
 @pytest.mark.only_for("FA2", "FA4", "math")

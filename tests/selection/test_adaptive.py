@@ -13,6 +13,7 @@ from support.policies import SPEC
 from support.refusals import refusal
 
 import attnreg
+from attnreg.backends import math as math_backend
 from attnreg.core.policy import current as policy
 from attnreg.core.selection.predictions import Candidate, Prediction
 from attnreg.core.times import adaptive
@@ -187,6 +188,14 @@ def test_what_a_table_puts_far_behind_gets_no_turn():
     predicted = Prediction("a table", tuple(Candidate(*one) for one in (*costs.items(), ("d", None))))
     assert adaptive._worth_a_turn(able, predicted) == ["a", "c"]
     assert adaptive._worth_a_turn(able, None) == ["a", "b", "c", "d"]
+
+
+def test_what_runs_only_where_it_is_asked_for_gets_no_turn(taking, runs, monkeypatch, fake):
+    entries = taking(slow=2.0, fast=1.0)
+    behind = fake("behind", priority=math_backend.BACKEND.priority - 1).backend
+    know(monkeypatch, *(entry.backend for entry in entries.values()), behind)
+    attnreg.configure(ADAPTIVE)
+    assert set(runs(MOST_TURNS)) == {"slow", "fast"}
 
 
 def test_the_next_process_begins_with_what_this_one_has_seen(taking, runs, kept):

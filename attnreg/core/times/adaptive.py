@@ -216,7 +216,8 @@ class AdaptiveTimes:
         """Return the turn that a call is; None if it is none.
 
         Backends that are `able` to run the call, the first choice first, take turns. Excluded are the
-        reference, which may need too much memory, and backends that a table puts far behind.
+        reference, which may need too much memory, and backends that a table puts far behind. The caller
+        leaves out what runs only where it is asked for.
 
         A turn without a backend is nobody's: the call runs as decided. A forward gets such turns, up to
         `MOST_CALLS`, if its own turns are over and its backward's aren't, because the fastest backend for
