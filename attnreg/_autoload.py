@@ -242,7 +242,9 @@ def _print_in_short(error: Exception) -> None:
         if kind is not type(error) or str(raised) != str(error):
             sys.__excepthook__(kind, raised, trace)
             return
-        inner = tuple(str(Path(sys.modules[name].__file__ or "").parent) for name in ("attnreg", "torch"))
+        inner = tuple(
+            str(Path(sys.modules[name].__file__ or "").parent) + os.sep for name in ("attnreg", "torch")
+        )
         sites = [
             f"{frame.f_code.co_filename}:{line}"
             for frame, line in walk_tb(trace)

@@ -51,7 +51,8 @@ def masked(
     mask = mask[..., : key.shape[2]]
     groups, by_scores = query.shape[1] // key.shape[1], bool(options.softcap) or options.sinks is not None
     # Up to torch 2.13 SDPA's `enable_gqa` leads to the math kernel on a GPU, with a mask.
-    is_grouped = groups > 1 and versions.EFFICIENT_SHARES_HEADS and not by_scores
+    # Under torch.jit.trace sizes are tensors.
+    is_grouped = bool(groups > 1) and versions.EFFICIENT_SHARES_HEADS and not by_scores
     if groups > 1 and not is_grouped:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     if by_scores:

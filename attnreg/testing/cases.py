@@ -186,7 +186,8 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
         },
     )
     if not varlen:
-        case = replace(case, bias=maybe("bias", draw.choice(("key padding", "additive")), "none"))
+        bias = draw.choice(("key padding", "additive"))  # the padding of a small batch may be none
+        case = replace(case, bias=maybe("bias", "additive" if in_turn == "bias" else bias, "none"))
     else:
         case = _packed(draw, case, in_turn, maybe)
     return fitted(_counting_sinks(case) if in_turn == "sinks" else case, limits)

@@ -170,6 +170,8 @@ def test_torchs_varlen_attn_out_runs_by_the_choice_in_one_graph():
     expected = attnreg.varlen_attn(x, x, x, CU, CU, 3, 3)
     for found in (out, returned):
         torch.testing.assert_close(found, expected)
+    with torch.no_grad(), pytest.raises(Exception, match="out: got"):
+        compiled(x, torch.empty(3, 5, 2, 8))
 
 
 @torch.compiler.disable

@@ -129,6 +129,7 @@ def test_every_field_of_a_spec_has_an_option(call):
     everything = (
         "--q 3,65,8,40 --kv 3,49,4,40 --device sm_90 --dtype fp32 --window 7,3 --varlen --tokens-q 100"
         " --tokens-k 90 --dropout 0.1 --bias --alibi --paged 16 --seqused-k --key-ranges --head-dim-v 64"
+        " --score-mod --mask-mod"
         " --num-splits 4 --softcap 30 --grad-lse --sinks --deterministic --capture --backward --scale 0"
         " --json"
     )

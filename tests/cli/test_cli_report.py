@@ -143,6 +143,12 @@ def test_lines_of_stats_alone_make_a_page_that_says_what_it_lacks(tmp_path):
     assert "<script" not in (tmp_path / "stats.html").read_text()
 
 
+def test_a_file_of_another_machine_controls_no_terminal(tmp_path):
+    source = tmp_path / "calls.jsonl"
+    source.write_text(json.dumps({**LINE, "calls": {"a\x1b[2J": {"forward": 4, "backward": 0}}}))
+    assert "a\N{REPLACEMENT CHARACTER}[2J" in invoke("report", source, "--text").output
+
+
 def test_text_alone_has_the_pages_numbers_and_writes_nothing(ran, tmp_path):
     source = tmp_path / "calls.jsonl"
     source.write_text((ran[0] / "report.html.jsonl").read_text(encoding="utf-8"), encoding="utf-8")
@@ -189,6 +195,7 @@ def test_lines_are_printed_also_where_no_page_can_be_written(tmp_path):
         (json.dumps(LINE | {"calls": {"cpu": {"forward": "1"}}}), "calls.cpu.forward is no whole number"),
         (json.dumps(LINE | {"fallbacks": [{"backend": "a"}]}), "fallbacks[0] has no 'count'"),
         (json.dumps(LINE | {"slow_paths": [None]}), "slow_paths[0] is no text"),
+        (json.dumps(LINE | {"pid": 10**400}), "pid is out of range"),
         (json.dumps(LINE | {"report": None}), "report is no object"),
         (json.dumps(LINE | {"report": TIMED | {"plans": [{}]}}), "report.plans[0] has no 'direction'"),
         (json.dumps(LINE | {"report": TIMED | {"masks": [True]}}), "report.masks[0] is no object"),

@@ -7,7 +7,7 @@ from attnreg.core.settings.other_names import backend_meant, device_meant
 from attnreg.errors import ConfigError, UnknownBackendError
 
 KNOWN = "cpu", "cuDNN", "efficient", "FA2", "FA3", "FA4", "flex", "math"
-OWN = "; did you mean PyTorch's own choice? It runs where no backend is named."
+OWN = "; did you mean PyTorch's own choice? It runs where no backend is named: leave this name out."
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,8 @@ def test_a_name_of_another_library_or_a_misspelt_one_has_a_suggestion(backend, n
 
 def test_names_of_torchs_own_function_lead_to_no_backend_and_others_to_nothing():
     assert {backend_meant(name, KNOWN) for name in ("sdpa", "native", "torch_sdpa")} == {OWN}
-    assert backend_meant("nothing", KNOWN) == ""
+    others = "nothing", "FlashMLA", "flash-linear-attention"
+    assert {backend_meant(name, KNOWN) for name in others} == {""}
 
 
 def test_only_backends_that_are_there_are_suggested_and_a_near_name_goes_first():

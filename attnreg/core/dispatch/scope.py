@@ -33,6 +33,7 @@ from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import OwnMode
+from attnreg.errors import InvalidInputError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -219,8 +220,12 @@ class ScopeInGraph(OwnMode):
         if func is ops._varlen_attn or func is ops._varlen_attn.default:
             return _varlen_attn(self.names, args, kwargs)
         if HAS_OUT and (func is ops._varlen_attn_out or func is ops._varlen_attn_out.default):
-            out, lse, _ = _varlen_attn(self.names, args[1:], kwargs)
-            args[0].copy_(out)
+            with torch.no_grad():  # as torch's op, which has no gradient
+                out, lse, _ = _varlen_attn(self.names, args[1:], kwargs)
+                if args[0].shape != out.shape or args[0].dtype != out.dtype:
+                    got, expected = ((x.dtype, tuple(x.shape)) for x in (args[0], out))
+                    raise InvalidInputError(f"out: got {got}, expected {expected}")
+                args[0].copy_(out)
             return lse
         if func is F.multi_head_attention_forward:
             with self:

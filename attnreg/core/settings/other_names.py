@@ -9,12 +9,12 @@ from attnreg.errors import did_you_mean, nearest
 
 # The first pattern that a name in lower case, without its punctuation, has in it.
 _BACKENDS = (
-    (r"(flash|fa)[a-z]*4", "FA4"),
-    (r"(flash|fa)[a-z]*3", "FA3"),
+    (r"flash[a-z]*4|^fa4", "FA4"),
+    (r"flash[a-z]*3|^fa3", "FA3"),
     (r"flex", "flex"),
     (r"cudnn", "cuDNN"),
     (r"efficient|xformers|cutlass", "efficient"),
-    (r"flash|fa2", "FA2"),
+    (r"flash(?!mla|linear)|^fa2", "FA2"),
     (r"eager|math|naive|reference", "math"),
 )
 _OF_TORCH = frozenset({"sdpa", "torchsdpa", "torch", "pytorch", "native", "default", "auto", "none"})
@@ -40,7 +40,7 @@ def backend_meant(name: str, known: Collection[str]) -> str:
     """
     plain = re.sub(r"[^a-z0-9]", "", name[:100].casefold())
     if plain in _OF_TORCH:
-        return "; did you mean PyTorch's own choice? It runs where no backend is named."
+        return "; did you mean PyTorch's own choice? It runs where no backend is named: leave this name out."
     if not nearest(name, known, likeness=0.8):  # as of an installed backend with "flash" in its name
         for pattern, backend in _BACKENDS:
             if backend in known and re.search(pattern, plain):

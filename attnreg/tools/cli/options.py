@@ -148,9 +148,11 @@ def torch_device(text: str, option: str = "--device") -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError:
+        meant = device_meant(text, ("cpu", "cuda"))
+        meant = "; did you mean 'cuda'?" if "'sm_" in meant else meant  # which only `explain` simulates
         raise InvalidInputError(
             f"{option}: got {text!r}, expected 'cpu', 'cuda', 'cuda:N' or another device that torch knows"
-            f"{device_meant(text, ('cpu', 'cuda'))}"
+            f"{meant}"
         ) from None
     if device.type == "cuda" and gpus:
         device = torch.device("cuda", device.index or 0)

@@ -75,6 +75,10 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
+def _printable(text: str) -> str:
+    return "".join(x if x.isprintable() or x == "\n" else "\N{REPLACEMENT CHARACTER}" for x in text)
+
+
 def table(
     title: str,
     rows: Iterable[Iterable[str]],
@@ -95,7 +99,9 @@ def table(
     if title:
         place.print(title, style="bold", soft_wrap=True)
     names = list(headers)
-    lines = aligned([*([names] if any(names) else []), *rows], width_of(place.file), right=right)
+    # What a file of another machine has in it doesn't control this terminal.
+    cells_of = [[_printable(cell) for cell in row] for row in rows]
+    lines = aligned([*([names] if any(names) else []), *cells_of], width_of(place.file), right=right)
     for number, line in enumerate(lines):
         dim = "dim" if number == 0 and any(names) else ""
         # Without the blanks at its end, which wrap where a terminal is made narrower, and spoil a diff.

@@ -231,6 +231,8 @@ def _check_form(place: str, value: Any, form: Any) -> None:
         kinds = kind if isinstance(kind, tuple) else (kind,)
         names = " or ".join(_IN_WORDS.get(one, one.__name__) for one in kinds)
         raise ValueError(f"{place} is no {names}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{place} is out of range")
     if isinstance(form, list):
         for number, item in enumerate(value):
             _check_form(f"{place}[{number}]", item, form[0])
