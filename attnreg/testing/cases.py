@@ -185,12 +185,16 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
             for ability, field, values in NUMBERS
         },
     )
-    if not varlen:
-        bias = draw.choice(("key padding", "additive"))  # the padding of a small batch may be none
-        case = replace(case, bias=maybe("bias", "additive" if in_turn == "bias" else bias, "none"))
-    else:
-        case = _packed(draw, case, in_turn, maybe)
+    case = (_packed if varlen else _dense)(draw, case, in_turn, maybe)
     return fitted(_counting_sinks(case) if in_turn == "sinks" else case, limits)
+
+
+def _dense(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., Any]) -> Case:
+    """Return a dense case with an option that packed cases don't have; `maybe` is `_drawn`'s."""
+    bias = draw.choice(("key padding", "additive"))
+    if in_turn == "bias":
+        bias = "additive"  # a small batch may have no padding
+    return replace(case, bias=maybe("bias", bias, "none"))
 
 
 def _packed(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., Any]) -> Case:
