@@ -149,7 +149,7 @@ class Conformance:
         *,
         full: bool = False,
     ) -> None:
-        under_test = backend if isinstance(backend, Backend) else registry.find(backend).backend
+        under_test = backend if isinstance(backend, Backend) else registry.find(backend).open()
         if under_test is None:
             raise BackendUnavailableError(f"{backend} {registry.find(str(backend)).unavailable()}")
         if isinstance(seed, bool) or not isinstance(seed, int):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -266,7 +267,7 @@ def flash_attn_varlen_func(q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, m
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False): ...
 del _flash_attn_varlen_backward
 """)
-    backend = registry.find(plain).backend
+    backend = registry.find(plain).open()
     forward, backward = backend.forward, backend.backward
     assert (forward.causal, forward.window, forward.softcap, forward.alibi, forward.dropout) == (
         *(True, False, False, False), False,
@@ -280,13 +281,13 @@ def test_kernels_with_the_conventions_of_flash_attn_2_keep_the_contract(monkeypa
     monkeypatch.setattr(captured, "kernel", fake_fa2.Torch().kernel)
     file = made(tmp_path / "kernel") / "build" / "torch-cpu" / "__init__.py"
     file.write_text((HERE / "cuda_kernel.py").read_text())
-    backend = registry.find(f"hub:{tmp_path / 'kernel'}").backend
+    backend = registry.find(f"hub:{tmp_path / 'kernel'}").open()
     both, _ = packages.verified(backend, [case for case in packages.SHORT if case.name in OF_CONVENTIONS])
     assert both == set(OF_CONVENTIONS) - {"window (0, -1), few keys"}
 
 
 def test_kernels_with_the_conventions_of_flash_attn_3_keep_the_contract(kernel):
-    backend = registry.find(kernel(FLASH_3)).backend
+    backend = registry.find(kernel(FLASH_3)).open()
     both, _ = packages.verified(backend, [case for case in packages.SHORT if case.name in OF_CONVENTIONS])
     assert both == set(OF_CONVENTIONS) - {"window (0, -1), few keys"}
     spec = packages.gpu_spec("cpu", deterministic=True, head_dim=256)
@@ -470,6 +471,79 @@ def test_settings_and_modules_name_kernels(kernel):
     attnreg.configure({"disabled": [name]})
     F.scaled_dot_product_attention(q, q, q)
     assert calls_of(name) == {"forward": 1}
+
+
+def marked(folder):
+    """Return the name of a kernel whose import leaves a mark, and the mark's file."""
+    mark = folder.with_name(f"{folder.name}-ran")
+    return f"hub:{made(folder, f'import pathlib; pathlib.Path({str(mark)!r}).touch()')}", mark
+
+
+def test_code_of_a_kernel_runs_only_where_a_setting_that_applies_asks_for_it(monkeypatch, tmp_path):
+    (off, off_ran), (of_gpus, of_gpus_ran), (asked, asked_ran), (by_variable, by_variable_ran) = (
+        marked(tmp_path / name) for name in ("off", "of-gpus", "asked", "by-variable")
+    )
+    monkeypatch.setenv("ATTNREG_DISABLE", by_variable)
+    attnreg.reload()
+    attnreg.configure({"disabled": [off], "devices": {"cuda": {"order": [of_gpus]}}})
+    q, packed, offsets = query(), query(16, 4, 32), torch.tensor([0, 16], dtype=torch.int32)
+    for _ in range(2):
+        F.scaled_dot_product_attention(q, q, q)
+        attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 16, 16)
+        order = attnreg.explain(q, q, q).forward.order
+        # Known now, by a call of another thread, say; disabled as before.
+        registry.find(off)
+        registry.find(by_variable)
+    info = words(invoke("info"))
+    assert f"{of_gpus} not loaded" in info
+    assert not {off, of_gpus, by_variable}.intersection(order)
+    assert not (off_ran.exists() or of_gpus_ran.exists() or by_variable_ran.exists())
+    with attnreg.use_backend(off):
+        F.scaled_dot_product_attention(q, q, q)
+        rejected = attnreg.explain(q, q, q).forward.rejected
+    with pytest.raises(RegistrationError, match=r"is disabled by .*, expected one whose code may run"):
+        attnreg.register_backend(off)
+    assert not off_ran.exists()
+    assert [reason.partition(" by ")[0] for reason in rejected[off]] == ["disabled"]
+    with attnreg.use_backend(asked):
+        F.scaled_dot_product_attention(q, q, q)
+    assert (asked_ran.exists(), calls_of(asked)) == (True, {"forward": 1})
+    # The kernel is loaded now, but nothing asks for it any more.
+    assert asked not in attnreg.explain(q, q, q).forward.order
+
+
+def test_a_kernel_may_call_attention_on_another_backend_while_it_is_imported(kernel):
+    name, q = (
+        kernel("""
+import attnreg
+with attnreg.use_backend("math"):
+    x = torch.ones(1, 1, 2, 8)
+    assert (torch.nn.functional.scaled_dot_product_attention(x, x, x) == 1).all()
+"""),
+        query(),
+    )
+    with attnreg.use_backend(name):
+        F.scaled_dot_product_attention(q, q, q)
+    assert (calls_of(name), calls_of("math")) == ({"forward": 1}, {"forward": 1})
+
+
+def test_calls_on_another_backend_do_not_wait_for_a_kernel_that_is_being_loaded(kernel, monkeypatch):
+    name, q = kernel("import hub_gate; hub_gate.pass_through()"), query()
+    entered, opened = threading.Event(), threading.Event()
+    gate = types.SimpleNamespace(pass_through=lambda: (entered.set(), opened.wait(30)))
+    monkeypatch.setitem(sys.modules, "hub_gate", gate)
+    loading = threading.Thread(target=lambda: registry.find(name).open())
+    loading.start()
+    try:
+        assert entered.wait(30)
+        with attnreg.use_backend("math"):
+            F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q)
+        assert loading.is_alive()
+    finally:
+        opened.set()
+        loading.join()
+    assert calls_of("math") == {"forward": 1}
 
 
 def test_commands_name_kernels(kernel, monkeypatch):

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.core import registry
+from attnreg.core.policy import current as policy
 from attnreg.core.selection.decision import Preference
 from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
@@ -182,7 +183,9 @@ def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice
         return kept[1]  # each call with `backend=` comes here, and each block that is entered
     generation, found = registry.generation, [registry.find(name) for name in names]
     for entry in found:
-        entry.kernels()
+        # A disabled one's code doesn't run; the decision says why it isn't used.
+        if not entry.on_request or entry.name.casefold() not in policy.disabled_backends():
+            entry.kernels()
     quoted = ", ".join(repr(entry.name) for entry in found)
     source_or_own = source or (f"backend={quoted}" if exclusive else f"use_backend({quoted})")
     backends = tuple(entry.name for entry in found)

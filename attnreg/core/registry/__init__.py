@@ -140,7 +140,7 @@ def _from_hub(name: str) -> Entry:
         key = str(source).casefold()
         present = entries().get(key)
         if present is None:
-            _entries = {**entries(), key: (entry := SourcedEntry(source))}
+            _entries = {**entries(), key: (entry := SourcedEntry(source, changed))}
             changed()
             return entry
     if present.name != str(source):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -38,28 +38,27 @@ def under_test() -> Iterator[None]:
 class SourcedEntry(Entry):
     """A kernel from the hub.
 
-    What it can run depends on its functions, so reading `backend` for the first time downloads and imports
-    it. Calls run on it once the conformance kit has found nothing wrong with it on their device.
+    What it can run depends on its functions, so `open` downloads and imports it. Until then `backend` is
+    None. Calls run on it once the conformance kit has found nothing wrong with it on their device.
     """
 
-    def __init__(self, source: HubName) -> None:
+    on_request = True
+
+    def __init__(self, source: HubName, changed: Callable[[], None]) -> None:
         origin = f"folder {source.folder}" if source.folder else f"repository {source.repository}"
-        self._backend: Backend | None = None
-        # As a backend that a package installs, it is behind all others unless it is asked for.
-        super().__init__(str(source), origin, installed=True)
+        super().__init__(str(source), origin)
         self.source = source
+        self._changed = changed  # called when more is known: plans that were made before know less
         self._is_open = self._is_opening = False
         self._verdicts: dict[tuple[str, int | None], str] = {}
 
-    # Not `cached_property`: that of Python 3.11 has a lock for all entries.
-    @property
-    def backend(self) -> Backend | None:
-        """Its declaration; None if it can't be loaded, and `cause` is the error then."""
+    def open(self) -> Backend | None:
+        """Import it, once, and return its declaration; None if it can't be, and `cause` is the error then."""
         if self._is_open:
-            return self._backend
+            return self.backend
         with alone(self):
             if self._is_open:  # another thread has opened it meanwhile
-                return self._backend
+                return self.backend
             if self._is_opening:
                 raise RegistrationError(
                     f"{self.name} is being loaded: its import has called attention that would run on it, "
@@ -67,25 +66,24 @@ class SourcedEntry(Entry):
                 )
             self._is_opening = True
             try:
-                self._backend = importlib.import_module(HUB).backend_of(self.source)
+                self.backend = importlib.import_module(HUB).backend_of(self.source)
             except BaseException as error:  # noqa: BLE001 - kept as the cause
                 raise_if_of_program(error)
                 self.cause = strip_tracebacks(error)
             finally:
                 self._is_opening = False
             self._is_open = True
-            return self._backend
-
-    @backend.setter
-    def backend(self, value: Backend | None) -> None:
-        self._backend = value
+            self._changed()
+            return self.backend
 
     def unavailable(self) -> str:
         """Return why the kernel can't load here, or an empty string; loads it to find out."""
-        return super().unavailable() if self.backend is not None or self.cause is not None else ""
+        self.open()
+        return super().unavailable()
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here; a failed verification is one."""
+        self.open()
         against = super().reasons(spec, direction)
         if against or _tests or spec.device.simulated:
             return against

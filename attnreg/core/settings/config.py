@@ -275,9 +275,9 @@ def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     _raise_if_any(_unknown_names(loaded.origin, named, known))
 
 
-def names_of(settings: Settings) -> list[str]:
-    """Return the names of all backends in settings."""
-    return [name for _, name in (*_disabled(settings), *_ordered(settings))]
+def ordered_names(settings: Settings) -> list[str]:
+    """Return the names of all backends that settings ask for."""
+    return [name for _, name in _ordered(settings)]
 
 
 def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -297,29 +297,20 @@ def _unknown_names(
     """Return a function for each unknown name, which makes the line of an error about it."""
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
-    unknown = [(key, name) for key, name in named if name.casefold() not in keys and not _is_of_hub(name)]
+    unknown = [
+        (key, name)
+        for key, name in named
+        if name.casefold() not in keys and not hub_names.is_well_formed(name)
+    ]
     expected = ", ".join(first_ten(names, most=MOST_KNOWN))
 
     def problem(key: KeyPath, name: str) -> str:
         if hub_names.is_hub_name(name):
-            return origin.problem(key, _problem_of_hub_name(name))
+            return origin.problem(key, hub_names.problem_of(name))
         near = hub_names.suggested(name) or backend_meant(name, names)
         return origin.problem(key, f"got {short_repr(name)}, expected one of {expected}{near}")
 
     return [functools.partial(problem, *of) for of in unknown]
-
-
-def _is_of_hub(name: str) -> bool:
-    """Whether a name is that of a kernel from the hub, and well-formed."""
-    return hub_names.is_hub_name(name) and not _problem_of_hub_name(name)
-
-
-def _problem_of_hub_name(name: str) -> str:
-    try:
-        hub_names.parse(name)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _raise_if_any(problems: list[Callable[[], str]], most: int = MOST_LISTED) -> None:

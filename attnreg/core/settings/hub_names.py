@@ -65,6 +65,20 @@ def parse(name: str) -> HubName:
     return HubName(repository, revision)
 
 
+def problem_of(name: str) -> str:
+    """Return what is wrong with a name that begins with `hub:`; empty if nothing is."""
+    try:
+        parse(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def is_well_formed(name: object) -> bool:
+    """Whether a name is that of a kernel from the hub."""
+    return isinstance(name, str) and is_hub_name(name) and not problem_of(name)
+
+
 def suggested(name: str) -> str:
     """Return `"; did you mean 'hub:...'?"` for a name that lacks the prefix; else an empty string."""
     _, _, rest = name.rpartition(":")
