@@ -171,7 +171,7 @@ class Conformance:
 
         Raises `BackendUnavailableError` if the backend can't load here.
         """
-        with under_test():
+        with under_test(self.backend.name, registry.changed):
             return self._run(check if isinstance(check, Check) else Check(check))
 
     def _run(self, check: Check) -> Outcome:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from attnreg.backends.fa2 import hub_package
 from attnreg.backends.fa2.hub_functions import FlashFunctions
 from attnreg.core import registry
 from attnreg.core.registry import verification
-from attnreg.core.torchlib import captured
+from attnreg.core.registry.sourced import under_test
+from attnreg.core.torchlib import caches, captured
 from attnreg.core.torchlib.isolation import run_in_thread
 from attnreg.errors import (
     BackendUnavailableError,
@@ -150,10 +152,11 @@ def calls_of(name):
     return {direction: count for direction, count in attnreg.stats().calls.get(name, {}).items() if count}
 
 
-def reason_of(name):
+def reason_of(name, backend=None):
     """Return the one reason against a plain call on a CPU."""
     q = query()
-    (reason,) = attnreg.explain(q, q, q).forward.rejected[name]
+    with attnreg.use_backend(backend) if backend else nullcontext():
+        (reason,) = attnreg.explain(q, q, q).forward.rejected[name]
     return reason
 
 
@@ -208,6 +211,33 @@ def test_a_wrong_kernel_is_left_out_and_the_next_backend_serves(kernel, monkeypa
     assert "first out[0, 0, 0, 0]" in reason
     assert f"`attnreg verify --backend {name} --device cpu` shows all" in reason
     assert reason in caplog.text
+
+
+def test_only_the_thread_of_the_kit_runs_a_kernel_unverified(kernel):
+    name, q = kernel(WRONG), query()
+
+    def call():
+        with attnreg.use_backend(name):
+            F.scaled_dot_product_attention(q, q, q)
+
+    with under_test(name, registry.changed):
+        run_in_thread(call)
+        assert calls_of(name) == {}
+        registry.changed()
+        call()
+        assert calls_of(name) == {"forward": 1}
+    call()  # no plan of the block is left
+    assert calls_of(name) == {"forward": 1}
+
+
+@pytest.mark.parametrize("failure", ["torch.OutOfMemoryError", "MemoryError", "RuntimeError"])
+def test_a_full_device_says_nothing_of_a_kernel(kernel, failure):
+    said = "CUDA error: an illegal memory access was encountered" if failure == "RuntimeError" else "full"
+    attnreg.register_backend(
+        name := kernel(RAISING.replace("RuntimeError", failure).replace("no kernel", said))
+    )
+    assert "isn't verified: its verification left no result" in reason_of(name)
+    assert not list(caches.folder("verified").glob("*.json"))
 
 
 def test_a_wrong_kernel_is_an_error_where_the_call_names_it(kernel):
@@ -342,6 +372,7 @@ def test_a_missing_package_is_said_with_the_line_that_installs_it(kernel, monkey
     [
         (f"hub:{REPOSITORY}", "got no revision, expected one behind an @: a commit"),
         (f"hub:{REPOSITORY}@", "got an empty revision"),
+        ("hub:~no-such-person/kernel", "but there is no home folder for its ~"),
         ("hub:kernels-community/flash-atn3", "did you mean 'kernels-community/flash-attn3'?"),
         ("hub:flash-attn3@v1", "expected hub:owner/repository@revision, or hub: and the path of a folder"),
         (f"{REPOSITORY}@v1", f"did you mean 'hub:{REPOSITORY}@v1'?"),
@@ -471,6 +502,30 @@ def test_settings_and_modules_name_kernels(kernel):
     attnreg.configure({"disabled": [name]})
     F.scaled_dot_product_attention(q, q, q)
     assert calls_of(name) == {"forward": 1}
+
+
+@pytest.mark.parametrize("kind", ["file", "program", "variable"])
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_a_folder_is_named_by_a_path_from_here_or_from_the_file(
+    kernel, monkeypatch, tmp_path, kind, is_disabled
+):
+    name, q = kernel(), query()
+    monkeypatch.chdir(tmp_path)
+    if kind == "file":
+        (file := tmp_path / "etc" / "settings.toml").parent.mkdir()
+        file.write_text(("disabled" if is_disabled else "devices.cpu.order") + ' = ["HUB:../kernel"]')
+        attnreg.configure(file)
+    elif kind == "program":
+        names = {"disabled": ["hub: ./kernel"]}
+        attnreg.configure(names if is_disabled else {"devices": {"cpu": {"order": names["disabled"]}}})
+    else:
+        monkeypatch.setenv("ATTNREG_DISABLE" if is_disabled else "ATTNREG_BACKEND", "hub:./kernel")
+        attnreg.reload()
+    monkeypatch.chdir("/")
+    F.scaled_dot_product_attention(q, q, q)
+    assert calls_of(name) == ({} if is_disabled else {"forward": 1})
+    if is_disabled:
+        assert reason_of(name, backend=name).startswith("disabled by ")
 
 
 def marked(folder):

@@ -39,14 +39,18 @@ def is_hub_name(name: object) -> bool:
     return isinstance(name, str) and name.strip().casefold().startswith(PREFIX)
 
 
-def parse(name: str) -> HubName:
-    """Read a name that begins with `hub:`; a relative folder is one of the current folder.
+def parse(name: str, base: Path | None = None) -> HubName:
+    """Read a name that begins with `hub:`; a relative folder is one of `base`, else of the current folder.
 
     Raises ValueError, which says what was got and expected.
     """
     text = name.strip()[len(PREFIX) :].strip()
     if text.startswith((".", "/", "~", os.sep)):
-        return HubName(folder=os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - links stay
+        try:
+            folder = Path(base or "", Path(text).expanduser())
+        except RuntimeError:
+            raise ValueError(f"got {short_repr(name)}, but there is no home folder for its ~") from None
+        return HubName(folder=os.path.abspath(folder))  # noqa: PTH100 - links stay
     repository, at, revision = text.partition("@")
     near = did_you_mean(repository, KNOWN) if repository not in KNOWN else ""
     if not _REPOSITORY.fullmatch(repository):
@@ -63,6 +67,14 @@ def parse(name: str) -> HubName:
             f"kernel, or a branch such as {PREFIX}{repository}@v1{near}"
         )
     return HubName(repository, revision)
+
+
+def canonical(name: str, base: Path | None = None) -> str:
+    """Return the registry's name of a kernel from the hub; any other name as given."""
+    try:
+        return str(parse(name, base)) if is_hub_name(name) else name
+    except ValueError:
+        return name
 
 
 def problem_of(name: str) -> str:
