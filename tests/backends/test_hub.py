@@ -1,5 +1,7 @@
 """Promises of kernels from the hub, on folders with flash-attn's functions and a stand-in for `kernels`."""
 
+import builtins
+import io
 import os
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ from attnreg.backends.fa2.hub_functions import FlashFunctions
 from attnreg.core import registry
 from attnreg.core.registry import verification
 from attnreg.core.registry.sourced import under_test
+from attnreg.core.settings import hub_names
 from attnreg.core.torchlib import caches, captured
 from attnreg.core.torchlib.isolation import run_in_thread
 from attnreg.errors import (
@@ -190,7 +193,10 @@ def test_a_verification_is_remembered_for_the_files_of_a_kernel(kernel, verified
         F.scaled_dot_product_attention(q, q, q)
     assert verified == [name]
     file = Path(name.removeprefix("hub:"), "build/torch-cpu/__init__.py")
-    file.write_text(file.read_text() + "\n")
+    before = file.stat()
+    file.with_name("cache.txt").write_text("what an import writes is no other kernel")
+    file.write_text(file.read_text()[:-1] + " ")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     monkeypatch.setattr(registry, "_entries", None)
     registry.changed()
     with attnreg.use_backend(name):
@@ -372,6 +378,8 @@ def test_a_missing_package_is_said_with_the_line_that_installs_it(kernel, monkey
     [
         (f"hub:{REPOSITORY}", "got no revision, expected one behind an @: a commit"),
         (f"hub:{REPOSITORY}@", "got an empty revision"),
+        (f"hub:{REPOSITORY}@../../other", "got '../../other', expected one behind an @"),
+        (f"hub:a/..@{COMMIT}", "expected hub:owner/repository@revision"),
         ("hub:~no-such-person/kernel", "but there is no home folder for its ~"),
         ("hub:kernels-community/flash-atn3", "did you mean 'kernels-community/flash-attn3'?"),
         ("hub:flash-attn3@v1", "expected hub:owner/repository@revision, or hub: and the path of a folder"),
@@ -398,6 +406,14 @@ def test_a_malformed_name_is_an_error_everywhere(name, message, monkeypatch, tmp
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["hub:{}/b@v1", "hub:{}", "hub:a/b@{}", "a/{}", "hub:a/{}", "hub:./{}"])
+def test_messages_about_long_names_are_short(name):
+    name = name.format("x" * 10**6)
+    with pytest.raises((UnknownBackendError, BackendUnavailableError)) as error:
+        attnreg.register_backend(name)
+    assert len(str(error.value)) < 2000
+
+
 def test_names_that_differ_in_case_only_are_not_mistaken_for_each_other(kernel, tmp_path):
     name = kernel()
     made(tmp_path / "Kernel", WRONG)
@@ -422,6 +438,46 @@ def test_a_pinned_revision_needs_the_network_once(on_the_hub, monkeypatch, caplo
     assert registry.find(PINNED).version() == f"{COMMIT} (kernels 0.17.2, torch-cpu)"
 
 
+def test_a_cached_kernel_whose_import_fails_says_why(on_the_hub, monkeypatch, tmp_path):
+    assert not registry.find(PINNED).unavailable()
+    (file,) = (tmp_path / "kernels").rglob("__init__.py")
+    file.write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setattr(registry, "_entries", None)
+    monkeypatch.delitem(sys.modules, f"_kernel_{abs(hash(file.parent))}")
+    monkeypatch.delenv("HUB")
+    why = registry.find(PINNED).unavailable()
+    assert f"{PINNED} can't be imported: ImportError: libcudart.so.12: cannot open" in why
+
+
+@pytest.mark.parametrize("other", ["", "x"])
+def test_a_folder_in_the_place_of_a_repository_serves(on_the_hub, monkeypatch, tmp_path, caplog, other):
+    made(tmp_path / "mine")
+    seen = []
+    monkeypatch.setenv("LOCAL_KERNELS", f"{other}{REPOSITORY}={tmp_path / 'mine'}")
+    package = hub_package._package()
+    get = package.get_kernel
+    monkeypatch.setattr(
+        package,
+        "get_kernel",
+        lambda *args, **named: (
+            seen.append(args)
+            or (get(*args, **named) if other else package.get_local_kernel(tmp_path / "mine"))
+        ),
+    )
+    entry = registry.find(f"hub:{REPOSITORY}@v1")
+    assert (entry.unavailable(), len(seen)) == ("", 1)
+    assert entry.version().startswith(COMMIT if other else "files ")
+    assert ("To keep it" in caplog.text) == bool(other)
+
+
+def test_only_the_error_about_a_publisher_says_that_it_is_not_trusted():
+    name = hub_names.parse("hub:trustyai/flash@v1")
+    other = hub_package._explain(ImportError("trustyai/flash: libcudart.so.12"), name)
+    assert "can't be imported: ImportError: trustyai/flash" in other
+    of_trust = hub_package._explain(ValueError("'a/b' is not from a trusted publisher. Set"), name)
+    assert "trustyai/flash isn't of a publisher whom kernels trusts" in of_trust
+
+
 def test_calls_touch_neither_network_nor_disk(on_the_hub, monkeypatch, tmp_path):
     q, offsets = query(8, 2, 32), torch.tensor([0, 8], dtype=torch.int32)
     attnreg.varlen_attn(q, q, q, offsets, offsets, 8, 8, backend=PINNED)
@@ -429,6 +485,8 @@ def test_calls_touch_neither_network_nor_disk(on_the_hub, monkeypatch, tmp_path)
     shutil.rmtree(tmp_path / "hub")
     for name in ("open", "stat", "listdir", "scandir"):
         monkeypatch.setattr(os, name, None)
+    for place in (builtins, io):
+        monkeypatch.setattr(place, "open", None)
     attnreg.varlen_attn(q, q, q, offsets, offsets, 8, 8, backend=PINNED)
     monkeypatch.undo()
     assert calls_of(PINNED) == {"forward": 2}
@@ -500,7 +558,8 @@ def test_settings_and_modules_name_kernels(kernel):
     F.scaled_dot_product_attention(q, q, q)
     assert calls_of(name) == {"forward": 1}
     attnreg.configure({"disabled": [name]})
-    F.scaled_dot_product_attention(q, q, q)
+    with attnreg.use_backend(name):
+        F.scaled_dot_product_attention(q, q, q)
     assert calls_of(name) == {"forward": 1}
 
 
@@ -632,7 +691,7 @@ def test_a_lock_names_the_commit(on_the_hub, monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "_entries", None)
     monkeypatch.delenv("ATTNREG_BACKEND")
     attnreg.reload()
-    with pytest.raises(UnsupportedInputError, match=f"{OTHER} .*instead of {COMMIT}|{COMMIT}"):
+    with pytest.raises(UnsupportedInputError, match=f"locked with {name} {COMMIT} .*, here it is {OTHER} "):
         F.scaled_dot_product_attention(q, q, q)
 
 
