@@ -184,7 +184,8 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
 def reload() -> None:
     """Read the environment variables and the settings files again.
 
-    A fault is an error, also with `on_error = "native"`: the settings in force stay.
+    A kernel from the hub that couldn't be loaded is tried again when it is next needed. A fault is an error,
+    also with `on_error = "native"`: the settings in force stay.
 
     Raises:
         ConfigError: a variable or a file is wrong.
@@ -192,7 +193,7 @@ def reload() -> None:
 
     An error changes nothing.
     """
-    registry.entries()  # discovers, which it mustn't do behind the lock
+    registry.forget_failures()  # not behind the lock, where backends aren't discovered or waited for
     with registry.lock:
         fresh = policy.reread()
         if policy.serves(fresh):

@@ -21,6 +21,7 @@ import attnreg
 from attnreg.backends.fa2 import hub_package
 from attnreg.backends.fa2.hub_functions import FlashFunctions
 from attnreg.core import registry
+from attnreg.core.contract.spec import Device
 from attnreg.core.registry import verification
 from attnreg.core.registry.sourced import under_test
 from attnreg.core.settings import hub_names
@@ -313,6 +314,23 @@ del _flash_attn_varlen_backward
     assert forward.devices == ("cpu",)
 
 
+def test_a_backward_declares_what_it_takes_in_both_layouts(kernel):
+    backward = (
+        registry.find(
+            kernel("""
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    softmax_scale, causal,
+): ...
+""")
+        )
+        .open()
+        .backward
+    )
+    assert (backward.dense, backward.varlen, backward.causal) == (True, True, True)
+    assert (backward.softcap, backward.window, backward.deterministic) == (False, False, False)
+
+
 def test_kernels_with_the_conventions_of_flash_attn_2_keep_the_contract(monkeypatch, tmp_path):
     monkeypatch.setattr(captured, "kernel", fake_fa2.Torch().kernel)
     file = made(tmp_path / "kernel") / "build" / "torch-cpu" / "__init__.py"
@@ -544,6 +562,35 @@ def test_without_a_network_the_error_says_how_to_fill_the_cache(monkeypatch):
     assert f"kernels.install_kernel('{REPOSITORY}', revision='{COMMIT}')" in str(error.value)
 
 
+def test_reload_tries_again_what_the_network_kept_from_loading(on_the_hub, monkeypatch):
+    hub_folder, q = os.environ["HUB"], query()
+    monkeypatch.setenv("ATTNREG_BACKEND", PINNED)
+    monkeypatch.delenv("HUB")
+    attnreg.reload()
+    with pytest.raises(BackendUnavailableError, match="the hub can't be reached"):
+        F.scaled_dot_product_attention(q, q, q)
+    monkeypatch.setenv("HUB", hub_folder)
+    with pytest.raises(BackendUnavailableError, match="the hub can't be reached"):
+        F.scaled_dot_product_attention(q, q, q)
+    attnreg.reload()
+    F.scaled_dot_product_attention(q, q, q)
+    assert calls_of(PINNED) == {"forward": 1}
+
+
+def test_names_of_no_kernel_leave_the_registry(kernel, tmp_path):
+    name, named_by_a_setting = f"hub:{tmp_path / 'no'}", f"hub:{tmp_path / 'none'}"
+    attnreg.configure({"devices": {"cuda": {"order": [named_by_a_setting]}}})
+    packed, offsets = query(16, 4, 32), torch.tensor([0, 16], dtype=torch.int32)
+    for wrong in (name, named_by_a_setting):
+        with pytest.raises(BackendUnavailableError):
+            attnreg.register_backend(wrong)
+        with pytest.raises(BackendUnavailableError), attnreg.use_backend(wrong):
+            pass
+        with pytest.raises(BackendUnavailableError):
+            attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 16, 16, backend=wrong)
+    assert [each for each in attnreg.list_backends() if "hub:" in each] == [named_by_a_setting]
+
+
 def test_without_a_build_for_this_machine_the_error_says_so(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(BackendUnavailableError, match="Cannot find a build variant for this system"):
@@ -710,8 +757,26 @@ def test_a_verification_that_does_not_end_leaves_the_kernel_out(kernel, monkeypa
             return problem
 
         monkeypatch.setattr(verification.children, "run", run)
-        device = attnreg.core.contract.spec.Device("cpu")
-        assert said in verification._run("hub:test", device)
+        assert said in verification._run("hub:test", Device("cpu"))
+
+
+def test_ranks_do_not_repeat_a_verification_that_has_just_failed(monkeypatch):
+    runs, device = [], Device("cpu")
+    said = "its checks ended by signal 11"
+    monkeypatch.setattr(verification, "_run", lambda *of: runs.append(of) or said)
+    for _ in range(2):
+        assert f"isn't verified: {said}" in verification.verdict("hub:test", COMMIT, device)
+    assert runs == [("hub:test", device)]
+    (attempt,) = caches.folder("verified").glob("*.failed")
+    os.utime(attempt, (0, 0))
+    verification.verdict("hub:test", COMMIT, device)
+    assert len(runs) == 2
+
+
+def test_another_attnreg_verifies_again(monkeypatch):
+    before = verification.file_of(COMMIT, Device("cpu"))
+    monkeypatch.setattr(attnreg, "__version__", "0.0")
+    assert verification.file_of(COMMIT, Device("cpu")) != before
 
 
 def test_where_nothing_can_be_noted_the_kernel_is_left_out(kernel, monkeypatch, tmp_path):

@@ -84,6 +84,12 @@ class SourcedEntry(Entry):
             self._changed()
             return self.backend
 
+    def forget_failure(self) -> None:
+        """Have the next request load it again, if that has failed: its cause may be mended."""
+        with alone(self):
+            if self._is_open and self.backend is None:
+                self._is_open, self.cause, self._version = False, None, None
+
     def unavailable(self) -> str:
         """Return why the kernel can't load here, or an empty string; loads it to find out."""
         self.open()
