@@ -1,7 +1,8 @@
 """The environment variables `ATTNREG_*`.
 
 `read` turns them into an `EnvironmentSettings` or raises an error that lists what is wrong with them. It is
-called when settings are needed, never at import. The registry checks whether the backends exist.
+called when settings are needed, never at import. Names of backends are kept as they were written; the
+registry checks whether they exist.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attnreg.core.settings.hub_names import canonical
 from attnreg.errors import MOST_LISTED, ConfigError, did_you_mean, first_ten, short_repr
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Variable(NamedTuple):
 
 
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(canonical(part.strip()) for part in text.split(","))
+    names = tuple(part.strip() for part in text.split(","))
     if "" in names:
         raise ValueError(f"got {short_repr(text)}, expected a name before and after a comma")
     earlier: set[str] = set()
