@@ -86,8 +86,10 @@ class SourcedEntry(Entry):
 
     def forget_failure(self) -> None:
         """Have the next request load it again, if that has failed: its cause may be mended."""
+        if not self._is_open or self.backend is not None:
+            return  # another thread may be loading it, which is no reason to wait
         with alone(self):
-            if self._is_open and self.backend is None:
+            if self.backend is None:
                 self._is_open, self.cause, self._version = False, None, None
 
     def unavailable(self) -> str:
