@@ -125,6 +125,8 @@ def register_backend(
     else:
         entry = registry.find(backend)
     try:
+        if entry.on_request and (off := policy.current().disabled.get(entry.name.casefold())):
+            raise RegistrationError(f"{entry.name} is disabled by {off}, expected one whose code may run")
         led = _devices(entry, devices)
         if not entry.unavailable():
             aten.ensure()  # captures torch's own kernels before a package that loads can override ops
@@ -182,7 +184,8 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
 def reload() -> None:
     """Read the environment variables and the settings files again.
 
-    A fault is an error, also with `on_error = "native"`: the settings in force stay.
+    A kernel from the hub that couldn't be loaded is tried again when it is next needed. A fault is an error,
+    also with `on_error = "native"`: the settings in force stay.
 
     Raises:
         ConfigError: a variable or a file is wrong.
@@ -190,7 +193,7 @@ def reload() -> None:
 
     An error changes nothing.
     """
-    registry.entries()  # discovers, which it mustn't do behind the lock
+    registry.forget_failures()  # not behind the lock, where backends aren't discovered or waited for
     with registry.lock:
         fresh = policy.reread()
         if policy.serves(fresh):
@@ -387,7 +390,8 @@ def uninstall() -> None:
 
 
 def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ...]:
-    serves = entry.backend.devices if entry.backend is not None else ()
+    backend = entry.open()
+    serves = backend.devices if backend is not None else ()
     if devices is None:
         return serves
     several = (devices,) if isinstance(devices, str | torch.device) else devices
@@ -401,7 +405,7 @@ def _devices(entry: Entry, devices: str | Iterable[str] | None) -> tuple[str, ..
             f"devices: got {got}, expected a kind of device ('cuda', 'sm_90'), not a single one"
         )
     foreign = sorted({device.type for device in named} - set(serves))
-    if (foreign or not named) and entry.backend is not None:
+    if (foreign or not named) and backend is not None:
         near = device_meant(foreign[0], ()) if foreign else ""
         raise RegistrationError(
             f"devices: got {', '.join(first_ten(foreign)) or 'none'}, expected some of those that "

@@ -149,7 +149,7 @@ class Conformance:
         *,
         full: bool = False,
     ) -> None:
-        under_test = backend if isinstance(backend, Backend) else registry.find(backend).backend
+        under_test = backend if isinstance(backend, Backend) else registry.find(backend).open()
         if under_test is None:
             raise BackendUnavailableError(f"{backend} {registry.find(str(backend)).unavailable()}")
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -171,7 +171,7 @@ class Conformance:
 
         Raises `BackendUnavailableError` if the backend can't load here.
         """
-        with under_test():
+        with under_test(self.backend.name, registry.changed):
             return self._run(check if isinstance(check, Check) else Check(check))
 
     def _run(self, check: Check) -> Outcome:

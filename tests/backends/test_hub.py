@@ -1,10 +1,14 @@
 """Promises of kernels from the hub, on folders with flash-attn's functions and a stand-in for `kernels`."""
 
+import builtins
+import io
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,8 +21,11 @@ import attnreg
 from attnreg.backends.fa2 import hub_package
 from attnreg.backends.fa2.hub_functions import FlashFunctions
 from attnreg.core import registry
+from attnreg.core.contract.spec import Device
 from attnreg.core.registry import verification
-from attnreg.core.torchlib import captured
+from attnreg.core.registry.sourced import under_test
+from attnreg.core.settings import hub_names
+from attnreg.core.torchlib import caches, captured
 from attnreg.core.torchlib.isolation import run_in_thread
 from attnreg.errors import (
     BackendUnavailableError,
@@ -149,10 +156,11 @@ def calls_of(name):
     return {direction: count for direction, count in attnreg.stats().calls.get(name, {}).items() if count}
 
 
-def reason_of(name):
+def reason_of(name, backend=None):
     """Return the one reason against a plain call on a CPU."""
     q = query()
-    (reason,) = attnreg.explain(q, q, q).forward.rejected[name]
+    with attnreg.use_backend(backend) if backend else nullcontext():
+        (reason,) = attnreg.explain(q, q, q).forward.rejected[name]
     return reason
 
 
@@ -186,7 +194,10 @@ def test_a_verification_is_remembered_for_the_files_of_a_kernel(kernel, verified
         F.scaled_dot_product_attention(q, q, q)
     assert verified == [name]
     file = Path(name.removeprefix("hub:"), "build/torch-cpu/__init__.py")
-    file.write_text(file.read_text() + "\n")
+    before = file.stat()
+    file.with_name("cache.txt").write_text("what an import writes is no other kernel")
+    file.write_text(file.read_text()[:-1] + " ")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     monkeypatch.setattr(registry, "_entries", None)
     registry.changed()
     with attnreg.use_backend(name):
@@ -207,6 +218,33 @@ def test_a_wrong_kernel_is_left_out_and_the_next_backend_serves(kernel, monkeypa
     assert "first out[0, 0, 0, 0]" in reason
     assert f"`attnreg verify --backend {name} --device cpu` shows all" in reason
     assert reason in caplog.text
+
+
+def test_only_the_thread_of_the_kit_runs_a_kernel_unverified(kernel):
+    name, q = kernel(WRONG), query()
+
+    def call():
+        with attnreg.use_backend(name):
+            F.scaled_dot_product_attention(q, q, q)
+
+    with under_test(name, registry.changed):
+        run_in_thread(call)
+        assert calls_of(name) == {}
+        registry.changed()
+        call()
+        assert calls_of(name) == {"forward": 1}
+    call()  # no plan of the block is left
+    assert calls_of(name) == {"forward": 1}
+
+
+@pytest.mark.parametrize("failure", ["torch.OutOfMemoryError", "MemoryError", "RuntimeError"])
+def test_a_full_device_says_nothing_of_a_kernel(kernel, failure):
+    said = "CUDA error: an illegal memory access was encountered" if failure == "RuntimeError" else "full"
+    attnreg.register_backend(
+        name := kernel(RAISING.replace("RuntimeError", failure).replace("no kernel", said))
+    )
+    assert "isn't verified: its verification left no result" in reason_of(name)
+    assert not list(caches.folder("verified").glob("*.json"))
 
 
 def test_a_wrong_kernel_is_an_error_where_the_call_names_it(kernel):
@@ -266,7 +304,7 @@ def flash_attn_varlen_func(q, k, v, softmax_scale, cu_seqlens_q, cu_seqlens_k, m
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False): ...
 del _flash_attn_varlen_backward
 """)
-    backend = registry.find(plain).backend
+    backend = registry.find(plain).open()
     forward, backward = backend.forward, backend.backward
     assert (forward.causal, forward.window, forward.softcap, forward.alibi, forward.dropout) == (
         *(True, False, False, False), False,
@@ -276,17 +314,34 @@ del _flash_attn_varlen_backward
     assert forward.devices == ("cpu",)
 
 
+def test_a_backward_declares_what_it_takes_in_both_layouts(kernel):
+    backward = (
+        registry.find(
+            kernel("""
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    softmax_scale, causal,
+): ...
+""")
+        )
+        .open()
+        .backward
+    )
+    assert (backward.dense, backward.varlen, backward.causal) == (True, True, True)
+    assert (backward.softcap, backward.window, backward.deterministic) == (False, False, False)
+
+
 def test_kernels_with_the_conventions_of_flash_attn_2_keep_the_contract(monkeypatch, tmp_path):
     monkeypatch.setattr(captured, "kernel", fake_fa2.Torch().kernel)
     file = made(tmp_path / "kernel") / "build" / "torch-cpu" / "__init__.py"
     file.write_text((HERE / "cuda_kernel.py").read_text())
-    backend = registry.find(f"hub:{tmp_path / 'kernel'}").backend
+    backend = registry.find(f"hub:{tmp_path / 'kernel'}").open()
     both, _ = packages.verified(backend, [case for case in packages.SHORT if case.name in OF_CONVENTIONS])
     assert both == set(OF_CONVENTIONS) - {"window (0, -1), few keys"}
 
 
 def test_kernels_with_the_conventions_of_flash_attn_3_keep_the_contract(kernel):
-    backend = registry.find(kernel(FLASH_3)).backend
+    backend = registry.find(kernel(FLASH_3)).open()
     both, _ = packages.verified(backend, [case for case in packages.SHORT if case.name in OF_CONVENTIONS])
     assert both == set(OF_CONVENTIONS) - {"window (0, -1), few keys"}
     spec = packages.gpu_spec("cpu", deterministic=True, head_dim=256)
@@ -341,6 +396,9 @@ def test_a_missing_package_is_said_with_the_line_that_installs_it(kernel, monkey
     [
         (f"hub:{REPOSITORY}", "got no revision, expected one behind an @: a commit"),
         (f"hub:{REPOSITORY}@", "got an empty revision"),
+        (f"hub:{REPOSITORY}@../../other", "got '../../other', expected one behind an @"),
+        (f"hub:a/..@{COMMIT}", "expected hub:owner/repository@revision"),
+        ("hub:~no-such-person/kernel", "but there is no home folder for its ~"),
         ("hub:kernels-community/flash-atn3", "did you mean 'kernels-community/flash-attn3'?"),
         ("hub:flash-attn3@v1", "expected hub:owner/repository@revision, or hub: and the path of a folder"),
         (f"{REPOSITORY}@v1", f"did you mean 'hub:{REPOSITORY}@v1'?"),
@@ -364,6 +422,14 @@ def test_a_malformed_name_is_an_error_everywhere(name, message, monkeypatch, tmp
     with pytest.raises(ConfigError) as error:
         attnreg.reload()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["hub:{}/b@v1", "hub:{}", "hub:a/b@{}", "a/{}", "hub:a/{}", "hub:./{}"])
+def test_messages_about_long_names_are_short(name):
+    name = name.format("x" * 10**6)
+    with pytest.raises((UnknownBackendError, BackendUnavailableError)) as error:
+        attnreg.register_backend(name)
+    assert len(str(error.value)) < 2000
 
 
 def test_names_that_differ_in_case_only_are_not_mistaken_for_each_other(kernel, tmp_path):
@@ -390,6 +456,46 @@ def test_a_pinned_revision_needs_the_network_once(on_the_hub, monkeypatch, caplo
     assert registry.find(PINNED).version() == f"{COMMIT} (kernels 0.17.2, torch-cpu)"
 
 
+def test_a_cached_kernel_whose_import_fails_says_why(on_the_hub, monkeypatch, tmp_path):
+    assert not registry.find(PINNED).unavailable()
+    (file,) = (tmp_path / "kernels").rglob("__init__.py")
+    file.write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    monkeypatch.setattr(registry, "_entries", None)
+    monkeypatch.delitem(sys.modules, f"_kernel_{abs(hash(file.parent))}")
+    monkeypatch.delenv("HUB")
+    why = registry.find(PINNED).unavailable()
+    assert f"{PINNED} can't be imported: ImportError: libcudart.so.12: cannot open" in why
+
+
+@pytest.mark.parametrize("other", ["", "x"])
+def test_a_folder_in_the_place_of_a_repository_serves(on_the_hub, monkeypatch, tmp_path, caplog, other):
+    made(tmp_path / "mine")
+    seen = []
+    monkeypatch.setenv("LOCAL_KERNELS", f"{other}{REPOSITORY}={tmp_path / 'mine'}")
+    package = hub_package._package()
+    get = package.get_kernel
+    monkeypatch.setattr(
+        package,
+        "get_kernel",
+        lambda *args, **named: (
+            seen.append(args)
+            or (get(*args, **named) if other else package.get_local_kernel(tmp_path / "mine"))
+        ),
+    )
+    entry = registry.find(f"hub:{REPOSITORY}@v1")
+    assert (entry.unavailable(), len(seen)) == ("", 1)
+    assert entry.version().startswith(COMMIT if other else "files ")
+    assert ("To keep it" in caplog.text) == bool(other)
+
+
+def test_only_the_error_about_a_publisher_says_that_it_is_not_trusted():
+    name = hub_names.parse("hub:trustyai/flash@v1")
+    other = hub_package._explain(ImportError("trustyai/flash: libcudart.so.12"), name)
+    assert "can't be imported: ImportError: trustyai/flash" in other
+    of_trust = hub_package._explain(ValueError("'a/b' is not from a trusted publisher. Set"), name)
+    assert "trustyai/flash isn't of a publisher whom kernels trusts" in of_trust
+
+
 def test_calls_touch_neither_network_nor_disk(on_the_hub, monkeypatch, tmp_path):
     q, offsets = query(8, 2, 32), torch.tensor([0, 8], dtype=torch.int32)
     attnreg.varlen_attn(q, q, q, offsets, offsets, 8, 8, backend=PINNED)
@@ -397,6 +503,8 @@ def test_calls_touch_neither_network_nor_disk(on_the_hub, monkeypatch, tmp_path)
     shutil.rmtree(tmp_path / "hub")
     for name in ("open", "stat", "listdir", "scandir"):
         monkeypatch.setattr(os, name, None)
+    for place in (builtins, io):
+        monkeypatch.setattr(place, "open", None)
     attnreg.varlen_attn(q, q, q, offsets, offsets, 8, 8, backend=PINNED)
     monkeypatch.undo()
     assert calls_of(PINNED) == {"forward": 2}
@@ -454,6 +562,35 @@ def test_without_a_network_the_error_says_how_to_fill_the_cache(monkeypatch):
     assert f"kernels.install_kernel('{REPOSITORY}', revision='{COMMIT}')" in str(error.value)
 
 
+def test_reload_tries_again_what_the_network_kept_from_loading(on_the_hub, monkeypatch):
+    hub_folder, q = os.environ["HUB"], query()
+    monkeypatch.setenv("ATTNREG_BACKEND", PINNED)
+    monkeypatch.delenv("HUB")
+    attnreg.reload()
+    with pytest.raises(BackendUnavailableError, match="the hub can't be reached"):
+        F.scaled_dot_product_attention(q, q, q)
+    monkeypatch.setenv("HUB", hub_folder)
+    with pytest.raises(BackendUnavailableError, match="the hub can't be reached"):
+        F.scaled_dot_product_attention(q, q, q)
+    attnreg.reload()
+    F.scaled_dot_product_attention(q, q, q)
+    assert calls_of(PINNED) == {"forward": 1}
+
+
+def test_names_of_no_kernel_leave_the_registry(kernel, tmp_path):
+    name, named_by_a_setting = f"hub:{tmp_path / 'no'}", f"hub:{tmp_path / 'none'}"
+    attnreg.configure({"devices": {"cuda": {"order": [named_by_a_setting]}}})
+    packed, offsets = query(16, 4, 32), torch.tensor([0, 16], dtype=torch.int32)
+    for wrong in (name, named_by_a_setting):
+        with pytest.raises(BackendUnavailableError):
+            attnreg.register_backend(wrong)
+        with pytest.raises(BackendUnavailableError), attnreg.use_backend(wrong):
+            pass
+        with pytest.raises(BackendUnavailableError):
+            attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 16, 16, backend=wrong)
+    assert [each for each in attnreg.list_backends() if "hub:" in each] == [named_by_a_setting]
+
+
 def test_without_a_build_for_this_machine_the_error_says_so(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(BackendUnavailableError, match="Cannot find a build variant for this system"):
@@ -468,8 +605,106 @@ def test_settings_and_modules_name_kernels(kernel):
     F.scaled_dot_product_attention(q, q, q)
     assert calls_of(name) == {"forward": 1}
     attnreg.configure({"disabled": [name]})
-    F.scaled_dot_product_attention(q, q, q)
+    with attnreg.use_backend(name):
+        F.scaled_dot_product_attention(q, q, q)
     assert calls_of(name) == {"forward": 1}
+
+
+@pytest.mark.parametrize("kind", ["file", "program", "variable"])
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_a_folder_is_named_by_a_path_from_here_or_from_the_file(
+    kernel, monkeypatch, tmp_path, kind, is_disabled
+):
+    name, q = kernel(), query()
+    monkeypatch.chdir(tmp_path)
+    if kind == "file":
+        (file := tmp_path / "etc" / "settings.toml").parent.mkdir()
+        file.write_text(("disabled" if is_disabled else "devices.cpu.order") + ' = ["HUB:../kernel"]')
+        attnreg.configure(file)
+    elif kind == "program":
+        names = {"disabled": ["hub: ./kernel"]}
+        attnreg.configure(names if is_disabled else {"devices": {"cpu": {"order": names["disabled"]}}})
+    else:
+        monkeypatch.setenv("ATTNREG_DISABLE" if is_disabled else "ATTNREG_BACKEND", "hub:./kernel")
+        attnreg.reload()
+    monkeypatch.chdir("/")
+    F.scaled_dot_product_attention(q, q, q)
+    assert calls_of(name) == ({} if is_disabled else {"forward": 1})
+    if is_disabled:
+        assert reason_of(name, backend=name).startswith("disabled by ")
+
+
+def marked(folder):
+    """Return the name of a kernel whose import leaves a mark, and the mark's file."""
+    mark = folder.with_name(f"{folder.name}-ran")
+    return f"hub:{made(folder, f'import pathlib; pathlib.Path({str(mark)!r}).touch()')}", mark
+
+
+def test_code_of_a_kernel_runs_only_where_a_setting_that_applies_asks_for_it(monkeypatch, tmp_path):
+    (off, off_ran), (of_gpus, of_gpus_ran), (asked, asked_ran), (by_variable, by_variable_ran) = (
+        marked(tmp_path / name) for name in ("off", "of-gpus", "asked", "by-variable")
+    )
+    monkeypatch.setenv("ATTNREG_DISABLE", by_variable)
+    attnreg.reload()
+    attnreg.configure({"disabled": [off], "devices": {"cuda": {"order": [of_gpus]}}})
+    q, packed, offsets = query(), query(16, 4, 32), torch.tensor([0, 16], dtype=torch.int32)
+    for _ in range(2):
+        F.scaled_dot_product_attention(q, q, q)
+        attnreg.varlen_attn(packed, packed, packed, offsets, offsets, 16, 16)
+        order = attnreg.explain(q, q, q).forward.order
+        # Known now, by a call of another thread, say; disabled as before.
+        registry.find(off)
+        registry.find(by_variable)
+    info = words(invoke("info"))
+    assert f"{of_gpus} not loaded" in info
+    assert not {off, of_gpus, by_variable}.intersection(order)
+    assert not (off_ran.exists() or of_gpus_ran.exists() or by_variable_ran.exists())
+    with attnreg.use_backend(off):
+        F.scaled_dot_product_attention(q, q, q)
+        rejected = attnreg.explain(q, q, q).forward.rejected
+    with pytest.raises(RegistrationError, match=r"is disabled by .*, expected one whose code may run"):
+        attnreg.register_backend(off)
+    assert not off_ran.exists()
+    assert [reason.partition(" by ")[0] for reason in rejected[off]] == ["disabled"]
+    with attnreg.use_backend(asked):
+        F.scaled_dot_product_attention(q, q, q)
+    assert (asked_ran.exists(), calls_of(asked)) == (True, {"forward": 1})
+    # The kernel is loaded now, but nothing asks for it any more.
+    assert asked not in attnreg.explain(q, q, q).forward.order
+
+
+def test_a_kernel_may_call_attention_on_another_backend_while_it_is_imported(kernel):
+    name, q = (
+        kernel("""
+import attnreg
+with attnreg.use_backend("math"):
+    x = torch.ones(1, 1, 2, 8)
+    assert (torch.nn.functional.scaled_dot_product_attention(x, x, x) == 1).all()
+"""),
+        query(),
+    )
+    with attnreg.use_backend(name):
+        F.scaled_dot_product_attention(q, q, q)
+    assert (calls_of(name), calls_of("math")) == ({"forward": 1}, {"forward": 1})
+
+
+def test_calls_on_another_backend_do_not_wait_for_a_kernel_that_is_being_loaded(kernel, monkeypatch):
+    name, q = kernel("import hub_gate; hub_gate.pass_through()"), query()
+    entered, opened = threading.Event(), threading.Event()
+    gate = types.SimpleNamespace(pass_through=lambda: (entered.set(), opened.wait(30)))
+    monkeypatch.setitem(sys.modules, "hub_gate", gate)
+    loading = threading.Thread(target=lambda: registry.find(name).open())
+    loading.start()
+    try:
+        assert entered.wait(30)
+        with attnreg.use_backend("math"):
+            F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q)
+        assert loading.is_alive()
+    finally:
+        opened.set()
+        loading.join()
+    assert calls_of("math") == {"forward": 1}
 
 
 def test_commands_name_kernels(kernel, monkeypatch):
@@ -503,7 +738,7 @@ def test_a_lock_names_the_commit(on_the_hub, monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "_entries", None)
     monkeypatch.delenv("ATTNREG_BACKEND")
     attnreg.reload()
-    with pytest.raises(UnsupportedInputError, match=f"{OTHER} .*instead of {COMMIT}|{COMMIT}"):
+    with pytest.raises(UnsupportedInputError, match=f"locked with {name} {COMMIT} .*, here it is {OTHER} "):
         F.scaled_dot_product_attention(q, q, q)
 
 
@@ -522,8 +757,26 @@ def test_a_verification_that_does_not_end_leaves_the_kernel_out(kernel, monkeypa
             return problem
 
         monkeypatch.setattr(verification.children, "run", run)
-        device = attnreg.core.contract.spec.Device("cpu")
-        assert said in verification._run("hub:test", device)
+        assert said in verification._run("hub:test", Device("cpu"))
+
+
+def test_ranks_do_not_repeat_a_verification_that_has_just_failed(monkeypatch):
+    runs, device = [], Device("cpu")
+    said = "its checks ended by signal 11"
+    monkeypatch.setattr(verification, "_run", lambda *of: runs.append(of) or said)
+    for _ in range(2):
+        assert f"isn't verified: {said}" in verification.verdict("hub:test", COMMIT, device)
+    assert runs == [("hub:test", device)]
+    (attempt,) = caches.folder("verified").glob("*.failed")
+    os.utime(attempt, (0, 0))
+    verification.verdict("hub:test", COMMIT, device)
+    assert len(runs) == 2
+
+
+def test_another_attnreg_verifies_again(monkeypatch):
+    before = verification.file_of(COMMIT, Device("cpu"))
+    monkeypatch.setattr(attnreg, "__version__", "0.0")
+    assert verification.file_of(COMMIT, Device("cpu")) != before
 
 
 def test_where_nothing_can_be_noted_the_kernel_is_left_out(kernel, monkeypatch, tmp_path):

@@ -37,7 +37,7 @@ def test_a_kernel_serves_packed_and_dense_calls_after_its_verification(kernel):
         results[name] = out, *torch.autograd.grad(out.float().square().sum(), packed)
     assert attnreg.stats().calls[kernel] == {"forward": 1, "backward": 1}
     torch.testing.assert_close(results[kernel], results["FA2"])
-    assert registry.find(kernel).backend.devices == ("cuda",)
+    assert registry.find(kernel).open().devices == ("cuda",)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attnreg.varlen_attn(*packed, offsets, offsets, 200, 200, window_size=(-1, 0), backend=kernel)

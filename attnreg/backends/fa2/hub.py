@@ -53,7 +53,7 @@ def backend_of(source: HubName) -> Backend:
     """
     loaded = hub_package.load(source)
     functions, device = FlashFunctions(loaded.module, str(source)), _device_of(loaded.variant)
-    of_forward, of_backward = _declared(functions.forwards), _declared(functions.backwards)
+    of_forward, of_backward = _declared(functions.forwards), _declared(functions.backwards, all)
     forward, backward = adapt(lambda _: functions)
     with_float32 = device == "cpu" and _runs_float32(forward, of_forward["dense"])
     limits: dict[str, Any] = {
@@ -88,12 +88,22 @@ def _device_of(variant: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _declared(functions: tuple[Function | None, ...]) -> dict[str, bool]:
-    """Return the fields of `Capabilities` that a direction's functions have; none without functions."""
+def _declared(
+    functions: tuple[Function | None, ...], combine: Callable[[list[bool]], bool] = any
+) -> dict[str, bool]:
+    """Return the fields of `Capabilities` that a direction's functions have; none without functions.
+
+    `combine` is `any` if an option of one layout's function counts, or `all` if both have to have it.
+    """
     if not any(functions):
         return {}
     layouts = {"dense": functions[0] is not None, "varlen": functions[1] is not None}
-    return layouts | {option: any(f.takes(option) for f in functions if f) for option in ARGUMENTS}
+    declared = {}
+    for option in ARGUMENTS:
+        # Dense calls have no seqused_k.
+        takes = [f.takes(option) for f in functions[option == "seqused_k" :] if f]
+        declared[option] = bool(takes) and combine(takes)
+    return layouts | declared
 
 
 def _runs_float32(forward: Callable[..., object], is_dense: bool) -> bool:

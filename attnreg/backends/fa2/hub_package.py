@@ -31,6 +31,9 @@ _NETWORK = {
     "ProxyError", "SSLError", "Timeout", "TimeoutError", "TimeoutException",
 }  # fmt: skip
 
+# How the names of files end that an import reads.
+_CODE = {".py", ".so", ".pyd", ".dll", ".dylib", ".cubin", ".ptx", ".hsaco", ".json"}
+
 
 class Loaded(NamedTuple):
     """An imported kernel.
@@ -54,8 +57,13 @@ def load(source: HubName) -> Loaded:
     Raises RegistrationError, which says what to do.
     """
     kernels = _package()
+    files = ""
     try:
-        module = _import_folder(kernels, source) if source.folder else _import_repository(kernels, source)
+        if source.folder:  # before the import: a file may be replaced meanwhile
+            files = f"files {_fingerprint(_folder_of(source))}"
+            module = kernels.get_local_kernel(Path(source.folder))
+        else:
+            module = _import_repository(kernels, source)
     except RegistrationError:
         raise
     except BaseException as error:
@@ -67,7 +75,8 @@ def load(source: HubName) -> Loaded:
     # huggingface_hub's cache names a snapshot's folder by its commit.
     commits = re.findall(r"(?<=[/\\]snapshots[/\\])[0-9a-f]{40}(?=[/\\])", str(folder))
     variants = [part for part in folder.parts if part.startswith("torch")]
-    revision = commits[-1] if commits and not source.folder else f"files {_fingerprint(folder)}"
+    of_repository = commits[-1] if commits else f"files {_fingerprint(folder)}"
+    revision = files or of_repository
     loaded = Loaded(module, revision, variants[-1] if variants else "", str(kernels.__version__))
     _say_if_unpinned(source, loaded)
     return loaded
@@ -84,16 +93,17 @@ def _package() -> Any:
         raise RegistrationError(f"the package {NAME} failed to load: {error}; try: {INSTALL}") from error
 
 
-def _import_folder(kernels: Any, source: HubName) -> Any:
+def _folder_of(source: HubName) -> Path:
     folder = Path(source.folder)
     if not folder.is_dir():
         raise RegistrationError(f"got {source.folder}, expected a folder with a kernel, as of a repository")
-    return kernels.get_local_kernel(folder)
+    return folder
 
 
 def _import_repository(kernels: Any, source: HubName) -> Any:
     repository, revision = source.repository, source.revision
-    if f"{repository}=" in os.environ.get("LOCAL_KERNELS", ""):  # whose folder `get_kernel` imports
+    replaced = os.environ.get("LOCAL_KERNELS", "").split(":")
+    if any(each.startswith(f"{repository}=") for each in replaced):  # whose folder `get_kernel` imports
         return kernels.get_kernel(repository, revision=revision)
     if source.is_pinned and (module := _import_cached(kernels, source)) is not None:
         return module
@@ -112,24 +122,29 @@ def _import_cached(kernels: Any, source: HubName) -> Any:
     """Import a kernel from the cache of `kernels`; None if it isn't there, or not as a whole."""
     try:
         variant = kernels.install_kernel(source.repository, revision=source.revision, local_files_only=True)
-        return kernels.get_local_kernel(Path(variant).parent)
     except Exception as error:  # noqa: BLE001 - downloading it says what is wrong
         log.debug("%s isn't in the cache: %r", source, error)
         return None
+    return kernels.get_local_kernel(Path(variant).parent)
 
 
 def _fingerprint(folder: Path) -> str:
-    """Return a hash of what files a folder has, by names, sizes and times."""
+    """Return a hash of the code in a folder, by names and contents.
+
+    Other files don't count: an import may write some next to itself.
+    """
     found = hashlib.sha256()
-    for file in sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts):
-        status = file.stat()
+    folder = folder / "build" if (folder / "build").is_dir() else folder
+    for file in sorted(path for path in folder.rglob("*") if not _CODE.isdisjoint(path.suffixes)):
         if file.is_file():
-            found.update(f"{file.relative_to(folder)} {status.st_size} {status.st_mtime_ns}\n".encode())
+            with file.open("rb") as stream:
+                contents = hashlib.file_digest(stream, "sha256").hexdigest()
+            found.update(f"{file.relative_to(folder)} {contents}\n".encode())
     return found.hexdigest()[:16]
 
 
 def _say_if_unpinned(source: HubName, loaded: Loaded) -> None:
-    if not source.is_pinned:
+    if not source.is_pinned and not loaded.revision.startswith("files "):
         pinned = f"hub:{source.repository}@{loaded.revision}"
         log.warning(
             "%s names no commit, so another start may load another kernel; it is %s now. To keep it: %s",
@@ -155,7 +170,7 @@ def _explain(error: BaseException, source: HubName) -> str:
             f'KERNELS_CACHE names. Where there is a network, this fetches it: python -c "import kernels; '
             f"kernels.install_kernel('{name}', revision='{source.revision}')\""
         )
-    if "trust" in text:
+    if "is not from a trusted publisher" in text:
         return (
             f"{name} isn't of a publisher whom {NAME} trusts, and attnreg trusts nobody by itself: download "
             f"the repository, look at it, and name its folder (hub:./folder). ({text})"

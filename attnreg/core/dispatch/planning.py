@@ -403,6 +403,7 @@ def _warn_once(name: str, direction: Direction, reasons: tuple[str, ...]) -> Non
 def _check_loads(entry: Entry | None, spec: AttentionSpec, policy: Policy, source: str) -> None:
     if entry is None or entry.name.casefold() in policy.disabled or spec.device.simulated:
         return
-    serves = entry.backend is None or spec.device.type in entry.backend.devices
+    backend = entry.open()
+    serves = backend is None or spec.device.type in backend.devices
     if serves and entry.unavailable():
         raise BackendUnavailableError(f"{source}: {entry.name} {entry.unavailable()}") from entry.cause

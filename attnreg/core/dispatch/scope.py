@@ -28,12 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnreg.core import registry
+from attnreg.core.policy import current as policy
+from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Preference
 from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import OwnMode
-from attnreg.errors import InvalidInputError
+from attnreg.errors import BackendUnavailableError, InvalidInputError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -174,6 +176,16 @@ def exclusive(name: str, source: str = "") -> ScopedChoice:
     return _named((name,), source, exclusive=True)
 
 
+def _load(entry: Entry, is_new: bool) -> None:
+    """Load a backend; one that can't be and that nothing has named before leaves the registry."""
+    try:
+        entry.kernels()
+    except BackendUnavailableError:
+        if is_new:
+            registry.discard(entry)
+        raise
+
+
 def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice:
     try:
         kept = _by_names.get((names, source, exclusive))
@@ -181,9 +193,13 @@ def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice
         kept = None
     if kept is not None and kept[0] is registry.generation:
         return kept[1]  # each call with `backend=` comes here, and each block that is entered
-    generation, found = registry.generation, [registry.find(name) for name in names]
+    known = registry.entries()
+    found = [registry.find(name) for name in names]
     for entry in found:
-        entry.kernels()
+        # A disabled one's code doesn't run; the decision says why it isn't used.
+        if not entry.on_request or entry.name.casefold() not in policy.disabled_backends():
+            _load(entry, is_new=entry.name.casefold() not in known)
+    generation = registry.generation
     quoted = ", ".join(repr(entry.name) for entry in found)
     source_or_own = source or (f"backend={quoted}" if exclusive else f"use_backend({quoted})")
     backends = tuple(entry.name for entry in found)

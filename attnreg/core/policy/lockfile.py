@@ -270,6 +270,8 @@ class LockInForce:
         locked = self.file.environment
         if device.simulated:
             return "; ".join(matched_simulated(locked, device, "locked").refused)
+        if (entry := self._entries().get(backend.casefold())) is not None:
+            entry.open()  # which the lock asks for
         here = environment(device, self._entries())
         if locked.torch:
             # The versions of other backends don't affect this call.

@@ -24,6 +24,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from attnreg.core.contract.spec import Device
@@ -121,7 +122,12 @@ def place() -> str:
 
 
 def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> ChoiceInputs:
-    shared = {name: entry for name, entry in entries.items() if not entry.own}
+    asked = replace(policy, preferences=tuple(one for one in policy.preferences if one.required))
+    shared = {
+        name: entry
+        for name, entry in entries.items()
+        if not entry.own and (not entry.on_request or (asked.asks_for(name, device) and entry.open()))
+    }
     loading = environment(device, shared).backends
     requested = [
         " ".join(preference.names)

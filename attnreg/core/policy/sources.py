@@ -21,7 +21,7 @@ from attnreg.core.policy.lockfile import Lockfile
 from attnreg.core.policy.lockfile import load as load_lock
 from attnreg.core.settings import environment
 from attnreg.core.settings.environment import AS_GIVEN, NATIVE, ON_ERROR, REFERENCE, EnvironmentSettings
-from attnreg.core.settings.hub_names import is_hub_name
+from attnreg.core.settings.hub_names import canonical, is_hub_name, is_well_formed
 from attnreg.core.times.table import check_writable as check_file
 from attnreg.core.times.table import load as load_table
 from attnreg.core.times.tables import Named
@@ -59,7 +59,11 @@ class Sources:
 
 def read(before: Sources) -> Sources:
     """Read the environment and all files anew; raises `ConfigError`."""
-    now = replace(before, environment=environment.read(), environment_file=None)
+    variables = environment.read()
+    backend, disable = (tuple(map(canonical, names)) for names in (variables.backend, variables.disable))
+    now = replace(
+        before, environment=variables._replace(backend=backend, disable=disable), environment_file=None
+    )
     if now.environment.config is None and before.file is None:
         return now
     if now.environment.config is not None:
@@ -194,6 +198,8 @@ def check_names(fresh: Sources) -> None:
     variables = fresh.environment
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
         for name in names:
+            if variable == "ATTNREG_DISABLE" and is_well_formed(name):
+                continue  # nothing asks for it
             try:
                 registry.find(name)
             except UnknownBackendError as error:
@@ -203,7 +209,7 @@ def check_names(fresh: Sources) -> None:
 
         for loaded in fresh.loaded:
             config.check_backends(loaded, [entry.name for entry in registry.entries().values()])
-            _know_hub_names(config.names_of(loaded.settings))
+            _know_hub_names(config.ordered_names(loaded.settings))
     off = disabled(fresh)
     for name in variables.backend:
         if source := off.get(name.casefold()):

@@ -72,6 +72,13 @@ def changed() -> None:
     forget_calls()
 
 
+def forget_failures() -> None:
+    """Have kernels from the hub that couldn't be loaded be loaded again when they are next needed."""
+    for entry in entries().values():
+        if isinstance(entry, SourcedEntry):
+            entry.forget_failure()
+
+
 def forget_calls() -> None:
     """Have caches of single calls forget them; decisions stay."""
     for tell in _listeners:
@@ -140,7 +147,7 @@ def _from_hub(name: str) -> Entry:
         key = str(source).casefold()
         present = entries().get(key)
         if present is None:
-            _entries = {**entries(), key: (entry := SourcedEntry(source))}
+            _entries = {**entries(), key: (entry := SourcedEntry(source, changed))}
             changed()
             return entry
     if present.name != str(source):
@@ -177,11 +184,15 @@ def add(backend: Backend, origin: str) -> Entry:
 
 
 def discard(entry: Entry) -> None:
-    """Drop a backend that `add` took in; no change if it is registered or isn't there."""
+    """Drop a backend that `add` or `find` took in; no change if it is registered or isn't there."""
     global _entries
     with lock:
         registered = any(registration.entry is entry for registration in _registrations)
-        if entry.own and not registered and entries().get(entry.name.casefold()) is entry:
+        if (
+            (entry.own or entry.on_request)
+            and not registered
+            and entries().get(entry.name.casefold()) is entry
+        ):
             _entries = {name: other for name, other in entries().items() if other is not entry}
             changed()
 

@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adaptation
 from attnreg.core.contract.backend import Backend, Kernels
@@ -36,6 +36,8 @@ class Entry:
         own: whether the program registered its object, so that it is dropped with its last registration.
         installed: whether an entry point of another package brought it. In the default order it is behind
             all others: who installs a package hasn't asked for its kernels.
+        on_request: whether it runs only where something asks for it. Its code runs when it is opened, so
+            nothing else may open it.
     """
 
     name: str
@@ -44,11 +46,16 @@ class Entry:
     cause: BaseException | None = None
     own: bool = False
     installed: bool = False
+    on_request: ClassVar[bool] = False
     _kernels: Kernels | None = field(default=None, init=False)
     _is_loading: bool = field(default=False, init=False)
     _missing: str | None = field(default=None, init=False)
     _version: str | None = field(default=None, init=False)
     _set_aside: dict[tuple[Direction, AttentionSpec], str] = field(default_factory=dict, init=False)
+
+    def open(self) -> Backend | None:
+        """Return its declaration, for a caller that asks for this backend; None if it is broken."""
+        return self.backend
 
     def unavailable(self) -> str:
         """Return why the backend can't load here, or an empty string; imports no kernel package."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.registry import verification
 from attnreg.core.registry.entry import Entry
 from attnreg.core.registry.loading import alone
-from attnreg.core.settings.hub_names import HubName
+from attnreg.core.settings.hub_names import HubName, is_hub_name
 from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
 from attnreg.errors import RegistrationError
 
@@ -21,45 +22,51 @@ if TYPE_CHECKING:
 # By name: `registry` stands below the backends.
 HUB = "attnreg.backends.fa2.hub"
 
-_tests = 0  # how many checks of the conformance kit are running
+# The backend that the conformance kit checks in this thread.
+_tested: ContextVar[str] = ContextVar("_tested", default="")
 
 
 @contextmanager
-def under_test() -> Iterator[None]:
-    """Have backends run calls unverified inside the block: the conformance kit verifies them."""
-    global _tests
-    _tests += 1
+def under_test(name: str, changed: Callable[[], None]) -> Iterator[None]:
+    """Have a backend run this thread's calls unverified inside the block: the conformance kit verifies it.
+
+    `changed` has plans forgotten that were made for such calls.
+    """
+    if not is_hub_name(name):
+        yield
+        return
+    token = _tested.set(name)
     try:
         yield
     finally:
-        _tests -= 1
+        _tested.reset(token)
+        changed()
 
 
 class SourcedEntry(Entry):
     """A kernel from the hub.
 
-    What it can run depends on its functions, so reading `backend` for the first time downloads and imports
-    it. Calls run on it once the conformance kit has found nothing wrong with it on their device.
+    What it can run depends on its functions, so `open` downloads and imports it. Until then `backend` is
+    None. Calls run on it once the conformance kit has found nothing wrong with it on their device.
     """
 
-    def __init__(self, source: HubName) -> None:
+    on_request = True
+
+    def __init__(self, source: HubName, changed: Callable[[], None]) -> None:
         origin = f"folder {source.folder}" if source.folder else f"repository {source.repository}"
-        self._backend: Backend | None = None
-        # As a backend that a package installs, it is behind all others unless it is asked for.
-        super().__init__(str(source), origin, installed=True)
+        super().__init__(str(source), origin)
         self.source = source
+        self._changed = changed  # called when more is known: plans that were made before know less
         self._is_open = self._is_opening = False
         self._verdicts: dict[tuple[str, int | None], str] = {}
 
-    # Not `cached_property`: that of Python 3.11 has a lock for all entries.
-    @property
-    def backend(self) -> Backend | None:
-        """Its declaration; None if it can't be loaded, and `cause` is the error then."""
+    def open(self) -> Backend | None:
+        """Import it, once, and return its declaration; None if it can't be, and `cause` is the error then."""
         if self._is_open:
-            return self._backend
+            return self.backend
         with alone(self):
             if self._is_open:  # another thread has opened it meanwhile
-                return self._backend
+                return self.backend
             if self._is_opening:
                 raise RegistrationError(
                     f"{self.name} is being loaded: its import has called attention that would run on it, "
@@ -67,27 +74,34 @@ class SourcedEntry(Entry):
                 )
             self._is_opening = True
             try:
-                self._backend = importlib.import_module(HUB).backend_of(self.source)
+                self.backend = importlib.import_module(HUB).backend_of(self.source)
             except BaseException as error:  # noqa: BLE001 - kept as the cause
                 raise_if_of_program(error)
                 self.cause = strip_tracebacks(error)
             finally:
                 self._is_opening = False
             self._is_open = True
-            return self._backend
+            self._changed()
+            return self.backend
 
-    @backend.setter
-    def backend(self, value: Backend | None) -> None:
-        self._backend = value
+    def forget_failure(self) -> None:
+        """Have the next request load it again, if that has failed: its cause may be mended."""
+        if not self._is_open or self.backend is not None:
+            return  # another thread may be loading it, which is no reason to wait
+        with alone(self):
+            if self.backend is None:
+                self._is_open, self.cause, self._version = False, None, None
 
     def unavailable(self) -> str:
         """Return why the kernel can't load here, or an empty string; loads it to find out."""
-        return super().unavailable() if self.backend is not None or self.cause is not None else ""
+        self.open()
+        return super().unavailable()
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
         """Return every reason against running one direction of `spec` here; a failed verification is one."""
+        self.open()
         against = super().reasons(spec, direction)
-        if against or _tests or spec.device.simulated:
+        if against or _tested.get() == self.name or spec.device.simulated:
             return against
         verdict = self._verdict(spec.device)
         return (verdict,) if verdict else ()
@@ -114,3 +128,4 @@ class SourcedEntry(Entry):
         verification.remember(self.name, self._revision, device, checks, wrong)
         with alone(self):
             self._verdicts.clear()
+        self._changed()

@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from attnreg.errors import AttnregError
 log = logging.getLogger("attnreg")
 
 LIMIT = 1800.0  # seconds for all checks: a slow machine takes minutes
+RECENT = 60.0  # seconds in which a failed attempt counts for the other ranks of a job, which waited for it
 
 # What verifying needs of a program's settings; its requests for backends are about other calls.
 _KEPT = ("ATTNREG_BUILD", "ATTNREG_ROUTERS")
@@ -43,11 +45,14 @@ def verdict(name: str, revision: str, device: Device) -> str:
         if record is None:
             caches.make(file.parent)
             with rewriting(file, LIMIT):  # of all ranks of a job, one verifies
-                record, problem = _read(file), ""
-                if record is None:
+                record = _read(file)
+                problem = "" if record is not None else _recent_problem(file)
+                if record is None and not problem:
                     log.warning("%s is verified before it serves, once: this may take minutes", name)
                     problem = _run(name, device)
                     record = _read(file)
+                    if record is None and problem:
+                        _write(_of_attempt(file), {"wrong": problem})
             if record is None:
                 return f"isn't verified: {problem or 'its verification left no result'}; {by_hand} says more"
     except (OSError, RuntimeError) as error:
@@ -57,6 +62,21 @@ def verdict(name: str, revision: str, device: Device) -> str:
     return f"its verification failed: {record['wrong']}; {by_hand} shows all"
 
 
+def _of_attempt(file: Path) -> Path:
+    """Return the file for what kept a verification from the end."""
+    return file.with_suffix(".failed")
+
+
+def _recent_problem(file: Path) -> str:
+    """Return what has just kept another process from the end, or an empty string."""
+    attempt = _of_attempt(file)
+    try:
+        is_recent = abs(time.time() - attempt.stat().st_mtime) < RECENT
+    except OSError:
+        return ""
+    return str((_read(attempt) or {"wrong": ""})["wrong"]) if is_recent else ""
+
+
 def device_text(device: Device) -> str:
     """Return a device as `--device` takes it."""
     return device.type if device.index is None else f"{device.type}:{device.index}"
@@ -64,7 +84,7 @@ def device_text(device: Device) -> str:
 
 def file_of(revision: str, device: Device) -> Path:
     """Return the file for what came of a verification."""
-    key = "\n".join((revision, device.type, device.name, device.arch, _torch_version()))
+    key = "\n".join((revision, device.type, device.name, device.arch, _torch_version(), _attnreg_version()))
     return caches.folder("verified") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
@@ -73,14 +93,22 @@ def remember(name: str, revision: str, device: Device, checks: int, wrong: str) 
     file = file_of(revision, device)
     record = {
         "backend": name, "revision": revision, "device": str(device), "torch": _torch_version(),
-        "by": f"attnreg {sys.modules['attnreg'].__version__}", "checks": checks, "wrong": wrong,
+        "by": f"attnreg {_attnreg_version()}", "checks": checks, "wrong": wrong,
     }  # fmt: skip
+    _write(file, record)
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
     caches.make(file.parent)
     # Another process reads a whole file, or none.
     descriptor, made = tempfile.mkstemp(dir=file.parent, prefix=file.name)
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump(record, stream, indent=1)
     Path(made).replace(file)
+
+
+def _attnreg_version() -> str:
+    return str(sys.modules["attnreg"].__version__)
 
 
 def _torch_version() -> str:

@@ -86,6 +86,13 @@ class Policy:
     adaptive: Adaptive | None = field(default=None, compare=False, repr=False)
     batch_invariant: bool = False
 
+    def asks_for(self, name: str, device: Device) -> bool:
+        """Whether a preference for a device names a backend, and nothing disables it."""
+        key = name.casefold()
+        return key not in self.disabled and any(
+            key in map(str.casefold, one.names) for one in self.preferences if one.applies_to(device)
+        )
+
     def applied_to(self, spec: AttentionSpec) -> AttentionSpec:
         """Return a spec that wasn't made from a call of the program, as calls are decided here."""
         same = spec.batch_invariant == self.batch_invariant
@@ -112,7 +119,8 @@ class Decision:
             such backend, otherwise only the backends that were considered before `backend` are here.
         passed_over: the rejected backends before `backend` in the order. All preferred backends are among
             them; other backends only if they serve this type of device.
-        order: all backends in the order in which they were considered.
+        order: all backends in the order in which they were considered. Those that run on request only are
+            among them where they are asked for.
         asked_for: the preferred backends for this device.
         refusal: why no backend may run the call although a backend could. Empty otherwise.
         predicted: a measured table's prediction for the call; None if there is none.
@@ -224,6 +232,7 @@ def _selected(
     # Every backend, the first choice first, with the source of its position.
     ranked = _preferred(wanted, entries)
     preferred = set(ranked)
+    entries = {name: entry for name, entry in entries.items() if name in preferred or not entry.on_request}
     ranks = {name: (entry.installed, -entry.priority(spec)) for name, entry in entries.items()}
     order = sorted(entries, key=lambda name: (name != native.casefold(), ranks[name], name))
     for name, source in with_sources(order, reasons, prediction, default_source(spec)).items():
@@ -266,13 +275,16 @@ def _serves(entry: Entry, spec: AttentionSpec) -> bool:
 def _reasons(
     entry: Entry, spec: AttentionSpec, direction: Direction, policy: Policy, only: Preference | None
 ) -> tuple[str, ...]:
+    by = policy.disabled.get(entry.name.casefold())
+    if by and entry.on_request:  # which its own reasons would load
+        return (f"disabled by {by}",)
     reasons = entry.reasons(spec, direction)
     # One backend has to run both directions if there is dropout, or if the caller names it on the call.
     tied = spec.dropout > 0.0 or (only is not None and entry.name.casefold() in map(str.casefold, only.names))
     if direction == "forward" and spec.needs_backward and tied:
         backward = entry.reasons(spec, "backward")
         reasons += tuple(f"backward: {reason}" for reason in backward if reason not in reasons)
-    if by := policy.disabled.get(entry.name.casefold()):
+    if by:
         reasons = (f"disabled by {by}", *reasons)
     return reasons
 

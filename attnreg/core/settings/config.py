@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
@@ -110,6 +111,11 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _as_registered(names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+    """Return the names as the registry has them; `info` may have the folder of the settings file."""
+    return tuple(hub_names.canonical(name, (info.context or {}).get("folder")) for name in names)
+
+
 # What people call the order of backends of a device.
 _ORDER_ELSEWHERE = ("backend", "backends", "prefer", "preferred")
 
@@ -134,7 +140,9 @@ def _file(path: object) -> object:
 
 
 Name = Annotated[str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)]
-Names = Annotated[tuple[Name, ...], BeforeValidator(_in_order), AfterValidator(_each_once)]
+Names = Annotated[
+    tuple[Name, ...], BeforeValidator(_in_order), AfterValidator(_as_registered), AfterValidator(_each_once)
+]
 DeviceKey = Annotated[str, AfterValidator(_device)]
 Preferred = Annotated[Names, Field(min_length=1), BeforeValidator(_as_list)]
 TableFile = Annotated[Path, BeforeValidator(_file)]
@@ -275,9 +283,9 @@ def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     _raise_if_any(_unknown_names(loaded.origin, named, known))
 
 
-def names_of(settings: Settings) -> list[str]:
-    """Return the names of all backends in settings."""
-    return [name for _, name in (*_disabled(settings), *_ordered(settings))]
+def ordered_names(settings: Settings) -> list[str]:
+    """Return the names of all backends that settings ask for."""
+    return [name for _, name in _ordered(settings)]
 
 
 def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
@@ -297,29 +305,20 @@ def _unknown_names(
     """Return a function for each unknown name, which makes the line of an error about it."""
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
-    unknown = [(key, name) for key, name in named if name.casefold() not in keys and not _is_of_hub(name)]
+    unknown = [
+        (key, name)
+        for key, name in named
+        if name.casefold() not in keys and not hub_names.is_well_formed(name)
+    ]
     expected = ", ".join(first_ten(names, most=MOST_KNOWN))
 
     def problem(key: KeyPath, name: str) -> str:
         if hub_names.is_hub_name(name):
-            return origin.problem(key, _problem_of_hub_name(name))
+            return origin.problem(key, hub_names.problem_of(name))
         near = hub_names.suggested(name) or backend_meant(name, names)
         return origin.problem(key, f"got {short_repr(name)}, expected one of {expected}{near}")
 
     return [functools.partial(problem, *of) for of in unknown]
-
-
-def _is_of_hub(name: str) -> bool:
-    """Whether a name is that of a kernel from the hub, and well-formed."""
-    return hub_names.is_hub_name(name) and not _problem_of_hub_name(name)
-
-
-def _problem_of_hub_name(name: str) -> str:
-    try:
-        hub_names.parse(name)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _raise_if_any(problems: list[Callable[[], str]], most: int = MOST_LISTED) -> None:
@@ -337,7 +336,7 @@ def check_file(path: str | os.PathLike[str], known: Iterable[str], most: int = M
     data, origin = toml_file.read(path)
     problems = []
     try:
-        Settings.model_validate(data)
+        Settings.model_validate(data, context=_context(origin))
     except ValidationError as error:
         problems = _problems(error, Settings, origin)
     _raise_if_any([*problems, *_unknown_names(origin, _named(data), known)], most)
@@ -350,10 +349,14 @@ def schema() -> dict[str, Any]:
 
 def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:
     try:
-        return Settings.model_validate(value)
+        return Settings.model_validate(value, context=_context(origin))
     except ValidationError as error:
         # `from None`: pydantic's own report has the same problems without their lines.
         raise _config_error(error, Settings, origin) from None
+
+
+def _context(origin: Origin) -> dict[str, Path]:
+    return {} if origin.path is None else {"folder": origin.path.parent}
 
 
 def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:

@@ -38,7 +38,8 @@ def environment(device: Device, entries: Mapping[str, Entry]) -> Environment:
         )
     import torch  # here, because most programs that read a lockfile or a table have imported it already
 
-    return _environment(device, tuple(entries.values()), torch.get_num_threads())
+    opened = tuple(entry for entry in entries.values() if entry.backend is not None)
+    return _environment(device, opened, torch.get_num_threads())
 
 
 # Cached, because every registration makes a new state, and the versions of packages are read from files.

@@ -96,7 +96,11 @@ def state(entry: Entry, in_force: Policy) -> tuple[str, str]:
     """Return a backend's state and the reason for it; loads the backend, as looking is not enough."""
     if by := in_force.disabled.get(entry.name.casefold()):
         return "disabled", f"by {by}"
-    experimental = entry.backend is not None and entry.backend.experimental
+    here = [planning.device_of(device) for device, _ in devices()]
+    if entry.on_request and not any(in_force.asks_for(entry.name, device) for device in here):
+        return "not loaded", "nothing asks for it on the devices here"
+    backend = entry.open()
+    experimental = backend is not None and backend.experimental
     try:
         entry.kernels()
     except BackendUnavailableError:

@@ -213,7 +213,9 @@ def candidates(named: tuple[str, ...], device: torch.device, files: bool = True)
     from attnreg.core.policy import current as policy
 
     try:
-        entries = dict.fromkeys(registry.find(name) for name in named) or registry.entries().values()
+        # What runs on request only isn't loaded unasked.
+        every = [entry for entry in registry.entries().values() if not entry.on_request]
+        entries = list(dict.fromkeys(registry.find(name) for name in named)) or every
     except UnknownBackendError as error:
         raise UnknownBackendError(f"{error}; {OF_PACKAGES}") from None
     disabled = policy.current().disabled if files else policy.disabled_backends()
@@ -251,8 +253,9 @@ def _rank(entry: Entry) -> float:
 def _reason(entry: Entry, device: torch.device, disabled_by: str) -> str:
     if disabled_by:
         return f"is disabled by {disabled_by}"
-    if entry.backend is not None and device.type not in entry.backend.devices:
-        return f"runs on {', '.join(entry.backend.devices)} only"
+    backend = entry.open()
+    if backend is not None and device.type not in backend.devices:
+        return f"runs on {', '.join(backend.devices)} only"
     try:
         entry.kernels()
     except BackendUnavailableError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 from collections.abc import Collection, Iterator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from attnreg.tools.measure import Error
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Failures that say nothing of a kernel: later checks in the process fail, too.
+_OF_DEVICE = re.compile(r"MemoryError|out of memory|can't allocate|CUDA error: (?!no kernel image)")
 FEW = 8  # cases and reasons: so many are shown though nothing is wrong
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 OF_SINKS = "dsinks"  # shown where a case has it
@@ -132,6 +135,11 @@ def _remember(entry: Entry, kit: Conformance | None, data: dict[str, Any]) -> No
         return
     ran = [row for row in data["rows"] if row["state"] != "skipped"]
     wrong = [row for row in ran if row["state"] == "wrong"]
+    # The kernel may be right all the same: the device was full, or has failed.
+    if faults := [row["failure"] for row in wrong if _OF_DEVICE.search(row["failure"])]:
+        first_line = faults[0].partition("\n")[0]
+        typer.echo(f"{entry.name}: nothing is noted, as the device failed: {first_line}", err=True)
+        return
     what = "" if ran else "no check could be run"
     if wrong:
         first = wrong[0]

@@ -78,4 +78,6 @@ def _tables() -> Tables:
 
 
 def _can_run(entry: Entry | None, row: CallRow, direction: Direction) -> bool:
-    return entry is not None and not entry.unavailable() and not entry.reasons(row.spec, direction)
+    if entry is None or entry.on_request:  # whose code runs only where something asks for it
+        return False
+    return not entry.unavailable() and not entry.reasons(row.spec, direction)

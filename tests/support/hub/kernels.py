@@ -32,7 +32,11 @@ def get_local_kernel(repo_path, *, backend=None):
             if name not in sys.modules:
                 spec = importlib.util.spec_from_file_location(name, variant / "__init__.py")
                 module = sys.modules[name] = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
+                try:
+                    spec.loader.exec_module(module)
+                except BaseException:
+                    del sys.modules[name]  # the package runs a module again whose import has failed
+                    raise
             return sys.modules[name]
     raise FileNotFoundError(
         f"Cannot find a build variant for this system in {repo_path}:\n\ntorch-cuda: other"
