@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
-from attnreg.core.dispatch import scope
+from attnreg.core.torchlib import versions
 
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
 MADE = attnreg.use_backend("math")
@@ -155,7 +155,7 @@ def test_torchs_varlen_attn_runs_by_the_choice_in_one_graph():
     torch.testing.assert_close(out, packed(x))
 
 
-@pytest.mark.skipif(not scope.HAS_OUT, reason="torch 2.11 has no varlen_attn_out")
+@pytest.mark.skipif(not versions.HAS_OUT, reason="torch 2.11 has no varlen_attn_out")
 def test_torchs_varlen_attn_out_runs_by_the_choice_in_one_graph():
     def program(x, out):
         with attnreg.use_backend("math"):

@@ -235,7 +235,7 @@ class ScopeInGraph(OwnMode):
         ops = torch.ops.torch_attn
         if func is ops._varlen_attn or func is ops._varlen_attn.default:
             return _varlen_attn(self.names, args, kwargs)
-        if HAS_OUT and (func is ops._varlen_attn_out or func is ops._varlen_attn_out.default):
+        if versions.HAS_OUT and (func is ops._varlen_attn_out or func is ops._varlen_attn_out.default):
             with torch.no_grad():  # as torch's op, which has no gradient
                 out, lse, _ = _varlen_attn(self.names, args[1:], kwargs)
                 if args[0].shape != out.shape or args[0].dtype != out.dtype:
@@ -268,7 +268,6 @@ def _varlen_attn(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
     return torch.ops.attnreg._varlen_attn(*args[:CHOSEN_BY_TORCH], **kwargs)
 
 
-HAS_OUT = versions.TORCH_VERSION >= (2, 12)  # whether torch has `varlen_attn_out`
 # The argument of torch's op, from torch 2.15 on, with the number of the kernel that torch's selector chose.
 CHOSEN_BY_TORCH = 14
 SDPA = torch._C._nn.scaled_dot_product_attention  # also `F.scaled_dot_product_attention`

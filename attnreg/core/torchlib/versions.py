@@ -10,6 +10,9 @@ import torch
 
 TORCH_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
+# Whether torch has `varlen_attn_out`.
+HAS_OUT = TORCH_VERSION >= (2, 12)
+
 # Whether the packed LSE of `_cudnn_attention_forward` is token-major, (T, H, 1), not (H, T).
 CUDNN_LSE_IS_TOKEN_MAJOR = TORCH_VERSION < (2, 14)
 
