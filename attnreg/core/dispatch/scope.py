@@ -23,7 +23,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # defines the op that it calls, which `ScopeInGraph` replaces
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -232,7 +231,7 @@ class ScopeInGraph(OwnMode):
             return _run_between_graphs(self.names, func, args, kwargs)
         if func is SDPA:
             return torch.ops.attnreg._sdpa(*args, **kwargs, backends=list(self.names))
-        ops = torch.ops.torch_attn
+        ops = _varlen_ops()
         if func is ops._varlen_attn or func is ops._varlen_attn.default:
             return _varlen_attn(self.names, args, kwargs)
         if versions.HAS_OUT and (func is ops._varlen_attn_out or func is ops._varlen_attn_out.default):
@@ -259,6 +258,13 @@ class ScopeInGraph(OwnMode):
                 leave_in_graph()
 
         return in_block
+
+
+def _varlen_ops() -> Any:
+    """Return the namespace of torch's varlen ops, for which a block that is traced has ops of attnreg's."""
+    import torch.nn.attention.varlen  # defines them. Not above: it imports Dynamo, in one to two seconds
+
+    return torch.ops.torch_attn
 
 
 def _varlen_attn(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
