@@ -1,8 +1,10 @@
 """Promises of `attnreg build`, of what it makes, and of a home folder that can't be read."""
 
+import ctypes
 import errno
 import json
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -428,6 +430,26 @@ def test_a_library_has_a_file_for_each_source_torch_and_flag(cache, monkeypatch,
     monkeypatch.setattr(libraries.torch, "__version__", "9.9")
     changed()
     assert len(set(files)) == 5
+
+
+RUNTIME = """
+#include <ostream>
+#include <sstream>
+extern "C" int attnreg_number() { std::ostringstream text; text << 12; return text.str() == "12"; }
+"""
+
+
+def test_a_compiler_that_brings_its_own_runtime_links_torchs(cache, monkeypatch, tmp_path):
+    source = tmp_path / "module.cpp"
+    source.write_text(RUNTIME)
+    trial = "import ctypes, torch\nassert ctypes.CDLL(file).attnreg_number() == 1"
+    library = libraries.CALL_CACHE._replace(main=source, libraries=("c10",), trial=trial)
+    monkeypatch.setenv("CXX", shlex.join([*libraries.find(), "-static-libstdc++"]))
+    made = ctypes.CDLL(str(libraries.compile_library(library)))
+    runtime = ctypes.CDLL("libstdc++.so.6")
+    # A function of the library itself would be another one.
+    address = [ctypes.cast(x["_ZNSt6locale7classicEv"], ctypes.c_void_p).value for x in (made, runtime)]
+    assert address[0] == address[1]
 
 
 @pytest.mark.parametrize("name", [*libraries.COMPILERS, "named by CXX", ""])

@@ -402,7 +402,23 @@ def _make_arguments(library: Library, output: Path) -> list[str]:
         *files,
         f"-L{inside / 'lib'}",
         *(f"-l{name}" for name in library.libraries),
+        *_find_runtime(),
     ]
+
+
+def _find_runtime() -> list[str]:
+    """Return the path of the C++ runtime that torch has loaded, for the linker; nothing where it isn't known.
+
+    Some compilers link their own runtime into a library, by `-static-libstdc++` or because they come with no
+    other. Two runtimes in a process share some of their variables: the first number in a message was then a
+    crash, also in torch's own code. A linker that was given torch's runtime takes nothing from the other.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    files = (line.split(maxsplit=5)[-1] for line in lines)
+    return list({file: None for file in files if Path(file).name.startswith("libstdc++.so")})
 
 
 def _run_command(command: list[str], folder: str) -> None:
