@@ -1,13 +1,14 @@
 """FlexAttention as a backend: against `math`, against torch's `flex_attention` called by hand, and SDPA.
 
-    python benchmarks/flex.py [--parts large,float32,prefix,tiles] [--steps N] [--layers N] [--forward]
-                              [--small] [--out FILE]
+    python benchmarks/flex.py [--parts large,float32,prefix,lengths,tiles] [--steps N] [--layers N]
+                              [--forward] [--small] [--out FILE]
 
 Parts are packed calls with a head dim of 512 and shared heads, packed float32, and documents with a shared
-prefix. The last part is compared with SDPA with a dense mask. Only if named, tiles of the kernels are a part
-by themselves. A step has new lengths and several layers that share them, forward and backward. Its first
-step, which compiles, is a figure of its own. Sides take turns; figures are medians of the seconds of a layer,
-on the device and on the host together, with its share of what a step derives from its lengths.
+prefix. The last part is compared with SDPA with a dense mask. Only if named, two further parts run: calls
+of short to long sequences against `math` alone, and tiles of the kernels by themselves. A step has new
+lengths and several layers that share them, forward and backward. Its first step, which compiles, is a
+figure of its own. Sides take turns; figures are medians of the seconds of a layer, on the device and on the
+host together, with its share of what a step derives from its lengths.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Part:
         tokens: of a batch.
         longest: sequence, in tokens.
         options: kernel options of the calls by hand.
+        count: of sequences, from half of the longest on; None to draw them until there are enough tokens.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Part:
     tokens: int
     longest: int
     options: dict[str, Any]
+    count: int | None = None
 
 
 PARTS = (
@@ -70,10 +73,21 @@ PARTS = (
     Part("float32", (16, 4), 128, torch.float32, 16384, 4096, {"FLOAT32_PRECISION": "'ieee'"}),
 )
 PREFIX, BRANCHES, BRANCH = 4096, 32, 512
+# Batches of eight sequences of one to two times half of a length.
+SHORT_TO_LONG = tuple(
+    Part(f"{name}, up to {longest} tokens", heads, dim, dtype, 0, longest, {}, 8)
+    for name, heads, dim, dtype in (
+        ("float32", (8, 8), 64, torch.float32),
+        ("head dim 512", (8, 2), 512, torch.bfloat16),
+    )
+    for longest in (16, 64, 256, 1024, 2048)
+)
 
 
 def lengths_of(part: Part, draw: random.Random) -> list[int]:
     """Draw the lengths of the sequences of a batch; together they are its tokens, to within a sequence."""
+    if part.count is not None:
+        return [draw.randint(part.longest // 2, part.longest) for _ in range(part.count)]
     lengths: list[int] = []
     while sum(lengths) < part.tokens:
         lengths.append(draw.randint(part.longest // 8, part.longest))
@@ -203,7 +217,7 @@ def packed(part: Part, options: argparse.Namespace) -> dict[str, Side]:
     """Measure a part of packed calls."""
     device, draw = torch.device(options.device), random.Random(0)
     if options.small:
-        part = Part(part.name, (2, 1), 32, torch.float32, 200, 90, {})
+        part = Part(part.name, (2, 1), 32, torch.float32, 200, min(part.longest, 90), {}, part.count)
 
     def batches() -> Iterator[tuple[list[int], list[Tensor]]]:
         for step in range(options.steps + 1):
@@ -215,6 +229,8 @@ def packed(part: Part, options: argparse.Namespace) -> dict[str, Side]:
         BY_HAND: lambda lengths: by_hand(part, lengths, device, options.small),
         MATH: lambda lengths: by_attnreg("math", lengths, device),
     }
+    if part.count is not None:
+        del makes[BY_HAND]
     return measure(makes, batches(), options)
 
 
@@ -360,7 +376,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--parts", default="large,float32,prefix", help="comma list; `tiles` is a further one"
+        "--parts", default="large,float32,prefix", help="comma list; `lengths` and `tiles` are further ones"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=12)
@@ -374,6 +390,9 @@ def main() -> None:
     random.seed(0)
     torch.manual_seed(0)
     measured = {part.name: functools.partial(packed, part) for part in PARTS} | {"prefix": prefix}
+    if "lengths" in wanted:
+        further = {part.name: functools.partial(packed, part) for part in SHORT_TO_LONG}
+        measured, wanted = measured | further, [*wanted, *further]
     rows: list[dict[str, Any]] = []
     for name, run in measured.items():
         if name not in wanted:

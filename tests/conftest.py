@@ -431,7 +431,10 @@ EVERYTHING = {
     **dict.fromkeys(SWITCHES, True),
 }
 # What `fake` takes for the backend itself, besides limits.
-OPTIONS = {"unavailable", "version", "refuses", "cuts", "install", "priority", "experimental", "compiles"}
+OPTIONS = {
+    *("unavailable", "version", "refuses", "cuts", "install", "priority"),
+    *("experimental", "stands_in", "compiles"),
+}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnreg.core import registry
 from attnreg.core.aten import bypassed
 from attnreg.core.aten.bypassed import SdpaCall
 from attnreg.core.contract.spec import AttentionSpec
@@ -153,13 +154,18 @@ def _count(rows: Tensor | None, x: Tensor) -> int:
 def _refused(call: SdpaCall, structure: Structure) -> str:
     """Return why packed calls would be slower than torch's kernels; empty if they wouldn't.
 
-    They would be if the reference, unrequested, were the only backend that can run a part.
+    They would be if the reference, unrequested, or what stands in for it, were the only backend that can run
+    a part.
     """
+    known = registry.entries()
     for part in structure.parts:
         try:
             for decision in decisions(spec_of(call, part), scope.current()):
-                if decision.backend == REFERENCE and REFERENCE not in decision.asked_for:
-                    return f"no backend but {REFERENCE} can run its packed {decision.direction}"
+                name = decision.backend or ""
+                entry = known.get(name.casefold())
+                stands_in = name == REFERENCE or (entry is not None and entry.stands_in)
+                if stands_in and name not in decision.asked_for:
+                    return f"no backend but {name} can run its packed {decision.direction}"
         except AttnregError:
             return ""  # the call itself raises the error
     return ""

@@ -1,5 +1,7 @@
 """The flex backend: its masks, tables and graphs on a CPU, where torch's dense ops run them uncompiled."""
 
+import dataclasses
+
 import pytest
 import torch
 from support.flex_graphs import backend
@@ -13,6 +15,7 @@ from attnreg.core import registry
 from attnreg.core.launching import offsets
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.testing import Conformance
+from attnreg.tools.cli import options
 from attnreg.tools.measure import QUICK, Case, inputs
 
 FLOAT32 = {str(case).removesuffix(" float32"): case for case in QUICK if case.dtype == "float32"}
@@ -29,6 +32,38 @@ CASES = (
 def packed(**options):
     return Case(**{"name": "packed", "lens_q": (130, 7, 40), "lens_k": (150, 7, 33), "varlen": True,
                    "dtype": "float32", "heads": (4, 2), "window": (-1, 0), **options})  # fmt: skip
+
+
+ALONE = {"varlen": True, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend"),
+    [
+        ({**ALONE, "max_q": 512, "max_k": 512}, "flex"),
+        ({**ALONE, "max_q": 511, "max_k": 512}, "math"),
+        ({**ALONE, "max_q": 512, "max_k": 511}, "math"),
+        ({"varlen": True, "head_dim": 512, "max_q": 4096, "max_k": 4096}, "flex"),
+        ({"varlen": True, "device": "sm_75", "dtype": "float16", "max_q": 600, "max_k": 600}, "flex"),
+        ({"varlen": True, "max_q": 4096, "max_k": 4096}, "FA4"),
+        ({"dtype": "float32", "heads_k": 8, "max_q": 4096, "max_k": 4096}, "efficient"),
+    ],
+)
+def test_it_runs_long_calls_that_otherwise_only_math_runs(changes, backend):
+    spec = gpu_spec(**changes, needs_backward=True)
+    explanation = attnreg.explain(spec)
+    assert (explanation.backend, explanation.backward.backend) == (backend, backend)
+    short = attnreg.explain(dataclasses.replace(spec, max_q=2, max_k=2), backend="flex")
+    assert short.backend == "flex"
+
+
+def test_it_is_measured_only_where_it_is_named(monkeypatch):
+    names = "FA2", "flex", "math"
+    runnable = [(registry.find(name), "") for name in names]
+    monkeypatch.setattr(options, "candidates", lambda *_: runnable)
+    device = torch.device("cuda")
+    assert [entry.name for entry in options.measurable((), device)] == ["FA2"]
+    assert [entry.name for entry in options.measurable(names, device)] == list(names)
 
 
 @pytest.fixture

@@ -70,6 +70,9 @@ CASES = {
     "ranges, float32": case(key_ranges=2, dtype="float32", lens_k=(150, 7, 100, 0), tail=17, poison=True),
     "short": case(lens_q=(5, 1, 9), lens_k=(5, 1, 9)),
     "a length of 1": case(lens_q=(1,), lens_k=(70,)),
+    # Whose gradients of query and key are 0.
+    "a single key": case(lens_q=(64, 30), lens_k=(1, 1), window=(-1, -1)),
+    "a single key, a gradient of the LSE": dense(lens_q=(64,), lens_k=(1,), window=(-1, -1), grad_lse=True),
     "dense": dense(),
     "dense, additive bias": dense(bias="additive", window=(-1, -1)),
     "dense, key padding": dense(bias="key padding", window=(-1, -1)),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import dense, truth
+from support.known import know
 from support.masks import drawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -238,6 +239,13 @@ def test_only_who_asks_for_it_runs_packed_calls_on_the_reference(seen, ran):
         results = attend(inputs, PADDED)
     assert ran() == {"math": (1, 1)}
     assert_right(results, inputs, PADDED)
+
+
+@pytest.mark.usefixtures("recognise")
+def test_no_mask_is_recognised_for_what_stands_in_for_the_reference(seen, monkeypatch, fake):
+    know(monkeypatch, fake("slow", stands_in=True).backend)
+    attend(dense.qkv(), PADDED)
+    assert seen() == {f"{LEFT}no backend but slow can run its packed forward": 1}
 
 
 @pytest.mark.usefixtures("recognise")

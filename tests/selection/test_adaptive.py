@@ -190,9 +190,9 @@ def test_what_a_table_puts_far_behind_gets_no_turn():
     assert adaptive._worth_a_turn(able, None) == ["a", "b", "c", "d"]
 
 
-def test_what_runs_only_where_it_is_asked_for_gets_no_turn(taking, runs, monkeypatch, fake):
+def test_what_stands_in_for_the_reference_gets_no_turn(taking, runs, monkeypatch, fake):
     entries = taking(slow=2.0, fast=1.0)
-    behind = fake("behind", priority=math_backend.BACKEND.priority - 1).backend
+    behind = fake("behind", priority=math_backend.BACKEND.priority + 1, stands_in=True).backend
     know(monkeypatch, *(entry.backend for entry in entries.values()), behind)
     attnreg.configure(ADAPTIVE)
     assert set(runs(MOST_TURNS)) == {"slow", "fast"}

@@ -16,7 +16,12 @@ import torch
 from attnreg.backends.flex.adapter import backward, forward
 from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
+from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec
+
+# From this length on `flex` takes less time than `math` (H200, README.md). What shorter calls gain is small
+# beside the seconds that their first call compiles.
+LONG = 512
 
 # `tl.dot` multiplies no smaller tiles than 16 by 16.
 LIMITS: dict[str, Any] = {
@@ -44,6 +49,16 @@ def _reasons(spec: AttentionSpec) -> Iterator[str]:
         yield f"compute capability must be 8.0 or above for bfloat16, got {capability[0]}.{capability[1]}"
 
 
+def _priority(spec: AttentionSpec) -> int:
+    """Return the priority: before `math`, behind all others, if queries and keys are long."""
+    return -50 if min(spec.max_q, spec.max_k) >= LONG else -200
+
+
+def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield the lengths at which the priority changes."""
+    yield from (Cut.of(length, at=LONG) for length in ("max_q", "max_k"))
+
+
 def _load() -> Kernels:
     return Kernels(forward, backward)
 
@@ -67,6 +82,8 @@ BACKEND = Backend(
     version=_version,
     refuses=_refuses,
     install="pip install triton",
-    priority=-200,  # behind `math`, until its speed has been compared with it on a GPU
+    priority=_priority,
+    cuts=_cuts,
+    stands_in=True,
     compiles=True,
 )

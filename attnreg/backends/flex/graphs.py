@@ -109,6 +109,11 @@ def _backward(
     example = (query.new_zeros((), requires_grad=True), index, index, index, index)
     graphs: tuple[Any, Any] = create_fw_bw_graph(score, example, of_score)
     grad_lse = tensors.get("grad_lse")
+    if out.dtype != torch.float32:
+        # Torch rounds the sum of output times gradient to the dtype of the output. That is the whole result
+        # where gradients cancel, as a single key's do. So the gradient of the LSE brings the sum instead.
+        total = (out.float() * grad.float()).sum(-1)
+        out, grad_lse = torch.zeros_like(out), -total if grad_lse is None else grad_lse - total
     grads = flex_attention_backward(
         query, key, value, out, tensors["lse"] * (1.0 / LN_2), grad,
         None if grad_lse is None else grad_lse * LN_2,

@@ -303,8 +303,8 @@ class Backend(_Functions):
         priority: rank in the default order, the highest first. Or a function that returns the rank for a
             spec, where further backends are known to be faster at some calls. attnreg's own: `cpu` 100; `FA2`
             40 where it decodes fastest, else 10; `FA4` 30, 15 where it decodes; `cuDNN` 20; `FA3` 5;
-            `efficient` 0; `math` -100; `flex` -200, so that it runs where it is asked for. Backends that
-            entry points bring are all behind these, and their priorities rank them among each other.
+            `efficient` 0; `flex` -50 for long sequences, else -200; `math` -100. Backends that entry points
+            bring are all behind these, and their priorities rank them among each other.
         cuts: `cuts(spec)` returns where the reasons of `refuses`, the rank of `priority`, and
             `Kernels.replaces_native` change with lengths, for calls of the spec's kind. It reads no length
             itself. Without `cuts`, calls whose length a function reads are decided one by one. That is right,
@@ -312,6 +312,9 @@ class Backend(_Functions):
         builds: whether it builds something for each new shape of such calls that takes tens of milliseconds.
             Where times decide, that counts for programs that bring ever new shapes.
         experimental: whether it hasn't run on the hardware that it is written for.
+        stands_in: whether it runs, unless asked for, only what no other kernel but the reference can. It
+            takes no turns of `policy = "adaptive"`, is measured only if named, and no mask is recognised for
+            its sake.
         compiles: whether it compiles each kind of call for seconds and keeps the kernels on disk. `attnreg
             tune` has several processes do so before it measures.
 
@@ -331,6 +334,7 @@ class Backend(_Functions):
     cuts: Callable[[AttentionSpec], Iterable[Cut]] | None = None
     builds: Callable[[AttentionSpec], bool] | None = None
     experimental: bool = False
+    stands_in: bool = False
     compiles: bool = False
 
     def __post_init__(self) -> None:
@@ -373,5 +377,6 @@ def _badly_typed(name: str, value: object) -> str:
         "priority": (int, "a whole number or a function"),
         "experimental": (bool, "True or False"),
         "compiles": (bool, "True or False"),
+        "stands_in": (bool, "True or False"),
     }[name]
     return "" if isinstance(value, kind) else expected

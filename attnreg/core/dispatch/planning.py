@@ -25,7 +25,6 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import BATCH_INVARIANT, Decision, Policy, Preference, replayed, select
 from attnreg.core.selection.protocols import Times, Turn
 from attnreg.core.selection.render import refuse
-from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.torchlib import building, captured
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 
@@ -349,7 +348,7 @@ def _in_turn(
     able = [
         name
         for name in decision.order
-        if name not in decision.rejected and not _follows_reference(name, spec, entries)
+        if name not in decision.rejected and not (name in entries and entries[name].stands_in)
     ]
     turn = policy.adaptive.turn(spec, direction, able, decision.predicted)
     if turn is not None and turn.backend:
@@ -360,14 +359,6 @@ def _in_turn(
         if decision.backend != turn.backend:
             turn.give_up("it doesn't load")
     return decision, kernel, turn
-
-
-def _follows_reference(name: str, spec: AttentionSpec, entries: Mapping[str, Entry]) -> bool:
-    """Whether a backend's priority puts it behind the reference: it runs only where it is asked for."""
-    entry, reference = entries.get(name), entries.get(REFERENCE)
-    if entry is None or reference is None or entry.installed:
-        return False  # torch's own kernel needn't be a known backend
-    return entry.priority(spec) < reference.priority(spec)
 
 
 def _faster_than_native(

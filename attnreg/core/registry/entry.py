@@ -53,6 +53,11 @@ class Entry:
     _version: str | None = field(default=None, init=False)
     _set_aside: dict[tuple[Direction, AttentionSpec], str] = field(default_factory=dict, init=False)
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether it runs, unless asked for, only what no other kernel but the reference can."""
+        return self.backend is not None and self.backend.stands_in
+
     def open(self) -> Backend | None:
         """Return its declaration, for a caller that asks for this backend; None if it is broken."""
         return self.backend

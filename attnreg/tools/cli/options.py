@@ -225,7 +225,7 @@ def candidates(named: tuple[str, ...], device: torch.device, files: bool = True)
 def measurable(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[Entry]:
     """Return the backends to compare: those named, which have to run on the device, else all that do.
 
-    The reference, and backends behind it, are left out on a GPU, unless they are named or the only ones.
+    The reference, and what stands in for it, are left out on a GPU, unless they are named or the only ones.
     """
     from attnreg.core import registry
 
@@ -235,19 +235,12 @@ def measurable(named: tuple[str, ...], device: torch.device, files: bool = True)
             raise BackendUnavailableError(f"--backend: {entry.name} {reason}")
     entries = [entry for entry, reason in reason_of if not reason]
     if not named and device.type == "cuda" and len(entries) > 1:
-        # On a GPU it takes longer than all others together, and is preferred to none of them. What is behind
-        # it runs only where it is asked for.
-        least = _rank(registry.find(REFERENCE))
-        entries = [entry for entry in entries if _rank(entry) > least] or entries
+        # On a GPU it takes longer than all others together, and is preferred to none of them.
+        reference = registry.find(REFERENCE)
+        entries = [entry for entry in entries if entry is not reference and not entry.stands_in] or entries
     if not entries:
         raise BackendUnavailableError(f"no backend can be measured on {device}")
     return entries
-
-
-def _rank(entry: Entry) -> float:
-    """Return the priority of a backend, if it is one number for all calls; infinity otherwise."""
-    priority = None if entry.installed or entry.backend is None else entry.backend.priority
-    return priority if isinstance(priority, int) else math.inf
 
 
 def _reason(entry: Entry, device: torch.device, disabled_by: str) -> str:
