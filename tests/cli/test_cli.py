@@ -16,9 +16,8 @@ from typer.main import get_command
 
 import attnreg
 from attnreg.core.settings import config
-from attnreg.tools import cli
+from attnreg.tools import cli, lines
 from attnreg.tools.cli.options import OF_PACKAGES
-from attnreg.tools.explanation import lines
 
 CALL = ("--q", "2,64,4,32", "--kv", "2,48,2,32", "--device", "cpu")
 

@@ -28,8 +28,8 @@ from attnreg.core.torchlib.libraries import (
 from attnreg.errors import BuildError
 
 __all__ = [
-    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "can_load", "ensure_built",
-    "in_one_line", "instructions", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded",
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "in_one_line",
+    "instructions", "is_current", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded",
     "require_kernel", "slow_path", "status", "target", "wait_built",
 ]  # fmt: skip
 
@@ -55,15 +55,13 @@ def may_be_loaded(library: Library) -> bool:
     return not is_left_out() and find_file(library) is not None
 
 
-def can_load(library: Library) -> bool:
-    """Return whether a library is compiled here and this process can load it, whatever the variables say."""
+def is_current(library: Library) -> bool:
+    """Return whether a library is compiled on this machine from the present source and isn't damaged.
+
+    Doesn't load it: the call cache would need torch, whose import takes seconds.
+    """
     file = find_file(library)
-    try:
-        return file == libraries.target(library) and bool(
-            (_load_module if library is CALL_CACHE else _load_kernel)(file)
-        )
-    except BuildError:
-        return False
+    return file is not None and file.parent != libraries.PREBUILT
 
 
 def loaded() -> ModuleType:
@@ -87,7 +85,9 @@ def _load_module(file: Path) -> ModuleType:
         loader.exec_module(module)
         _check_identity(CALL_CACHE, module.library)
     except (ImportError, AttributeError) as error:
-        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
+        raise BuildError(
+            f"{file} can't be loaded: {error}; `attnreg build --force` compiles it again"
+        ) from error
     log.info("repeated calls use the compiled call cache, %s", file)
     return module
 
@@ -112,7 +112,9 @@ def _load_kernel(file: Path) -> ctypes.CDLL:
         library.attnreg_library.restype = ctypes.c_char_p
         _check_identity(CPU_KERNEL, library.attnreg_library().decode(errors="replace"))
     except (OSError, ImportError, AttributeError) as error:
-        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
+        raise BuildError(
+            f"{file} can't be loaded: {error}; `attnreg build --force` compiles it again"
+        ) from error
     log.info("the cpu backend uses the compiled kernel, %s", file)
     return library
 
