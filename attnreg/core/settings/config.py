@@ -220,20 +220,22 @@ class Settings(_Table):
 
     @model_validator(mode="after")
     def _free_of_contradictions(self) -> Self:
-        disabled = {name.casefold(): toml_file.key_text(key) for key, name in _disabled(self)}
-        problems: list[tuple[KeyPath, object, str]] = [
-            (key, name, f"a backend that isn't disabled: {disabled[name.casefold()]} names it too")
-            for key, name in _ordered(self)
-            if name.casefold() in disabled
-        ]
-        problems += [
-            (key, name, "another backend, or strict = true: the reference runs what no other can")
-            for key, name in _disabled(self)
-            if name.casefold() == REFERENCE and not self.strict
-        ]
-        if problems:
+        if problems := list(_contradictions(_ordered(self), _disabled(self), self.strict)):
             raise refusal(*problems)
         return self
+
+
+def _contradictions(
+    ordered: Iterable[tuple[KeyPath, str]], disabled: Iterable[tuple[KeyPath, str]], is_strict: bool
+) -> Iterator[tuple[KeyPath, object, str]]:
+    """Yield the names, each with its key, that are asked for and disabled, and a disabled reference."""
+    keys = {name.casefold(): (key, name) for key, name in disabled}
+    for key, name in ordered:
+        if name.casefold() in keys:
+            text = toml_file.key_text(keys[name.casefold()][0])
+            yield key, name, f"a backend that isn't disabled: {text} names it too"
+    if REFERENCE in keys and not is_strict:
+        yield (*keys[REFERENCE], "another backend, or strict = true: the reference runs what no other can")
 
 
 def _ordered(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
@@ -280,7 +282,7 @@ def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     A `ConfigError` lists the unknown names with their lines, and the known names.
     """
     named = (*_disabled(loaded.settings), *_ordered(loaded.settings))
-    _raise_if_any(_unknown_names(loaded.origin, named, known))
+    _raise_if_any(_unknown_names(loaded.origin, named, known), loaded.origin)
 
 
 def ordered_names(settings: Settings) -> list[str]:
@@ -288,21 +290,39 @@ def ordered_names(settings: Settings) -> list[str]:
     return [name for _, name in _ordered(settings)]
 
 
-def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the names of backends in the data of a file, which may have any form, each with its key."""
-    devices = data.get("devices")
+def _named(data: Mapping[str, Any]) -> tuple[list[tuple[KeyPath, str]], list[tuple[KeyPath, str]]]:
+    """Return the backends that the data of a file, which may have any form, orders, and those it disables.
+
+    Each name has its key.
+    """
+    devices, modules = data.get("devices"), data.get("modules")
     tables = devices.items() if isinstance(devices, dict) else ()
-    orders = ((("devices", key, "order"), own.get("order")) for key, own in tables if isinstance(own, dict))
-    for key, names in ((("disabled",), data.get("disabled")), *orders):
-        for index, name in enumerate(names if isinstance(names, list) else ()):
-            if isinstance(name, str) and name.strip():
-                yield (*key, index), name.strip()
+    patterns = modules.items() if isinstance(modules, dict) else ()
+    ordered: list[tuple[KeyPath, object]] = [
+        *((("devices", key, "order"), own.get("order")) for key, own in tables if isinstance(own, dict)),
+        *((("modules", pattern), _as_list(names)) for pattern, names in patterns),
+    ]
+    return _each_name(ordered), _each_name([(("disabled",), data.get("disabled"))])
+
+
+def _each_name(lists: Iterable[tuple[KeyPath, object]]) -> list[tuple[KeyPath, str]]:
+    """Return each name of some lists with its key; leaves out what is no list, and what is no name."""
+    return [
+        ((*key, index), name.strip())
+        for key, names in lists
+        for index, name in enumerate(names if isinstance(names, list | tuple) else ())
+        if isinstance(name, str) and name.strip()
+    ]
+
+
+# The key of a fault, and a function that makes its line.
+Problem = tuple[KeyPath, Callable[[], str]]
 
 
 def _unknown_names(
     origin: Origin, named: Iterable[tuple[KeyPath, str]], known: Iterable[str]
-) -> list[Callable[[], str]]:
-    """Return a function for each unknown name, which makes the line of an error about it."""
+) -> list[Problem]:
+    """Return a problem for each unknown name."""
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
     unknown = [
@@ -318,28 +338,47 @@ def _unknown_names(
         near = hub_names.suggested(name) or backend_meant(name, names)
         return origin.problem(key, f"got {short_repr(name)}, expected one of {expected}{near}")
 
-    return [functools.partial(problem, *of) for of in unknown]
+    return [(of[0], functools.partial(problem, *of)) for of in unknown]
 
 
-def _raise_if_any(problems: list[Callable[[], str]], most: int = MOST_LISTED) -> None:
-    """Raise an error with the lines of the first problems, if there are any; other lines aren't made."""
+def _raise_if_any(problems: list[Problem], origin: Origin, most: int = MOST_LISTED) -> None:
+    """Raise an error with the first problems in the order of lines, if any; other lines aren't made."""
     if problems:
-        raise ConfigError("\n".join(first_ten(problems, lambda line: line(), most)))
+        problems = sorted(problems, key=lambda problem: origin.line(problem[0]))
+        raise ConfigError("\n".join(first_ten(problems, lambda problem: problem[1](), most)))
 
 
 def check_file(path: str | os.PathLike[str], known: Iterable[str], most: int = MOST_LISTED) -> None:
     """Check a settings file, and that it names known backends only.
 
-    A `ConfigError` lists the first faults, `most` of them, and counts all. Unknown names of backends are
-    among them, whatever else is wrong.
+    A `ConfigError` lists the first faults, `most` of them, and counts all. Unknown names of backends, and
+    names that contradict each other, are among them, whatever else is wrong.
     """
     data, origin = toml_file.read(path)
-    problems = []
+    ordered, disabled = _named(data)
+    problems = _unknown_names(origin, [*disabled, *ordered], known)
     try:
         Settings.model_validate(data, context=_context(origin))
     except ValidationError as error:
-        problems = _problems(error, Settings, origin)
-    _raise_if_any([*problems, *_unknown_names(origin, _named(data), known)], most)
+        problems = [*_problems(error, Settings, origin), *problems]
+        keys = {key for key, _ in problems}
+        for key, got, text in _contradictions(ordered, disabled, data.get("strict") is True):
+            if key not in keys:  # pydantic looks for contradictions only where nothing else is wrong
+                line = functools.partial(origin.problem, key, f"got {short_repr(got)}, expected {text}")
+                problems.append((key, line))
+    _raise_if_any(problems, origin, most)
+
+
+def named_table(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
+    """Return the table that a settings file names, and the line that does, whatever else is wrong in it."""
+    try:
+        data, origin = toml_file.read(path)
+        tuned = Settings(tuned=data.get("tuned")).tuned
+    except ConfigError:  # `check_file` says so
+        return None
+    if tuned is None or origin.path is None:
+        return None
+    return origin.path.parent / tuned, origin.describe(("tuned",))
 
 
 def schema() -> dict[str, Any]:
@@ -361,17 +400,17 @@ def _context(origin: Origin) -> dict[str, Path]:
 
 def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:
     origin = origin or Origin(call=f"{table.__name__}(...)")
-    return ConfigError("\n".join(first_ten(_problems(error, table, origin), lambda line: line())))
+    return ConfigError("\n".join(first_ten(_problems(error, table, origin), lambda problem: problem[1]())))
 
 
-def _problems(error: ValidationError, table: type[_Table], origin: Origin) -> list[Callable[[], str]]:
-    """Return a function for each problem in the order of lines, which makes the line of an error about it."""
+def _problems(error: ValidationError, table: type[_Table], origin: Origin) -> list[Problem]:
+    """Return each problem of an error of pydantic's, in the order of lines."""
     details = sorted(error.errors(include_url=False), key=lambda detail: origin.line(_key(detail)))
     # A key of another name is one fault: that the right one is missing says nothing more.
     unknown = [_key(detail) for detail in details if detail["type"] == "extra_forbidden"]
     renamed = {key[:-1] for key in unknown if not _belongs_elsewhere(key, table)}
     return [
-        functools.partial(_problem, detail, table, origin)
+        (_key(detail), functools.partial(_problem, detail, table, origin))
         for detail in details
         if detail["type"] != "missing" or _key(detail)[:-1] not in renamed
     ]

@@ -47,7 +47,7 @@ def check(files: Files = None, as_json: AsJson = False) -> None:
     """
     import_torch()
     with stdout_to_stderr():
-        results = [_result(str(file), _of_file(file)) for file in files or ()]
+        results = [_result(str(file), _of_file(file.absolute())) for file in files or ()]
         results.append(_result(VARIABLES, _of_variables()))
     if as_json:
         print_json({"checked": results})
@@ -131,13 +131,12 @@ def _of_settings(file: Path) -> Iterator[Finding]:
 
     names = [entry.name for entry in registry.entries().values()]
     yield from _faults(lambda file: config.check_file(file, names, sys.maxsize), file)
+    if named := config.named_table(file):
+        yield from _faults(measured.load, named[0], f"{named[1]}: tuned: ")
     try:
         loaded = config.load(file)
     except ConfigError:
         return
-    if loaded.settings.tuned is not None:
-        source = loaded.origin.describe(("tuned",))
-        yield from _faults(measured.load, loaded.settings.tuned, f"{source}: tuned: ")
     yield from (Finding(loaded.origin.problem(*note), False) for note in _without_effect(loaded.settings))
 
 
