@@ -152,6 +152,8 @@ def test_variables_that_contradict_a_file_are_a_fault(call, monkeypatch, tmp_pat
     monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
     asked = "ATTNREG_BACKEND asks for 'cpu', but it is disabled by site.toml:1"
     assert faults_of(call("check", "--json"))["variables"] == [asked]
+    monkeypatch.setenv("ATTNREG_STRICT", "maybe")
+    assert faults_of(call("check", "--json"))["variables"][1:] == [asked], "whatever else is wrong"
 
 
 @pytest.mark.parametrize(

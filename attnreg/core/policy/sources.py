@@ -210,12 +210,18 @@ def check_names(fresh: Sources) -> None:
         for loaded in fresh.loaded:
             config.check_backends(loaded, [entry.name for entry in registry.entries().values()])
             _know_hub_names(config.ordered_names(loaded.settings))
+    for line in contradictions(fresh):
+        raise ConfigError(line)
+
+
+def contradictions(fresh: Sources) -> Iterator[str]:
+    """Yield a line for each name that a variable asks for and a setting disables, and a disabled reference."""
     off = disabled(fresh)
-    for name in variables.backend:
+    for name in fresh.environment.backend:
         if source := off.get(name.casefold()):
-            raise ConfigError(f"ATTNREG_BACKEND asks for {name!r}, but it is disabled by {source}")
+            yield f"ATTNREG_BACKEND asks for {name!r}, but it is disabled by {source}"
     if (source := off.get(REFERENCE)) and not strict(fresh):
-        raise ConfigError(
+        yield (
             f"{source}: got {REFERENCE!r}, expected another backend, or strict as well "
             "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can"
         )

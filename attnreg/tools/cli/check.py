@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -168,8 +170,8 @@ def _of_variables() -> Iterator[Finding]:
     """Yield the faults of the variables and of the files that they name, and notes."""
     from attnreg.core import registry
     from attnreg.core.policy import lockfile
-    from attnreg.core.policy.sources import Sources, check_names, read
-    from attnreg.core.settings import environment
+    from attnreg.core.policy.sources import Sources, check_names, contradictions, read
+    from attnreg.core.settings import config, environment
     from attnreg.core.times import traces
     from attnreg.core.times.table import check_writable
 
@@ -189,10 +191,13 @@ def _of_variables() -> Iterator[Finding]:
     for variable, file in (("ATTNREG_STATS", variables.stats), ("ATTNREG_REPORT", variables.report)):
         if file is not None:
             findings += _faults(check_writable, file.absolute(), f"{variable}: ")
+    sources = Sources(environment=variables)
     if variables.config is not None:
         findings += _of_settings(variables.config)
+        with contextlib.suppress(ConfigError):  # its faults are listed already
+            sources = replace(sources, environment_file=config.load(variables.config))
+    findings += map(Finding, contradictions(sources))
     if not any(finding.is_fault for finding in findings):
-        # Only settings that can be read can contradict each other.
         findings += _faults(lambda before: check_names(read(before)), Sources())
     yield from findings
 
