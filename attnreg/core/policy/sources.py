@@ -215,7 +215,7 @@ def check_names(fresh: Sources) -> None:
 
 
 def contradictions(fresh: Sources) -> Iterator[str]:
-    """Yield a line for each name that a variable asks for and a setting disables, and a disabled reference."""
+    """Yield a line for each name that is asked for and disabled, and one for a disabled reference."""
     off = disabled(fresh)
     for name in fresh.environment.backend:
         if source := off.get(name.casefold()):
