@@ -187,21 +187,21 @@ class Settings(_Table):
     )
     policy: Literal["measured", "order", "adaptive", "batch_invariant"] = Field(
         default="measured",
-        description="What decides where no backend is preferred: a measured table, if there is one for the "
-        "device, the default order alone, or what the program's own calls take: backends take turns at the "
-        "first ones of each kind. batch_invariant: the default order of those backends whose results for a "
-        "sequence don't depend on its batch.",
+        description="What decides where no backend is preferred. measured: a table of times, if there is one "
+        "for the device. order: the default order alone. adaptive: the times of the program's own first "
+        "calls, at which the backends take turns. batch_invariant: the default order of the backends whose "
+        "results for a sequence don't depend on its batch.",
     )
     masks: Literal["as_given", "recognise"] = Field(
         default="as_given",
-        description="recognise: boolean masks given to F.scaled_dot_product_attention that are padding, "
-        "causal, a window or documents run as packed calls without a mask.",
+        description="recognise: calls of F.scaled_dot_product_attention whose boolean mask is padding, "
+        "causal, a window or documents run packed, without the mask.",
     )
     on_error: Literal["raise", "native"] = Field(
         default="raise",
         description="What a fault in this file, or in a file that it names, does. raise: each call raises "
         "the error. native: an error is logged, the settings are left out, and torch's own kernels run; with "
-        "ATTNREG_LOCK the error is raised all the same.",
+        "ATTNREG_LOCK each call raises the error.",
     )
     tuned: TableFile | None = Field(
         default=None,

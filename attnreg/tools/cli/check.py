@@ -27,7 +27,7 @@ FILES = "settings (.toml), a lockfile or a table (.json), or a recording or line
 ONLY_FORMAT = "only the format was read; `attnreg lock --check {}` says whether its rows hold on this machine"
 
 Files = Annotated[
-    list[Path] | None, typer.Argument(metavar="FILE...", help=f"Files to check: {FILES}.", show_default=False)
+    list[Path] | None, typer.Argument(metavar="FILE", help=f"Files to check: {FILES}.", show_default=False)
 ]
 
 

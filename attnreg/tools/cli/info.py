@@ -197,8 +197,7 @@ def _print(facts: dict[str, Any], verbose: bool) -> None:
     table("Settings in force, highest precedence first", _setting_rows(facts["settings"]))
     table("Measured tables", _table_rows(facts["tables"]))
     table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]))
-    title = f"Compiled for torch {versions['torch']} and Python {versions['python']}"
-    table(title, _library_rows(facts["compiled"]))
+    table("Compiled part", _library_rows(facts["compiled"]))
     if verbose:
         table("What torch does without attnreg", _torch_rows(facts["torch"]))
 
