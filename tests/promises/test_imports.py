@@ -18,7 +18,7 @@ ROOT = Path(attnreg.__file__).parent
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
     "errors, settings, torchlib, contract, launching, adaptation, backends registry, selection, times, "
-    "policy, dispatch, aten, varlen, measure, masks, flash_attn, integrations, _autoload api, assignment, "
+    "policy, dispatch, aten, varlen, measure, masks, flash_attn, integrations, _autoload, api, assignment, "
     "lines, explanation, parallel, tuning, warmup, testing, drawing, bench, demo report, cli, __main__"
 )
 # What a call passes knows nothing of the other wings.

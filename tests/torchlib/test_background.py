@@ -19,6 +19,7 @@ from support.compiled_files import stand_in
 from support.processes import Forked, forked, python
 from typer.testing import CliRunner
 
+import attnreg
 from attnreg.core.torchlib import background, building, caches, libraries, locks, slow
 from attnreg.errors import BuildError
 from attnreg.tools.cli import app
@@ -199,6 +200,19 @@ def test_nothing_is_started_where_everything_is_compiled(cache, monkeypatch):
         stand_in(library)
     monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was started"))
     building.ensure_built()
+
+
+def test_a_settings_file_says_how_to_compile_unless_the_variable_does(cache, monkeypatch, tmp_path, routers):
+    (tmp_path / "site.toml").write_text('build = "off"\n')
+    attnreg.configure(tmp_path / "site.toml")
+    assert background.build_mode() == "off"
+    reason = 'build = "off" (site.toml:1) forbids it; `attnreg build` does it'
+    assert building.status(building.CPU_KERNEL)[::2] == ("off", reason)
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    assert (background.build_mode(), background.asked_by()) == ("now", "ATTNREG_BUILD=now")
+    monkeypatch.delenv("ATTNREG_BUILD")
+    attnreg.configure({"build": "background"})
+    assert background.build_mode() == "background"
 
 
 # With ATTNREG_BUILD=now

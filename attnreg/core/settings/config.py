@@ -145,7 +145,7 @@ Names = Annotated[
 ]
 DeviceKey = Annotated[str, AfterValidator(_device)]
 Preferred = Annotated[Names, Field(min_length=1), BeforeValidator(_as_list)]
-TableFile = Annotated[Path, BeforeValidator(_file)]
+File = Annotated[Path, BeforeValidator(_file)]
 
 
 class _Table(BaseModel):
@@ -162,6 +162,10 @@ class _Table(BaseModel):
 
         # Says that it does no more than pydantic's own: validating tables of a file doesn't call it.
         __init__.__pydantic_base_init__ = True
+
+
+# The settings that name files.
+FILES = ("tuned", "lock")
 
 
 class DeviceSettings(_Table):
@@ -203,9 +207,24 @@ class Settings(_Table):
         "the error. native: an error is logged, the settings are left out, and torch's own kernels run; with "
         "ATTNREG_LOCK each call raises the error.",
     )
-    tuned: TableFile | None = Field(
+    tuned: File | None = Field(
         default=None,
         description="A table measured by `attnreg tune`; relative to the folder of the settings file.",
+    )
+    lock: File | None = Field(
+        default=None,
+        description="A lockfile of `attnreg lock`; relative to the folder of the settings file. A call that "
+        "can't run on its locked backend is an error.",
+    )
+    build: Literal["background", "now", "off"] = Field(
+        default="background",
+        description="How missing C++ libraries are compiled at the first call: background (by a process of "
+        "low priority), now (the call waits) or off.",
+    )
+    transformers: Literal["off", "attnreg", "flash_attention_2"] = Field(
+        default="off",
+        description="attnreg: transformers knows attn_implementation='attnreg' as soon as it is imported. "
+        "flash_attention_2: this name runs attnreg, too.",
     )
     devices: dict[DeviceKey, DeviceSettings] = Field(
         default_factory=dict,
@@ -264,8 +283,10 @@ def load(path: str | os.PathLike[str]) -> LoadedSettings:
     """Read a settings file; an empty one gives the defaults; a `ConfigError` lists the problems."""
     data, origin = toml_file.read(path)
     settings = _validated(data, origin)
-    if settings.tuned is not None and origin.path is not None:
-        settings = settings.model_copy(update={"tuned": origin.path.parent / settings.tuned})
+    named = {key: path for key in FILES if (path := getattr(settings, key)) is not None}
+    if named and origin.path is not None:
+        folder = origin.path.parent
+        settings = settings.model_copy(update={key: folder / path for key, path in named.items()})
     return LoadedSettings(settings, origin)
 
 
@@ -369,16 +390,21 @@ def check_file(path: str | os.PathLike[str], known: Iterable[str], most: int = M
     _raise_if_any(problems, origin, most)
 
 
-def named_table(path: str | os.PathLike[str]) -> tuple[Path, str] | None:
-    """Return the table that a settings file names, and the line that does, whatever else is wrong in it."""
-    try:
-        data, origin = toml_file.read(path)
-        tuned = Settings(tuned=data.get("tuned")).tuned
-    except ConfigError:  # `check_file` says so
-        return None
-    if tuned is None or origin.path is None:
-        return None
-    return origin.path.parent / tuned, origin.describe(("tuned",))
+def named_files(path: str | os.PathLike[str]) -> dict[str, tuple[Path, str]]:
+    """Return the files that a settings file names, whatever else is wrong in it.
+
+    By the key: the path, and the line with the key.
+    """
+    files = {}
+    for key in FILES:
+        try:
+            data, origin = toml_file.read(path)
+            file = getattr(settings_from({key: data.get(key)}), key)
+        except ConfigError:  # `check_file` says so
+            continue
+        if file is not None and origin.path is not None:
+            files[key] = origin.path.parent / file, origin.describe((key,))
+    return files
 
 
 def schema() -> dict[str, Any]:

@@ -180,6 +180,10 @@ VARIABLES = {
 }
 
 
+# Whether no lockfile is in force in this process, whatever settings name: `attnreg lock` writes one.
+ignores_lock = False
+
+
 def read(environ: Mapping[str, str] = os.environ, most: int = MOST_LISTED) -> EnvironmentSettings:
     """Parse the variables; a `ConfigError` has one line for each of the first problems, `most` of them.
 

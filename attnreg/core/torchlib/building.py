@@ -15,7 +15,14 @@ from types import ModuleType
 from typing import NamedTuple
 
 from attnreg.core.torchlib import background, caches, libraries, locks
-from attnreg.core.torchlib.background import build, ensure_built, is_left_out, require_kernel, wait_built
+from attnreg.core.torchlib.background import (
+    build,
+    ensure_built,
+    follow_setting,
+    is_left_out,
+    require_kernel,
+    wait_built,
+)
 from attnreg.core.torchlib.libraries import (
     CALL_CACHE,
     CPU_KERNEL,
@@ -28,8 +35,8 @@ from attnreg.core.torchlib.libraries import (
 from attnreg.errors import BuildError
 
 __all__ = [
-    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "in_one_line",
-    "instructions", "is_current", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded",
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "follow_setting",
+    "in_one_line", "instructions", "is_current", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded",
     "require_kernel", "slow_path", "status", "target", "wait_built",
 ]  # fmt: skip
 
@@ -172,6 +179,6 @@ def status(library: Library) -> Status:
     if mode == "left out":
         return Status("off", reason="ATTNREG_ROUTERS=python leaves compiled libraries out")
     if mode == "off":
-        return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
+        return Status("off", reason=f"{background.asked_by()} forbids it; `attnreg build` does it")
     when = "in the background at" if mode == "background" else "before"
     return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")

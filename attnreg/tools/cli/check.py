@@ -128,13 +128,20 @@ def _load_json(file: Path) -> object:
 def _of_settings(file: Path) -> Iterator[Finding]:
     """Yield the faults of a settings file and of the table that it names, and notes."""
     from attnreg.core import registry
+    from attnreg.core.policy import lockfile
     from attnreg.core.settings import config
     from attnreg.core.times import table as measured
 
     names = [entry.name for entry in registry.entries().values()]
     yield from _faults(lambda file: config.check_file(file, names, sys.maxsize), file)
-    if named := config.named_table(file):
-        yield from _faults(measured.load, named[0], f"{named[1]}: tuned: ")
+    named = config.named_files(file)
+    for key, read in (("tuned", measured.load), ("lock", lockfile.load)):
+        if key in named:
+            path, line = named[key]
+            faults = list(_faults(read, path, f"{line}: {key}: "))
+            yield from faults
+            if key == "lock" and not faults:
+                yield Finding(f"{line}: lock: {ONLY_FORMAT.format(path)}", False)
     try:
         loaded = config.load(file)
     except ConfigError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnreg.core.settings import environment
 from attnreg.core.settings.environment import REFERENCE
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.tools.cli.options import TRACE, AsJson, check_writable, present_device, valued
@@ -102,16 +102,13 @@ def lock(
 @contextmanager
 def _without_lock() -> Iterator[None]:
     """Import torch with no lockfile in force: it may be unreadable, or the file that is to be written."""
-    from attnreg.core.policy.lockfile import VARIABLE
-
-    in_force = os.environ.pop(VARIABLE, None)
+    environment.ignores_lock = True
     try:
         import_torch()
         with stdout_to_stderr():
             yield
     finally:
-        if in_force is not None:
-            os.environ[VARIABLE] = in_force
+        environment.ignores_lock = False
 
 
 def _lock(trace: Path, out: Path, device: str, exact: bool) -> tuple[Lockfile, Refused]:
