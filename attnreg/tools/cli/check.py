@@ -183,7 +183,7 @@ def _of_variables() -> Iterator[Finding]:
     from attnreg.core.times.table import check_writable
 
     findings = list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ))
-    # The other variables are checked all the same.
+    # What is wrong with some variables hides no fault of the rest.
     wrong = {name for finding in findings for name in finding.line.partition(":")[0].split(" and ")}
     variables = environment.read({name: text for name, text in os.environ.items() if name not in wrong})
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):

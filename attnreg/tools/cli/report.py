@@ -34,9 +34,10 @@ def report(
 ) -> None:
     """Print what attention did in a run, and make a page of it.
 
-    Which calls took how long, on which backends, who decided, what passed by and why, first uses, padding,
-    and what is known of possible gains: tables here, and one HTML file with plots. With --out there is the
-    file alone, with --text the tables alone. `attnreg run --report` runs a program and makes its page.
+    The tables and the page say which calls took how long, on which backends, and who decided. They also have
+    calls that passed by, first uses, padding, and possible gains. The page is one HTML file with plots. With
+    --out only the page is made, with --text only the tables. `attnreg run --report` runs a program and makes
+    its page.
 
     Example: attnreg report stats.jsonl --out report.html
     """
