@@ -1,6 +1,7 @@
 """Which library of a wheel is used: the one for this machine's instructions, unless one is compiled here."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +63,11 @@ def test_the_instructions_that_torch_uses_here_are_those_of_the_level(monkeypatc
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     level = libraries.machine_level()
     assert torch.backends.cpu.get_cpu_capability() == (level.capability.upper() if level else "DEFAULT")
+
+
+def test_torchs_versions_are_read_without_importing_torch():
+    found, folder = libraries.installed_torch(), Path(torch.__file__).parent
+    assert found == (folder, str(torch.__version__), torch.version.git_version, torch.version.cuda)
 
 
 def test_a_wheel_without_a_file_for_this_level_is_as_no_wheel(wheel, monkeypatch):
