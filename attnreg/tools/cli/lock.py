@@ -60,10 +60,10 @@ def lock(
 ) -> None:
     """Write a lockfile: which backend runs each kind of call.
 
-    A kind is all of a recorded call but its lengths. With ATTNREG_LOCK=FILE a program runs each call on the
-    backend of the lockfile, or fails and says what differs. --check shows in advance what would fail. If
-    the compiled kernel for the CPU is missing, it is compiled first, unless ATTNREG_BUILD=off. The command
-    ignores ATTNREG_LOCK.
+    A kind is all of a recorded call but its lengths. With ATTNREG_LOCK=FILE, or the key lock of a settings
+    file, a program runs each call on the backend of the lockfile, or fails and says what differs. --check
+    shows in advance what would fail. If the compiled kernel for the CPU is missing, it is compiled first,
+    unless ATTNREG_BUILD=off. A lockfile that is in force doesn't count here.
 
     Example: attnreg lock --from calls.jsonl --out lock.json
     """
