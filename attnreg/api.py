@@ -161,7 +161,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
     Raises:
         ConfigError: the file can't be read, or a value is wrong. The message has file, line, key, and what
             was got and expected. For a file with the line `on_error = "native"`, and with
-            ATTNREG_ON_ERROR=native, the message is logged instead, unless ATTNREG_LOCK is set.
+            ATTNREG_ON_ERROR=native, the message is logged instead, unless a lockfile is asked for.
         RegistrationError: the routers can't be installed.
 
     An error changes nothing.

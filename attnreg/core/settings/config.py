@@ -205,7 +205,7 @@ class Settings(_Table):
         default="raise",
         description="What a fault in this file, or in a file that it names, does. raise: each call raises "
         "the error. native: an error is logged, the settings are left out, and torch's own kernels run; with "
-        "ATTNREG_LOCK each call raises the error.",
+        "a lockfile each call raises the error.",
     )
     tuned: File | None = Field(
         default=None,

@@ -167,7 +167,7 @@ VARIABLES = {
         _one_of(RAISE, NATIVE),
         "what a fault in variables, settings files, or files that they name does: raise (the default: each "
         "call raises the error), or native (an error is logged, the settings are left out, and torch's own "
-        "kernels run; with ATTNREG_LOCK each call raises the error)",
+        "kernels run; with a lockfile each call raises the error)",
     ),
     "ATTNREG_AS_FLASH_ATTN": Variable(
         _boolean,
