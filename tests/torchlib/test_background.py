@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import attnreg
 from attnreg.core.torchlib import background, building, caches, libraries, locks, slow
-from attnreg.errors import BuildError
+from attnreg.errors import BuildError, ConfigError
 from attnreg.tools.cli import app
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
@@ -213,6 +213,23 @@ def test_a_settings_file_says_how_to_compile_unless_the_variable_does(cache, mon
     monkeypatch.delenv("ATTNREG_BUILD")
     attnreg.configure({"build": "background"})
     assert background.build_mode() == "background"
+
+
+def test_a_call_cache_that_has_to_be_there_is_compiled_as_the_settings_file_says(
+    cache, monkeypatch, tmp_path, routers
+):
+    def loaded():
+        modes.append(background.build_mode())
+        raise BuildError("it isn't compiled")
+
+    modes = []
+    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
+    monkeypatch.setattr(building, "loaded", loaded)
+    (tmp_path / "site.toml").write_text('build = "now"\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "site.toml"))
+    with pytest.raises(ConfigError, match="ATTNREG_ROUTERS=compiled: it isn't compiled"):
+        attnreg.reload()
+    assert (modes, background.build_mode()) == (["now"], "background")
 
 
 # With ATTNREG_BUILD=now

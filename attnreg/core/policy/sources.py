@@ -95,9 +95,11 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
     check_names(fresh)
     variables = fresh.environment
     if variables.routers == "compiled":
+        before = building.follow_setting(*build(fresh))  # by which it may be compiled now
         try:
             building.loaded()
         except BuildError as error:
+            building.follow_setting(*before)
             raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
     files = (
         ("record", check_writable, "calls are not recorded"), ("stats", check_file, "no stats"),

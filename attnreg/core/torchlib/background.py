@@ -182,10 +182,14 @@ def build_missing() -> list[str]:
     return failures
 
 
-def follow_setting(mode: str, source: str) -> None:
-    """Compile as the setting `build` says, unless ATTNREG_BUILD is set; an empty mode is no setting."""
+def follow_setting(mode: str, source: str) -> tuple[str, str]:
+    """Compile as the setting `build` says, unless ATTNREG_BUILD is set; an empty mode is no setting.
+
+    Returns the setting before.
+    """
     global _setting
-    _setting = (mode, source)
+    before, _setting = _setting, (mode, source)
+    return before
 
 
 def asked_by() -> str:
