@@ -39,6 +39,9 @@ _warned: dict[Any, Any] = {}  # what Python keeps of warnings, to give each once
 _said: set[str] = set()  # variables in lower case that a warning has named
 _is_offered = False  # whether transformers is told of the name "attnreg" when it is imported
 
+# The names under which transformers runs attnreg, or will once it is imported.
+_behind: set[str] = set()
+
 # Whether a variable that requests something is set, so that `activate` has already run in full.
 variables_are_set = False
 
@@ -82,8 +85,7 @@ def activate() -> None:
             serving.follow()
         if policy.sources().environment.as_flash_attn:
             _stand_in_for_flash_attn()
-        if os.environ.get(_TRANSFORMERS, "").strip():
-            _install_behind_transformers()
+        run_behind_transformers(_asked_behind_transformers())
     except ConfigError as error:
         if not is_command:
             _warn(
@@ -146,16 +148,27 @@ def _stand_in_for_flash_attn() -> None:
         _warn(f"attnreg doesn't stand in for flash-attn: {type(error).__name__}: {error}")
 
 
-def _install_behind_transformers() -> None:
-    """Apply ATTNREG_TRANSFORMERS now, or when the program imports transformers."""
+def _asked_behind_transformers() -> str:
+    """Return the name under which transformers is to run attnreg, by ATTNREG_TRANSFORMERS or a setting."""
+    from attnreg.core.policy import current as policy
+    from attnreg.core.policy.sources import transformers
     from attnreg.core.settings import environment
+    from attnreg.errors import ConfigError
 
-    mode = environment.read().transformers
-    if mode in ("", "0"):
+    variable = ""
+    with contextlib.suppress(ConfigError):  # `on_error = "native"` has left the variables out
+        variable = environment.read().transformers
+    return {"1": "attnreg", "0": "off"}.get(variable, variable) or transformers(policy.sources())
+
+
+def run_behind_transformers(name: str) -> None:
+    """Have transformers run attnreg under a name, "off" for none: now, or once it is imported."""
+    if name == "off" or name in _behind:
         return
-    if mode != "1":
+    _behind.add(name)
+    if name != "attnreg":
         _after_import(_IMPORT_UTILS, _say_flash_attn_is_there)
-    _after_import(_MODELING_UTILS, functools.partial(_install_in_transformers, mode))
+    _after_import(_MODELING_UTILS, functools.partial(_install_in_transformers, name))
 
 
 def _after_import(name: str, then: Callable[[], None]) -> None:
@@ -180,11 +193,11 @@ def _say_flash_attn_is_there() -> None:
         behind_flash.say_available()
 
 
-def _install_in_transformers(mode: str) -> None:
+def _install_in_transformers(name: str) -> None:
     try:
         from attnreg.integrations import transformers
 
-        transformers.install(behind=None if mode == "1" else mode)
+        transformers.install(behind=None if name == "attnreg" else name)
     except Exception as error:  # noqa: BLE001 - `import transformers` must not fail because of attnreg
         _warn(f"attnreg is not installed in transformers: {type(error).__name__}: {error}")
 

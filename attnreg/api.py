@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 
+from attnreg import _autoload
 from attnreg.core import aten, registry
 from attnreg.core.aten import bypassed
 from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import scope, trace
 from attnreg.core.policy import current as policy
-from attnreg.core.policy.sources import keeps_native, under_a_lock
+from attnreg.core.policy.sources import keeps_native, transformers, under_a_lock
 from attnreg.core.registry.entry import Entry
 from attnreg.core.settings.other_names import device_meant
 from attnreg.core.times.traces import check_writable
@@ -160,7 +161,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
     Raises:
         ConfigError: the file can't be read, or a value is wrong. The message has file, line, key, and what
             was got and expected. For a file with the line `on_error = "native"`, and with
-            ATTNREG_ON_ERROR=native, the message is logged instead, unless ATTNREG_LOCK is set.
+            ATTNREG_ON_ERROR=native, the message is logged instead, unless a lockfile is asked for.
         RegistrationError: the routers can't be installed.
 
     An error changes nothing.
@@ -179,6 +180,7 @@ def configure(path_or_settings: str | os.PathLike[str] | Settings | Mapping[str,
         aten.ensure()
         policy.apply(fresh)
         serving.follow()
+    _autoload.run_behind_transformers(transformers(fresh))
 
 
 def reload() -> None:
@@ -200,6 +202,7 @@ def reload() -> None:
             aten.ensure()
         policy.apply(fresh)
         serving.follow()
+    _autoload.run_behind_transformers(transformers(fresh))
 
 
 # The choice before each open `use_backend`. It isn't in the object, because all threads share a decorator's.

@@ -35,7 +35,7 @@ from attnreg.core.launching import offsets
 from attnreg.core.policy import current as policy
 from attnreg.core.registry import discovery
 from attnreg.core.times import adaptive, tables
-from attnreg.core.torchlib import building, caches, layout, libraries, locks
+from attnreg.core.torchlib import background, building, caches, layout, libraries, locks
 from attnreg.core.varlen import front
 from attnreg.errors import BuildError
 from attnreg.testing import classes, kit
@@ -228,6 +228,7 @@ def fresh_registry(monkeypatch):
     monkeypatch.setenv("ATTNREG_BUILD", "off")  # nor does a process that a test starts compile anything
     for name, value in (("_sources", None), ("_unreadable", None), ("_left_out", "")):
         monkeypatch.setattr(policy, name, value)
+    monkeypatch.setattr(background, "_setting", ("", ""))
     for name, value in (("_active", False), ("_watchers", 0)):
         monkeypatch.setattr(policy, name, value)
     for name, value in (("_recordings", ()), ("_followed", None)):

@@ -391,31 +391,25 @@ def test_a_table_measured_without_the_compiled_kernel_is_not_used_with_it(instal
 
 
 @pytest.mark.parametrize(
-    ("known", "flag"),
-    [("AVX512", "-march=x86-64-v4"), ("AVX2", "-march=x86-64-v3"), ("DEFAULT", None), ("SVE256", None)],
+    ("limit", "flag"), [("", "-march=x86-64-v4"), ("avx2", "-march=x86-64-v3"), ("default", None)]
 )
-def test_each_instruction_set_has_a_file_of_its_own(unbuilt, monkeypatch, known, flag):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: dict.fromkeys(libraries.LEVELS[0].instructions, True)
-    )
+def test_each_instruction_set_has_a_file_of_its_own(unbuilt, monkeypatch, limit, flag):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+    monkeypatch.setattr(libraries, "cpu_flags", lambda: libraries.LEVELS[0].instructions)
     flags = building.CPU_KERNEL.all_flags()
     assert [each for each in flags if each.startswith("-march")] == ([flag] if flag else [])
     here = building.target(building.CPU_KERNEL)
-    monkeypatch.setattr(
-        torch.backends.cpu, "get_cpu_capability", lambda: "AVX2" if flag != "-march=x86-64-v3" else ""
-    )
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2" if limit != "avx2" else "default")
     building.target.cache_clear()
     assert building.target(building.CPU_KERNEL) != here
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", ["AVX2", "DEFAULT"])
-def test_narrower_vectors_are_accurate(unbuilt, monkeypatch, known):
-    machine = torch.backends.cpu.get_cpu_capability()
-    if known == "AVX2" and not machine.startswith("AVX"):
+@pytest.mark.parametrize("limit", ["avx2", "default"])
+def test_narrower_vectors_are_accurate(unbuilt, monkeypatch, limit):
+    if limit == "avx2" and not libraries.machine_level():
         pytest.skip("about machines with AVX2")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: known)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
     monkeypatch.setattr(choice, "leaves_to_torch", lambda *call: False)
     library = ctypes.CDLL(str(building.build(building.CPU_KERNEL)))
     kernels = compiled.CompiledKernel.of(library).before(Kernels(refuse, refuse))

@@ -25,14 +25,14 @@ def test_every_fault_of_a_settings_file_is_shown_with_its_line_and_a_hint(call, 
     result = call("check", str(file), "--json")
     assert result.exit_code == 2
     assert [line.removeprefix(f"{file}:").partition(": ")[0] for line in faults_of(result)[str(file)]] == [
-        *"12354"
+        *"12345"
     ]
     hints = (
         "'order' belongs to a device, such as [devices.cuda]",
         "'policy'?",
         "'sm_90'?",
-        "'cuda'?",
         "'FA4'?",
+        "'cuda'?",
     )
     for line, hint in zip(faults_of(result)[str(file)], hints, strict=True):
         assert line.endswith(hint)
@@ -42,6 +42,35 @@ def test_every_fault_of_a_settings_file_is_shown_with_its_line_and_a_hint(call, 
         False,
     )  # the path as it was given
     assert all(f"  {line}\n" in shown.stdout for line in faults_of(result)[str(file)]), "lines stay whole"
+
+
+CONTRADICTION = """\
+tuned = "no-table.json"
+disabled = ["cuDNN", "math"]
+{}
+[devices.cuda]
+order = ["FA2", "cudnn"]
+[modules]
+"*.attn" = "FA9"
+"vision.*" = ["FA2", "FA8"]
+"""
+
+
+@pytest.mark.parametrize("wrong", ["", "strict = 3"])
+def test_a_wrong_key_hides_no_contradiction_no_table_and_no_name_of_another_key(call, tmp_path, wrong):
+    file = tmp_path / "site.toml"
+    file.write_text(CONTRADICTION.format(wrong))
+    faults = faults_of(call("check", str(file), "--json"))[str(file)]
+    expected = {
+        f"{file}:2: disabled[1]: got 'math', expected another backend, or strict = true",
+        f"{file}:5: devices.cuda.order[1]: got 'cudnn', expected a backend that isn't disabled: disabled[0]",
+        f"{file}:7: modules.\"*.attn\"[0]: got 'FA9', expected one of cpu,",
+        f"{file}:8: modules.\"vision.*\"[1]: got 'FA8', expected one of cpu,",
+        f"site.toml:1: tuned: {tmp_path}/no-table.json: ",
+        *([f"{file}:3: strict: got 3"] if wrong else []),
+    }
+    assert len(faults) == len(expected)
+    assert all(any(fault.startswith(begin) for fault in faults) for begin in expected)
 
 
 def test_a_typo_is_one_fault_also_in_a_file_that_a_variable_names_as_well(call, tmp_path, monkeypatch):
@@ -123,6 +152,8 @@ def test_variables_that_contradict_a_file_are_a_fault(call, monkeypatch, tmp_pat
     monkeypatch.setenv("ATTNREG_BACKEND", "cpu")
     asked = "ATTNREG_BACKEND asks for 'cpu', but it is disabled by site.toml:1"
     assert faults_of(call("check", "--json"))["variables"] == [asked]
+    monkeypatch.setenv("ATTNREG_STRICT", "maybe")
+    assert faults_of(call("check", "--json"))["variables"][1:] == [asked], "whatever else is wrong"
 
 
 @pytest.mark.parametrize(

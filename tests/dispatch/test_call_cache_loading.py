@@ -53,7 +53,7 @@ def test_a_library_that_does_not_load_is_one_warning_and_calls_run_in_python(unb
     assert ran() == {"cpu": (2, 0)}
     (message,) = caplog.messages
     assert "can't be loaded" in message
-    assert "`attnreg build`" in message
+    assert "`attnreg build --force`" in message
 
 
 def test_what_others_can_write_to_is_not_loaded(unbuilt, built_routers):

@@ -44,6 +44,28 @@ def test_the_name_is_registered_as_soon_as_transformers_is_imported_and_not_befo
     assert (removed, module, said) == (2, "transformers.modeling_utils", "")
 
 
+SETTINGS = {"off": "", "attnreg": "attnreg", "flash_attention_2": "attnreg flash_attention_2"}
+
+
+@pytest.mark.parametrize(("setting", "names"), SETTINGS.items(), ids=SETTINGS)
+@pytest.mark.parametrize("by", ["ATTNREG_CONFIG", "configure"])
+def test_a_settings_file_asks_for_names_as_well(tmp_path, by, setting, names):
+    file = tmp_path / "site.toml"
+    file.write_text(f'transformers = "{setting}"\n')
+    begin = f"import attnreg; attnreg.configure({str(file)!r})" if by == "configure" else "import torch"
+    program = f"{begin}\n{BEHIND}"
+    done = forked(program, **({} if by == "configure" else {by: str(file)}))
+    assert (done.stdout.strip(), done.returncode) == (names, 0), done.stderr
+
+
+BEHIND = """
+from transformers import modeling_utils
+functions = modeling_utils.AttentionInterface._global_mapping
+ours = [name for name in ("attnreg", "flash_attention_2") if name in functions]
+print(*(name for name in ours if functions[name].__module__.startswith("attnreg.")))
+"""
+
+
 @pytest.mark.parametrize("variables", [{}, {"ATTNREG_TRANSFORMERS": "0"}, {"ATTNREG_TRANSFORMERS": " "}])
 def test_without_the_variable_nothing_is_registered_until_a_model_asks(variables, tmp_path):
     (early, names, removed, module), said = run(tmp_path, **variables)

@@ -10,6 +10,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from attnreg.core.torchlib import captured
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,6 +46,19 @@ def test_the_extras_that_messages_advise_exist_and_none_of_them_has_to_be_built(
     # Source only: pip can't even resolve it where torch and nvcc aren't at hand.
     needed = [Requirement(line).name for lines in extras.values() for line in lines]
     assert "flash-attn" not in map(canonicalize_name, needed)
+
+
+def test_the_versions_of_torch_that_attnreg_was_run_with_are_the_same_everywhere():
+    oldest, newest = (f"{major}.{minor}" for major, minor in (captured.OLDEST, captured.NEWEST))
+    for name, line in (
+        ("README.md", f"attnreg was run with {oldest} to {newest}."),
+        ("pyproject.toml", f'"torch>={oldest}",  # attnreg was run with {oldest} to {newest};'),
+        (
+            "docs/troubleshooting.md",
+            f"is newer than {newest}, the newest version that attnreg was tested with",
+        ),
+    ):
+        assert line in (ROOT / name).read_text(), name
 
 
 def test_every_pin_is_one_exact_version():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from support.processes import forked
+from support.processes import COMMAND, forked
 
 from attnreg.testing import check_backend
 
@@ -48,6 +49,32 @@ def test_a_program_of_a_page_runs(program):
 
 def test_pages_have_programs():
     assert len(PROGRAMS) >= 2
+
+
+# Commands with what they print: `attnreg` is this one, and "..." stands for any lines.
+COMMANDS = [
+    pytest.param(*block, id=page.name)
+    for page in PAGES
+    for block in re.findall(
+        r"^```console\n\$ (.*\battnreg .*)\n((?:[^$`].*\n)+)```", page.read_text(), re.MULTILINE
+    )
+    if block[0].count('"') % 2 == 0  # or the command goes on in the next line
+]
+
+
+@pytest.mark.parametrize(("command", "shown"), COMMANDS)
+def test_a_command_of_a_page_prints_what_the_page_shows(command, shown):
+    words = shlex.split(command)
+    first = words.index("attnreg")
+    variables = dict(word.split("=", 1) for word in words[:first])
+    ended = forked(COMMAND, *words[first + 1 :], **variables)
+    assert ended.returncode == 0, ended.stderr
+    pattern = "(?:.*\n)*?".join(map(re.escape, shown.split("  ...\n")))
+    assert re.match(pattern, ended.stdout), ended.stdout
+
+
+def test_pages_have_commands():
+    assert COMMANDS
 
 
 def test_quickstart_runs_the_backend_that_it_registers_and_says_why():

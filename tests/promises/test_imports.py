@@ -18,15 +18,15 @@ ROOT = Path(attnreg.__file__).parent
 # The lowest first: a room knows rooms before it only. Imports under TYPE_CHECKING count as well.
 LAYERS = (
     "errors, settings, torchlib, contract, launching, adaptation, backends registry, selection, times, "
-    "policy, dispatch, aten, varlen, measure, masks, flash_attn, integrations, _autoload api, assignment, "
-    "explanation, parallel, tuning, warmup, testing, drawing, bench, demo report, cli, __main__"
+    "policy, dispatch, aten, varlen, measure, masks, flash_attn, integrations, _autoload, api, assignment, "
+    "lines, explanation, parallel, tuning, warmup, testing, drawing, bench, demo report, cli, __main__"
 )
 # What a call passes knows nothing of the other wings.
 WINGS = {
     "core": "settings torchlib contract launching adaptation backends registry selection times policy "
     "dispatch aten varlen",
     "for other libraries": "masks flash_attn integrations parallel",
-    "tools": "measure explanation tuning warmup testing drawing bench demo report cli",
+    "tools": "measure lines explanation tuning warmup testing drawing bench demo report cli",
 }
 WINGS = {wing: set(rooms.split()) for wing, rooms in WINGS.items()}
 # The rooms of the third wing are where programs import them, and `backends` is where kernel authors look.

@@ -162,6 +162,44 @@ def test_forward_and_backward_may_be_locked_to_different_backends_one_of_them_to
     assert ran() == {"cpu": (1, 0), "second": (1, 0), "math": (0, 1)}
 
 
+@pytest.fixture
+def site(lock):
+    """Return a settings file that names the lock."""
+    file = lock.parent / "site.toml"
+    file.write_text('on_error = "native"\nlock = "lock.json"\n')
+    return file
+
+
+def test_a_settings_file_names_a_lockfile_in_its_own_folder(site, lock, ran, monkeypatch):
+    monkeypatch.chdir(site.parent.parent)
+    attnreg.configure(site)
+    attend(8)
+    assert ran() == {"second": (1, 0)}
+    without = f"site.toml:2: {lock} has no row for this forward"
+    query = torch.randn(1, 2, 8, 24)
+    said = refused(F.scaled_dot_product_attention, query, query, query)
+    assert said.startswith(without) and "record the program without the line site.toml:2 into" in said
+    settings = json.loads(invoke("info", "--json").stdout)["settings"]["in_force"]
+    assert ["lock", f"{lock}, 3 rows", "site.toml:2"] in [list(row.values()) for row in settings]
+
+
+def test_a_fault_of_a_lockfile_that_a_settings_file_names_is_an_error_but_for_attnreg_lock(
+    site, lock, trace, monkeypatch
+):
+    lock.write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"(?s)site\.toml:2: .*lock\.json: format: got None.* lock is set, so"
+    ):
+        attnreg.configure(site)
+    monkeypatch.setenv("ATTNREG_CONFIG", str(site))
+    monkeypatch.setattr(policy, "_sources", None)
+    registry.changed()
+    assert "lock.json: format: got None" in invoke("check", site).stdout
+    lock.unlink()
+    assert invoke("lock", "--from", trace, "--out", lock).exit_code == 0
+    assert {row.backend for row in lockfile.load(lock).rows} == {"first"}
+
+
 def test_packed_calls_are_locked_too(locked_varlen, packed, ran):
     with attnreg.register_backend("math"):
         inputs = locked_varlen(grad=True)

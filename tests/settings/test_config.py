@@ -77,11 +77,12 @@ def test_an_empty_file_gives_the_defaults(write, text):
     assert settings.model_dump() == {
         "strict": False, "disabled": (), "log_level": "warning", "policy": "measured",
         "masks": "as_given", "on_error": "raise", "tuned": None, "devices": {}, "modules": {},
+            "lock": None, "build": "background", "transformers": "off",
     }  # fmt: skip
 
 
-KEYS = "unknown key, expected one of strict, disabled, log_level, policy, masks, on_error, tuned, devices"
-KEYS += ", modules"
+KEYS = "unknown key, expected one of strict, disabled, log_level, policy, masks, on_error, tuned, lock, build"
+KEYS += ", transformers, devices, modules"
 KINDS = "expected 'cpu', 'cuda', another device type of torch or 'sm_NN'"
 LEVELS = "expected 'debug', 'info', 'warning' or 'error'"
 ONCE = "expected each name once: [0] is the same name, as case doesn't matter"

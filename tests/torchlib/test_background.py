@@ -19,8 +19,9 @@ from support.compiled_files import stand_in
 from support.processes import Forked, forked, python
 from typer.testing import CliRunner
 
+import attnreg
 from attnreg.core.torchlib import background, building, caches, libraries, locks, slow
-from attnreg.errors import BuildError
+from attnreg.errors import BuildError, ConfigError
 from attnreg.tools.cli import app
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="attnreg compiles on Linux only")
@@ -199,6 +200,36 @@ def test_nothing_is_started_where_everything_is_compiled(cache, monkeypatch):
         stand_in(library)
     monkeypatch.setattr(threading, "Thread", lambda **_: pytest.fail("a thread was started"))
     building.ensure_built()
+
+
+def test_a_settings_file_says_how_to_compile_unless_the_variable_does(cache, monkeypatch, tmp_path, routers):
+    (tmp_path / "site.toml").write_text('build = "off"\n')
+    attnreg.configure(tmp_path / "site.toml")
+    assert background.build_mode() == "off"
+    reason = 'build = "off" (site.toml:1) forbids it; `attnreg build` does it'
+    assert building.status(building.CPU_KERNEL)[::2] == ("off", reason)
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    assert (background.build_mode(), background.asked_by()) == ("now", "ATTNREG_BUILD=now")
+    monkeypatch.delenv("ATTNREG_BUILD")
+    attnreg.configure({"build": "background"})
+    assert background.build_mode() == "background"
+
+
+def test_a_call_cache_that_has_to_be_there_is_compiled_as_the_settings_file_says(
+    cache, monkeypatch, tmp_path, routers
+):
+    def loaded():
+        modes.append(background.build_mode())
+        raise BuildError("it isn't compiled")
+
+    modes = []
+    monkeypatch.setenv("ATTNREG_ROUTERS", "compiled")
+    monkeypatch.setattr(building, "loaded", loaded)
+    (tmp_path / "site.toml").write_text('build = "now"\n')
+    monkeypatch.setenv("ATTNREG_CONFIG", str(tmp_path / "site.toml"))
+    with pytest.raises(ConfigError, match="ATTNREG_ROUTERS=compiled: it isn't compiled"):
+        attnreg.reload()
+    assert (modes, background.build_mode()) == (["now"], "background")
 
 
 # With ATTNREG_BUILD=now

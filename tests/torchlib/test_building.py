@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.compiled_files import stand_in
-from support.processes import forked
+from support.processes import forked, python
 from typer.testing import CliRunner
 
 from attnreg.backends.cpu.compiled import load as cpu_compiled_load
@@ -87,12 +87,39 @@ def test_what_is_compiled_is_reported_while_another_process_holds_the_lock(cache
     locks.release(held)
 
 
-def test_a_file_that_does_not_load_is_compiled_again(cache, compiler, copying, untried):
-    for library in building.LIBRARIES:
-        stand_in(library)
+def test_what_is_compiled_and_current_is_found_without_importing_torch(cache, compiler, copying, untried):
     compiler.does(copying)
-    assert "compiled in" in build().stdout
-    assert all(map(building.can_load, building.LIBRARIES))
+    build()
+    files = [str(building.target(library)) for library in building.LIBRARIES]
+    program = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+        "sys.argv = ['attnreg', 'build', '--json']; from attnreg.tools.cli import main; main()"
+    )
+    ended = python("-c", program)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    *shown, imported = ended.stdout.splitlines()
+    found = json.loads("\n".join(shown))
+    assert ([found["file"], found["cpu_kernel"]], imported) == (files, "False")
+    assert len(compiler.runs()) == 2
+
+
+def test_what_is_compiled_below_a_link_is_current(cache, compiler, copying, untried, tmp_path):
+    compiler.does(copying)
+    build()
+    cache.symlink_to(cache.rename(tmp_path / "elsewhere"))
+    assert "both were compiled before" in build().stdout
+
+
+def test_a_file_that_does_not_load_is_compiled_again_by_force_as_its_error_says(
+    cache, compiler, copying, untried
+):
+    for library, load in LOADS:
+        stand_in(library)
+        with pytest.raises(BuildError, match=r"can't be loaded: .*`attnreg build --force` compiles it again"):
+            load()
+    compiler.does(copying)
+    assert "compiled in" in build("--force").stdout
+    assert all(load() for _, load in LOADS)
 
 
 def test_the_contents_of_a_library_are_on_the_disk_before_its_name_is(
@@ -250,7 +277,7 @@ def test_what_others_can_write_to_or_replace_is_not_loaded(cache, monkeypatch, m
     monkeypatch.setattr(caches, "_is_private", lambda group: False)
     for library, load in LOADS:
         file = stand_in(library)
-        with pytest.raises(BuildError, match=r"can't be loaded: .*`attnreg build` compiles it again"):
+        with pytest.raises(BuildError, match=r"can't be loaded: .*`attnreg build --force` compiles it again"):
             load()
         for place in (file, file.parent, cache, cache.parent):
             before = place.stat().st_mode
@@ -368,9 +395,7 @@ def test_a_file_that_has_another_library_is_not_loaded_and_cpu_keeps_torchs_kern
     for file, other in zip(files.values(), reversed(whole), strict=True):
         file.write_bytes(other)
     for library, load in LOADS:
-        with pytest.raises(
-            BuildError, match=f"^{files[library]} can't be loaded: .*`attnreg build` compiles"
-        ):
+        with pytest.raises(BuildError, match=f"^{files[library]} can't be loaded: .*`attnreg build --force`"):
             load()
     assert cpu_compiled_load.__wrapped__() is None  # another test may have had it load the right file
     # What was built before is of other flags, and of another name.
@@ -427,7 +452,8 @@ def test_a_library_has_a_file_for_each_source_torch_and_flag(cache, monkeypatch,
     changed()
     library = library._replace(flags=("-O3",))
     changed()
-    monkeypatch.setattr(libraries.torch, "__version__", "9.9")
+    torch = libraries.installed_torch()
+    monkeypatch.setattr(libraries, "installed_torch", lambda: torch._replace(version="9.9"))
     changed()
     assert len(set(files)) == 5
 

@@ -1,6 +1,7 @@
 """Which library of a wheel is used: the one for this machine's instructions, unless one is compiled here."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ AVX512, AVX2 = libraries.LEVELS
 KERNEL = building.CPU_KERNEL
 
 
-def on_machine(monkeypatch, capability, *instructions):
-    """Make torch say that it uses such instructions, on a CPU that has these."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(instructions, True))
+def on_machine(monkeypatch, limit, *instructions):
+    """Make Linux say that the CPU has these instructions, and limit torch to some, "" for no limit."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", limit)
+    monkeypatch.setattr(libraries, "cpu_flags", lambda: frozenset(instructions))
     building.target.cache_clear()
 
 
@@ -38,42 +39,54 @@ def wheel(cache, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("capability", "instructions", "level"),
+    ("limit", "instructions", "level"),
     [
-        ("AVX512", AVX512.instructions, AVX512),
-        ("AVX2", AVX512.instructions, AVX2),  # as with ATEN_CPU_CAPABILITY=avx2
-        ("AVX2", AVX2.instructions, AVX2),
-        ("AVX512", AVX512.instructions - {"avx512_cd"}, AVX2),  # torch uses AVX-512 without it
-        ("AVX2", AVX2.instructions - {"lzcnt"}, None),  # a virtual machine may hide it
-        ("DEFAULT", AVX512.instructions, None),
-        ("SVE256", (), None),
+        ("", AVX512.instructions, AVX512),
+        ("avx2", AVX512.instructions, AVX2),
+        ("", AVX2.instructions, AVX2),
+        ("avx512", AVX2.instructions, AVX2),  # torch would run into an illegal instruction
+        ("", AVX512.instructions - {"avx512cd"}, AVX2),  # torch uses AVX-512 without it
+        ("", AVX2.instructions - {"abm"}, None),  # a virtual machine may hide it
+        ("default", AVX512.instructions, None),
+        ("", (), None),  # a CPU of another kind
     ],
 )
-def test_the_best_file_that_this_machine_runs_is_used(wheel, monkeypatch, capability, instructions, level):
+def test_the_best_file_that_this_machine_runs_is_used(wheel, monkeypatch, limit, instructions, level):
     files = dict(zip(libraries.LEVELS, wheel(*libraries.LEVELS), strict=True))
-    on_machine(monkeypatch, capability, *instructions)
+    on_machine(monkeypatch, limit, *instructions)
     assert libraries.find_file(KERNEL) == files.get(level)
     state = f"prebuilt {level.name}" if level else "off"  # ATTNREG_BUILD=off: the tests compile nothing
     assert building.status(KERNEL)[:2] == (state, files.get(level))
 
 
+def test_the_instructions_that_torch_uses_here_are_those_of_the_level(monkeypatch):
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    level = libraries.machine_level()
+    assert torch.backends.cpu.get_cpu_capability() == (level.capability.upper() if level else "DEFAULT")
+
+
+def test_torchs_versions_are_read_without_importing_torch():
+    found, folder = libraries.installed_torch(), Path(torch.__file__).parent
+    assert found == (folder, str(torch.__version__), torch.version.git_version, torch.version.cuda)
+
+
 def test_a_wheel_without_a_file_for_this_level_is_as_no_wheel(wheel, monkeypatch):
     wheel(AVX512)
-    on_machine(monkeypatch, "AVX2", *AVX2.instructions)
+    on_machine(monkeypatch, "", *AVX2.instructions)
     with pytest.raises(BuildError, match="the CPU kernel isn't compiled for this torch, Python and machine"):
         libraries.check_file(KERNEL)
 
 
 def test_a_file_of_another_source_is_not_used(wheel, monkeypatch):
     (file,) = wheel(AVX2)
-    on_machine(monkeypatch, "AVX2", *AVX2.instructions)
+    on_machine(monkeypatch, "", *AVX2.instructions)
     file.rename(file.with_name("attnreg_cpu-0123456789abcdef.so"))
     assert libraries.find_file(KERNEL) is None
 
 
 def test_what_is_compiled_here_goes_first_and_the_wheels_file_replaces_a_damaged_one(wheel, monkeypatch):
     (file,) = wheel(AVX2)
-    on_machine(monkeypatch, "AVX2", *AVX2.instructions)
+    on_machine(monkeypatch, "", *AVX2.instructions)
     compiled = stand_in(KERNEL)
     assert libraries.find_file(KERNEL) == compiled and building.status(KERNEL).state == "built"
     compiled.write_bytes(b"cut off")
@@ -82,7 +95,7 @@ def test_what_is_compiled_here_goes_first_and_the_wheels_file_replaces_a_damaged
 
 def test_a_damaged_file_of_a_wheel_is_an_error_that_says_what_to_do(wheel, monkeypatch):
     (file,) = wheel(AVX2)
-    on_machine(monkeypatch, "AVX2", *AVX2.instructions)
+    on_machine(monkeypatch, "", *AVX2.instructions)
     file.write_bytes(whole()[:-1])
     reason = f"{file} is damaged: install attnreg again, or run `attnreg build`"
     with pytest.raises(BuildError, match="install attnreg again"):
@@ -94,7 +107,7 @@ def test_a_user_without_a_home_folder_has_the_wheels_kernel(wheel, monkeypatch):
     (file,) = wheel(AVX2)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "relative")
-    on_machine(monkeypatch, "AVX2", *AVX2.instructions)
+    on_machine(monkeypatch, "", *AVX2.instructions)
     with pytest.raises(BuildError, match="HOME must be an absolute path"):
         libraries.target(KERNEL)
     assert libraries.find_file(KERNEL) == file
@@ -102,7 +115,7 @@ def test_a_user_without_a_home_folder_has_the_wheels_kernel(wheel, monkeypatch):
 
 def test_only_the_call_cache_is_compiled_where_a_wheel_brought_the_kernel(wheel, monkeypatch):
     wheel(AVX2)
-    on_machine(monkeypatch, "AVX2", *AVX2.instructions)
+    on_machine(monkeypatch, "", *AVX2.instructions)
     assert building.background._missing() == [building.CALL_CACHE]
 
 

@@ -253,7 +253,7 @@ WITHOUT_Q = "got no --q, expected the call that it describes"
         ("--grid quik", "--grid: got 'quik', expected quick or full; did you mean 'quick'?"),
         ("--budget soon", "--budget: got 'soon', expected a time: 60s, 5m or 1h"),
         ("--budget 0s", "--budget: got '0s'"),
-        ("--q 2,64", "--q: got '2,64', expected whole numbers"),
+        ("--q 2,64", "--q: got '2,64', expected four whole numbers"),
         ("--from none.jsonl", "none.jsonl: can't be read: No such file"),
         ("--grid quick --dtype fp16 --causal", f"--dtype and --causal: {WITHOUT_Q}"),
         ("--window 16,0", f"--window: {WITHOUT_Q}"),

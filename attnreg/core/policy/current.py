@@ -6,7 +6,7 @@
 4. If none of these names a backend: a measured table for the device, if there is one.
 
 (`use_backend` and `backend=` are even stronger. They apply to single calls, which add them.)
-With a lockfile (ATTNREG_LOCK) the result has to be the locked decision: see `decision`.
+With a lockfile (ATTNREG_LOCK, or the key `lock`) the result has to be the locked decision: see `decision`.
 The environment and the files are read once, on first use, and again by `reload`.
 """
 
@@ -23,11 +23,13 @@ from attnreg.core import registry
 from attnreg.core.policy.lockfile import LockInForce
 from attnreg.core.policy.sources import (
     Sources,
+    build,
     check_names,
     checked,
     disabled,
     keeps_native,
     load_settings,
+    locked_by,
     log_level,
     only_records,
     read,
@@ -126,7 +128,7 @@ def current() -> Policy:
     only_recording = serves(now) and only_records(now) and not _active and not registry.registrations()
     # A preferred backend doesn't change calls that torch sends to another op. Tables, if requested, do.
     by_measurement = bool(decides_by(now)[1] or now.tables)
-    lock = LockInForce(now.lock, registry.entries) if now.lock is not None else None
+    lock = None if now.lock is None else LockInForce(now.lock, registry.entries, locked_by(now)[1])
     return Policy(
         tuple(_preferences(now)), disabled(now), strict(now), tables, only_recording, lock, by_measurement,
         adaptive, batch_invariant,
@@ -223,6 +225,7 @@ def set_aside() -> Callable[[], None]:
 
 
 def _take_effect(before: Sources, now: Sources) -> None:
+    building.follow_setting(*build(now))
     building.require_kernel(now.lock is not None and now.lock.has_compiled_kernel)
     level = log_level(now)
     if level or log_level(before):

@@ -167,10 +167,12 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, D
 
 
 class LockInForce:
-    """A lockfile in force; the versions of `entries` have to equal the file's."""
+    """A lockfile in force; the versions of `entries` have to equal the file's. `source` names the file."""
 
-    def __init__(self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]]) -> None:
-        self.file = file
+    def __init__(
+        self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]], source: str = VARIABLE
+    ) -> None:
+        self.file, self.source = file, source
         self._entries = entries
         self._exact: dict[tuple[AttentionSpec, Direction], int] = {}
         self._of_kind: dict[tuple[AttentionSpec, Direction], list[int]] = {}
@@ -180,6 +182,11 @@ class LockInForce:
             else:
                 self._of_kind.setdefault(kind_of(row.spec, row.direction), []).append(number)
         self._differences: dict[tuple[Device, str], str] = {}
+
+    @property
+    def without(self) -> str:
+        """What to leave out to run a program unlocked."""
+        return VARIABLE if self.source == VARIABLE else f"the line {self.source}"
 
     @property
     def digest(self) -> str:
@@ -193,7 +200,7 @@ class LockInForce:
         backends = dict.fromkeys(row.backend for row in self.file.rows)
         differs = dict.fromkeys(filter(None, (self.differences(device, name) for name in backends)))
         return (
-            f"{VARIABLE}: {'; '.join(first_ten(list(differs)))}: calls on this device are refused"
+            f"{self.source}: {'; '.join(first_ten(list(differs)))}: calls on this device are refused"
             if differs
             else ""
         )
@@ -210,12 +217,12 @@ class LockInForce:
             is_first = direction == "backward" and next(self._numbers(spec, "forward"), None) is None
             missing = "forward, nor for its backward," if is_first else direction
             raise UnsupportedInputError(
-                f"{VARIABLE}: {self.file.path} has no row for this {missing} on {spec.device}: {spec}\n"
+                f"{self.source}: {self.file.path} has no row for this {missing} on {spec.device}: {spec}\n"
                 f"  nearest: {self._nearest(spec, 'forward' if is_first else direction)}\n"
-                f"  to add it, record the program without {VARIABLE} into the same trace, which keeps the "
-                "calls in it, then `attnreg lock --from TRACE --out FILE`"
+                f"  to add it, record the program without {self.without} into the same trace, which keeps "
+                "the calls in it, then `attnreg lock --from TRACE --out FILE`"
             )
-        row, name = self.file.rows[number], f"{VARIABLE}: {self.file.path}: rows[{number}]"
+        row, name = self.file.rows[number], f"{self.source}: {self.file.path}: rows[{number}]"
         if differs := self.differences(spec.device, row.backend):
             raise UnsupportedInputError(f"{row.beginning(name)}, but it was {differs}")
         return row, name

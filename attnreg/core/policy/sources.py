@@ -95,9 +95,11 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
     check_names(fresh)
     variables = fresh.environment
     if variables.routers == "compiled":
+        before = building.follow_setting(*build(fresh))  # by which it may be compiled now
         try:
             building.loaded()
         except BuildError as error:
+            building.follow_setting(*before)
             raise ConfigError(f"ATTNREG_ROUTERS=compiled: {error}") from error
     files = (
         ("record", check_writable, "calls are not recorded"), ("stats", check_file, "no stats"),
@@ -122,15 +124,17 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
             with _named(f"{source}: tuned"):
                 tables.append(Named(load_table(loaded.settings.tuned), source))
     lock = None
-    if variables.lock is not None:
-        with _named(LOCK):
-            lock = load_lock(variables.lock)
+    file, source = locked_by(fresh)
+    if file is not None:
+        with _named(source):
+            lock = load_lock(file)
             _know_hub_names({row.backend for row in lock.rows})
     return replace(fresh, tables=tuple(tables), lock=lock)
 
 
 # The line of a settings file, at the top level or not: the file may be no TOML.
 _NATIVE_LINE = re.compile(r"""^\s*on_error\s*=\s*(["'])native\1\s*(#.*)?$""", re.MULTILINE)
+_LOCK_LINE = re.compile(r"""^\s*lock\s*=""", re.MULTILINE)
 
 
 def keeps_native(file: str | os.PathLike[str] | None = None) -> bool:
@@ -140,7 +144,7 @@ def keeps_native(file: str | os.PathLike[str] | None = None) -> bool:
     or else of ATTNREG_CONFIG's. Neither is read as settings are, because the fault may be anywhere.
     With a lockfile they aren't left out: see `under_a_lock`.
     """
-    return _asks_for_native(file) and not _asks_for_lock()
+    return _asks_for_native(file) and not _asks_for_lock(file)
 
 
 def under_a_lock(error: AttnregError, file: str | os.PathLike[str] | None = None) -> AttnregError:
@@ -149,25 +153,32 @@ def under_a_lock(error: AttnregError, file: str | os.PathLike[str] | None = None
     Calls that were left to torch's own kernels would run unlocked, which a lockfile forbids.
     """
     told = copy(error)
-    if _asks_for_lock() and _asks_for_native(file):
+    if (asks := _asks_for_lock(file)) and _asks_for_native(file):
         told.args = (
-            f'{error}\non_error = "native" doesn\'t apply: {LOCK} is set, so no call may run unlocked',
+            f'{error}\non_error = "native" doesn\'t apply: {asks} is set, so no call may run unlocked',
         )
     return told
 
 
-def _asks_for_lock() -> bool:
-    return bool(os.environ.get(LOCK, "").strip())
+def _asks_for_lock(file: str | os.PathLike[str] | None) -> str:
+    """Return what asks for a lockfile, the variable or the key of a settings file; empty if neither does."""
+    if environment.ignores_lock:
+        return ""
+    return LOCK if os.environ.get(LOCK, "").strip() else "lock" if _LOCK_LINE.search(_text_of(file)) else ""
 
 
 def _asks_for_native(file: str | os.PathLike[str] | None) -> bool:
     if wanted := os.environ.get(ON_ERROR, "").strip():
         return wanted.casefold() == NATIVE
+    return _NATIVE_LINE.search(_text_of(file)) is not None
+
+
+def _text_of(file: str | os.PathLike[str] | None) -> str:
+    """Return the text of a settings file, or else of ATTNREG_CONFIG's; empty if it can't be read."""
     try:
-        text = Path(file or os.environ.get("ATTNREG_CONFIG", "").strip()).expanduser().read_text("utf-8-sig")
-    except (OSError, ValueError, RuntimeError):  # no such file, or not UTF-8: an error as by default
-        return False
-    return _NATIVE_LINE.search(text) is not None
+        return Path(file or os.environ.get("ATTNREG_CONFIG", "").strip()).expanduser().read_text("utf-8-sig")
+    except (OSError, ValueError, RuntimeError):  # no such file, or not UTF-8
+        return ""
 
 
 @contextmanager
@@ -210,12 +221,18 @@ def check_names(fresh: Sources) -> None:
         for loaded in fresh.loaded:
             config.check_backends(loaded, [entry.name for entry in registry.entries().values()])
             _know_hub_names(config.ordered_names(loaded.settings))
+    for line in contradictions(fresh):
+        raise ConfigError(line)
+
+
+def contradictions(fresh: Sources) -> Iterator[str]:
+    """Yield a line for each name that is asked for and disabled, and one for a disabled reference."""
     off = disabled(fresh)
-    for name in variables.backend:
+    for name in fresh.environment.backend:
         if source := off.get(name.casefold()):
-            raise ConfigError(f"ATTNREG_BACKEND asks for {name!r}, but it is disabled by {source}")
+            yield f"ATTNREG_BACKEND asks for {name!r}, but it is disabled by {source}"
     if (source := off.get(REFERENCE)) and not strict(fresh):
-        raise ConfigError(
+        yield (
             f"{source}: got {REFERENCE!r}, expected another backend, or strict as well "
             "(ATTNREG_STRICT=1, or strict = true in the settings): the reference runs what no other can"
         )
@@ -259,6 +276,24 @@ def modules(now: Sources) -> dict[str, tuple[tuple[str, ...], str]]:
             patterns.pop(pattern, None)
             patterns[pattern] = names, loaded.origin.describe(("modules", pattern))
     return patterns
+
+
+def locked_by(now: Sources) -> tuple[Path | None, str]:
+    """Return the lockfile that is asked for, if one is, and its source."""
+    if environment.ignores_lock:
+        return None, ""
+    return (now.environment.lock, LOCK) if now.environment.lock is not None else _strongest(now, "lock")
+
+
+def build(now: Sources) -> tuple[str, str]:
+    """Return how settings other than ATTNREG_BUILD have missing libraries compiled, and their source."""
+    mode, source = _strongest(now, "build")
+    return mode or "", source
+
+
+def transformers(now: Sources) -> str:
+    """Return the setting `transformers`; "off" with ATTNREG_TRANSFORMERS, which `import torch` obeys."""
+    return "off" if now.environment.transformers else _strongest(now, "transformers")[0] or "off"
 
 
 def log_level(now: Sources) -> str:

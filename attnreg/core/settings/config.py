@@ -145,7 +145,7 @@ Names = Annotated[
 ]
 DeviceKey = Annotated[str, AfterValidator(_device)]
 Preferred = Annotated[Names, Field(min_length=1), BeforeValidator(_as_list)]
-TableFile = Annotated[Path, BeforeValidator(_file)]
+File = Annotated[Path, BeforeValidator(_file)]
 
 
 class _Table(BaseModel):
@@ -162,6 +162,10 @@ class _Table(BaseModel):
 
         # Says that it does no more than pydantic's own: validating tables of a file doesn't call it.
         __init__.__pydantic_base_init__ = True
+
+
+# The settings that name files.
+FILES = ("tuned", "lock")
 
 
 class DeviceSettings(_Table):
@@ -187,25 +191,40 @@ class Settings(_Table):
     )
     policy: Literal["measured", "order", "adaptive", "batch_invariant"] = Field(
         default="measured",
-        description="What decides where no backend is preferred: a measured table, if there is one for the "
-        "device, the default order alone, or what the program's own calls take: backends take turns at the "
-        "first ones of each kind. batch_invariant: the default order of those backends whose results for a "
-        "sequence don't depend on its batch.",
+        description="What decides where no backend is preferred. measured: a table of times, if there is one "
+        "for the device. order: the default order alone. adaptive: the times of the program's own first "
+        "calls, at which the backends take turns. batch_invariant: the default order of the backends whose "
+        "results for a sequence don't depend on its batch.",
     )
     masks: Literal["as_given", "recognise"] = Field(
         default="as_given",
-        description="recognise: boolean masks given to F.scaled_dot_product_attention that are padding, "
-        "causal, a window or documents run as packed calls without a mask.",
+        description="recognise: calls of F.scaled_dot_product_attention whose boolean mask is padding, "
+        "causal, a window or documents run packed, without the mask.",
     )
     on_error: Literal["raise", "native"] = Field(
         default="raise",
         description="What a fault in this file, or in a file that it names, does. raise: each call raises "
         "the error. native: an error is logged, the settings are left out, and torch's own kernels run; with "
-        "ATTNREG_LOCK the error is raised all the same.",
+        "a lockfile each call raises the error.",
     )
-    tuned: TableFile | None = Field(
+    tuned: File | None = Field(
         default=None,
         description="A table measured by `attnreg tune`; relative to the folder of the settings file.",
+    )
+    lock: File | None = Field(
+        default=None,
+        description="A lockfile of `attnreg lock`; relative to the folder of the settings file. A call that "
+        "can't run on its locked backend is an error.",
+    )
+    build: Literal["background", "now", "off"] = Field(
+        default="background",
+        description="How missing C++ libraries are compiled at the first call: background (by a process of "
+        "low priority), now (the call waits) or off.",
+    )
+    transformers: Literal["off", "attnreg", "flash_attention_2"] = Field(
+        default="off",
+        description="attnreg: transformers knows attn_implementation='attnreg' as soon as it is imported. "
+        "flash_attention_2: this name runs attnreg, too.",
     )
     devices: dict[DeviceKey, DeviceSettings] = Field(
         default_factory=dict,
@@ -220,20 +239,22 @@ class Settings(_Table):
 
     @model_validator(mode="after")
     def _free_of_contradictions(self) -> Self:
-        disabled = {name.casefold(): toml_file.key_text(key) for key, name in _disabled(self)}
-        problems: list[tuple[KeyPath, object, str]] = [
-            (key, name, f"a backend that isn't disabled: {disabled[name.casefold()]} names it too")
-            for key, name in _ordered(self)
-            if name.casefold() in disabled
-        ]
-        problems += [
-            (key, name, "another backend, or strict = true: the reference runs what no other can")
-            for key, name in _disabled(self)
-            if name.casefold() == REFERENCE and not self.strict
-        ]
-        if problems:
+        if problems := list(_contradictions(_ordered(self), _disabled(self), self.strict)):
             raise refusal(*problems)
         return self
+
+
+def _contradictions(
+    ordered: Iterable[tuple[KeyPath, str]], disabled: Iterable[tuple[KeyPath, str]], is_strict: bool
+) -> Iterator[tuple[KeyPath, object, str]]:
+    """Yield the names, each with its key, that are asked for and disabled, and a disabled reference."""
+    keys = {name.casefold(): (key, name) for key, name in disabled}
+    for key, name in ordered:
+        if name.casefold() in keys:
+            text = toml_file.key_text(keys[name.casefold()][0])
+            yield key, name, f"a backend that isn't disabled: {text} names it too"
+    if REFERENCE in keys and not is_strict:
+        yield (*keys[REFERENCE], "another backend, or strict = true: the reference runs what no other can")
 
 
 def _ordered(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
@@ -262,8 +283,10 @@ def load(path: str | os.PathLike[str]) -> LoadedSettings:
     """Read a settings file; an empty one gives the defaults; a `ConfigError` lists the problems."""
     data, origin = toml_file.read(path)
     settings = _validated(data, origin)
-    if settings.tuned is not None and origin.path is not None:
-        settings = settings.model_copy(update={"tuned": origin.path.parent / settings.tuned})
+    named = {key: path for key in FILES if (path := getattr(settings, key)) is not None}
+    if named and origin.path is not None:
+        folder = origin.path.parent
+        settings = settings.model_copy(update={key: folder / path for key, path in named.items()})
     return LoadedSettings(settings, origin)
 
 
@@ -280,7 +303,7 @@ def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
     A `ConfigError` lists the unknown names with their lines, and the known names.
     """
     named = (*_disabled(loaded.settings), *_ordered(loaded.settings))
-    _raise_if_any(_unknown_names(loaded.origin, named, known))
+    _raise_if_any(_unknown_names(loaded.origin, named, known), loaded.origin)
 
 
 def ordered_names(settings: Settings) -> list[str]:
@@ -288,21 +311,39 @@ def ordered_names(settings: Settings) -> list[str]:
     return [name for _, name in _ordered(settings)]
 
 
-def _named(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the names of backends in the data of a file, which may have any form, each with its key."""
-    devices = data.get("devices")
+def _named(data: Mapping[str, Any]) -> tuple[list[tuple[KeyPath, str]], list[tuple[KeyPath, str]]]:
+    """Return the backends that the data of a file, which may have any form, orders, and those it disables.
+
+    Each name has its key.
+    """
+    devices, modules = data.get("devices"), data.get("modules")
     tables = devices.items() if isinstance(devices, dict) else ()
-    orders = ((("devices", key, "order"), own.get("order")) for key, own in tables if isinstance(own, dict))
-    for key, names in ((("disabled",), data.get("disabled")), *orders):
-        for index, name in enumerate(names if isinstance(names, list) else ()):
-            if isinstance(name, str) and name.strip():
-                yield (*key, index), name.strip()
+    patterns = modules.items() if isinstance(modules, dict) else ()
+    ordered: list[tuple[KeyPath, object]] = [
+        *((("devices", key, "order"), own.get("order")) for key, own in tables if isinstance(own, dict)),
+        *((("modules", pattern), _as_list(names)) for pattern, names in patterns),
+    ]
+    return _each_name(ordered), _each_name([(("disabled",), data.get("disabled"))])
+
+
+def _each_name(lists: Iterable[tuple[KeyPath, object]]) -> list[tuple[KeyPath, str]]:
+    """Return each name of some lists with its key; leaves out what is no list, and what is no name."""
+    return [
+        ((*key, index), name.strip())
+        for key, names in lists
+        for index, name in enumerate(names if isinstance(names, list | tuple) else ())
+        if isinstance(name, str) and name.strip()
+    ]
+
+
+# The key of a fault, and a function that makes its line.
+Problem = tuple[KeyPath, Callable[[], str]]
 
 
 def _unknown_names(
     origin: Origin, named: Iterable[tuple[KeyPath, str]], known: Iterable[str]
-) -> list[Callable[[], str]]:
-    """Return a function for each unknown name, which makes the line of an error about it."""
+) -> list[Problem]:
+    """Return a problem for each unknown name."""
     names = sorted(known, key=str.casefold)
     keys = {name.casefold() for name in names}
     unknown = [
@@ -318,28 +359,52 @@ def _unknown_names(
         near = hub_names.suggested(name) or backend_meant(name, names)
         return origin.problem(key, f"got {short_repr(name)}, expected one of {expected}{near}")
 
-    return [functools.partial(problem, *of) for of in unknown]
+    return [(of[0], functools.partial(problem, *of)) for of in unknown]
 
 
-def _raise_if_any(problems: list[Callable[[], str]], most: int = MOST_LISTED) -> None:
-    """Raise an error with the lines of the first problems, if there are any; other lines aren't made."""
+def _raise_if_any(problems: list[Problem], origin: Origin, most: int = MOST_LISTED) -> None:
+    """Raise an error with the first problems in the order of lines, if any; other lines aren't made."""
     if problems:
-        raise ConfigError("\n".join(first_ten(problems, lambda line: line(), most)))
+        problems = sorted(problems, key=lambda problem: origin.line(problem[0]))
+        raise ConfigError("\n".join(first_ten(problems, lambda problem: problem[1](), most)))
 
 
 def check_file(path: str | os.PathLike[str], known: Iterable[str], most: int = MOST_LISTED) -> None:
     """Check a settings file, and that it names known backends only.
 
-    A `ConfigError` lists the first faults, `most` of them, and counts all. Unknown names of backends are
-    among them, whatever else is wrong.
+    A `ConfigError` lists the first faults, `most` of them, and counts all. Unknown names of backends, and
+    names that contradict each other, are among them, whatever else is wrong.
     """
     data, origin = toml_file.read(path)
-    problems = []
+    ordered, disabled = _named(data)
+    problems = _unknown_names(origin, [*disabled, *ordered], known)
     try:
         Settings.model_validate(data, context=_context(origin))
     except ValidationError as error:
-        problems = _problems(error, Settings, origin)
-    _raise_if_any([*problems, *_unknown_names(origin, _named(data), known)], most)
+        problems = [*_problems(error, Settings, origin), *problems]
+        keys = {key for key, _ in problems}
+        for key, got, text in _contradictions(ordered, disabled, data.get("strict") is True):
+            if key not in keys:  # pydantic looks for contradictions only where nothing else is wrong
+                line = functools.partial(origin.problem, key, f"got {short_repr(got)}, expected {text}")
+                problems.append((key, line))
+    _raise_if_any(problems, origin, most)
+
+
+def named_files(path: str | os.PathLike[str]) -> dict[str, tuple[Path, str]]:
+    """Return the files that a settings file names, whatever else is wrong in it.
+
+    By the key: the path, and the line with the key.
+    """
+    files = {}
+    for key in FILES:
+        try:
+            data, origin = toml_file.read(path)
+            file = getattr(settings_from({key: data.get(key)}), key)
+        except ConfigError:  # `check_file` says so
+            continue
+        if file is not None and origin.path is not None:
+            files[key] = origin.path.parent / file, origin.describe((key,))
+    return files
 
 
 def schema() -> dict[str, Any]:
@@ -361,17 +426,17 @@ def _context(origin: Origin) -> dict[str, Path]:
 
 def _config_error(error: ValidationError, table: type[_Table], origin: Origin | None = None) -> ConfigError:
     origin = origin or Origin(call=f"{table.__name__}(...)")
-    return ConfigError("\n".join(first_ten(_problems(error, table, origin), lambda line: line())))
+    return ConfigError("\n".join(first_ten(_problems(error, table, origin), lambda problem: problem[1]())))
 
 
-def _problems(error: ValidationError, table: type[_Table], origin: Origin) -> list[Callable[[], str]]:
-    """Return a function for each problem in the order of lines, which makes the line of an error about it."""
+def _problems(error: ValidationError, table: type[_Table], origin: Origin) -> list[Problem]:
+    """Return each problem of an error of pydantic's, in the order of lines."""
     details = sorted(error.errors(include_url=False), key=lambda detail: origin.line(_key(detail)))
     # A key of another name is one fault: that the right one is missing says nothing more.
     unknown = [_key(detail) for detail in details if detail["type"] == "extra_forbidden"]
     renamed = {key[:-1] for key in unknown if not _belongs_elsewhere(key, table)}
     return [
-        functools.partial(_problem, detail, table, origin)
+        (_key(detail), functools.partial(_problem, detail, table, origin))
         for detail in details
         if detail["type"] != "missing" or _key(detail)[:-1] not in renamed
     ]

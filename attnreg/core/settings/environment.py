@@ -83,7 +83,7 @@ _BOOLEANS = {
 }
 
 
-SWITCH = "(1 or 0; true, yes, on, false, no and off are as good)"
+SWITCH = "(1 or 0; also true, yes, on, false, no, off)"
 
 
 def _boolean(text: str) -> bool:
@@ -128,14 +128,14 @@ VARIABLES = {
     ),
     "ATTNREG_POLICY": Variable(
         _one_of("measured", "order", "adaptive", "batch_invariant"),
-        "what decides where no backend is preferred: measured (a table of times), order, adaptive (the "
-        "times of the program's own first calls), or batch_invariant (the order of those backends whose "
+        "what decides where no backend is preferred: measured (a table of times), order (the default order), "
+        "adaptive (the times of the program's own first calls), or batch_invariant (only backends whose "
         "results for a sequence don't depend on its batch)",
     ),
     "ATTNREG_MASKS": Variable(
         _one_of(AS_GIVEN, RECOGNISE),
-        "recognise: boolean masks given to F.scaled_dot_product_attention that are padding, causal, a window "
-        "or documents run as packed calls without a mask; as_given: they don't",
+        "recognise: calls of F.scaled_dot_product_attention whose boolean mask is padding, causal, a window "
+        "or documents run packed, without the mask; as_given (the default): no mask is looked at",
     ),
     "ATTNREG_RECORD": Variable(
         _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"
@@ -146,8 +146,8 @@ VARIABLES = {
     ),
     "ATTNREG_REPORT": Variable(
         _path,
-        "the file (JSON lines) to which each process adds what ATTNREG_STATS has and what calls took, for "
-        "`attnreg report`: each call then goes through Python",
+        "the file (JSON lines) to which each process adds what ATTNREG_STATS adds, and the times of calls, "
+        "for `attnreg report`; each call then goes through Python",
     ),
     "ATTNREG_LOCK": Variable(
         _path,
@@ -166,8 +166,8 @@ VARIABLES = {
     ON_ERROR: Variable(
         _one_of(RAISE, NATIVE),
         "what a fault in variables, settings files, or files that they name does: raise (the default: each "
-        "call raises the error), or native (an error is logged, and torch's own kernels run without them; "
-        "with ATTNREG_LOCK it is raised all the same)",
+        "call raises the error), or native (an error is logged, the settings are left out, and torch's own "
+        "kernels run; with a lockfile each call raises the error)",
     ),
     "ATTNREG_AS_FLASH_ATTN": Variable(
         _boolean,
@@ -175,10 +175,13 @@ VARIABLES = {
     ),
     "ATTNREG_TRANSFORMERS": Variable(
         _switch_or("flash_attention_2"),
-        "1: transformers knows attn_implementation='attnreg'; flash_attention_2: attnreg stands behind that "
-        "name as well",
+        "1: transformers knows attn_implementation='attnreg'; flash_attention_2: this name runs attnreg, too",
     ),
 }
+
+
+# Whether no lockfile is in force in this process, whatever settings name: `attnreg lock` writes one.
+ignores_lock = False
 
 
 def read(environ: Mapping[str, str] = os.environ, most: int = MOST_LISTED) -> EnvironmentSettings:

@@ -34,6 +34,8 @@ _logged: set[str] = set()
 
 
 SHIPPED = Path(__file__).parent / "shipped"
+# What decides where no table is in force.
+DEFAULT_ORDER = "the default order"
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class NamedTables:
         """Return a digest of the table in force on a device, and its name, or why there is no table."""
         report = self.report(device)
         if report.in_force is None:
-            return "no table", "; ".join(report.refused) or "the default order"
+            return "no table", "; ".join(report.refused) or DEFAULT_ORDER
         cached = ", compiled call cache" if self.compiled else ""  # predictions depend on it
         return f"contents {report.in_force.digest}{cached}", report.in_force.table.name
 
@@ -188,7 +190,7 @@ class NamedTables:
             if problem not in _logged:
                 _logged.add(problem)
                 is_this = report.in_force is not None and report.in_force.table is named.table
-                decides = "it" if is_this else report.in_force or "the default order"
+                decides = "it" if is_this else report.in_force or DEFAULT_ORDER
                 log.warning("%s; %s decides until `attnreg tune` has run here", problem, decides)
         return replace(report, refused=tuple(refused))
 

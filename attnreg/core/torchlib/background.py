@@ -50,6 +50,8 @@ background.build_missing()
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
 _considered = _waited = _kernel_is_required = False
+# The setting `build` in force, and its source: ATTNREG_BUILD is stronger.
+_setting = ("", "")
 _waiting = locks.open_after_fork(threading.Lock())
 
 
@@ -108,9 +110,7 @@ def wait_built() -> None:
                 libraries.find()
                 _make_folders()
                 if not all(map(earlier_failure, missing)):
-                    asks = (
-                        "ATTNREG_BUILD=now asks" if build_mode() == "now" else "a lockfile is for what lasts"
-                    )
+                    asks = f"{asked_by()} asks" if build_mode() == "now" else "a lockfile is for what lasts"
                     log.info("compiling before the first call, as %s", asks)
                 what = " and ".join(library.title for library in missing)
                 with log_if_slow(f"the first call waited: compiling {what}"), _hold_lock():
@@ -182,13 +182,31 @@ def build_missing() -> list[str]:
     return failures
 
 
+def follow_setting(mode: str, source: str) -> tuple[str, str]:
+    """Compile as the setting `build` says, unless ATTNREG_BUILD is set; an empty mode is no setting.
+
+    Returns the setting before.
+    """
+    global _setting
+    before, _setting = _setting, (mode, source)
+    return before
+
+
+def asked_by() -> str:
+    """Return what the mode of `build_mode` comes from, for messages."""
+    with contextlib.suppress(AttnregError):
+        if not environment.read().build and _setting[0]:
+            return f'build = "{_setting[0]}" ({_setting[1]})'
+    return f"ATTNREG_BUILD={build_mode()}"
+
+
 def is_left_out() -> bool:
     """Return whether ATTNREG_ROUTERS=python excludes compiled libraries."""
     return build_mode() == "left out"
 
 
 def build_mode() -> str:
-    """Return the value of ATTNREG_BUILD, "background", "now" or "off".
+    """Return the value of ATTNREG_BUILD or of the setting `build`: "background", "now" or "off".
 
     Returns "left out" with ATTNREG_ROUTERS=python, and "off" if a variable can't be read.
     """
@@ -196,7 +214,8 @@ def build_mode() -> str:
         variables = environment.read()
     except AttnregError:
         return "off"  # the error is raised by the calls that the variables apply to
-    return "left out" if variables.routers == "python" else variables.build or "background"
+    mode = variables.build or _setting[0] or "background"
+    return "left out" if variables.routers == "python" else mode
 
 
 def _missing() -> list[Library]:

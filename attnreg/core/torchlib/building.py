@@ -15,7 +15,14 @@ from types import ModuleType
 from typing import NamedTuple
 
 from attnreg.core.torchlib import background, caches, libraries, locks
-from attnreg.core.torchlib.background import build, ensure_built, is_left_out, require_kernel, wait_built
+from attnreg.core.torchlib.background import (
+    build,
+    ensure_built,
+    follow_setting,
+    is_left_out,
+    require_kernel,
+    wait_built,
+)
 from attnreg.core.torchlib.libraries import (
     CALL_CACHE,
     CPU_KERNEL,
@@ -28,8 +35,8 @@ from attnreg.core.torchlib.libraries import (
 from attnreg.errors import BuildError
 
 __all__ = [
-    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "can_load", "ensure_built",
-    "in_one_line", "instructions", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded",
+    "CALL_CACHE", "CPU_KERNEL", "LIBRARIES", "Status", "build", "built", "ensure_built", "follow_setting",
+    "in_one_line", "instructions", "is_current", "is_loaded", "loaded", "loaded_cpu_kernel", "may_be_loaded",
     "require_kernel", "slow_path", "status", "target", "wait_built",
 ]  # fmt: skip
 
@@ -55,15 +62,13 @@ def may_be_loaded(library: Library) -> bool:
     return not is_left_out() and find_file(library) is not None
 
 
-def can_load(library: Library) -> bool:
-    """Return whether a library is compiled here and this process can load it, whatever the variables say."""
+def is_current(library: Library) -> bool:
+    """Return whether a library is compiled on this machine from the present source and isn't damaged.
+
+    Doesn't load it: the call cache would need torch, whose import takes seconds.
+    """
     file = find_file(library)
-    try:
-        return file == libraries.target(library) and bool(
-            (_load_module if library is CALL_CACHE else _load_kernel)(file)
-        )
-    except BuildError:
-        return False
+    return file is not None and file.parent != libraries.PREBUILT
 
 
 def loaded() -> ModuleType:
@@ -87,7 +92,9 @@ def _load_module(file: Path) -> ModuleType:
         loader.exec_module(module)
         _check_identity(CALL_CACHE, module.library)
     except (ImportError, AttributeError) as error:
-        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
+        raise BuildError(
+            f"{file} can't be loaded: {error}; `attnreg build --force` compiles it again"
+        ) from error
     log.info("repeated calls use the compiled call cache, %s", file)
     return module
 
@@ -112,7 +119,9 @@ def _load_kernel(file: Path) -> ctypes.CDLL:
         library.attnreg_library.restype = ctypes.c_char_p
         _check_identity(CPU_KERNEL, library.attnreg_library().decode(errors="replace"))
     except (OSError, ImportError, AttributeError) as error:
-        raise BuildError(f"{file} can't be loaded: {error}; `attnreg build` compiles it again") from error
+        raise BuildError(
+            f"{file} can't be loaded: {error}; `attnreg build --force` compiles it again"
+        ) from error
     log.info("the cpu backend uses the compiled kernel, %s", file)
     return library
 
@@ -170,6 +179,6 @@ def status(library: Library) -> Status:
     if mode == "left out":
         return Status("off", reason="ATTNREG_ROUTERS=python leaves compiled libraries out")
     if mode == "off":
-        return Status("off", reason="ATTNREG_BUILD=off forbids it; `attnreg build` does it")
+        return Status("off", reason=f"{background.asked_by()} forbids it; `attnreg build` does it")
     when = "in the background at" if mode == "background" else "before"
     return Status("not built", reason=f"compiled {when} a program's first call; `attnreg build` does it now")

@@ -3,14 +3,18 @@
 There are two: the call cache, which runs repeated calls without Python, and the kernel of the CPU backend.
 Each is described in its `module.cpp`. The call cache has a file for each version of torch and Python. The
 kernel knows neither. It has a file for each level of instructions, and a wheel brings these (`PREBUILT`).
+Nothing here imports torch, which takes seconds: `attnreg build` is quick where everything is compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,8 +23,6 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from attnreg.core.torchlib import caches, children
 from attnreg.errors import BuildError
@@ -58,9 +60,9 @@ class Level(NamedTuple):
 
     Attributes:
         name: its name for users.
-        capability: what `torch.backends.cpu.get_cpu_capability` calls it.
+        capability: what the variable ATEN_CPU_CAPABILITY of torch calls it.
         march: what compilers call it.
-        instructions: what a CPU of this level has, by the names of `torch.cpu.get_capabilities`.
+        instructions: what a CPU of this level has, by the names of /proc/cpuinfo.
     """
 
     name: str
@@ -69,23 +71,55 @@ class Level(NamedTuple):
     instructions: frozenset[str]
 
 
-_V3 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt"})
-_V4 = _V3 | {"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"}
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 # The highest first. Code for AMX is part of AVX-512, and runs only on CPUs that have AMX.
-LEVELS = (Level("AVX-512", "AVX512", "x86-64-v4", _V4), Level("AVX2", "AVX2", "x86-64-v3", _V3))
+LEVELS = (Level("AVX-512", "avx512", "x86-64-v4", _V4), Level("AVX2", "avx2", "x86-64-v3", _V3))
 
 
 def machine_level() -> Level | None:
-    """Return the highest level that torch uses on this machine and the CPU has all of, if there is one.
+    """Return the highest level that this CPU has all of and torch may use, if there is one.
 
-    Torch looks at some of a level's instructions only, and a virtual machine may hide others.
+    ATEN_CPU_CAPABILITY limits it, as it limits torch. A virtual machine may hide single instructions.
     """
-    capability, capabilities = torch.backends.cpu.get_cpu_capability(), torch.cpu.get_capabilities()
-    used = [level.capability for level in LEVELS]
-    if capability not in used:
+    limit = os.environ.get("ATEN_CPU_CAPABILITY")
+    if limit == "default":
         return None
-    has = {name for name, value in capabilities.items() if value is True}
-    return next((level for level in LEVELS[used.index(capability) :] if level.instructions <= has), None)
+    first = next((place for place, level in enumerate(LEVELS) if level.capability == limit), 0)
+    return next((level for level in LEVELS[first:] if level.instructions <= cpu_flags()), None)
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Return the names that Linux has for the instructions of an x86-64 CPU; empty elsewhere."""
+    with (
+        contextlib.suppress(OSError),
+        Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines,
+    ):
+        for line in lines:
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+class InstalledTorch(NamedTuple):
+    """The torch that `import torch` finds: its folder, and what its `version.py` says."""
+
+    folder: Path
+    version: str
+    git_version: str
+    cuda: str | None
+
+
+@functools.cache
+def installed_torch() -> InstalledTorch:
+    """Return the installed torch, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    folder = Path(spec.origin).parent.absolute()
+    facts = runpy.run_path(str(folder / "version.py"))
+    return InstalledTorch(folder, facts["__version__"], facts["git_version"], facts["cuda"])
 
 
 class Library(NamedTuple):
@@ -101,7 +135,7 @@ class Library(NamedTuple):
         trial: a script that loads it, with variables `name` and `file`.
         without: what runs where it is missing, and what that costs by the pages of measurements.
         backend: the backend that alone uses it; empty if calls of all backends do.
-        is_native: whether it is compiled for the instructions that torch uses on this machine.
+        is_native: whether it is compiled for the instructions of this machine.
     """
 
     name: str
@@ -284,7 +318,8 @@ def _digest_matches(file: Path, *_: int) -> bool:
 
 def _versions() -> tuple[str | None, ...]:
     """Return the versions that a library depends on beyond its source."""
-    return torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
+    torch = installed_torch()
+    return torch.version, torch.git_version, sysconfig.get_config_var("SOABI")
 
 
 def compile_library(library: Library) -> Path:
@@ -371,7 +406,7 @@ def python(script: str, *arguments: str) -> list[str]:
     attnreg's.
     """
     installed = [place for place in sys.path if Path(place).name in ("site-packages", "dist-packages")]
-    places = [str(Path(torch.__file__).parents[1].absolute()), *installed]
+    places = [str(installed_torch().folder.parent), *installed]
     begin = "import json, sys\nplaces, arguments = json.loads(sys.argv[1])\nsys.path += places\n"
     return [sys.executable, "-I", "-S", "-c", begin + script, json.dumps([places, arguments])]
 
@@ -391,16 +426,16 @@ def _make_arguments(library: Library, output: Path) -> list[str]:
     files = [str(library.main), "-o", str(output)]
     if not library.libraries:
         return [*names, *files]
-    inside = Path(torch.__file__).parent
-    headers = inside / "include"
+    torch = installed_torch()
+    headers = torch.folder / "include"
     includes = headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")
-    runtime = f"libcudart.so.{(torch.version.cuda or '0').partition('.')[0]}"
+    runtime = f"libcudart.so.{(torch.cuda or '0').partition('.')[0]}"
     return [
         *names,
         f'-DATTNREG_CUDART="{runtime}"',
         *(f"-I{folder}" for folder in includes),
         *files,
-        f"-L{inside / 'lib'}",
+        f"-L{torch.folder / 'lib'}",
         *(f"-l{name}" for name in library.libraries),
         *_find_runtime(),
     ]

@@ -7,7 +7,7 @@ import typer
 
 from attnreg.errors import BuildError, InvalidInputError
 from attnreg.tools.cli.options import AsJson
-from attnreg.tools.cli.output import FAILED, console, import_torch, print_json, table
+from attnreg.tools.cli.output import FAILED, console, print_json, table
 
 
 def build(
@@ -23,10 +23,10 @@ def build(
 
     The call cache runs repeated calls without Python, and is compiled for this torch and Python. The kernel
     is compiled even if a wheel brought one, unless --missing is given. Both go into the user's cache folder.
-    CXX names the compiler. Without CXX the command looks for a compiler. It takes about half a minute, or
-    none where both are compiled and current. Programs that start after it use them. Without this command the
-    first program that runs attention has what is missing compiled in the background, which ATTNREG_BUILD=off
-    forbids. With ATTNREG_ROUTERS=python neither is used.
+    CXX names the compiler; without it the command looks for one. Compiling takes about half a minute. What is
+    compiled and current stays: the command then takes about a second. Programs that start after it use both.
+    Without this command the first program that runs attention has what is missing compiled in the background,
+    which ATTNREG_BUILD=off forbids. With ATTNREG_ROUTERS=python neither is used.
 
     The exit code is 1 if one of them can't be compiled; the other is kept.
 
@@ -34,7 +34,7 @@ def build(
     """
     if missing and force:
         raise InvalidInputError("--force: got --missing as well, expected one of the two")
-    import_torch()
+    # No torch: where everything is compiled, its import would take most of the time.
     from attnreg.core.torchlib import building
 
     began = time.perf_counter()
@@ -45,7 +45,7 @@ def build(
     others = {status.reason for status in statuses.values() if status.state == "building"}
     for reason in others:
         typer.echo(f"attnreg: {reason}, waiting for it", err=True)
-    is_current = {name: not force and building.can_load(library) for name, library in libraries.items()}
+    is_current = {name: not force and building.is_current(library) for name, library in libraries.items()}
     for name, library in libraries.items():
         try:
             if missing and statuses[name].state == "failed":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -25,7 +27,7 @@ FILES = "settings (.toml), a lockfile or a table (.json), or a recording or line
 ONLY_FORMAT = "only the format was read; `attnreg lock --check {}` says whether its rows hold on this machine"
 
 Files = Annotated[
-    list[Path] | None, typer.Argument(metavar="FILE...", help=f"Files to check: {FILES}.", show_default=False)
+    list[Path] | None, typer.Argument(metavar="FILE", help=f"Files to check: {FILES}.", show_default=False)
 ]
 
 
@@ -47,7 +49,7 @@ def check(files: Files = None, as_json: AsJson = False) -> None:
     """
     import_torch()
     with stdout_to_stderr():
-        results = [_result(str(file), _of_file(file)) for file in files or ()]
+        results = [_result(str(file), _of_file(file.absolute())) for file in files or ()]
         results.append(_result(VARIABLES, _of_variables()))
     if as_json:
         print_json({"checked": results})
@@ -126,18 +128,24 @@ def _load_json(file: Path) -> object:
 def _of_settings(file: Path) -> Iterator[Finding]:
     """Yield the faults of a settings file and of the table that it names, and notes."""
     from attnreg.core import registry
+    from attnreg.core.policy import lockfile
     from attnreg.core.settings import config
     from attnreg.core.times import table as measured
 
     names = [entry.name for entry in registry.entries().values()]
     yield from _faults(lambda file: config.check_file(file, names, sys.maxsize), file)
+    named = config.named_files(file)
+    for key, read in (("tuned", measured.load), ("lock", lockfile.load)):
+        if key in named:
+            path, line = named[key]
+            faults = list(_faults(read, path, f"{line}: {key}: "))
+            yield from faults
+            if key == "lock" and not faults:
+                yield Finding(f"{line}: lock: {ONLY_FORMAT.format(path)}", False)
     try:
         loaded = config.load(file)
     except ConfigError:
         return
-    if loaded.settings.tuned is not None:
-        source = loaded.origin.describe(("tuned",))
-        yield from _faults(measured.load, loaded.settings.tuned, f"{source}: tuned: ")
     yield from (Finding(loaded.origin.problem(*note), False) for note in _without_effect(loaded.settings))
 
 
@@ -169,13 +177,13 @@ def _of_variables() -> Iterator[Finding]:
     """Yield the faults of the variables and of the files that they name, and notes."""
     from attnreg.core import registry
     from attnreg.core.policy import lockfile
-    from attnreg.core.policy.sources import Sources, check_names, read
-    from attnreg.core.settings import environment
+    from attnreg.core.policy.sources import Sources, check_names, contradictions, read
+    from attnreg.core.settings import config, environment
     from attnreg.core.times import traces
     from attnreg.core.times.table import check_writable
 
     findings = list(_faults(lambda environ: environment.read(environ, sys.maxsize), os.environ))
-    # The other variables are checked all the same.
+    # What is wrong with some variables hides no fault of the rest.
     wrong = {name for finding in findings for name in finding.line.partition(":")[0].split(" and ")}
     variables = environment.read({name: text for name, text in os.environ.items() if name not in wrong})
     for variable, names in (("ATTNREG_BACKEND", variables.backend), ("ATTNREG_DISABLE", variables.disable)):
@@ -190,10 +198,13 @@ def _of_variables() -> Iterator[Finding]:
     for variable, file in (("ATTNREG_STATS", variables.stats), ("ATTNREG_REPORT", variables.report)):
         if file is not None:
             findings += _faults(check_writable, file.absolute(), f"{variable}: ")
+    sources = Sources(environment=variables)
     if variables.config is not None:
         findings += _of_settings(variables.config)
+        with contextlib.suppress(ConfigError):  # its faults are listed already
+            sources = replace(sources, environment_file=config.load(variables.config))
+    findings += map(Finding, contradictions(sources))
     if not any(finding.is_fault for finding in findings):
-        # Only settings that can be read can contradict each other.
         findings += _faults(lambda before: check_names(read(before)), Sources())
     yield from findings
 

@@ -88,7 +88,7 @@ def explain(
     """
     import_torch()
     from attnreg.core.contract.spec import LEAST_SCALE
-    from attnreg.tools.explanation.lines import width_of
+    from attnreg.tools.lines import width_of
 
     if scale is not None and not math.isfinite(scale):
         raise InvalidInputError(f"--scale: got {scale}, expected a finite number")

@@ -159,6 +159,7 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
     """Yield the settings in force, highest precedence first: name, value, source."""
     from attnreg.core import registry
     from attnreg.core.policy import current as policy
+    from attnreg.core.policy.sources import locked_by
 
     for preference in in_force.preferences:
         where = f" on {', '.join(preference.devices)}" if preference.devices else ""
@@ -172,12 +173,13 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
     except AttnregError:
         return
     if sources.lock is not None:
-        yield "lock", f"{sources.lock.path}, {counted(len(sources.lock.rows), 'row')}", "ATTNREG_LOCK"
+        rows = counted(len(sources.lock.rows), "row")
+        yield "lock", f"{sources.lock.path}, {rows}", locked_by(sources)[1]
     for key in ("policy", "masks", "on_error", "record"):
         if value := getattr(sources.environment, key):
             yield key, str(value), f"ATTNREG_{key.upper()}"
     for loaded in sources.loaded:
-        for key in ("log_level", "policy", "masks", "on_error", "tuned"):
+        for key in ("log_level", "policy", "masks", "on_error", "tuned", "build", "transformers"):
             if (value := getattr(loaded.settings, key)) and key in loaded.settings.model_fields_set:
                 yield key, str(value), loaded.origin.describe((key,))
         for pattern, names in loaded.settings.modules.items():
@@ -197,8 +199,7 @@ def _print(facts: dict[str, Any], verbose: bool) -> None:
     table("Settings in force, highest precedence first", _setting_rows(facts["settings"]))
     table("Measured tables", _table_rows(facts["tables"]))
     table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]))
-    title = f"Compiled for torch {versions['torch']} and Python {versions['python']}"
-    table(title, _library_rows(facts["compiled"]))
+    table("Compiled part", _library_rows(facts["compiled"]))
     if verbose:
         table("What torch does without attnreg", _torch_rows(facts["torch"]))
 

@@ -12,7 +12,7 @@ from attnreg.tools.cli.options import valued
 
 FOLDER = Path(__file__).parents[2] / "core" / "settings" / "files"
 
-Out = Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")]
+Out = Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")]
 Template = Annotated[
     str, valued("--template", "NAME", "default, cpu, hopper or blackwell.", show_default=True)
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from attnreg.core.settings import environment
 from attnreg.core.settings.environment import REFERENCE
 from attnreg.errors import BackendUnavailableError, InvalidInputError, UnsupportedInputError
 from attnreg.tools.cli.options import TRACE, AsJson, check_writable, present_device, valued
@@ -60,10 +60,10 @@ def lock(
 ) -> None:
     """Write a lockfile: which backend runs each kind of call.
 
-    A kind is all of a recorded call but its lengths. With ATTNREG_LOCK=FILE a program runs each call on the
-    backend of the lockfile, or fails and says what differs. --check shows in advance what would fail. If
-    the compiled kernel for the CPU is missing, it is compiled first, unless ATTNREG_BUILD=off. The command
-    ignores ATTNREG_LOCK.
+    A kind is all of a recorded call but its lengths. With ATTNREG_LOCK=FILE, or the key lock of a settings
+    file, a program runs each call on the backend of the lockfile, or fails and says what differs. --check
+    shows in advance what would fail. If the compiled kernel for the CPU is missing, it is compiled first,
+    unless ATTNREG_BUILD=off. A lockfile that is in force doesn't count here.
 
     Example: attnreg lock --from calls.jsonl --out lock.json
     """
@@ -102,16 +102,13 @@ def lock(
 @contextmanager
 def _without_lock() -> Iterator[None]:
     """Import torch with no lockfile in force: it may be unreadable, or the file that is to be written."""
-    from attnreg.core.policy.lockfile import VARIABLE
-
-    in_force = os.environ.pop(VARIABLE, None)
+    environment.ignores_lock = True
     try:
         import_torch()
         with stdout_to_stderr():
             yield
     finally:
-        if in_force is not None:
-            os.environ[VARIABLE] = in_force
+        environment.ignores_lock = False
 
 
 def _lock(trace: Path, out: Path, device: str, exact: bool) -> tuple[Lockfile, Refused]:

@@ -76,6 +76,9 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 OF_PACKAGES = "a package's own is known once the package, with its entry point, is installed"
 
 
+_WORDS = ("a whole number", *(f"{count} whole numbers" for count in ("two", "three", "four")))
+
+
 def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
     """Read as many whole numbers as `meaning` has words between its commas."""
     try:
@@ -83,7 +86,7 @@ def numbers(option: str, text: str, meaning: str) -> tuple[int, ...]:
     except ValueError:
         parts = ()
     if len(parts) != meaning.count(",") + 1:
-        raise InvalidInputError(f"{option}: got {text!r}, expected whole numbers: {meaning}")
+        raise InvalidInputError(f"{option}: got {text!r}, expected {_WORDS[meaning.count(',')]}: {meaning}")
     return parts
 
 

@@ -93,7 +93,7 @@ def table(
     """
     from rich.text import Text
 
-    from attnreg.tools.explanation.lines import aligned, width_of
+    from attnreg.tools.lines import aligned, width_of
 
     place = place or console()
     if title:

@@ -24,7 +24,7 @@ OF_PAGE, OF_LINES = '<meta name="generator" content="attnreg">', '{"program": '
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="What ATTNREG_REPORT or ATTNREG_STATS names, or several."),
+        typer.Argument(metavar="FILE", help="Files that ATTNREG_REPORT or ATTNREG_STATS named."),
     ],
     out: Annotated[
         Path | None,
@@ -32,11 +32,12 @@ def report(
     ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print the tables alone, and write no page.")] = False,
 ) -> None:
-    """Print what a program's attention did, and make a page of it.
+    """Print what attention did in a run, and make a page of it.
 
-    Which calls took how long, on which backends, who decided, what passed by and why, first uses, padding,
-    and what is known of possible gains: tables here, and one HTML file with plots. With --out there is the
-    file alone, with --text the tables alone. `attnreg run --report` runs a program and makes its page.
+    The tables and the page say which calls took how long, on which backends, and who decided. They also have
+    calls that passed by, first uses, padding, and possible gains. The page is one HTML file with plots. With
+    --out only the page is made, with --text only the tables. `attnreg run --report` runs a program and makes
+    its page.
 
     Example: attnreg report stats.jsonl --out report.html
     """

@@ -52,7 +52,7 @@ def warmup(
     backend: options.Backends = [],  # noqa: B006
     as_json: options.AsJson = False,
 ) -> None:
-    """Run kinds of calls once, so that their kernels are compiled.
+    """Compile kernels ahead, by running kinds of calls once.
 
     Kernels that a backend caches on disk are then ready when the next program starts. What it builds for
     a single process, such as cuDNN's execution plans, isn't: call attnreg.warmup in the program for that.

@@ -16,8 +16,8 @@ from attnreg.core.selection.render import ELIGIBLE, decision_table, headline
 from attnreg.core.torchlib import building
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.tools.explanation.call_spec import shapes_as
-from attnreg.tools.explanation.lines import aligned, fitted, width_of
 from attnreg.tools.explanation.predicted import lead_lines, milliseconds, prediction_lines
+from attnreg.tools.lines import aligned, fitted, width_of
 
 RUNS = "runs it"
 # How the note begins that the first line has already where torch's own kernel runs the call.

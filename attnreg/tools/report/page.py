@@ -9,12 +9,14 @@ from importlib import resources
 from typing import Any
 
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.times.tables import DEFAULT_ORDER
 from attnreg.tools.report.gains import predicted
 from attnreg.tools.report.lines import CallRow, RunReport, grouped, rows_of
 
 # Rows of a table that are shown; the rest is one sentence.
 MOST = 50
 
+RECOGNISE = "<code>masks = &quot;recognise&quot;</code>"
 NO_PLOTS = "The plots need matplotlib: <code>pip install 'attnreg[plots]'</code>."
 
 
@@ -45,10 +47,11 @@ def _summary(run: RunReport) -> str:
         return "<p><b>No attention call went through attnreg.</b></p>"
     fallbacks = sum(row["count"] for row in run.counted("fallbacks", "backend", "reason"))
     failures = sum(row["count"] for row in run.counted("failures", "backend", "direction", "error"))
-    facts = [
-        ("calls on backends", f"{counted:,}"), ("passed by", f"{passed:,}"), ("fallbacks", f"{fallbacks:,}"),
-        ("failures", f"{failures:,}"), ("processes", f"{len(run.processes):,}"),
-    ]  # fmt: skip
+    counts = (
+        (counted, "call", "calls"), (passed, "passed by", "passed by"), (fallbacks, "fallback", "fallbacks"),
+        (failures, "failure", "failures"), (len(run.processes), "process", "processes"),
+    )  # fmt: skip
+    facts = [(name if count == 1 else plural, f"{count:,}") for count, name, plural in counts]
     if run.total_us:
         facts.append(("time of kernels", duration(run.total_us)))
     tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts)
@@ -209,16 +212,16 @@ def _gains(run: RunReport) -> str:
             "None was measured in this run.</p>" + _table(heads, rows, right=1)
         )
     else:
-        known = (
-            f"For {result.known:,} of {len(run.rows):,} rows a table has times: {result.note}. None names a"
-        )
+        note = "" if result.note == DEFAULT_ORDER else f" ({escape(result.note)})"
         text = (
-            f"{known} backend that would be more than 5 % faster."
+            f"For {result.known:,} of {len(run.rows):,} rows a table has times{note}. By these no other "
+            "backend would be more than 5 % faster."
             if result.known
-            else f"No table predicts these calls ({result.note}), so nothing is known of other backends. "
-            "To measure: attnreg run --record calls.jsonl PROGRAM, then attnreg tune --from calls.jsonl."
+            else f"No table predicts these calls{note}, so nothing is known of other backends. To measure: "
+            f"{_code('attnreg run --record calls.jsonl PROGRAM')}, then "
+            f"{_code('attnreg tune --from calls.jsonl')}."
         )
-        parts.append(f"<p><b>Another backend.</b> {escape(text)}</p>")
+        parts.append(f"<p><b>Another backend.</b> {text}</p>")
     parts += _of_packing(run)
     return _section("What could be gained", "".join(parts))
 
@@ -229,13 +232,14 @@ def _of_packing(run: RunReport) -> Iterator[str]:
     for row in run.masks():
         kept = row["queries"] * row["keys"]
         if "padded" in row["seen"] and 0.0 < kept < 1.0 and row["seen"] not in packed:
+            calls = f"{row['count']:,} {'call' if row['count'] == 1 else 'calls'}"
             text = (
-                f"{row['count']:,} calls had the mask “{row['seen']}”. Without the padding they would "
-                f"multiply {1 - kept:.0%} fewer queries with keys, on average. Times weren't measured. "
-                'masks = "recognise" runs such calls packed; a program that packs its batches saves the '
-                "padding of the other layers, too."
+                f"{calls} had the mask “{escape(row['seen'])}”. Without the padding "
+                f"{share(1 - kept, 1.0)} of the products of queries and keys would be saved, on average. "
+                f"Times weren't measured. {RECOGNISE} runs such calls packed. A program that packs its "
+                "batches saves the padding of the other layers, too."
             )
-            yield f"<p><b>Packing.</b> {escape(text)}</p>"
+            yield f"<p><b>Packing.</b> {text}</p>"
 
 
 def _processes(run: RunReport) -> str:
