@@ -478,6 +478,15 @@ def test_a_compiler_that_brings_its_own_runtime_links_torchs(cache, monkeypatch,
     assert address[0] == address[1]
 
 
+def test_torchs_runtime_is_found_also_where_nothing_has_imported_torch():
+    script = (
+        "import sys\nfrom attnreg.core.torchlib import libraries\n"
+        "assert 'torch' not in sys.modules\nprint(*libraries._find_runtime())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert [Path(file).name.partition(".so")[0] for file in done.stdout.split()] == ["libstdc++"]
+
+
 @pytest.mark.parametrize("name", [*libraries.COMPILERS, "named by CXX", ""])
 def test_make_finds_a_compiler_where_attnreg_does(monkeypatch, tmp_path, name):
     if (make := shutil.which("make")) is None:

@@ -3,7 +3,8 @@
 There are two: the call cache, which runs repeated calls without Python, and the kernel of the CPU backend.
 Each is described in its `module.cpp`. The call cache has a file for each version of torch and Python. The
 kernel knows neither. It has a file for each level of instructions, and a wheel brings these (`PREBUILT`).
-Nothing here imports torch, which takes seconds: `attnreg build` is quick where everything is compiled.
+Torch takes seconds to import. It is imported to compile only, so that `attnreg build` is quick where
+everything is compiled.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -444,10 +446,12 @@ def _make_arguments(library: Library, output: Path) -> list[str]:
 def _find_runtime() -> list[str]:
     """Return the path of the C++ runtime that torch has loaded, for the linker; nothing where it isn't known.
 
-    Some compilers link their own runtime into a library, by `-static-libstdc++` or because they come with no
-    other. Two runtimes in a process share some of their variables: the first number in a message was then a
-    crash, also in torch's own code. A linker that was given torch's runtime takes nothing from the other.
+    Torch is imported for that. Some compilers link their own runtime into a library, by `-static-libstdc++`
+    or because they come with no other. Two runtimes in a process share some of their variables: the first
+    number in a message was then a crash, also in torch's own code. A linker that was given torch's runtime
+    takes nothing from the other.
     """
+    importlib.import_module("torch")
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
