@@ -1,0 +1,164 @@
+"""What of a small packed call is new, and what that costs: tensors, offsets or lengths.
+
+    python benchmarks/back_to_back.py [--backends FA4,FA2,cuDNN] [--calls N] [--rounds N] [--out FILE]
+
+All batches are drawn before the first call, so that nothing runs between calls: the host's caches are hot, as
+between the layers of a model. `attnreg bench fresh` draws a batch before each call, which finds them cold. A
+figure is a median in µs, from an idle device to an idle device; in parentheses is the host's part. The first
+eight calls of a turn don't count. Torch's own function and flash-attn-4's are sides, where they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import attnreg
+from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.measure import Case, inputs
+from attnreg.tools.measure.timing import shuffled, timer_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SEQUENCES, LONGEST, HEADS, DIM, WARM_UP = 8, 256, 8, 64, 8
+STATES = "same", "new tensors", "new offsets", "new lengths"
+TORCH, PACKAGE = "torch's varlen_attn", "flash-attn-4's own"
+
+Batch = tuple[list["Tensor"], "Tensor", int]
+
+
+def drawn(lengths: list[int], device: torch.device, grad: bool, seed: int) -> Batch:
+    """Return query, key and value, (T, H, D), offsets and the longest length."""
+    case = Case(
+        name="small", lens_q=tuple(lengths), lens_k=tuple(lengths), varlen=True, heads=(HEADS, HEADS),
+        dims=(DIM, DIM), dtype="bfloat16", window=(-1, 0), one_cu_seqlens=True,
+    )  # fmt: skip
+    *tensors, _, call = inputs(case, device, seed, drawn_on=device)
+    return [x.detach().requires_grad_(grad) for x in tensors], call.cu_seqlens_q, max(lengths)
+
+
+def states(count: int, device: torch.device, grad: bool) -> dict[str, list[Batch]]:
+    """Return the batches of each state, `count` of them."""
+    draw = random.Random(0)
+    lengths = [[draw.randint(1, LONGEST) for _ in range(SEQUENCES)] for _ in range(count)]
+    same = drawn(lengths[0], device, grad, 0)
+    others = [drawn(lengths[0], device, grad, seed) for seed in range(count)]
+    return {
+        "same": [same] * count,
+        "new tensors": [(tensors, same[1], same[2]) for tensors, _, _ in others],
+        "new offsets": others,
+        "new lengths": [drawn(each, device, grad, seed) for seed, each in enumerate(lengths)],
+    }
+
+
+def fronts(backends: list[str]) -> dict[str, Any]:
+    """Return the functions to compare, of query, key, value, offsets and the longest length."""
+
+    def ours(backend: str | None, tensors: list[Tensor], offsets: Tensor, longest: int) -> Any:
+        given = offsets, offsets, longest, longest
+        return attnreg.varlen_attn(*tensors, *given, is_causal=True, backend=backend)
+
+    def torchs(tensors: list[Tensor], offsets: Tensor, longest: int) -> Any:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(*tensors, offsets, offsets, longest, longest, window_size=(-1, 0))
+
+    def packages(tensors: list[Tensor], offsets: Tensor, longest: int) -> Any:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        given = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "causal": True}
+        return flash_attn_varlen_func(*tensors, max_seqlen_q=longest, max_seqlen_k=longest, **given)[0]
+
+    named = {f"attnreg, {name}": functools.partial(ours, name) for name in backends}
+    return {TORCH: torchs, PACKAGE: packages, "attnreg": functools.partial(ours, None), **named}
+
+
+def turn(front: Any, batches: list[Batch], grad: bool, device: torch.device) -> list[tuple[float, float]]:
+    """Return the seconds of each call that counts: in all, and of the host."""
+    timer, taken = timer_for(device), []
+    for number, (tensors, offsets, longest) in enumerate(batches):
+        timer.wait()
+        begun = timer.now()
+        out = front(tensors, offsets, longest)
+        if grad:
+            torch.autograd.grad(out, tensors, out.detach())
+        host = timer.now() - begun
+        timer.wait()
+        if number >= WARM_UP:
+            taken.append((timer.now() - begun, host))
+    return taken
+
+
+def wrong_by(front: Any, batch: Batch) -> float:
+    """Return how far a side's output is at most from that of `math` in float32."""
+    tensors, offsets, longest = batch
+    right = fronts(["math"])["attnreg, math"]([x.detach().float() for x in tensors], offsets, longest)
+    return float((front(*batch).detach().float() - right).abs().max())
+
+
+def measure(backends: list[str], grad: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each side, with the medians of each state in µs."""
+    device, rows = torch.device(options.device), []
+    batches, sides = states(options.calls + WARM_UP, device, grad), fronts(backends)
+    taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    failed: dict[str, str] = {}
+    off: dict[str, float] = {}
+    for name in sides:
+        try:
+            for state in batches:  # compiles and plans
+                turn(sides[name], batches[state], grad, device)
+            off[name] = max(wrong_by(sides[name], given[-1]) for given in batches.values())
+        except Exception as error:  # noqa: BLE001 - a side that can't run is a row with its reason
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    able = [(name, state) for name in sides if name not in failed for state in batches]
+    for _ in range(options.rounds):
+        for name, state in shuffled(able):
+            found = turn(sides[name], batches[state], grad, device)
+            taken.setdefault((name, state), []).extend(found)
+    for name in sides:
+        step = "forward + backward" if grad else "forward"
+        row: dict[str, Any] = {"step": step, "side": name, "off": off.get(name)}
+        for state in batches:
+            if (calls := taken.get((name, state))) is not None:
+                row[state] = [statistics.median(each) * 1e6 for each in zip(*calls, strict=True)]
+        rows.append(row | ({"failed": failed[name]} if name in failed else {}))
+    return rows
+
+
+def main() -> None:
+    """Measure forwards, then forwards and backwards, and print their tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backends", default="FA4,FA2,cuDNN", help="comma list")
+    parser.add_argument("--calls", type=int, default=50, help="of a turn that count")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    show_machine()
+    rows: list[dict[str, Any]] = []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            found = measure(options.backends.split(","), grad, options)
+        rows += found
+        save(options.out, rows)
+        show(f"{found[0]['step']}, µs (of the host)", ("side", *STATES, "off by"), list(map(cells_of, found)))
+
+
+def cells_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a row of the printed table."""
+    if "failed" in row:
+        return row["side"], row["failed"][:40], *[""] * len(STATES)
+    return row["side"], *[f"{row[name][0]:.0f} ({row[name][1]:.0f})" for name in STATES], f"{row['off']:.1e}"
+
+
+if __name__ == "__main__":
+    main()
