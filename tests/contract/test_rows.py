@@ -1,14 +1,38 @@
-"""Promises of what clears rows, by torch's ops; on a GPU its kernels are compared with these."""
+"""Promises of what clears rows, by torch's ops, and by its kernels, compiled for the CPU."""
 
 import itertools
 
 import pytest
 import torch
+from support import host_kernels
 from support import rows as slow
 
 from attnreg.core.launching import rows
 
-SEEDS = pytest.mark.parametrize("seed", range(40))
+BY_OPS, BY_KERNELS = "by ops", "by kernels"
+SEEDS = pytest.mark.parametrize(
+    ("how", "seed"),
+    [*[(BY_OPS, seed) for seed in range(40)], *[(BY_KERNELS, seed) for seed in range(0, 40, 3)]],
+    indirect=["how"],
+)
+
+HOWS = pytest.mark.parametrize("how", [BY_OPS, BY_KERNELS], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return host_kernels.compiled(rows.CLEAR_FORWARD.source, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def how(request, monkeypatch):
+    """Have rows cleared by torch's ops, or by the kernels."""
+    if request.param == BY_OPS:
+        yield BY_OPS
+        return
+    with host_kernels.kernels_on_host(request.getfixturevalue("library"), rows, monkeypatch) as ran:
+        yield BY_KERNELS
+    assert ran
 
 
 def numbers(*shape):
@@ -21,7 +45,7 @@ def same(one, other):
 
 
 @SEEDS
-def test_exactly_the_rows_that_see_no_key_get_0_and_minus_infinity(seed):
+def test_exactly_the_rows_that_see_no_key_get_0_and_minus_infinity(how, seed):
     packed = slow.drawn(seed)
     out, lse = numbers(packed.tokens_q, 2, 3), numbers(2, packed.tokens_q)
     lse[:, ::3] = torch.inf  # as FA2 marks rows without a key
@@ -35,7 +59,7 @@ def test_exactly_the_rows_that_see_no_key_get_0_and_minus_infinity(seed):
 
 
 @SEEDS
-def test_exactly_the_gradients_of_rows_without_partners_get_0(seed):
+def test_exactly_the_gradients_of_rows_without_partners_get_0(how, seed):
     packed = slow.drawn(seed)
     dq, dk, dv = (
         numbers(packed.tokens_q, 4, 3),
@@ -69,7 +93,7 @@ def test_the_drawn_batches_have_rows_of_every_kind():
 
 
 @SEEDS
-def test_a_blanked_copy_has_zeros_past_the_last_offset_and_leaves_the_original(seed):
+def test_a_blanked_copy_has_zeros_past_the_last_offset_and_leaves_the_original(how, seed):
     packed = slow.drawn(seed)
     x = numbers(2, packed.tokens_q, 3).transpose(0, 1)
     before = x.clone()
@@ -91,9 +115,10 @@ def slow_facts(packed):
     return [no_unused, no_unused and all(k >= q for q, k in pairs)]
 
 
-def test_facts_are_those_of_a_loop_over_the_sequences():
+@HOWS
+def test_facts_are_those_of_a_loop_over_the_sequences(how):
     seen = set()
-    for seed in range(400):
+    for seed in range(0 if how == BY_OPS else 200, 400):
         packed = slow.drawn(seed, batch=seed % 4, longest=2)
         result = rows.facts(*packed[:4])
         assert result.dtype == torch.uint8
@@ -102,21 +127,24 @@ def test_facts_are_those_of_a_loop_over_the_sequences():
     assert seen == {(0, 0), (1, 0), (1, 1)}
 
 
-def test_facts_of_offsets_that_fall_are_false():
+@HOWS
+def test_facts_of_offsets_that_fall_are_false(how):
     falling, rising = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 3, 8], [0, 3, 5, 8]))
     assert rows.facts(rising, rising, 8, 8).tolist() == [1, 1]
     assert rows.facts(falling, falling, 8, 8).tolist() == [0, 0]
     assert rows.facts(rising, falling, 8, 8).tolist() == [0, 0]
 
 
-def test_facts_are_written_to_the_place_as_well():
+@HOWS
+def test_facts_are_written_to_the_place_as_well(how):
     offsets, place = torch.tensor([0, 3, 5], dtype=torch.int32), torch.full((2,), 7, dtype=torch.uint8)
     longer = torch.tensor([0, 2, 5], dtype=torch.int32)
     assert rows.facts(offsets, longer, 5, 5, place).tolist() == [1, 0]
     assert place.tolist() == [1, 0]
 
 
-def test_no_window_is_too_wide():
+@HOWS
+def test_no_window_is_too_wide(how):
     offsets = torch.tensor([0, 3], dtype=torch.int32)
     keys = torch.tensor([0, 2], dtype=torch.int32)
     out, lse = torch.ones(3, 1, 1), torch.ones(1, 3)
