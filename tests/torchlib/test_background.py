@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import logging
@@ -535,6 +536,48 @@ def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
         pool.apply(os.getpid)  # it is there
         locks.release(held)
         assert locks.holder(tmp_path / "lock") == ""
+
+
+def test_a_fork_while_a_lock_is_waited_for_does_not_keep_it(tmp_path, monkeypatch):
+    with contextlib.ExitStack() as ends:
+        real, fork = fcntl.flock, multiprocessing.get_context("fork").Pool
+
+        def fork_and_lock(descriptor, operation):
+            ends.enter_context(fork(1)).apply(os.getpid)  # it is there
+            real(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", fork_and_lock)
+        held = locks.lock_file(tmp_path / "lock", wait=True)
+        monkeypatch.setattr(fcntl, "flock", real)
+        assert locks.lock_file(tmp_path / "lock") is None
+        os.close(held)  # as the end of this process does
+        locks._open.discard(held)
+        assert locks.holder(tmp_path / "lock") == ""
+
+
+def test_a_release_counts_for_a_fork_that_has_a_copy_of_the_descriptor(tmp_path):
+    held = locks.lock_file(tmp_path / "lock")
+    copy = os.dup(held)
+    try:
+        locks.release(held)
+        assert locks.holder(tmp_path / "lock") == ""
+    finally:
+        os.close(copy)
+
+
+WITHOUT_STREAMS = """
+import os, sys
+from pathlib import Path
+from attnreg.core.torchlib import locks
+for stream in (0, 1, 2):
+    os.close(stream)
+sys.exit(int(locks.lock_file(Path(sys.argv[1])) < 3))
+"""
+
+
+def test_a_program_without_standard_streams_hands_its_lock_to_the_process_that_compiles(tmp_path):
+    """A child has streams of its own in the places of those."""
+    assert forked(WITHOUT_STREAMS, tmp_path / "lock").returncode == 0
 
 
 def test_a_lock_that_cannot_be_opened_counts_as_free(tmp_path):

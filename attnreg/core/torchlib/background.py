@@ -253,7 +253,7 @@ def _detach(compiler: list[str]) -> None:
             env=libraries.child_environment() | {"CXX": shlex.join(compiler)},
         )  # fmt: skip
     finally:
-        locks.release(lock)
+        locks.hand_over(lock)
     unused = _list_unused()
     log.log(
         logging.WARNING if unused else logging.INFO,
