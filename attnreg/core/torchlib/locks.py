@@ -80,7 +80,7 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
 
     mode = 0o666 if like else 0o600
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    if descriptor < FIRST_FREE:  # the program has closed its stdin, stdout or stderr, and a child gets its own
+    if descriptor < FIRST_FREE:  # the program has closed stdin, stdout or stderr; a child has its own there
         low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
         os.close(low)
     _open.add(descriptor)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from attnreg.tools.report.lines import RunReport
 
-# What the files have in their first kilobyte, so that no other file is replaced.
-OF_PAGE, OF_LINES = '<meta name="generator" content="attnreg">', '{"program": '
+# What a page has in its first kilobyte, so that no other file is replaced.
+OF_PAGE = '<meta name="generator" content="attnreg">'
 
 
 def report(
@@ -75,9 +75,11 @@ def print_report(run: RunReport, place: Console, where: str = "") -> None:
 
 def lines_of(page: Path) -> Path:
     """Return the file for the lines of a run whose page is to be written; removes an earlier run's lines."""
+    from attnreg.tools.report.lines import BEGINS
+
     check_writable("--report", page, OF_PAGE)
     lines = page.absolute().with_name(f"{page.name}.jsonl")
-    check_writable("--report", lines, OF_LINES)
+    check_writable("--report", lines, BEGINS)
     for file in (page, lines):
         file.unlink(missing_ok=True)
     return lines

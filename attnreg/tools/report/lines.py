@@ -146,6 +146,8 @@ class RunReport:
         ]  # fmt: skip
 
 
+BEGINS = '{"program": '  # what each line begins with
+
 # The form of a line: types, lists of one form, objects with at least these keys, or with any keys of text.
 _ROW = {"backend": str, "count": int}
 _BOTH = {"forward": int, "backward": int}
@@ -208,6 +210,11 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             line = json.loads(text)
             _check(line)
         except (ValueError, TypeError, AttributeError, RecursionError, InvalidInputError) as error:
+            if isinstance(error, json.JSONDecodeError) and text.startswith(BEGINS):
+                log.warning(
+                    "%s:%d: left out: the line of a process is cut off, as on a full disk", file, number
+                )
+                continue
             raise ConfigError(
                 f"{file}:{number}: got {short_repr(text)} ({error}), expected a line of `attnreg run "
                 "--report`, ATTNREG_REPORT or ATTNREG_STATS"
