@@ -218,6 +218,23 @@ def test_now_compiles_before_the_libraries_are_loaded(cache, working, untried, m
     assert log[0] == "compiling before the first call, as ATTNREG_BUILD=now asks"
 
 
+def test_a_signal_handler_that_calls_attention_while_its_thread_compiles_waits_for_nothing(
+    cache, working, untried, monkeypatch
+):
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    real, errors = background.build_missing, []
+
+    def build_missing():
+        with pytest.raises(BuildError) as raised:
+            building.loaded()
+        errors.append(str(raised.value))
+        return real()
+
+    monkeypatch.setattr(background, "build_missing", build_missing)
+    assert building.loaded().__file__ == str(building.target())
+    assert len(errors) == 1 and "isn't compiled for this torch" in errors[0]
+
+
 def test_now_says_what_the_first_call_waited_for_and_how_long(cache, working, untried, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     times = [10.0, 71.5]

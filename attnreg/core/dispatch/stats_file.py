@@ -29,9 +29,8 @@ def follow(stats: Path | None, report: Path | None) -> None:
     """Write the line of this process to these files when it ends; with None to none."""
     global _paths
     timed.follow(report is not None)
-    paths = stats and stats.absolute(), report and report.absolute()
-    if paths != _written:  # settings may be read again while the process ends
-        _paths = paths
+    if (stats, report) != _written:  # settings may be read again while the process ends
+        _paths = stats, report
 
 
 def write() -> None:

@@ -49,8 +49,8 @@ background.build_missing()
 # Failures that aren't stored: the disk may have room when the next program starts.
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
-_considered = _waited = _kernel_is_required = False
-_waiting = locks.open_after_fork(threading.Lock())
+_considered = _waited = _builds = _kernel_is_required = False
+_waiting = locks.open_after_fork(threading.RLock())
 
 
 def ensure_built() -> None:
@@ -97,29 +97,37 @@ def wait_built() -> None:
     So it does where a lockfile is for a CPU kernel that is missing: see `require_kernel`.
     Compiles once in a process. Other threads wait meanwhile, and so do processes that share the cache folder.
     """
-    global _waited
+    global _waited, _builds
     if _waited or not _waits():
         return
     with _waiting:
-        if _waited:
+        if _waited or _builds:  # by this thread: a signal handler calls attention while it compiles
             return
-        with _log_errors(logging.WARNING):
-            if missing := _missing():
-                libraries.find()
-                _make_folders()
-                if not all(map(earlier_failure, missing)):
-                    asks = (
-                        "ATTNREG_BUILD=now asks" if build_mode() == "now" else "a lockfile is for what lasts"
-                    )
-                    log.info("compiling before the first call, as %s", asks)
-                what = " and ".join(library.title for library in missing)
-                with log_if_slow(f"the first call waited: compiling {what}"), _hold_lock():
-                    failures = build_missing()
-                if len(failures) == len(LIBRARIES):
-                    raise BuildError(failures[0])
-                for failure in failures:
-                    log.warning("%s", failure)
+        _builds = True
+        try:
+            with _log_errors(logging.WARNING):
+                _build_now()
+        finally:
+            _builds = False
         _waited = True
+
+
+def _build_now() -> None:
+    """Compile the missing libraries before the first call; raises BuildError if none can be."""
+    if not (missing := _missing()):
+        return
+    libraries.find()
+    _make_folders()
+    if not all(map(earlier_failure, missing)):
+        asks = "ATTNREG_BUILD=now asks" if build_mode() == "now" else "a lockfile is for what lasts"
+        log.info("compiling before the first call, as %s", asks)
+    what = " and ".join(library.title for library in missing)
+    with log_if_slow(f"the first call waited: compiling {what}"), _hold_lock():
+        failures = build_missing()
+    if len(failures) == len(LIBRARIES):
+        raise BuildError(failures[0])
+    for failure in failures:
+        log.warning("%s", failure)
 
 
 @contextlib.contextmanager

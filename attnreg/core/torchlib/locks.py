@@ -1,8 +1,8 @@
 """Locks that are open in a forked child: locks between threads, and file locks between processes.
 
 Two threads that acquire two locks in different orders can deadlock. `ORDER` lists all of attnreg's locks
-between threads: a thread that holds one acquires only locks that come later. Locks of calls are RLocks: a
-signal handler or a finalizer may call attention while its thread holds a lock.
+between threads: a thread that holds one acquires only locks that come later. All are RLocks: a signal handler
+or a finalizer may call attention, or anything else of attnreg, while its thread holds a lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from _thread import RLock
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Condition, Lock
+from threading import Condition
 from typing import TypeVar
 
 from attnreg.core.torchlib import caches
@@ -46,7 +46,7 @@ ORDER = (
 
 FIRST_FREE = 3  # the descriptors below are stdin, stdout and stderr
 
-AnyLock = TypeVar("AnyLock", "Lock", "RLock", "Condition")
+AnyLock = TypeVar("AnyLock", "RLock", "Condition")
 
 # Descriptors of files that are locked, or that a thread waits to lock. A process that is forked meanwhile
 # closes them: else it would keep the lock of a killed process for life.

@@ -11,6 +11,7 @@ from attnreg import __version__
 from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.tools.cli.options import check_writable, valued
 from attnreg.tools.cli.output import console, import_torch, table
+from attnreg.tools.report import BEGIN_OF_LINE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,11 +76,9 @@ def print_report(run: RunReport, place: Console, where: str = "") -> None:
 
 def lines_of(page: Path) -> Path:
     """Return the file for the lines of a run whose page is to be written; removes an earlier run's lines."""
-    from attnreg.tools.report.lines import BEGINS
-
     check_writable("--report", page, OF_PAGE)
     lines = page.absolute().with_name(f"{page.name}.jsonl")
-    check_writable("--report", lines, BEGINS)
+    check_writable("--report", lines, BEGIN_OF_LINE)
     for file in (page, lines):
         file.unlink(missing_ok=True)
     return lines
