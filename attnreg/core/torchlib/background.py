@@ -170,7 +170,7 @@ def build(library: Library, only_missing: bool = False) -> Path:
             return (find_file(library) if only_missing else None) or _build_library(library)
     except BuildError:
         raise
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
 
@@ -334,5 +334,5 @@ def earlier_failure(library: Library) -> str:
             return ""
         message = libraries.in_one_line(str(record["message"]))
         return f"{message} (tried at {record['when']}; `attnreg build` tries again)"
-    except (BuildError, OSError, RuntimeError, ValueError, KeyError, TypeError):
+    except (BuildError, OSError, ValueError, KeyError, TypeError):
         return ""
