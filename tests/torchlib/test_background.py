@@ -20,7 +20,7 @@ from support.compiled_files import stand_in
 from support.processes import Forked, forked, python
 from typer.testing import CliRunner
 
-from attnreg.core.torchlib import background, building, caches, libraries, locks, slow
+from attnreg.core.torchlib import background, building, libraries, locks, slow
 from attnreg.errors import BuildError
 from attnreg.tools.cli import app
 
@@ -391,6 +391,11 @@ def set_home(home):
     return cause
 
 
+def without_home(patch, _):
+    patch.delenv("XDG_CACHE_HOME")
+    patch.setattr(Path, "home", lambda: refuse(RuntimeError("no home")))  # as Python does
+
+
 # What the line says, and what brings it about.
 PROBLEMS = {
     "there is no C++ compiler, looked for CXX=none": lambda patch, _: patch.setenv("CXX", "none"),
@@ -403,7 +408,7 @@ PROBLEMS = {
     "HOME must be an absolute path, got ''": set_home(""),
     "HOME must be an absolute path, got 'relative'": set_home("relative"),
     "false says exit status 1": let_the_compiler_fail,
-    "no home": lambda patch, _: patch.setattr(caches, "folder", lambda _: refuse(RuntimeError("no home"))),
+    "no home": without_home,
     "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
         sys, "executable", "/opt/application"
     ),
