@@ -144,6 +144,53 @@ def test_an_implementation_of_torchs_registry_is_named_with_the_ops_that_it_over
     assert attnreg.stats().overridden == ()
 
 
+def test_routers_that_another_thread_removes_meanwhile_are_no_override(monkeypatch):
+    """Without them torch's own kernels lie where they were."""
+    attnreg.install()
+    real = torch._C._dispatch_dump
+
+    def dump(op):
+        if aten.installed():
+            attnreg.uninstall()
+        return real(op)
+
+    monkeypatch.setattr(torch._C, "_dispatch_dump", dump)
+    assert captured.overridden() == {}
+    assert not aten.installed() and attnreg.stats().overridden == ()
+
+
+def test_while_the_routers_are_removed_none_counts_as_overridden(monkeypatch):
+    attnreg.install()
+    real, found = aten._remove, []
+
+    def remove():
+        real()
+        found.append(captured.overridden())
+
+    monkeypatch.setattr(aten, "_remove", remove)
+    attnreg.uninstall()
+    assert found == [{}]
+
+
+def test_a_signal_handler_that_needs_the_routers_while_they_are_registered_registers_none_again(
+    monkeypatch,
+):
+    before, real, calls = tables(), aten._register, []
+
+    def register(*arguments):
+        if not calls:
+            calls.append(arguments)
+            attnreg.install()
+        calls.append(arguments)
+        real(*arguments)
+
+    monkeypatch.setattr(aten, "_register", register)
+    attnreg.install()
+    assert len(calls) == 1 + len(PLACES) and captured.overridden() == {}
+    attnreg.uninstall()
+    assert tables() == before
+
+
 # ---- torch's own registry
 
 

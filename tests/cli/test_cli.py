@@ -122,6 +122,13 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments):
     assert process.returncode == -signal.SIGPIPE  # what a shell calls 141
 
 
+@pytest.mark.skipif(os.name != "posix", reason="shells close streams otherwise here")
+def test_a_command_without_stdout_ends_as_with_one():
+    command = ["/bin/sh", "-c", 'exec "$0" -m attnreg --help >&-', sys.executable]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [

@@ -144,6 +144,15 @@ def test_lines_of_stats_alone_make_a_page_that_says_what_it_lacks(tmp_path):
     assert "<script" not in (tmp_path / "stats.html").read_text()
 
 
+def test_names_that_are_no_text_are_written_as_escapes(tmp_path):
+    """Python reads other bytes than UTF-8 in the name of a file as surrogates."""
+    source, page_of = tmp_path / "stats\udcff.jsonl", tmp_path / "page.html"
+    source.write_text(json.dumps({**LINE, "slow_paths": ["in /a/b\udcff"]}))
+    assert invoke("report", source, "--out", page_of).exit_code == 0
+    text = text_of(page_of)
+    assert "in /a/b\\udcff" in text and "/stats\\udcff.jsonl" in text
+
+
 def test_a_file_of_another_machine_controls_no_terminal(tmp_path):
     source = tmp_path / "calls.jsonl"
     source.write_text(json.dumps({**LINE, "calls": {"a\x1b[2J": {"forward": 4, "backward": 0}}}))

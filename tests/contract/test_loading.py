@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import errno
 import importlib
+import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -90,6 +93,57 @@ def test_an_interrupt_during_a_load_passes_and_the_load_is_tried_again(fake):
     with pytest.raises(KeyboardInterrupt):
         entry.kernels()
     assert entry.kernels().forward is print
+
+
+LACKING = [
+    MemoryError(),
+    OSError(errno.EMFILE, "Too many open files"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+]
+
+
+@pytest.mark.parametrize("lacking", LACKING, ids=repr)
+@pytest.mark.parametrize("function", ["load", "unavailable", "refuses"])
+def test_what_the_process_lacks_for_a_moment_leaves_no_backend_out(fake, routers, ran, function, lacking):
+    made = fake("mine")
+    real, errors = getattr(made.backend, function), [lacking]
+
+    def fail_once(*arguments):
+        if errors:
+            raise errors.pop()
+        return real(*arguments) if real else ()
+
+    backend = dataclasses.replace(made.backend, **{function: fail_once})
+    query = torch.randn(1, 2, 8, 16)
+
+    def call():
+        with attnreg.register_backend(backend):
+            return F.scaled_dot_product_attention(query, query, query)
+
+    with pytest.raises(type(lacking)):
+        call()
+    call()
+    assert ran() == {"mine": (1, 0)}
+
+
+def test_a_first_call_in_a_deep_recursion_leaves_no_backend_out_and_an_endless_one_does(fake):
+    def deep(count, run):
+        return deep(count - 1, run) if count else run()
+
+    calls = []
+
+    def load():
+        calls.append(deep(100, lambda: None))
+        return attnreg.Kernels(print, print)
+
+    entry = Entry("mine", "a test", fake("mine", load=load).backend)
+    room = sys.getrecursionlimit() - sum(1 for _ in traceback.walk_stack(None))
+    with pytest.raises(RecursionError):
+        deep(room - 80, entry.kernels)
+    assert entry.kernels().forward is print and len(calls) == 1
+    endless = Entry("mine", "a test", fake("mine", load=lambda: deep(-1, print)).backend)
+    with pytest.raises(BackendUnavailableError, match="failed to load: RecursionError"):
+        endless.kernels()
 
 
 @pytest.mark.parametrize(

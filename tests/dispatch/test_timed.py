@@ -1,6 +1,8 @@
 """Promises about timed calls: all of them in a program that asks for a report, none in any other."""
 
+import errno
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ import attnreg
 from attnreg.core.aten import bypassed
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch import planning, stats_file, timed
+from attnreg.tools.report import lines
 
 QUERY = torch.randn(1, 2, 8, 16)
 FLASH_KERNEL = "torch's flash_attention kernel"
@@ -65,6 +68,28 @@ def test_a_forked_process_has_the_calls_of_its_inherited_plans_and_none_of_its_p
         F.scaled_dot_product_attention(QUERY, QUERY, QUERY)
     (row,) = reported()["report"]["plans"]
     assert row["calls"] == 5
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_said_and_spoils_no_other(tmp_path, monkeypatch, caplog):
+    file, full, write = tmp_path / "stats.jsonl", [], os.write
+
+    def write_half(descriptor, data):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        full.append(True)
+        return write(descriptor, data[: len(data) // 2])
+
+    line = {"program": "train.py", "pid": 1} | attnreg.stats().to_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write_half)
+        stats_file._append(file, line)
+    assert "can't be written: [Errno 28] No space left on device" in caplog.text
+    for pid in (2, 3):
+        stats_file._append(file, line | {"pid": pid})
+    caplog.clear()
+    assert [process["pid"] for process in lines.read([file]).processes] == [2, 3]
+    (warning,) = caplog.messages
+    assert warning == f"{file}:1: left out: the line of a process is cut off, as on a full disk"
 
 
 @pytest.mark.usefixtures("routers")

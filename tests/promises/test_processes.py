@@ -504,3 +504,29 @@ def test_a_backend_of_local_functions_is_its_own_copy_and_says_what_cannot_be_pi
     monkeypatch.setitem(sys.modules, "ray.cloudpickle", sys)  # pickles functions by their code
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         pickle.dumps(mine)
+
+
+IMPORTED_TWICE = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "attnreg"]:
+    del sys.modules[name]
+import attnreg, torch
+for _ in range(2):
+    try:
+        attnreg.register_backend("math")
+    except attnreg.RegistrationError as error:
+        print(error)
+x = torch.ones(1, 2, 3, 8)
+print(torch.equal(torch.nn.functional.scaled_dot_product_attention(x, x, x), x))
+"""
+
+
+def test_modules_that_were_removed_and_imported_again_say_so():
+    """A tool that restores `sys.modules` after a test does that; torch can't give an op back."""
+    once = 'import attnreg\nattnreg.register_backend("math")\n'
+    done = forked(once + IMPORTED_TWICE)
+    *said, right = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(said) == 2 and len(set(said)) == 1 and right == "True"
+    assert said[0].startswith("attnreg was imported before in this process, and its modules were removed")
+    assert said[0].endswith("expected the same modules: leave them there, or start another process")

@@ -2,12 +2,14 @@
 
 import ast
 import copy
+import os
 import pickle
 from pathlib import Path
 
 import pytest
 from support.refusals import refusal
 
+import attnreg
 from attnreg.core.settings import environment
 from attnreg.core.settings.environment import VARIABLES, EnvironmentSettings, read
 
@@ -26,11 +28,33 @@ def test_every_variable_is_read(monkeypatch, tmp_path):
         strict=True,
         policy="order",
         masks="recognise",
-        record=Path("trace.jsonl"),
-        lock=Path("lock.json"),
+        record=Path.cwd() / "trace.jsonl",
+        lock=Path.cwd() / "lock.json",
         routers="compiled",
         build="now",
     )
+
+
+def test_a_relative_path_is_one_of_the_folder_that_the_program_started_in(tmp_path, monkeypatch):
+    """Programs change their folder, and what they record would lie elsewhere than what was checked."""
+    monkeypatch.chdir(tmp_path)
+    names = [name for name, variable in VARIABLES.items() if variable.parse is environment._path]
+    before = read(dict.fromkeys(names, "a/file"))
+    monkeypatch.chdir("/")
+    paths = [getattr(before, name.removeprefix("ATTNREG_").lower()) for name in names]
+    assert len(paths) == 5 and set(paths) == {tmp_path / "a/file"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the current folder can't be removed here")
+def test_a_relative_path_of_a_folder_that_is_gone_is_said_to_be_that(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    gone = "expected an absolute path: the current folder has been removed"
+    assert refusal(read, {"ATTNREG_STATS": "a"}) == f"ATTNREG_STATS: got 'a', {gone}"
+    assert refusal(attnreg.record("a").__enter__) == f"record: got 'a', {gone}"
+    with pytest.raises(attnreg.UnknownBackendError, match=f"^got 'hub:./a', {gone}$"):
+        attnreg.register_backend("hub:./a")
 
 
 def test_a_variable_in_lower_case_is_none_of_attnregs():

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import logging
@@ -20,7 +21,7 @@ from support.processes import Forked, forked, python
 from typer.testing import CliRunner
 
 import attnreg
-from attnreg.core.torchlib import background, building, caches, libraries, locks, slow
+from attnreg.core.torchlib import background, building, libraries, locks, slow
 from attnreg.errors import BuildError, ConfigError
 from attnreg.tools.cli import app
 
@@ -248,6 +249,23 @@ def test_now_compiles_before_the_libraries_are_loaded(cache, working, untried, m
     assert log[0] == "compiling before the first call, as ATTNREG_BUILD=now asks"
 
 
+def test_a_signal_handler_that_calls_attention_while_its_thread_compiles_waits_for_nothing(
+    cache, working, untried, monkeypatch
+):
+    monkeypatch.setenv("ATTNREG_BUILD", "now")
+    real, errors = background.build_missing, []
+
+    def build_missing():
+        with pytest.raises(BuildError) as raised:
+            building.loaded()
+        errors.append(str(raised.value))
+        return real()
+
+    monkeypatch.setattr(background, "build_missing", build_missing)
+    assert building.loaded().__file__ == str(building.target())
+    assert len(errors) == 1 and "isn't compiled for this torch" in errors[0]
+
+
 def test_now_says_what_the_first_call_waited_for_and_how_long(cache, working, untried, monkeypatch, log):
     monkeypatch.setenv("ATTNREG_BUILD", "now")
     times = [10.0, 71.5]
@@ -404,6 +422,11 @@ def set_home(home):
     return cause
 
 
+def without_home(patch, _):
+    patch.delenv("XDG_CACHE_HOME")
+    patch.setattr(Path, "home", lambda: refuse(RuntimeError("no home")))  # as Python does
+
+
 # What the line says, and what brings it about.
 PROBLEMS = {
     "there is no C++ compiler, looked for CXX=none": lambda patch, _: patch.setenv("CXX", "none"),
@@ -416,7 +439,7 @@ PROBLEMS = {
     "HOME must be an absolute path, got ''": set_home(""),
     "HOME must be an absolute path, got 'relative'": set_home("relative"),
     "false says exit status 1": let_the_compiler_fail,
-    "no home": lambda patch, _: patch.setattr(caches, "folder", lambda _: refuse(RuntimeError("no home"))),
+    "no home": without_home,
     "is no Python to compile with; `attnreg build` does it": lambda patch, _: patch.setattr(
         sys, "executable", "/opt/application"
     ),
@@ -566,6 +589,48 @@ def test_a_fork_does_not_hold_the_lock_of_a_file(tmp_path):
         pool.apply(os.getpid)  # it is there
         locks.release(held)
         assert locks.holder(tmp_path / "lock") == ""
+
+
+def test_a_fork_while_a_lock_is_waited_for_does_not_keep_it(tmp_path, monkeypatch):
+    with contextlib.ExitStack() as ends:
+        real, fork = fcntl.flock, multiprocessing.get_context("fork").Pool
+
+        def fork_and_lock(descriptor, operation):
+            ends.enter_context(fork(1)).apply(os.getpid)  # it is there
+            real(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", fork_and_lock)
+        held = locks.lock_file(tmp_path / "lock", wait=True)
+        monkeypatch.setattr(fcntl, "flock", real)
+        assert locks.lock_file(tmp_path / "lock") is None
+        os.close(held)  # as the end of this process does
+        locks._open.discard(held)
+        assert locks.holder(tmp_path / "lock") == ""
+
+
+def test_a_release_counts_for_a_fork_that_has_a_copy_of_the_descriptor(tmp_path):
+    held = locks.lock_file(tmp_path / "lock")
+    copy = os.dup(held)
+    try:
+        locks.release(held)
+        assert locks.holder(tmp_path / "lock") == ""
+    finally:
+        os.close(copy)
+
+
+WITHOUT_STREAMS = """
+import os, sys
+from pathlib import Path
+from attnreg.core.torchlib import locks
+for stream in (0, 1, 2):
+    os.close(stream)
+sys.exit(int(locks.lock_file(Path(sys.argv[1])) < 3))
+"""
+
+
+def test_a_program_without_standard_streams_hands_its_lock_to_the_process_that_compiles(tmp_path):
+    """A child has streams of its own in the places of those."""
+    assert forked(WITHOUT_STREAMS, tmp_path / "lock").returncode == 0
 
 
 def test_a_lock_that_cannot_be_opened_counts_as_free(tmp_path):

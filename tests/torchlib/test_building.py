@@ -512,6 +512,26 @@ def test_make_finds_a_compiler_where_attnreg_does(monkeypatch, tmp_path, name):
     assert (said, found) == (("compiled", file.name) if name else ("python", ""))
 
 
+@pytest.mark.parametrize("name", ["home", "resolve"])
+def test_a_first_call_in_a_deep_recursion_does_not_leave_a_compiled_library_out(
+    built_routers, monkeypatch, name
+):
+    """A RecursionError is a RuntimeError, which also says that there is no home folder."""
+
+    def fail(*_, **__):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    building.target.cache_clear()
+    with monkeypatch.context() as patched, pytest.raises(RecursionError):
+        patched.setattr(Path, name, fail)
+        caches.resolve(caches.folder("build"))
+    with monkeypatch.context() as patched, pytest.raises(RecursionError):
+        patched.setattr(Path, "home", fail)
+        building.loaded()
+    building.target.cache_clear()
+
+
 # A home folder that can't be read
 
 PROGRAM = """

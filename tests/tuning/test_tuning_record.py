@@ -323,6 +323,39 @@ def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_pat
     assert one.forward == 2
 
 
+def test_a_signal_handler_that_writes_a_recording_while_it_is_written_counts_each_call_once(
+    tmp_path, monkeypatch
+):
+    """Its thread holds the lock of what writes, and waits for what the handler does."""
+    real, places = trace.merge, [(spec_with(max_q=length), "forward") for length in (8, 24)]
+    recording = trace.Recording(tmp_path / "trace.jsonl", {place: counters.Counter() for place in places})
+    interrupted = []
+
+    def merge(path, counts, seconds):
+        if not interrupted:
+            interrupted.append(path)
+            recording.counted[places[1]].value += 1
+            recording.write()  # as the handler's `reload()` may do
+        real(path, counts, seconds)
+
+    monkeypatch.setattr(trace, "merge", merge)
+    recording.counted[places[0]].value += 1
+    recording.write()
+    assert counts(recording.path) == {8: (1, 0), 24: (1, 0)}
+    recording.write()
+    assert interrupted == [recording.path] and counts(recording.path) == {8: (1, 0), 24: (1, 0)}
+
+
+def test_a_process_that_can_have_no_more_threads_records_all_the_same(tmp_path, monkeypatch):
+    def fail(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with attnreg.record(tmp_path / "trace.jsonl"):
+        attend(8)
+    assert counts(tmp_path / "trace.jsonl") == {8: (1, 0)}
+
+
 def test_the_thread_waits_less_for_a_lock_than_the_end_of_the_program_does(tmp_path, monkeypatch):
     for name in ("SECONDS_BEFORE", "SECONDS_BETWEEN"):
         monkeypatch.setattr(trace, name, 0.01)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import operator
+import os
 import re
 
 import pytest
@@ -81,6 +82,23 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         table().save(file)
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_new_file_has_the_umasks_mode_which_other_threads_keep_and_an_old_file_its_own(
+    tmp_path, monkeypatch
+):
+    """Reading the umask would set it: files that other threads make meanwhile would be open to others."""
+    file, before = tmp_path / "here.json", os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", lambda mask: pytest.fail("it is the umask of all threads"))
+            WHOLE.save(file)
+            assert file.stat().st_mode & 0o777 == 0o640
+            file.chmod(0o604)
+            WHOLE.save(file)
+            assert file.stat().st_mode & 0o777 == 0o604
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class ExecutionPlans:
     def __init__(self, cudnn: ModuleType) -> None:
         self.built = {"forward": 0, "backward": 0}
         self._cudnn: Callable[[], Any] = weakref.ref(cudnn)  # what is kept here may outlive it
-        self._building = open_after_fork(threading.Lock())
+        self._building = open_after_fork(threading.RLock())
         self.read = OffsetsRead()
         self._plans: dict[Problem, ExecutionPlan] = {}
         self._declined: dict[Problem, str] = {}

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from attnreg.core.settings.hub_names import KNOWN, HubName
-from attnreg.core.torchlib.isolation import raise_if_of_program
+from attnreg.core.torchlib.isolation import raise_if_temporary
 from attnreg.errors import RegistrationError, did_you_mean
 
 log = logging.getLogger("attnreg")
@@ -67,7 +67,7 @@ def load(source: HubName) -> Loaded:
     except RegistrationError:
         raise
     except BaseException as error:
-        raise_if_of_program(error)
+        raise_if_temporary(error)
         raise RegistrationError(_explain(error, source)) from error
     if not getattr(module, "__file__", None):
         raise RegistrationError(f"{NAME} returned {module!r}, expected a module with a file")

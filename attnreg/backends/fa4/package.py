@@ -227,7 +227,7 @@ def _keep_compiled() -> None:
         caches.check_writable(folder)
         caches.check_contents(folder)
         _check_locks(folder)
-    except (OSError, RuntimeError, ImportError) as error:
+    except (OSError, ImportError) as error:
         log.warning("FA4 compiles anew in each process: its cache folder can't be used: %s", error)
         if SWITCH in os.environ:
             os.environ[SWITCH] = "0"

@@ -44,6 +44,7 @@ ABOVE = tuple(
 )
 
 _remove: Callable[[], None] | None = None
+_registers = False  # whether a thread is in `ensure`, which a signal handler or a finalizer may call, too
 
 
 def installed() -> bool:
@@ -62,8 +63,10 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
         RegistrationError: torch is too old, lacks an op, or declares it in another way, or other Python code
             overrides an op. Every op is as before.
     """
-    global _remove
+    global _remove, _registers
     with registry.lock:
+        if _registers:
+            return
         if _remove is not None:
             captured.warn_if_shadowed()
             bypassed.follow()
@@ -74,11 +77,14 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
         if above:
             torch_registry.restore_flash_attention_impl()
         try:
+            _registers = True
             _remove = _register_all(checked)
         except BaseException:
             if above:
                 torch_registry.activate_flash_attention_impl(above)
             raise
+        finally:
+            _registers = False
         if above:
             known = above.casefold() in registry.entries()
             log.warning(
@@ -98,9 +104,9 @@ def restore() -> None:
     global _remove
     with registry.lock:
         if _remove is not None:
+            captured.watch(())  # first: else the kernels beneath the routers would be taken for overrides
             _remove()
             _remove, captured.call_cache_in_use = None, None
-            captured.watch(())
             registry.changed()
 
 

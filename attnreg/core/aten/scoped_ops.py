@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from attnreg.core.dispatch import scope
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import is_plain, is_transformed
+from attnreg.errors import RegistrationError
 
 # The ops of aten below SDPA, on a GPU and on a CPU; each has a backward.
 REPLACED = (
@@ -28,6 +29,12 @@ REPLACED = (
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
 
+if torch._C._jit_get_schemas_for_operator("attnreg::_sdpa"):
+    raise RegistrationError(
+        "attnreg was imported before in this process, and its modules were removed from sys.modules or "
+        "reloaded: torch keeps its ops and routers, so that they can't be registered again; expected the "
+        "same modules: leave them there, or start another process"
+    )
 _library = torch.library.Library("attnreg", "FRAGMENT")  # type: ignore[no-untyped-call]
 _names: dict[str, str] = {}  # of attnreg's op, by that of aten's
 

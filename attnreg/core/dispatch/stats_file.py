@@ -1,7 +1,8 @@
 """`ATTNREG_STATS` and `ATTNREG_REPORT`: each process adds a line with what ran in it to a file, when it ends.
 
 A line is JSON: `program`, `pid` and the fields of `Stats.to_dict`; for a report `report` besides, what was
-timed. Processes append whole lines, so that they need no lock.
+timed. Processes append whole lines, so that they need no lock. A full disk may cut a line off: that spoils no
+other line, and readers leave it out.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ def follow(stats: Path | None, report: Path | None) -> None:
     """Write the line of this process to these files when it ends; with None to none."""
     global _paths
     timed.follow(report is not None)
-    paths = stats and stats.absolute(), report and report.absolute()
-    if paths != _written:  # settings may be read again while the process ends
-        _paths = paths
+    if (stats, report) != _written:  # settings may be read again while the process ends
+        _paths = stats, report
 
 
 def write() -> None:
@@ -48,15 +48,28 @@ def write() -> None:
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
+    line = f"{json.dumps(row)}\n".encode()
     try:
+        if not _ends_a_line(path):
+            line = b"\n" + line
         # A single write in append mode isn't torn by writes of other processes.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            os.write(file, f"{json.dumps(row)}\n".encode())
+            while line:  # a write that the disk has no room for is cut off, and only the next is an error
+                line = line[os.write(file, line) :]
         finally:
             os.close(file)
     except OSError as error:
         log.warning("%s: the stats of this process can't be written: %s", path, error)
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Whether a file is empty, missing, or ends with a whole line."""
+    if not path.exists() or not path.stat().st_size:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _write_at_the_end_of_a_worker(_: object) -> None:

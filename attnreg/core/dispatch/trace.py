@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ PATIENCE_BETWEEN, PATIENCE_AT_THE_END = 4.0, 10.0
 MOST_SPECS = 100_000
 
 _lock = open_after_fork(threading.RLock())
-_writing = open_after_fork(threading.Lock())
+_writing = open_after_fork(threading.RLock())
 _recordings: tuple[Recording, ...] = ()
 _followed: Recording | None = None
 
@@ -89,8 +90,13 @@ class Recording:
                 now = {place: counter.value for place, counter in self.counted.items()}
             fresh = {place: n - self.written.get(place, 0) for place, n in now.items()}
             if fresh := {place: n for place, n in fresh.items() if n}:
-                merge(self.path, fresh, max(end - time.monotonic(), 0.0))
-            self.written = now
+                # Before the file has them: a signal handler may write this recording meanwhile.
+                before, self.written = self.written, now
+                try:
+                    merge(self.path, fresh, max(end - time.monotonic(), 0.0))
+                except BaseException:
+                    self.written = before
+                    raise
 
     def say_what_it_lacks(self) -> None:
         """Log what was called and can't be in the file, as no router saw it; once."""
@@ -133,10 +139,11 @@ def start(path: Path) -> Recording:
     with _lock:
         recording = Recording(path)
         _recordings = (*_recordings, recording)
-        threading.Thread(
-            target=_keep_writing, args=(recording,), name="attnreg recording", daemon=True
-        ).start()
         registry.changed()  # plans that exist don't count for it
+        with suppress(RuntimeError):  # there can be no more threads: it is written when it ends
+            threading.Thread(
+                target=_keep_writing, args=(recording,), name="attnreg recording", daemon=True
+            ).start()
         return recording
 
 
@@ -152,7 +159,6 @@ def stop(recording: Recording) -> None:
 def follow(path: Path | None) -> None:
     """Record for the environment, until another file or None is given."""
     global _followed
-    path = None if path is None else path.absolute()
     with _lock:
         if path == (None if _followed is None else _followed.path):
             return

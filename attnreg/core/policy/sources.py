@@ -110,7 +110,7 @@ def checked(fresh: Sources, needs_record: bool = True) -> Sources:
         try:
             if file is not None:
                 with _named(f"ATTNREG_{field.upper()}"):
-                    check(file.absolute())
+                    check(file)
         except ConfigError as error:
             if needs_record:
                 raise

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from attnreg.core.contract.backend import Backend
 from attnreg.core.registry.entry import Entry
-from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
+from attnreg.core.torchlib.isolation import raise_if_temporary, strip_tracebacks
 from attnreg.errors import RegistrationError
 
 FOLDER, GROUP = "attnreg.backends", "attnreg.backends"
@@ -43,6 +43,6 @@ def _entry(point: EntryPoint, origin: str, installed: bool = False) -> Entry:
         if not isinstance(found, Backend):
             raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
     except BaseException as error:  # noqa: BLE001 - the other backends have to load
-        raise_if_of_program(error)
+        raise_if_temporary(error)
         return Entry(point.name, origin, cause=strip_tracebacks(error), installed=installed)
     return Entry(found.name, origin, found, installed=installed)

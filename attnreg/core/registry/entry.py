@@ -15,7 +15,7 @@ from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry import known_issues
 from attnreg.core.registry.loading import alone, wait_for_module
-from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
+from attnreg.core.torchlib.isolation import raise_if_temporary, strip_tracebacks
 from attnreg.errors import BackendUnavailableError, RegistrationError
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class Entry:
                 aside = self._set_aside.get(_without_lengths(spec, direction))
                 against = (aside,) if aside else ()
         except BaseException as error:  # noqa: BLE001 - a fault in a backend's check must not end the program
-            raise_if_of_program(error)
+            raise_if_temporary(error)
             against = (f"{CHECK_FAILED}{type(error).__name__}: {error}",)
         return (missing, *against) if missing else against
 
@@ -297,7 +297,7 @@ class Entry:
             if missing and not isinstance(missing, str):  # the reason itself is shown
                 raise TypeError(f"unavailable() returned {missing!r}, expected a reason as text, or none")
         except BaseException as error:  # noqa: BLE001 - as in `reasons`
-            raise_if_of_program(error)
+            raise_if_temporary(error)
             missing = f"availability check failed: {type(error).__name__}: {error}"
         if not missing:
             return ""
@@ -325,7 +325,7 @@ class Entry:
             if backend.backward is not None and kernels.backward is None:
                 raise RegistrationError(f"load() of {self.name}: got no backward, but it declares one")
         except BaseException as error:  # noqa: BLE001 - kept as the cause
-            raise_if_of_program(error)
+            raise_if_temporary(error)
             self.cause = strip_tracebacks(error)  # kept for good; its frames may refer to tensors
             return None
         finally:
@@ -338,7 +338,7 @@ def _or(default: T, function: Callable[[], T]) -> T:
     try:
         return function()
     except BaseException as error:  # noqa: BLE001 - see `reasons`
-        raise_if_of_program(error)
+        raise_if_temporary(error)
         return default
 
 

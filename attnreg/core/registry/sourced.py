@@ -13,7 +13,7 @@ from attnreg.core.registry import verification
 from attnreg.core.registry.entry import Entry
 from attnreg.core.registry.loading import alone
 from attnreg.core.settings.hub_names import HubName, is_hub_name
-from attnreg.core.torchlib.isolation import raise_if_of_program, strip_tracebacks
+from attnreg.core.torchlib.isolation import raise_if_temporary, strip_tracebacks
 from attnreg.errors import RegistrationError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SourcedEntry(Entry):
             try:
                 self.backend = importlib.import_module(HUB).backend_of(self.source)
             except BaseException as error:  # noqa: BLE001 - kept as the cause
-                raise_if_of_program(error)
+                raise_if_temporary(error)
                 self.cause = strip_tracebacks(error)
             finally:
                 self._is_opening = False

@@ -69,8 +69,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _path(text: str) -> Path:
+    """Return a path that stays the same when the program changes its current folder."""
     try:
-        return Path(text).expanduser()
+        return Path(text).expanduser().absolute()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"got {short_repr(text)}, expected an absolute path: the current folder has been removed"
+        ) from error
     except RuntimeError as error:
         raise ValueError(
             f"got {short_repr(text)}, expected a path (there is no home folder for its ~)"

@@ -54,7 +54,12 @@ def parse(name: str, base: Path | None = None) -> HubName:
             folder = Path(base or "", Path(text).expanduser())
         except RuntimeError:
             raise ValueError(f"got {short_repr(name)}, but there is no home folder for its ~") from None
-        return HubName(folder=os.path.abspath(folder))  # noqa: PTH100 - links stay
+        try:
+            return HubName(folder=os.path.abspath(folder))  # noqa: PTH100 - links stay
+        except FileNotFoundError:
+            raise ValueError(
+                f"got {short_repr(name)}, expected an absolute path: the current folder has been removed"
+            ) from None
     repository, at, revision = text.partition("@")
     is_known, is_short = repository in KNOWN, len(repository) <= LONGEST
     near = did_you_mean(repository, KNOWN) if is_short and not is_known else ""

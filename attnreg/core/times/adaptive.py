@@ -265,7 +265,7 @@ class AdaptiveTimes:
         with lock:
             if digest not in _learned:
                 file = None
-                with contextlib.suppress(RuntimeError):  # no home folder
+                with contextlib.suppress(OSError):  # no home folder
                     if _keeps:
                         name = f"{Path(file_name(here.device)).stem}-{digest}.json"
                         file = caches.folder("adaptive") / name

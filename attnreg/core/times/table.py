@@ -161,22 +161,25 @@ def _resolved(path: Path) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old contents or the new, also after an interruption."""
+    """Write a file atomically: readers see the old contents or the new, also after an interruption.
+
+    An existing file keeps its mode, a new one has the umask's. What UTF-8 lacks, as in the names of some
+    files, is written as `\\udcff`.
+    """
     target = _resolved(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    mode = target.stat().st_mode & 0o777 if target.exists() else None
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
+    # To read the umask would be to set it, for all threads.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-        if target.exists():
-            mode = target.stat().st_mode & 0o777
-        else:
-            os.umask(umask := os.umask(0o022))  # setting the umask is the only way to read it
-            mode = 0o666 & ~umask
-        Path(temporary).chmod(mode)
-        Path(temporary).replace(target)
+        if mode is not None:
+            temporary.chmod(mode)
+        temporary.replace(target)
     except BaseException:
         with suppress(OSError):
-            Path(temporary).unlink()
+            temporary.unlink()
         raise
 
 

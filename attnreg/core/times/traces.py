@@ -87,9 +87,13 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file for recording, before the first call; raises `ConfigError` if it is unfit."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"record: got {path!r}, expected the path of a file")
-    file = Path(path).absolute()
     try:
+        file = Path(path).absolute()
         table.check_writable(file)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"record: got {str(path)!r}, expected an absolute path: the current folder has been removed"
+        ) from error
     except ConfigError:
         raise
     except ValueError as error:  # a NUL, or what is no text

@@ -49,10 +49,10 @@ background.build_missing()
 # Failures that aren't stored: the disk may have room when the next program starts.
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 
-_considered = _waited = _kernel_is_required = False
+_considered = _waited = _builds = _kernel_is_required = False
 # The setting `build` in force, and its source: ATTNREG_BUILD is stronger.
 _setting = ("", "")
-_waiting = locks.open_after_fork(threading.Lock())
+_waiting = locks.open_after_fork(threading.RLock())
 
 
 def ensure_built() -> None:
@@ -99,27 +99,37 @@ def wait_built() -> None:
     So it does where a lockfile is for a CPU kernel that is missing: see `require_kernel`.
     Compiles once in a process. Other threads wait meanwhile, and so do processes that share the cache folder.
     """
-    global _waited
+    global _waited, _builds
     if _waited or not _waits():
         return
     with _waiting:
-        if _waited:
+        if _waited or _builds:  # by this thread: a signal handler calls attention while it compiles
             return
-        with _log_errors(logging.WARNING):
-            if missing := _missing():
-                libraries.find()
-                _make_folders()
-                if not all(map(earlier_failure, missing)):
-                    asks = f"{asked_by()} asks" if build_mode() == "now" else "a lockfile is for what lasts"
-                    log.info("compiling before the first call, as %s", asks)
-                what = " and ".join(library.title for library in missing)
-                with log_if_slow(f"the first call waited: compiling {what}"), _hold_lock():
-                    failures = build_missing()
-                if len(failures) == len(LIBRARIES):
-                    raise BuildError(failures[0])
-                for failure in failures:
-                    log.warning("%s", failure)
+        _builds = True
+        try:
+            with _log_errors(logging.WARNING):
+                _build_now()
+        finally:
+            _builds = False
         _waited = True
+
+
+def _build_now() -> None:
+    """Compile the missing libraries before the first call; raises BuildError if none can be."""
+    if not (missing := _missing()):
+        return
+    libraries.find()
+    _make_folders()
+    if not all(map(earlier_failure, missing)):
+        asks = f"{asked_by()} asks" if build_mode() == "now" else "a lockfile is for what lasts"
+        log.info("compiling before the first call, as %s", asks)
+    what = " and ".join(library.title for library in missing)
+    with log_if_slow(f"the first call waited: compiling {what}"), _hold_lock():
+        failures = build_missing()
+    if len(failures) == len(LIBRARIES):
+        raise BuildError(failures[0])
+    for failure in failures:
+        log.warning("%s", failure)
 
 
 @contextlib.contextmanager
@@ -162,7 +172,7 @@ def build(library: Library, only_missing: bool = False) -> Path:
             return (find_file(library) if only_missing else None) or _build_library(library)
     except BuildError:
         raise
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
 
@@ -272,7 +282,7 @@ def _detach(compiler: list[str]) -> None:
             env=libraries.child_environment() | {"CXX": shlex.join(compiler)},
         )  # fmt: skip
     finally:
-        locks.release(lock)
+        locks.hand_over(lock)
     unused = _list_unused()
     log.log(
         logging.WARNING if unused else logging.INFO,
@@ -345,5 +355,5 @@ def earlier_failure(library: Library) -> str:
             return ""
         message = libraries.in_one_line(str(record["message"]))
         return f"{message} (tried at {record['when']}; `attnreg build` tries again)"
-    except (BuildError, OSError, RuntimeError, ValueError, KeyError, TypeError):
+    except (BuildError, OSError, ValueError, KeyError, TypeError):
         return ""

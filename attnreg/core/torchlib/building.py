@@ -173,7 +173,7 @@ def status(library: Library) -> Status:
             caches.check_writable(folder)
             caches.check_can_make(folder)
         libraries.find()
-    except (BuildError, OSError, RuntimeError) as error:
+    except (BuildError, OSError) as error:
         return Status("not built", reason=str(error))
     mode = background.build_mode()
     if mode == "left out":

@@ -16,15 +16,20 @@ def folder(purpose: str) -> Path:
     """Return the folder for a purpose, below the user's cache folder; it may not exist yet.
 
     The cache folder is `XDG_CACHE_HOME` or `~/.cache`, by the XDG Base Directory Specification. Raises
-    RuntimeError if the user has no home folder, or HOME isn't an absolute path.
+    OSError if the user has no home folder, or HOME isn't an absolute path.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification says to ignore relative paths.
     if not Path(base).is_absolute():
         # Python reads an empty HOME as the root, and a relative HOME as relative to the current folder.
         if not Path(home := os.environ.get("HOME", "/")).is_absolute():
-            raise RuntimeError(f"HOME must be an absolute path, got {home!r}")
-        base = str(Path.home() / ".cache")
+            raise OSError(f"HOME must be an absolute path, got {home!r}")
+        try:
+            base = str(Path.home() / ".cache")
+        except RecursionError:
+            raise  # a RuntimeError, too, but of a program that recurses
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
     return Path(base, "attnreg", purpose)
 
 
@@ -32,6 +37,8 @@ def resolve(path: Path, strict: bool = False) -> Path:
     """Return a path without links, as `Path.resolve` does; raises OSError for a loop of links."""
     try:
         return path.resolve(strict=strict)
+    except RecursionError:
+        raise
     except RuntimeError as error:  # of a loop, up to Python 3.12
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 

@@ -133,8 +133,9 @@ def overridden() -> dict[str, list[str]]:
     Calls of these ops go there, and reach attnreg only where that code passes them on.
     """
     found: dict[str, list[str]] = {}
-    for op in (*_watched, *VARLEN_OPS) if _watched else ():
-        before, now = _watched.get(op, ""), torch._C._dispatch_dump(op)
+    watched = _watched
+    for op in (*watched, *VARLEN_OPS) if watched else ():
+        before, now = watched.get(op, ""), torch._C._dispatch_dump(op)
         if now == before:
             continue
         known = _kernels_in(before)
@@ -144,7 +145,8 @@ def overridden() -> dict[str, list[str]]:
             if known.get(key) != place and not is_declaration:
                 name = f"{op} ({key.removesuffix('[alias]')})"
                 found.setdefault(place.rpartition(":")[0] or place, []).append(name)
-    return found
+    # Another thread may have removed the routers meanwhile: without them torch's own kernels lie there.
+    return found if watched is _watched else {}
 
 
 def _kernels_in(dump: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ tensors that its layers had in memory.
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import traceback
@@ -18,6 +19,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Error = TypeVar("Error", bound=BaseException)
+
+# What a process may lack for a moment: file descriptors, memory, processes.
+LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
 def raise_if_of_program(error: BaseException) -> None:
@@ -30,6 +34,20 @@ def raise_if_of_program(error: BaseException) -> None:
         raise error
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
     if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+        raise error
+
+
+def raise_if_temporary(error: BaseException) -> None:
+    """Raise an error again that is about the moment, not about the backend's function that it left.
+
+    So is the program's own error, and one that says what the process lacked: memory, file descriptors, or
+    room on the stack of a program that recurses. Kept as a fault, it would leave a backend out for good.
+    """
+    raise_if_of_program(error)
+    lacks = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in LACKING)
+    if isinstance(error, RecursionError):  # a function that recurses without end does so at any depth
+        lacks = 2 * sum(1 for _ in traceback.walk_stack(None)) > sys.getrecursionlimit()
+    if lacks:
         raise error
 
 

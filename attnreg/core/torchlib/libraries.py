@@ -224,7 +224,7 @@ def target(library: Library = CALL_CACHE) -> Path:
     """
     try:
         return caches.folder(library.folder) / f"{identity(library)}.so"
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         raise BuildError(f"{library.title} can't be compiled: {error}") from error
 
 

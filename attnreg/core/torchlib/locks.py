@@ -1,8 +1,8 @@
 """Locks that are open in a forked child: locks between threads, and file locks between processes.
 
 Two threads that acquire two locks in different orders can deadlock. `ORDER` lists all of attnreg's locks
-between threads: a thread that holds one acquires only locks that come later. Locks of calls are RLocks: a
-signal handler or a finalizer may call attention while its thread holds a lock.
+between threads: a thread that holds one acquires only locks that come later. All are RLocks: a signal handler
+or a finalizer may call attention, or anything else of attnreg, while its thread holds a lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from _thread import RLock
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Condition, Lock
+from threading import Condition
 from typing import TypeVar
 
 from attnreg.core.torchlib import caches
@@ -44,10 +44,13 @@ ORDER = (
     "core.registry.loading._changed",
 )
 
-AnyLock = TypeVar("AnyLock", "Lock", "RLock", "Condition")
+FIRST_FREE = 3  # the descriptors below are stdin, stdout and stderr
 
-# Descriptors of locked files. A worker forked meanwhile must close them, or it would hold the locks for life.
-_held: set[int] = set()
+AnyLock = TypeVar("AnyLock", "RLock", "Condition")
+
+# Descriptors of files that are locked, or that a thread waits to lock. A process that is forked meanwhile
+# closes them: else it would keep the lock of a killed process for life.
+_open: set[int] = set()
 
 
 def open_after_fork(lock: AnyLock) -> AnyLock:
@@ -62,7 +65,8 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
 
     The system releases the lock when the last process with the returned descriptor has ended, also by a
     crash: there are no stale locks. The file is created if it is missing, and releasing the lock leaves it. A
-    process inherits the lock if it is started with `pass_fds`; a forked process doesn't.
+    process inherits the lock if it is started with `pass_fds`, followed by `hand_over`; a forked process
+    doesn't.
 
     Args:
         path: the file to lock.
@@ -76,18 +80,21 @@ def lock_file(path: Path, wait: bool = False, like: Path | None = None) -> int |
 
     mode = 0o666 if like else 0o600
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    if descriptor < FIRST_FREE:  # the program has closed stdin, stdout or stderr; a child has its own there
+        low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+        os.close(low)
+    _open.add(descriptor)
     try:
         if like:
             with suppress(FileNotFoundError, PermissionError):  # another user created the lock, and its mode
                 os.fchmod(descriptor, like.stat().st_mode & mode | 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        os.close(descriptor)
+        hand_over(descriptor)
         return None
     except BaseException:
-        os.close(descriptor)
+        hand_over(descriptor)
         raise
-    _held.add(descriptor)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
@@ -132,8 +139,18 @@ def _lock_in_place(path: Path, like: Path) -> int | None:
 
 
 def release(descriptor: int) -> None:
-    """Release the lock of a file; processes that have inherited it still hold it."""
-    _held.discard(descriptor)
+    """Release the lock of a file, whichever other processes have its descriptor."""
+    import fcntl
+
+    # Closing isn't enough: a process that was forked while the file was being opened has a copy.
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    hand_over(descriptor)
+
+
+def hand_over(descriptor: int) -> None:
+    """Leave the lock of a file to the processes that have inherited it."""
+    _open.discard(descriptor)
     os.close(descriptor)
 
 
@@ -152,11 +169,12 @@ def holder(path: Path) -> str:
     return ""
 
 
-def _forget_held() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
+def _close_all() -> None:
+    for descriptor in _open:
+        with suppress(OSError):  # the parent was about to close it
+            os.close(descriptor)
+    _open.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_held)
+    os.register_at_fork(after_in_child=_close_all)

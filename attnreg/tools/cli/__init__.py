@@ -67,7 +67,8 @@ def _ended_by_closed_pipe() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.flush()  # what is still in the buffer would otherwise fail when Python ends
+        if sys.stdout is not None:  # the process may have been started without one
+            sys.stdout.flush()  # what is still in the buffer would otherwise fail when Python ends
         signal.signal(signal.SIGPIPE, before)
 
 

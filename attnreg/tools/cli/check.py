@@ -15,7 +15,7 @@ import typer
 from attnreg.errors import AttnregError, ConfigError
 from attnreg.tools.cli.options import AsJson
 from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
-from attnreg.tools.cli.report import OF_LINES
+from attnreg.tools.report import BEGIN_OF_LINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -92,7 +92,7 @@ def is_recording(file: Path) -> bool:
     """Whether a file of lines isn't one of ATTNREG_STATS or ATTNREG_REPORT, by its first kilobyte."""
     try:
         with file.open("rb") as opened:
-            return OF_LINES.encode() not in opened.read(1024)
+            return BEGIN_OF_LINE.encode() not in opened.read(1024)
     except OSError:  # whoever reads it says so
         return True
 
@@ -197,7 +197,7 @@ def _of_variables() -> Iterator[Finding]:
         findings += _faults(traces.check_writable, variables.record, "ATTNREG_RECORD: ")
     for variable, file in (("ATTNREG_STATS", variables.stats), ("ATTNREG_REPORT", variables.report)):
         if file is not None:
-            findings += _faults(check_writable, file.absolute(), f"{variable}: ")
+            findings += _faults(check_writable, file, f"{variable}: ")
     sources = Sources(environment=variables)
     if variables.config is not None:
         findings += _of_settings(variables.config)

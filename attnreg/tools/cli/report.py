@@ -11,14 +11,15 @@ from attnreg import __version__
 from attnreg.errors import ConfigError, InvalidInputError
 from attnreg.tools.cli.options import check_writable, valued
 from attnreg.tools.cli.output import console, import_torch, table
+from attnreg.tools.report import BEGIN_OF_LINE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from attnreg.tools.report.lines import RunReport
 
-# What the files have in their first kilobyte, so that no other file is replaced.
-OF_PAGE, OF_LINES = '<meta name="generator" content="attnreg">', '{"program": '
+# What a page has in its first kilobyte, so that no other file is replaced.
+OF_PAGE = '<meta name="generator" content="attnreg">'
 
 
 def report(
@@ -78,7 +79,7 @@ def lines_of(page: Path) -> Path:
     """Return the file for the lines of a run whose page is to be written; removes an earlier run's lines."""
     check_writable("--report", page, OF_PAGE)
     lines = page.absolute().with_name(f"{page.name}.jsonl")
-    check_writable("--report", lines, OF_LINES)
+    check_writable("--report", lines, BEGIN_OF_LINE)
     for file in (page, lines):
         file.unlink(missing_ok=True)
     return lines

@@ -4,3 +4,5 @@
 `text` makes the tables of a terminal.
 May import: `drawing` and all below it. Read `page.py` first.
 """
+
+BEGIN_OF_LINE = '{"program": '  # of what each process writes, so that no other file is taken for it

@@ -15,6 +15,7 @@ from attnreg.core.contract.lengths import step_of
 from attnreg.core.contract.spec import LENGTHS, AttentionSpec, Device
 from attnreg.core.times.traces import spec_from
 from attnreg.errors import ConfigError, InvalidInputError, short_repr
+from attnreg.tools.report import BEGIN_OF_LINE
 
 log = logging.getLogger("attnreg")
 
@@ -208,6 +209,11 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             line = json.loads(text)
             _check(line)
         except (ValueError, TypeError, AttributeError, RecursionError, InvalidInputError) as error:
+            if isinstance(error, json.JSONDecodeError) and text.startswith(BEGIN_OF_LINE):
+                log.warning(
+                    "%s:%d: left out: the line of a process is cut off, as on a full disk", file, number
+                )
+                continue
             raise ConfigError(
                 f"{file}:{number}: got {short_repr(text)} ({error}), expected a line of `attnreg run "
                 "--report`, ATTNREG_REPORT or ATTNREG_STATS"
