@@ -108,6 +108,28 @@ def test_sizes_count_where_they_are_read():
     assert len(lifted._traces) == 2
 
 
+def test_sizes_count_where_an_operation_uses_them():
+    def first_half(bias):
+        return lambda score, *_: score + bias.tensor_split(2)[0].sum()
+
+    def flat(bias):
+        return lambda score, batch, head, query, key: score + bias.flatten()[query]
+
+    assert [value_of(first_half(torch.ones(size))) for size in (4, 10, 4)] == [2.75, 5.75, 2.75]
+    assert [value_of(flat(torch.ones(2, size))) for size in (5, 6)] == [1.75, 1.75]
+
+
+def clamp(score, *_):
+    return score.clamp(-clamp.most, clamp.most)
+
+
+def test_a_function_may_have_the_name_of_a_method_and_attributes():
+    clamp.most = 0.5
+    assert value_of(clamp) == 0.5
+    clamp.most = 0.25
+    assert value_of(clamp) == 0.25
+
+
 class Bias:
     def __init__(self, slope):
         self.slope = slope

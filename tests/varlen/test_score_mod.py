@@ -470,6 +470,47 @@ def test_functions_of_other_code_are_other_programs_and_a_method_is_a_function(n
         torch.testing.assert_close(compiled(*given), layer(*given))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_query_key_and_value_may_be_parts_of_one_tensor(nothing_compiled, backend):
+    fused = torch.randn(65, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    captured = torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
+
+    def call(fused):
+        return layer(*fused.unbind(1), OFFSETS, *captured)[0]
+
+    out = torch.compile(call, backend=backend, fullgraph=True)(fused)
+    torch.testing.assert_close(out, call(fused))
+    torch.testing.assert_close(*(torch.autograd.grad(x.sin().sum(), fused) for x in (out, call(fused))))
+
+
+OF_SIZES = {
+    "flatten": lambda x: lambda score, batch, head, query, key: score + x[None].flatten()[query],
+    "a part": lambda x: lambda score, *_: score + x.tensor_split(2)[0].sum(),
+    "its length": lambda x: lambda score, batch, head, query, key: score + x[x.shape[0] - 1 - key],
+    "a factor": lambda x: lambda score, *_: score / x.numel(),
+    "the sizes of a row": lambda x: (
+        lambda score, batch, head, query, key: score + (x[:, None] * query).reshape(-1)[key]
+    ),
+    "its own tensor": lambda x: (
+        lambda score, batch, head, *_: score * torch.tensor([1.0, 0.5, 2.0, 3.0])[head] + x.mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OF_SIZES.values(), ids=OF_SIZES)
+def test_a_compiled_program_follows_the_sizes_of_what_functions_capture(nothing_compiled, make):
+    given = [x.detach() for x in tensors()]
+
+    def call(*given):
+        options = {"enable_gqa": True, "score_mod": make(given[-1])}
+        return attnreg.varlen_attn(*given[:3], OFFSETS, OFFSETS, 40, 40, **options)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for size in (65, 80, 100):
+        captured = torch.linspace(-1.0, 1.0, size)
+        torch.testing.assert_close(compiled(*given, captured), call(*given, captured))
+
+
 class Exported(torch.nn.Module):
     def forward(self, *given):
         return layer(*given)

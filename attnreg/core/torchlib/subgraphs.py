@@ -34,7 +34,23 @@ def operator_of(name: str, run: Run) -> Any:
         def __call__(self, subgraph: Any, *operands: Any, **_kwargs: Any) -> Any:
             return run(subgraph, operands)
 
+    _allow_views(name)
     return _Subgraph()
+
+
+def _allow_views(name: str) -> None:
+    """Let Dynamo trace an operator whose operands are views of one tensor, as those of a fused projection.
+
+    Dynamo refuses such operands of an operator whose graph might be kept, and functionalized as it is. `run`
+    only calls ops, which are functionalized one by one.
+    """
+    with contextlib.suppress(Exception):  # private; without it such a program breaks its graph
+        from torch._dynamo.variables import higher_order_ops
+
+        class _Variable(higher_order_ops.BaseHOPVariable):
+            supports_aliasing = True
+
+        higher_order_ops._hop_name_to_variable_class[name] = _Variable
 
 
 @contextlib.contextmanager
