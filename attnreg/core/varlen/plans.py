@@ -99,10 +99,15 @@ def check_sinks(query: Tensor, sinks: Tensor) -> None:
         raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
 
 
+def _whole(number: Any) -> Any:
+    """Return a whole number; a symbol stays one, so that a compiled program serves other numbers."""
+    return number if isinstance(number, int | torch.SymInt) else operator.index(number)
+
+
 def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
     """Return (left, right), two numbers from -1 on, from the two arguments that say it."""
     try:
-        left, right = map(operator.index, UNBOUNDED if window_size is None else window_size)
+        left, right = map(_whole, UNBOUNDED if window_size is None else window_size)
     except (TypeError, ValueError):
         left = right = -2
     if min(left, right) < -1:
