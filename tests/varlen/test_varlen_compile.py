@@ -189,6 +189,15 @@ def test_a_dynamic_graph_is_compiled_once_though_torch_has_kept_nothing_of_it(pa
     assert counter.frame_count == 1
 
 
+def test_one_graph_serves_every_window(packed):
+    inputs = packed((5, 1, 8, 3))
+    counter = CompileCounterWithBackend("aot_eager")
+    attend = compiled(attnreg.varlen_attn, counter, dynamic=True)
+    for left in (2, 5, 3, 7):
+        run_and_compare(inputs, {"window": (left, 1)}, attend, window_size=(left, 1))
+    assert counter.frame_count == 1
+
+
 def test_marked_dimensions_are_compiled_once(packed):
     graphs = Graphs()
     attend = compiled(
