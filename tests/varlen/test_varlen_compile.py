@@ -189,6 +189,19 @@ def test_a_dynamic_graph_is_compiled_once_though_torch_has_kept_nothing_of_it(pa
     assert counter.frame_count == 1
 
 
+def test_a_transform_that_differentiates_breaks_the_graph_and_is_right(packed):
+    query, key, value, *rest = packed((5, 1, 8, 3))
+
+    def loss(query):
+        return attnreg.varlen_attn(query, key, value, *rest).sin().sum()
+
+    (wanted,) = torch.autograd.grad(loss(query), query)
+    compiled_gradient = torch.compile(lambda query: torch.func.grad(loss)(query), backend="aot_eager")
+    torch.testing.assert_close(compiled_gradient(query.detach()), wanted)
+    with pytest.raises(Exception, match=r"transform differentiates attnreg\.varlen_attn"):
+        compiled(lambda query: torch.func.grad(loss)(query), "eager")(query.detach())
+
+
 def test_one_graph_serves_every_window(packed):
     inputs = packed((5, 1, 8, 3))
     counter = CompileCounterWithBackend("aot_eager")

@@ -39,7 +39,7 @@ from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.varlen.sinks import counted, may_be_counted, rescaled_for, with_sinks
 from attnreg.core.varlen.spread import check_is_whole
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]
@@ -97,6 +97,15 @@ def check_sinks(query: Tensor, sinks: Tensor) -> None:
     if not (fits and sinks.is_floating_point() and not sinks.is_sparse):
         expected = f"({', '.join(map(str, query.shape[1:2]))},), floating-point, on {query.device}"
         raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
+
+
+def check_untraced(instead: str) -> None:
+    """Raise if torch.jit.trace records a call whose lengths would be constants of the trace."""
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise UnsupportedInputError(
+            "torch.jit.trace: got a call whose lengths would stay those of the example, expected "
+            f"{instead}, or torch.export"
+        )
 
 
 def _whole(number: Any) -> Any:
