@@ -379,7 +379,7 @@ def _entered() -> None:
 # A token that is made begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen
 # bytes. `GUARD` elements follow it: a length that no slice of an ordinary tensor is likely to have.
 # A tensor on a CPU that is there already is marked where it is, which takes a third of the time: its storage
-# is made longer by `MARKED * number + MARKED_GUARD` bytes. Both are multiples of 8, because `torch.load` reads
+# is made longer by `MARKED * number + MARKED_GUARD` bytes, multiples of 8, because `torch.load` reads
 # whole elements. An eighth of `MARKED` is a prime, so a part of the tensor is unlikely to carry a choice.
 # `csrc/layouts.h` has the same numbers.
 ALIGNED, GUARD, MARKED, MARKED_GUARD = 4, 13, 1016, 104
