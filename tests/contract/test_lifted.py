@@ -42,6 +42,11 @@ def test_a_lifted_function_has_the_values_of_the_function():
     )
 
 
+def test_a_text_is_one_line_which_inductors_cpp_wrapper_can_write_between_quotes():
+    text = lift("score_mod", made(torch.ones(2, 10), 0.5), CPU).text
+    assert text.isprintable() and not {'"', "\\"} & {*text}
+
+
 def test_a_function_made_anew_is_traced_once_and_reads_its_own_tensors():
     kept = []
     for number in range(20):

@@ -40,6 +40,15 @@ def test_there_is_one_choice_of_each_content_and_its_number_finds_it():
     assert scope.make_choice(one.preference, "no gradient").number not in (one.number, other.number)
 
 
+@pytest.mark.parametrize("names", [("math",), ("cpu", "math")])
+def test_the_text_of_a_block_in_a_graph_is_one_line(names):
+    text = scope.text_of(names)
+    assert text.isprintable()  # Inductor's C++ wrapper writes it between quotes
+    preference = scope.from_text(text).preference
+    assert (preference.names, preference.exclusive) == (names, False)
+    assert scope.from_text(names[0]).preference.exclusive
+
+
 def test_threads_that_make_the_same_choice_get_one():
     names = [f"backend {number}" for number in range(50)]
     with ThreadPoolExecutor(8) as pool:

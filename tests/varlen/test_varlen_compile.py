@@ -373,17 +373,19 @@ def test_inductors_cpp_wrapper_calls_the_op(packed, fake, ran):
     rest = (cu_q, cu_k, max_q, max_k)
 
     def attend(*arguments):
-        return attnreg.varlen_attn(*arguments, is_causal=True).sin()
+        with attnreg.use_backend("math"):
+            doubled = attnreg.varlen_attn(*arguments, score_mod=lambda score, *_: score * 2)
+        return attnreg.varlen_attn(*arguments, is_causal=True).sin() + doubled
 
     expected = with_gradients(attend, inputs, *rest)
     ran()
     with torch._inductor.config.patch(cpp_wrapper=True):
         function = compiled(attend, "inductor")
         torch.testing.assert_close(with_gradients(function, inputs, *rest), expected)
-        assert total(ran()) == (1, 1)
+        assert total(ran()) == (2, 2)
         with attnreg.register_backend(fake("mine").backend):
             torch.testing.assert_close(with_gradients(function, inputs, *rest), expected)
-        assert ran() == {"mine": (1, 1)}
+        assert ran() == {"mine": (1, 1), "math": (1, 1)}
 
 
 @pytest.mark.slow  # compiles C++

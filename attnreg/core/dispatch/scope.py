@@ -313,15 +313,19 @@ def backends_in_graph() -> tuple[str, ...]:
 
 
 def text_of(names: tuple[str, ...]) -> str:
-    """Return the backends of a block as the argument `backend` of an op: each has the end of a line."""
-    return "".join([f"{name}\n" for name in names])
+    """Return the backends of a block as the argument `backend` of an op: a comma follows each name.
+
+    No name has one. Inductor's C++ wrapper writes the text between quotes as it is: no line may end in it.
+    """
+    return "".join([f"{name}," for name in names])
 
 
 def from_text(backend: str) -> ScopedChoice | None:
     """Return the choice that an op's argument `backend` is: a single backend, or what `text_of` returns."""
     if not backend:
         return None
-    return preferred(tuple(backend.splitlines())) if backend.endswith("\n") else exclusive(backend)
+    *names, last = backend.split(",")
+    return exclusive(last) if last else preferred(tuple(names))
 
 
 _function_in_scope: ContextVar[Any] = ContextVar("attnreg_function", default=None)

@@ -269,5 +269,7 @@ def traced(
             tensors.append(getattr(module, node.target))
         node.replace_all_uses_with(constants[node.target])
         graph.erase_node(node)
-    text = graph.python_code("self").src.replace("def forward(self, ", "def lifted(", 1)
-    return text, "", tuple(tensors)
+    head, *body = graph.python_code("self").src.strip().splitlines()
+    # In one line: Inductor's C++ wrapper writes it between quotes as it is.
+    statements = "; ".join(line.strip().rstrip(";") for line in body if line.strip())
+    return f"{head.replace('def forward(self, ', 'def lifted(', 1)} {statements}", "", tuple(tensors)
