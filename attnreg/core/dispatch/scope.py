@@ -250,8 +250,10 @@ class ScopeInGraph(OwnMode):
         return func(*args, **kwargs)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        names = self.names
+
         def in_block(*args: Any, **kwargs: Any) -> Any:
-            enter_in_graph(self.names)
+            enter_in_graph(names)
             try:
                 return function(*args, **kwargs)
             finally:
