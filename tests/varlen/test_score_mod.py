@@ -522,12 +522,37 @@ def test_an_exported_program_holds_the_functions_as_text():
     module = Exported()
     with pytest.raises(UnsupportedInputError, match=r"use torch\.export\.export"):
         torch.export.export(module, (*given, OFFSETS, *captured), strict=False)
-    program = torch.export.export(module, (*given, OFFSETS, *captured), strict=True).run_decompositions()
+    program = torch.export.export(module, (*given, OFFSETS, *captured), strict=True)
+    assert not any("grad" in str(node.target) for node in program.graph.nodes)  # of tracing the functions
+    program = program.run_decompositions()
     (node,) = (x for x in program.graph.nodes if x.target is torch.ops.attnreg._varlen_attn.default)
     assert any("aten.sin" in text for text in node.args if isinstance(text, str))
     for factor in (1.0, 3.0):
         arguments = *given, OFFSETS, captured[0] * factor, captured[1]
         torch.testing.assert_close(program.module()(*arguments), layer(*arguments))
+
+
+def test_an_exported_program_takes_any_length_and_sizes_of_what_its_functions_capture():
+    class Program(torch.nn.Module):
+        def forward(self, fused, offsets, table):
+            def score_mod(score, batch, head, query, key):
+                return score + table.flatten()[(query - key).abs().clamp(max=table.shape[1] - 1)]
+
+            longest = fused.shape[0]
+            return attnreg.varlen_attn(
+                *fused.unbind(1), offsets, offsets, longest, longest, score_mod=score_mod
+            )
+
+    def given(*lengths):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        return torch.randn(sum(lengths), 3, 2, 8), offsets, torch.randn(1, sum(lengths) + 2)
+
+    dynamic = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC}, {1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Program(), given(5, 9, 3), dynamic_shapes=dynamic, strict=True)
+    for run in (program.module(), program.run_decompositions().module()):
+        for lengths in ((4, 7), (20, 1, 6)):
+            arguments = given(*lengths)
+            torch.testing.assert_close(run(*arguments), Program()(*arguments))
 
 
 def test_where_torch_has_no_such_operator_a_program_breaks_its_graph_and_is_right(

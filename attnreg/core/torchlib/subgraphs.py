@@ -55,8 +55,17 @@ def _allow_views(name: str) -> None:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Leave all modes of the dispatcher for a while, such as those of a program that is traced."""
+    """Leave all modes for a while: the dispatcher's, such as those of a program that is traced, and functions'.
+
+    A function mode of `torch.export` would note in the program that gradients are switched off meanwhile.
+    """
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
-        yield
+    core: Any = torch._C
+    function_modes = [core._pop_torch_function_stack() for _ in range(core._len_torch_function_stack())]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(function_modes):
+            core._push_on_torch_function_stack(mode)
