@@ -55,7 +55,7 @@ def _allow_views(name: str) -> None:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Leave all modes for a while: the dispatcher's, such as those of a program that is traced, and functions'.
+    """Leave all dispatch modes, such as those of a program that is traced, and function modes for a while.
 
     A function mode of `torch.export` would note in the program that gradients are switched off meanwhile.
     """
