@@ -28,7 +28,7 @@ from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.core.varlen import autograd, spread
 from attnreg.core.varlen.front import AuxRequest, varlen_attn
-from attnreg.core.varlen.plans import call_of, check_tensors, window
+from attnreg.core.varlen.plans import call_of, check_tensors, check_untraced, window
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 P = ParamSpec("P")
@@ -222,15 +222,6 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InvalidInputError(
                 f"batch: got {len(q)} for q and {len(tensor)} for {name}, expected equal ones"
             )
-
-
-def check_untraced(instead: str) -> None:
-    """Raise if torch.jit.trace records a call whose lengths would be constants of the trace."""
-    if not torch.compiler.is_compiling() and torch._C._is_tracing():
-        raise UnsupportedInputError(
-            "torch.jit.trace: got a call whose lengths would stay those of the example, expected "
-            f"{instead}, or torch.export"
-        )
 
 
 def check_strided(name: str, tensor: Tensor) -> None:

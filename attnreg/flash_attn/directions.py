@@ -20,7 +20,7 @@ from attnreg.core.launching.validation import check
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.core.varlen import custom_op, spread
 from attnreg.core.varlen.autograd import run_backward
-from attnreg.core.varlen.plans import check_tensors, run
+from attnreg.core.varlen.plans import check_tensors, check_untraced, run
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.flash_attn.attention import (
     OF_DENSE,
@@ -29,7 +29,6 @@ from attnreg.flash_attn.attention import (
     Options,
     check_dense,
     check_strided,
-    check_untraced,
     naming,
     unpacked,
 )

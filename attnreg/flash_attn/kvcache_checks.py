@@ -9,8 +9,9 @@ from torch import Tensor
 
 from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.torchlib.modes import autocasts, is_plain
+from attnreg.core.varlen.plans import check_untraced
 from attnreg.errors import InvalidInputError
-from attnreg.flash_attn.attention import check_strided, check_untraced
+from attnreg.flash_attn.attention import check_strided
 
 
 def check(

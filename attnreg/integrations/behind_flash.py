@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.replacing import Replacement
+from attnreg.core.varlen.plans import check_untraced
 from attnreg.errors import UnsupportedInputError
 from attnreg.flash_attn import attention as flash
 from attnreg.integrations.packing import LayerOptions, Packing, attend, of_equal_lengths
@@ -103,7 +104,7 @@ def flash_attn_varlen_func(
         InvalidInputError: the arguments contradict each other.
         UnsupportedInputError: no backend can run the call, or it has `deterministic=True` and sinks.
     """
-    flash.check_untraced("attn_implementation='attnreg' or 'sdpa'")
+    check_untraced("attn_implementation='attnreg' or 'sdpa'")
     lengths = cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k)
     left, right = window_size
     if deterministic and not torch.are_deterministic_algorithms_enabled():

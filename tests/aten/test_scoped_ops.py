@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnreg
+from attnreg.core.aten import scoped_ops
 from attnreg.core.torchlib import versions
 
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -141,6 +142,12 @@ def test_a_checkpoint_in_the_block_repeats_its_forward_by_the_choice():
     x = torch.randn(1, 2, 5, 8, requires_grad=True)
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
     assert backends_of(compiled, x)[2] == {"math": (2, 1)}
+
+
+@pytest.mark.parametrize("name", sorted(scoped_ops._names.values()))
+def test_the_ops_are_known_to_draw_random_numbers_where_those_of_aten_are(name):
+    tags = getattr(torch.ops.aten, name).default.tags
+    assert {*tags} <= {*getattr(torch.ops.attnreg, name).default.tags}
 
 
 def test_torchs_varlen_attn_runs_by_the_choice_in_one_graph():

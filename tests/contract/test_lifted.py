@@ -42,6 +42,11 @@ def test_a_lifted_function_has_the_values_of_the_function():
     )
 
 
+def test_a_text_is_one_line_which_inductors_cpp_wrapper_can_write_between_quotes():
+    text = lift("score_mod", made(torch.ones(2, 10), 0.5), CPU).text
+    assert text.isprintable() and not {'"', "\\"} & {*text}
+
+
 def test_a_function_made_anew_is_traced_once_and_reads_its_own_tensors():
     kept = []
     for number in range(20):
@@ -106,6 +111,28 @@ def test_sizes_count_where_they_are_read():
     assert [value_of(longest(torch.ones(size))) for size in (3, 4, 3)] == [3.75, 4.75, 3.75]
     assert [value_of(made(torch.ones(2, size), 1)) for size in (5, 6)] == [3.75, 3.75]
     assert len(lifted._traces) == 2
+
+
+def test_sizes_count_where_an_operation_uses_them():
+    def first_half(bias):
+        return lambda score, *_: score + bias.tensor_split(2)[0].sum()
+
+    def flat(bias):
+        return lambda score, batch, head, query, key: score + bias.flatten()[query]
+
+    assert [value_of(first_half(torch.ones(size))) for size in (4, 10, 4)] == [2.75, 5.75, 2.75]
+    assert [value_of(flat(torch.ones(2, size))) for size in (5, 6)] == [1.75, 1.75]
+
+
+def clamp(score, *_):
+    return score.clamp(-clamp.most, clamp.most)
+
+
+def test_a_function_may_have_the_name_of_a_method_and_attributes():
+    clamp.most = 0.5
+    assert value_of(clamp) == 0.5
+    clamp.most = 0.25
+    assert value_of(clamp) == 0.25
 
 
 class Bias:

@@ -1,6 +1,7 @@
 """Promises of scoped choices: for which calls they hold, and how a forward's reaches its backward."""
 
 import contextlib
+import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
@@ -37,6 +38,15 @@ def test_there_is_one_choice_of_each_content_and_its_number_finds_it():
     assert scope.by_number(other.number) is other
     assert scope.by_number(0) is None
     assert scope.make_choice(one.preference, "no gradient").number not in (one.number, other.number)
+
+
+@pytest.mark.parametrize("names", [("math",), ("cpu", "math")])
+def test_the_text_of_a_block_in_a_graph_is_one_line(names):
+    text = scope.text_of(names)
+    assert text.isprintable()  # Inductor's C++ wrapper writes it between quotes
+    preference = scope.from_text(text).preference
+    assert (preference.names, preference.exclusive) == (names, False)
+    assert scope.from_text(names[0]).preference.exclusive
 
 
 def test_threads_that_make_the_same_choice_get_one():
@@ -76,6 +86,17 @@ def test_a_tensor_carries_a_choice_with_its_values_and_strides(tensor, is_part):
         if is_part:
             assert scope.read_token(given) is None
     assert scope.read_token(tensor) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_tensor_that_carries_a_choice_can_be_written_to_a_file(dtype):
+    """As a program does in `saved_tensors_hooks`."""
+    token, file = scope.with_token(torch.randn(3, 5, dtype=dtype), choice_of("math")), io.BytesIO()
+    torch.save(token, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded, token)
+    assert scope.read_token(loaded) is choice_of("math")
 
 
 def test_an_inference_tensor_isnt_copied_for_a_choice_as_autograd_saves_none():

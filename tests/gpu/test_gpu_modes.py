@@ -168,6 +168,19 @@ def test_a_checkpoint_runs_the_forward_twice_on_the_same_backend(
     gpu.assert_near((out, *(x.grad for x in given.qkv)), gpu.expected(given)[0])
 
 
+def test_a_checkpoint_in_a_compiled_block_repeats_its_dropout():
+    def program(*given):
+        with attnreg.use_backend("FA2"):
+            dropped = functools.partial(F.scaled_dot_product_attention, dropout_p=0.5)
+            return checkpoint(dropped, *given, use_reentrant=False)
+
+    query, key, value = (torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    out = torch.compile(program, backend="aot_eager")(query, key, value.requires_grad_())
+    (gradient,) = torch.autograd.grad(out, value, out.detach())
+    # The output is linear in the value for one draw of dropout, and for that alone.
+    torch.testing.assert_close((gradient * value).float().sum(), (out * out).float().sum(), rtol=0.02, atol=0)
+
+
 @pytest.fixture
 def deterministic(monkeypatch):
     # cuBLAS, which math's products go to, wants it said.

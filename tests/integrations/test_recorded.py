@@ -250,6 +250,11 @@ def test_a_layer_is_refused_by_fx_which_has_no_sizes(options):
 
 REFUSED = {
     "offsets of documents": with_offsets,
+    # A trace has sizes as tensors.
+    "sizes as max_q and max_k": lambda x, cu: attnreg.varlen_attn(x, x, x, cu, cu, x.shape[0], x.shape[0]),
+    "sizes in flash_attn_varlen_func": lambda x, cu: flash_attn.flash_attn_varlen_func(
+        x, x, x, cu, cu, x.shape[0], x.shape[0]
+    ),
     "flash_attention_2": lambda x, cu: behind_flash.flash_attn_varlen_func(x, x, x, cu, cu, 9, 9),
     "flash_attn_func": lambda x, cu: flash_attn.flash_attn_func(x[None], x[None], x[None]),
     "flash_attn_with_kvcache": lambda x, cu: flash_attn.flash_attn_with_kvcache(x[None], x[None], x[None]),

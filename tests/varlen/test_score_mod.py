@@ -470,6 +470,47 @@ def test_functions_of_other_code_are_other_programs_and_a_method_is_a_function(n
         torch.testing.assert_close(compiled(*given), layer(*given))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_query_key_and_value_may_be_parts_of_one_tensor(nothing_compiled, backend):
+    fused = torch.randn(65, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    captured = torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
+
+    def call(fused):
+        return layer(*fused.unbind(1), OFFSETS, *captured)[0]
+
+    out = torch.compile(call, backend=backend, fullgraph=True)(fused)
+    torch.testing.assert_close(out, call(fused))
+    torch.testing.assert_close(*(torch.autograd.grad(x.sin().sum(), fused) for x in (out, call(fused))))
+
+
+OF_SIZES = {
+    "flatten": lambda x: lambda score, batch, head, query, key: score + x[None].flatten()[query],
+    "a part": lambda x: lambda score, *_: score + x.tensor_split(2)[0].sum(),
+    "its length": lambda x: lambda score, batch, head, query, key: score + x[x.shape[0] - 1 - key],
+    "a factor": lambda x: lambda score, *_: score / x.numel(),
+    "the sizes of a row": lambda x: (
+        lambda score, batch, head, query, key: score + (x[:, None] * query).reshape(-1)[key]
+    ),
+    "its own tensor": lambda x: (
+        lambda score, batch, head, *_: score * torch.tensor([1.0, 0.5, 2.0, 3.0])[head] + x.mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OF_SIZES.values(), ids=OF_SIZES)
+def test_a_compiled_program_follows_the_sizes_of_what_functions_capture(nothing_compiled, make):
+    given = [x.detach() for x in tensors()]
+
+    def call(*given):
+        options = {"enable_gqa": True, "score_mod": make(given[-1])}
+        return attnreg.varlen_attn(*given[:3], OFFSETS, OFFSETS, 40, 40, **options)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for size in (65, 80, 100):
+        captured = torch.linspace(-1.0, 1.0, size)
+        torch.testing.assert_close(compiled(*given, captured), call(*given, captured))
+
+
 class Exported(torch.nn.Module):
     def forward(self, *given):
         return layer(*given)
@@ -481,12 +522,37 @@ def test_an_exported_program_holds_the_functions_as_text():
     module = Exported()
     with pytest.raises(UnsupportedInputError, match=r"use torch\.export\.export"):
         torch.export.export(module, (*given, OFFSETS, *captured), strict=False)
-    program = torch.export.export(module, (*given, OFFSETS, *captured), strict=True).run_decompositions()
+    program = torch.export.export(module, (*given, OFFSETS, *captured), strict=True)
+    assert not any("grad" in str(node.target) for node in program.graph.nodes)  # of tracing the functions
+    program = program.run_decompositions()
     (node,) = (x for x in program.graph.nodes if x.target is torch.ops.attnreg._varlen_attn.default)
     assert any("aten.sin" in text for text in node.args if isinstance(text, str))
     for factor in (1.0, 3.0):
         arguments = *given, OFFSETS, captured[0] * factor, captured[1]
         torch.testing.assert_close(program.module()(*arguments), layer(*arguments))
+
+
+def test_an_exported_program_takes_any_length_and_sizes_of_what_its_functions_capture():
+    class Program(torch.nn.Module):
+        def forward(self, fused, offsets, table):
+            def score_mod(score, batch, head, query, key):
+                return score + table.flatten()[(query - key).abs().clamp(max=table.shape[1] - 1)]
+
+            longest = fused.shape[0]
+            return attnreg.varlen_attn(
+                *fused.unbind(1), offsets, offsets, longest, longest, score_mod=score_mod
+            )
+
+    def given(*lengths):
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        return torch.randn(sum(lengths), 3, 2, 8), offsets, torch.randn(1, sum(lengths) + 2)
+
+    dynamic = {0: torch.export.Dim.DYNAMIC}, {0: torch.export.Dim.DYNAMIC}, {1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Program(), given(5, 9, 3), dynamic_shapes=dynamic, strict=True)
+    for run in (program.module(), program.run_decompositions().module()):
+        for lengths in ((4, 7), (20, 1, 6)):
+            arguments = given(*lengths)
+            torch.testing.assert_close(run(*arguments), Program()(*arguments))
 
 
 def test_where_torch_has_no_such_operator_a_program_breaks_its_graph_and_is_right(

@@ -189,6 +189,28 @@ def test_a_dynamic_graph_is_compiled_once_though_torch_has_kept_nothing_of_it(pa
     assert counter.frame_count == 1
 
 
+def test_a_transform_that_differentiates_breaks_the_graph_and_is_right(packed):
+    query, key, value, *rest = packed((5, 1, 8, 3))
+
+    def loss(query):
+        return attnreg.varlen_attn(query, key, value, *rest).sin().sum()
+
+    (wanted,) = torch.autograd.grad(loss(query), query)
+    compiled_gradient = torch.compile(lambda query: torch.func.grad(loss)(query), backend="aot_eager")
+    torch.testing.assert_close(compiled_gradient(query.detach()), wanted)
+    with pytest.raises(Exception, match=r"transform differentiates attnreg\.varlen_attn"):
+        compiled(lambda query: torch.func.grad(loss)(query), "eager")(query.detach())
+
+
+def test_one_graph_serves_every_window(packed):
+    inputs = packed((5, 1, 8, 3))
+    counter = CompileCounterWithBackend("aot_eager")
+    attend = compiled(attnreg.varlen_attn, counter, dynamic=True)
+    for left in (2, 5, 3, 7):
+        run_and_compare(inputs, {"window": (left, 1)}, attend, window_size=(left, 1))
+    assert counter.frame_count == 1
+
+
 def test_marked_dimensions_are_compiled_once(packed):
     graphs = Graphs()
     attend = compiled(
@@ -351,17 +373,19 @@ def test_inductors_cpp_wrapper_calls_the_op(packed, fake, ran):
     rest = (cu_q, cu_k, max_q, max_k)
 
     def attend(*arguments):
-        return attnreg.varlen_attn(*arguments, is_causal=True).sin()
+        with attnreg.use_backend("math"):
+            doubled = attnreg.varlen_attn(*arguments, score_mod=lambda score, *_: score * 2)
+        return attnreg.varlen_attn(*arguments, is_causal=True).sin() + doubled
 
     expected = with_gradients(attend, inputs, *rest)
     ran()
     with torch._inductor.config.patch(cpp_wrapper=True):
         function = compiled(attend, "inductor")
         torch.testing.assert_close(with_gradients(function, inputs, *rest), expected)
-        assert total(ran()) == (1, 1)
+        assert total(ran()) == (2, 2)
         with attnreg.register_backend(fake("mine").backend):
             torch.testing.assert_close(with_gradients(function, inputs, *rest), expected)
-        assert ran() == {"mine": (1, 1)}
+        assert ran() == {"mine": (1, 1), "math": (1, 1)}
 
 
 @pytest.mark.slow  # compiles C++

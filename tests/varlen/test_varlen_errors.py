@@ -1,5 +1,7 @@
 """Promises of `attnreg.varlen_attn` about wrong input: an error that says what was got and expected."""
 
+import warnings
+
 import pytest
 import torch
 from support import truth
@@ -17,6 +19,9 @@ Q, K = torch.randn(7, 4, 16), torch.randn(7, 4, 16)
 CU = offsets(3, 4)
 GOOD = {"query": Q, "key": K, "value": K, "cu_seq_q": CU, "cu_seq_k": CU, "max_q": 4, "max_k": 4}
 POOL, TABLE, USED = torch.randn(4, 4, 4, 16), integers(0, 1, 2, 3).view(2, 2), integers(5, 7)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's, that the interface may change
+    NESTED = torch.nested.nested_tensor([torch.randn(3, 4, 16)])
 PAGED = {
     "key": POOL, "value": POOL, "cu_seq_k": None, "max_k": 8, "block_table": TABLE, "seqused_k": USED,
 }  # fmt: skip
@@ -133,6 +138,7 @@ BAD = [
         "scale: got a tensor that needs a gradient, expected a number, as it gets none",
     ),
     ({"query": torch.randn(1, 1, 1).to_sparse()}, "query: got torch.sparse_coo, expected torch.strided"),
+    ({"query": NESTED}, "query: got a nested tensor, expected torch.strided"),
     (
         PAGED | {"key": K},
         "key: got shape (7, 4, 16), expected 4 dimensions (pages, page size, heads, head_dim)",

@@ -115,7 +115,8 @@ def _define(name: str) -> None:
     arguments, _, results = str(op._schema).removeprefix("aten::").rpartition(") -> ")
     has_options = any(argument.kwarg_only for argument in op._schema.arguments)
     schema = f"{arguments}, {'' if has_options else '*, '}str[] backends) -> {results}"
-    tags = [torch.Tag.needs_fixed_stride_order]
+    # Ops with aten's tag for random numbers draw the same dropout when a checkpoint repeats the forward.
+    tags = (*op.tags, torch.Tag.needs_fixed_stride_order)
     _library.define(schema, tags=tags)  # type: ignore[no-untyped-call]
     _library.impl(name, functools.partial(_run, op), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"attnreg::{name}", functools.partial(_fake, op), lib=_library)

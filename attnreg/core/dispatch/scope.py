@@ -72,7 +72,7 @@ def make_choice(preference: Preference | None, no_gradient: str = "") -> ScopedC
             if found is None:
                 found = ScopedChoice(len(_choices) + 1, preference, no_gradient)
                 _choices.append(found)
-                _by_mark[MARKED * found.number + GUARD] = found
+                _by_mark[MARKED * found.number + MARKED_GUARD] = found
                 if preference is not None:
                     _call_waiting()  # before another thread can find the choice and enter it
                 _by_content[preference, no_gradient] = found
@@ -250,8 +250,10 @@ class ScopeInGraph(OwnMode):
         return func(*args, **kwargs)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        names = self.names
+
         def in_block(*args: Any, **kwargs: Any) -> Any:
-            enter_in_graph(self.names)
+            enter_in_graph(names)
             try:
                 return function(*args, **kwargs)
             finally:
@@ -313,15 +315,19 @@ def backends_in_graph() -> tuple[str, ...]:
 
 
 def text_of(names: tuple[str, ...]) -> str:
-    """Return the backends of a block as the argument `backend` of an op: each has the end of a line."""
-    return "".join([f"{name}\n" for name in names])
+    """Return the backends of a block as the argument `backend` of an op: a comma follows each name.
+
+    No name has one. Inductor's C++ wrapper writes the text between quotes as it is: no line may end in it.
+    """
+    return "".join([f"{name}," for name in names])
 
 
 def from_text(backend: str) -> ScopedChoice | None:
     """Return the choice that an op's argument `backend` is: a single backend, or what `text_of` returns."""
     if not backend:
         return None
-    return preferred(tuple(backend.splitlines())) if backend.endswith("\n") else exclusive(backend)
+    *names, last = backend.split(",")
+    return exclusive(last) if last else preferred(tuple(names))
 
 
 _function_in_scope: ContextVar[Any] = ContextVar("attnreg_function", default=None)
@@ -378,11 +384,11 @@ def _entered() -> None:
 
 # A token that is made begins `ALIGNED * number` elements into its storage, so that it is aligned to sixteen
 # bytes. `GUARD` elements follow it: a length that no slice of an ordinary tensor is likely to have.
-# A tensor on a CPU that is there already is marked where it is, which takes a fifth of the time: its storage
-# is made longer by `MARKED * number + GUARD` bytes. That is odd, as hardly another storage's length is; and
-# half of `MARKED` is a prime, so that a part of the tensor is unlikely to carry the choice of another number.
+# A tensor on a CPU that is there already is marked where it is, which takes a third of the time: its storage
+# is made longer by `MARKED * number + MARKED_GUARD` bytes, multiples of 8, because `torch.load` reads
+# whole elements. An eighth of `MARKED` is a prime, so a part of the tensor is unlikely to carry a choice.
 # `csrc/layouts.h` has the same numbers.
-ALIGNED, GUARD, MARKED = 4, 13, 254
+ALIGNED, GUARD, MARKED, MARKED_GUARD = 4, 13, 1016, 104
 
 
 def choice_token(choice: ScopedChoice | None, like: Tensor) -> Tensor:
@@ -404,7 +410,7 @@ def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
     # All of it is there, once: what it spans is its storage. Inference tensors are marked, too: to say if
     # it is one, a tensor gives the interpreter's lock up and takes it again, as slow as marking.
     if stored == tensor.nbytes and tensor.is_cpu:
-        storage.resize_(stored + MARKED * choice.number + GUARD)
+        storage.resize_(stored + MARKED * choice.number + MARKED_GUARD)
         return tensor
     if tensor.is_inference():
         return tensor
@@ -416,12 +422,9 @@ def with_token(tensor: Tensor, choice: ScopedChoice) -> Tensor:
 def read_token(tensor: Tensor) -> ScopedChoice | None:
     """Return the choice that a tensor, of any shape and dtype, carries, or None; reads no element."""
     stored = tensor.untyped_storage().nbytes()
-    if stored % 2:  # marked where it is, so that it spans as many elements as it has
-        found = _by_mark.get(stored - tensor.nbytes)
-        return found if found is None or not tensor.storage_offset() else None
     start = int(tensor.storage_offset())
-    if not start:
-        return None
+    if not start:  # if it carries one, it was marked where it is, so that it spans as many elements as it has
+        return _by_mark.get(stored - tensor.nbytes)
     number, rest = divmod(start, ALIGNED)
     rest = rest or stored // tensor.element_size() - start - _extent(tensor.shape, tensor.stride()) - GUARD
     return _choices[number - 1] if not rest and 0 < number <= len(_choices) else None

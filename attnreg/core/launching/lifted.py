@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from attnreg.core.launching.elementwise import ReadAtTensors
 from attnreg.errors import InvalidInputError, UnsupportedInputError, short_repr
@@ -29,6 +30,8 @@ log = logging.getLogger("attnreg")
 MOST_TRACES = 256
 # From so many traces of one function on a log line says why it is traced anew.
 MANY_TRACES = 8
+NEW_NUMBERS = "its numbers change: capture tensors in their place"
+NEW_SIZES = "the sizes of its tensors change: change their shapes before the call, and index them in it"
 
 # Modules whose contents don't change.
 _FIXED = ("torch", "math", "builtins")
@@ -43,13 +46,6 @@ _OF_TEXTS = (
 _ON_HOST = frozenset(
     getattr(Tensor, name)
     for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__")
-)
-_PROPERTIES = "shape", "ndim"
-_OF_SIZES = frozenset(
-    (
-        *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.__len__, Tensor.__iter__),
-        *(Tensor.stride, Tensor.unbind, *(vars(torch._C.TensorBase)[name].__get__ for name in _PROPERTIES)),
-    )
 )
 
 
@@ -76,7 +72,7 @@ class _Trace(NamedTuple):
         text: as in `Lifted`; empty if the function can't be traced.
         reason: why not.
         numbers: which of the captured tensors are arguments.
-        sizes: the sizes of all captured tensors if the function has asked for some, else None.
+        sizes: the sizes of all captured tensors; None if the text is the same for all sizes.
     """
 
     text: str
@@ -103,7 +99,7 @@ def lift(name: str, function: Callable[..., Any], device: torch.device) -> Lifte
         return function
     captured: list[Tensor] = []
     try:
-        state: object = (name, device, _state_of(function, captured))
+        state: object = (name, device, _state_of(function, captured, []))
     except _OpaqueError as opaque:
         _count(function, name, f"it has captured {opaque}: capture only tensors and numbers")
         trace, tensors = _traced(name, function, device, None)
@@ -113,7 +109,7 @@ def lift(name: str, function: Callable[..., Any], device: torch.device) -> Lifte
     if known is not None and known.sizes in (None, sizes):
         trace = known
     else:
-        _count(function, name, "its numbers change: capture tensors in their place")
+        _count(function, name, NEW_NUMBERS if known is None else NEW_SIZES)
         trace, tensors = _traced(name, function, device, captured)
         if len(trace.numbers) < len(tensors):  # it has made a tensor itself
             return Lifted(_text_of(trace, name), tensors)
@@ -167,10 +163,11 @@ def _count(function: Callable[..., Any], name: str, hint: str) -> None:
         log.warning("%s of %s was traced %d times, as %s", name, place, MANY_TRACES, hint)
 
 
-def _state_of(value: Any, captured: list[Tensor]) -> object:
+def _state_of(value: Any, captured: list[Tensor], functions: list[Any]) -> object:
     """Return what tells a captured value from others, without keeping it alive.
 
-    Tensors are appended to `captured`, and told from each other alone: their values are arguments.
+    Tensors are appended to `captured`, and told from each other alone: their values are arguments. Functions
+    are appended to `functions`: one may call itself, or a method whose name is its own.
     """
     if isinstance(value, Tensor):
         first = next((number for number, x in enumerate(captured) if x is value), len(captured))
@@ -179,13 +176,17 @@ def _state_of(value: Any, captured: list[Tensor]) -> object:
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device)):
         return type(value), repr(value)
     if isinstance(value, tuple):
-        return tuple(_state_of(x, captured) for x in value)
+        return tuple(_state_of(x, captured, functions) for x in value)
     if isinstance(value, (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)):
         module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
         if module.partition(".")[0] in _FIXED:
             return module, getattr(value, "__qualname__", "")
     if isinstance(value, types.FunctionType):
-        return value.__code__, *(_state_of(x, captured) for x in _captured_by(value))
+        known = next((number for number, x in enumerate(functions) if x is value), None)
+        if known is not None:
+            return "function", known
+        functions.append(value)
+        return value.__code__, *(_state_of(x, captured, functions) for x in _captured_by(value))
     raise _OpaqueError(f"an object of type {type(value).__name__}")
 
 
@@ -196,7 +197,8 @@ def _captured_by(function: types.FunctionType) -> Iterator[Any]:
     except ValueError:
         raise _OpaqueError("a variable without a value") from None
     yield from function.__defaults__ or ()
-    yield from (value for _, value in sorted((function.__kwdefaults__ or {}).items()))
+    for values in (function.__kwdefaults__ or {}, vars(function)):
+        yield from (part for pair in sorted(values.items()) for part in pair)
     names = sorted(set(_names_in(function.__code__)) & function.__globals__.keys())
     yield from (function.__globals__[name] for name in names)
 
@@ -209,16 +211,21 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 class _Watch(ReadAtTensors):
-    """Refuse values that are read on the host, and note whether sizes are."""
+    """Refuse values that are read on the host, and note whether the text may depend on sizes.
 
-    has_read_sizes = False
+    A trace has the numbers that operations such as `flatten` and `chunk` make of sizes. An index makes none.
+    """
+
+    uses_sizes = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _ON_HOST:
             raise UnsupportedInputError(f"it reads a tensor on the host, by {func.__name__}")
-        self.has_read_sizes = self.has_read_sizes or func in _OF_SIZES
+        given = tree_leaves((args, kwargs))
+        if func is not Tensor.__getitem__ and any(isinstance(x, Tensor) and x.dim() for x in given):
+            self.uses_sizes = True
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -230,7 +237,7 @@ def _traced(
     text, reason, tensors = traced(name, function, device, torch.float32, watch)
     found = [next((n for n, x in enumerate(captured or ()) if x is tensor), -1) for tensor in tensors]
     numbers = tuple(number for number in found if number >= 0)
-    sizes = tuple(x.shape for x in captured or ()) if watch.has_read_sizes else None
+    sizes = tuple(x.shape for x in captured or ()) if watch.uses_sizes else None
     return _Trace(text, reason, numbers, sizes), tensors
 
 
@@ -262,5 +269,7 @@ def traced(
             tensors.append(getattr(module, node.target))
         node.replace_all_uses_with(constants[node.target])
         graph.erase_node(node)
-    text = graph.python_code("self").src.replace("def forward(self, ", "def lifted(", 1)
-    return text, "", tuple(tensors)
+    head, *body = graph.python_code("self").src.strip().splitlines()
+    # In one line: Inductor's C++ wrapper writes it between quotes as it is.
+    statements = "; ".join(line.strip().rstrip(";") for line in body if line.strip())
+    return f"{head.replace('def forward(self, ', 'def lifted(', 1)} {statements}", "", tuple(tensors)

@@ -76,10 +76,11 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
 
 
 def check_layouts(**given: object) -> None:
-    """Check that no tensor is sparse, which the key of a plan doesn't say."""
+    """Check that no tensor is sparse, which the key of a plan doesn't say, or nested, which has no shape."""
     for name, tensor in given.items():
-        if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
-            raise _wrong(name, str(tensor.layout), "torch.strided")
+        if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
+            got = "a nested tensor" if tensor.layout == torch.strided else str(tensor.layout)
+            raise _wrong(name, got, "torch.strided")
 
 
 def _check_option(row: Option, tensor: Tensor, query: Tensor, call: Call) -> None:

@@ -79,6 +79,17 @@ def autocasts(device: str) -> bool:
     return device in _AUTOCASTS and torch.is_autocast_enabled(device)
 
 
+def is_differentiated() -> bool:
+    """Whether a function transform that differentiates is active: `grad`, `jvp`, or one made of these."""
+    interpreters = torch._C._functorch.get_interpreter_stack() or ()
+    return any(interpreter.key() in _OF_GRADIENTS for interpreter in interpreters)
+
+
+_OF_GRADIENTS = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+# As by `torch.compiler.assume_constant_result`, which imports Dynamo. Dynamo guards transforms by itself.
+is_differentiated._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 # What an op's body leaves out, and a dispatch mode's.
 _LEFT_OUT = (
     *("AutogradOther", "AutogradCPU", "ADInplaceOrView"),  # the second stands for all devices

@@ -34,13 +34,38 @@ def operator_of(name: str, run: Run) -> Any:
         def __call__(self, subgraph: Any, *operands: Any, **_kwargs: Any) -> Any:
             return run(subgraph, operands)
 
+    _allow_views(name)
     return _Subgraph()
+
+
+def _allow_views(name: str) -> None:
+    """Let Dynamo trace an operator whose operands are views of one tensor, as those of a fused projection.
+
+    Dynamo refuses such operands of an operator whose graph might be kept, and functionalized as it is. `run`
+    only calls ops, which are functionalized one by one.
+    """
+    with contextlib.suppress(Exception):  # private; without it such a program breaks its graph
+        from torch._dynamo.variables import higher_order_ops
+
+        class _Variable(higher_order_ops.BaseHOPVariable):
+            supports_aliasing = True
+
+        higher_order_ops._hop_name_to_variable_class[name] = _Variable
 
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Leave all modes of the dispatcher for a while, such as those of a program that is traced."""
+    """Leave all dispatch modes, such as those of a program that is traced, and function modes for a while.
+
+    A function mode of `torch.export` would note in the program that gradients are switched off meanwhile.
+    """
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
-        yield
+    core: Any = torch._C
+    function_modes = [core._pop_torch_function_stack() for _ in range(core._len_torch_function_stack())]
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(function_modes):
+            core._push_on_torch_function_stack(mode)

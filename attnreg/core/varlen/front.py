@@ -23,10 +23,18 @@ from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.launching.elementwise import check_functions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import GRAPH_TREES
-from attnreg.core.torchlib.modes import autocast, is_plain, is_transformed
+from attnreg.core.torchlib.modes import autocast, is_differentiated, is_plain, is_transformed
 from attnreg.core.varlen import custom_op, spread
 from attnreg.core.varlen.autograd import attend
-from attnreg.core.varlen.plans import Lengths, call_of, check_heads, check_sinks, check_tensors, window
+from attnreg.core.varlen.plans import (
+    Lengths,
+    call_of,
+    check_heads,
+    check_sinks,
+    check_tensors,
+    check_untraced,
+    window,
+)
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
@@ -213,8 +221,13 @@ def _attend_unspread(
     compiling = torch.compiler.is_compiling()
     if not compiling:
         spread.check_is_whole(lengths[0], query)
-    elif backend == "":
+        if any(isinstance(longest, Tensor) for longest in lengths[2:]):
+            check_untraced("bounds on the lengths as integers for max_q and max_k")
+    if compiling and backend == "":
         scope.exclusive(backend)  # an error: inside the op an empty name means none
+    if compiling and is_differentiated():
+        # A graph can't have it: transforms can't differentiate custom ops. Without one it is `Transformable`.
+        torch._dynamo.graph_break(msg="a function transform differentiates attnreg.varlen_attn")
     tensors = {"cu_seq_q": lengths[0], "cu_seq_k": lengths[1]}
     tensors |= {name: options[name] for name in TENSORS if name in options}
     check_tensors(query=query, key=key, value=value, **tensors)

@@ -39,7 +39,7 @@ from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.varlen.sinks import counted, may_be_counted, rescaled_for, with_sinks
 from attnreg.core.varlen.spread import check_is_whole
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 # `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
 Lengths = tuple[Tensor, Tensor | None, int, int]
@@ -99,10 +99,24 @@ def check_sinks(query: Tensor, sinks: Tensor) -> None:
         raise InvalidInputError(f"sinks: got {got}, expected {expected}: one for each head of the query")
 
 
+def check_untraced(instead: str) -> None:
+    """Raise if torch.jit.trace records a call whose lengths would be constants of the trace."""
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise UnsupportedInputError(
+            "torch.jit.trace: got a call whose lengths would stay those of the example, expected "
+            f"{instead}, or torch.export"
+        )
+
+
+def _whole(number: Any) -> Any:
+    """Return a whole number; a symbol stays one, so that a compiled program serves other numbers."""
+    return number if isinstance(number, int | torch.SymInt) else operator.index(number)
+
+
 def window(window_size: Sequence[int] | None, is_causal: bool) -> tuple[int, int]:
     """Return (left, right), two numbers from -1 on, from the two arguments that say it."""
     try:
-        left, right = map(operator.index, UNBOUNDED if window_size is None else window_size)
+        left, right = map(_whole, UNBOUNDED if window_size is None else window_size)
     except (TypeError, ValueError):
         left = right = -2
     if min(left, right) < -1:

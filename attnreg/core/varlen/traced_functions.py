@@ -3,7 +3,8 @@
 An op can't take a function. So Dynamo traces the functions into a graph of their own, as it does for torch's
 `flex_attention`, by a higher-order operator (`torchlib.subgraphs`). When that graph is run or traced further,
 its operations become the text of a function (`launching.lifted`). The call is then `attnreg::_varlen_attn`
-with this text. What the functions have captured are arguments of the op.
+with this text. Arguments of the op are what the functions have captured, and what they compute of it without
+a score and its places: that runs in the program, where sizes may be symbols.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen import custom_op
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
-# How long a captured tensor of a length that isn't known yet counts as while its function is traced.
-_LONG = 2**16
+# Sizes of captured tensors while a function is traced. A text that is the same for both is so for all sizes.
+_SIZES = 2**16, 2**16 + 1
 
 
 def attend(
@@ -35,10 +36,9 @@ def attend(
     Arguments are of `custom_op.forward`: query, key and value are (T, H, D), floating point.
     """
     query = arguments[0]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     # With a dimension, as Dynamo would read an index () on the host. Each is another tensor, as Dynamo passes
     # one that is there twice once.
-    score = torch.zeros(1, dtype=dtype, device=query.device)
+    score = torch.zeros(1, dtype=_dtype(query), device=query.device)
     places = [torch.zeros(1, dtype=torch.int32, device=query.device) for _ in range(4)]
 
     def both(score: Tensor, batch: Tensor, head: Tensor, place: Tensor, key: Tensor) -> Any:
@@ -83,10 +83,12 @@ def _run(graph: torch.fx.GraphModule, operands: tuple[Any, ...]) -> tuple[Tensor
     captured: list[Tensor] = []
     for name, result, given in (("score_mod", changed, places), ("mask_mod", shown, places[1:])):
         if result is not None:
-            needed = [node for node in inputs if node in _before(result) and node not in places]
-            of_function = {node: values[node] for node in needed}
+            of_function = {
+                node: _captured(name, _evaluated(node, values), arguments[0])
+                for node in _without_places(graph, result, given)
+            }
             texts[name], order = _text(graph, name, result, given, of_function, arguments[0])
-            captured += [values[node] for node in order]
+            captured += [of_function[node] for node in order]
     if len(captured) > len(custom_op.CAPTURED):
         most = len(custom_op.CAPTURED)
         raise UnsupportedInputError(
@@ -118,38 +120,81 @@ def _before(node: Any) -> set[Any]:
     return seen
 
 
-def _text(
-    graph: torch.fx.GraphModule, name: str, result: Any, places: Any, captured: dict[Any, Any], query: Tensor
-) -> tuple[str, list[Any]]:
-    """Return the text of a function, and the nodes of what it has captured, in the order of its arguments."""
-    for value in captured.values():
-        if not isinstance(value, Tensor):
-            raise UnsupportedInputError(
-                f"{name} must have captured tensors and constant numbers in a compiled program, got a number "
-                "that the program computes: capture it as a tensor"
-            )
+def _without_places(graph: torch.fx.GraphModule, result: Any, places: Any) -> list[Any]:
+    """Return the last nodes of a function that don't depend on its places, in the order of the graph."""
+    needed, dependent = _before(result), set(places)
+    for node in graph.graph.nodes:
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return [
+        node
+        for node in graph.graph.nodes
+        if node in needed - dependent and (node is result or needed & dependent & node.users.keys())
+    ]
+
+
+def _captured(name: str, value: Any, query: Tensor) -> Tensor:
+    """Return what a function has captured or computed of it as a tensor; the query is (T_q, H, D)."""
+    if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():
             raise InvalidInputError(f"{name}: {NO_GRADIENT}")
+        return value
+    dtype = _dtype(query) if isinstance(value, (float, torch.SymFloat)) else torch.int64
+    return torch.full((), value, dtype=dtype, device=query.device)
+
+
+def _text(
+    graph: torch.fx.GraphModule,
+    name: str,
+    result: Any,
+    places: Any,
+    captured: dict[Any, Tensor],
+    query: Tensor,
+) -> tuple[str, list[Any]]:
+    """Return the text of a function, and the nodes of what it has captured, in the order of its arguments."""
     cache: dict[Any, Any] = graph.__dict__.setdefault("_attnreg_texts", {})
+
+    def trace(size: int | None) -> tuple[str, str, list[Any]]:
+        return _traced_text(name, result, places, captured, query, size)
+
     if result not in cache:
-        with subgraphs.without_modes():
-            examples = {node: _example(value) for node, value in captured.items()}
-
-            def function(*given: Tensor) -> Any:
-                return _evaluated(result, dict(zip(places, given, strict=True)) | examples)
-
-            dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-            text, reason, tensors = lifted.traced(name, function, query.device, dtype, ReadAtTensors())
-        if reason:
-            raise UnsupportedInputError(f"{name} can't be traced for a kernel: {reason}")
-        numbers = [next(node for node, x in examples.items() if x is tensor) for tensor in tensors]
-        cache[result] = text, numbers
-    return cache[result]  # type: ignore[no-any-return]
+        first, second = map(trace, _SIZES)
+        cache[result] = first if first == second and not first[1] else None
+    found = cache[result]
+    if found is None:
+        # Sizes that are symbols become numbers: other sizes are another graph.
+        key = result, tuple(tuple(map(int, x.shape)) for x in captured.values())
+        found = cache[key] = cache.get(key) or trace(None)
+    text, reason, nodes = found
+    if reason:
+        raise UnsupportedInputError(f"{name} can't be traced for a kernel: {reason}")
+    return text, nodes
 
 
-def _example(x: Tensor) -> Tensor:
-    sizes = [size if isinstance(size, int) else _LONG for size in x.shape]
+def _traced_text(
+    name: str, result: Any, places: Any, captured: dict[Any, Tensor], query: Tensor, size: int | None
+) -> tuple[str, str, list[Any]]:
+    """Return the text of a function, or why it can't be traced, and the nodes of its further arguments.
+
+    A `size` takes the place of all sizes of captured tensors, but for 1.
+    """
+    with subgraphs.without_modes():
+        examples = {node: _example(x, size) for node, x in captured.items()}
+
+        def function(*given: Tensor) -> Any:
+            return _evaluated(result, dict(zip(places, given, strict=True)) | examples)
+
+        text, reason, tensors = lifted.traced(name, function, query.device, _dtype(query), ReadAtTensors())
+    return text, reason, [next(node for node, x in examples.items() if x is tensor) for tensor in tensors]
+
+
+def _example(x: Tensor, size: int | None) -> Tensor:
+    sizes = [1 if isinstance(n, int) and n == 1 else size or int(n) for n in x.shape]
     return torch.zeros((1,) * x.dim(), dtype=x.dtype, device=x.device).expand(sizes)
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 OPERATOR = subgraphs.operator_of("attnreg_functions", _run)

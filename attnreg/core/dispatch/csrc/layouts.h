@@ -133,7 +133,7 @@ inline at::Tensor auxiliary_like(const at::Tensor& model, c10::Device device, Sp
 
 // ---- Choice tokens: see `dispatch.scope`, which has the same numbers
 
-constexpr int64_t kAligned = 4, kGuard = 13, kMarked = 254;
+constexpr int64_t kAligned = 4, kGuard = 13, kMarked = 1016, kMarkedGuard = 104;
 
 inline int64_t extent_of(const at::Tensor& x) {
   int64_t extent = 1;
@@ -151,11 +151,11 @@ inline int64_t choice_of(const c10::IValue& value) {
   const at::Tensor& x = value.toTensor();
   const auto stored = static_cast<int64_t>(x.storage().nbytes()), size = static_cast<int64_t>(x.element_size());
   const int64_t start = x.storage_offset();
-  if (stored % 2 != 0) {  // marked where it was
-    const int64_t added = stored - extent_of(x) * size - kGuard;
-    return start == 0 && added > 0 && added % kMarked == 0 ? added / kMarked : 0;
+  if (start == 0) {  // if it carries one, it was marked where it was
+    const int64_t added = stored - extent_of(x) * size - kMarkedGuard;
+    return added > 0 && added % kMarked == 0 ? added / kMarked : 0;
   }
-  if (start == 0 || start % kAligned != 0) {
+  if (start % kAligned != 0) {
     return 0;
   }
   return stored / size == start + extent_of(x) + kGuard ? start / kAligned : 0;
