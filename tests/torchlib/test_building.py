@@ -512,10 +512,9 @@ def test_make_finds_a_compiler_where_attnreg_does(monkeypatch, tmp_path, name):
     assert (said, found) == (("compiled", file.name) if name else ("python", ""))
 
 
+@pytest.mark.usefixtures("python_routers")
 @pytest.mark.parametrize("name", ["home", "resolve"])
-def test_a_first_call_in_a_deep_recursion_does_not_leave_a_compiled_library_out(
-    built_routers, monkeypatch, name
-):
+def test_a_first_call_in_a_deep_recursion_does_not_leave_a_compiled_library_out(monkeypatch, name):
     """A RecursionError is a RuntimeError, which also says that there is no home folder."""
 
     def fail(*_, **__):
