@@ -35,6 +35,20 @@ def test_exactly_the_rows_that_see_no_key_get_0_and_minus_infinity(seed):
 
 
 @SEEDS
+def test_with_counts_of_keys_rows_see_as_many_keys_as_count(seed):
+    packed = slow.drawn(seed)
+    counts = torch.tensor(
+        [int(torch.randint(0, max(int(n), 0) + 1, ())) for n in packed.cu_seqlens_k.diff()],
+        dtype=torch.int32,
+    )
+    shorter = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    results, expected = ((torch.ones(packed.tokens_q, 2, 3), torch.ones(2, packed.tokens_q)) for _ in "ab")
+    rows.clear_forward(*results, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.window, counts)
+    rows.clear_forward(*expected, packed.cu_seqlens_q, shorter, packed.window)
+    assert all(map(torch.equal, results, expected))
+
+
+@SEEDS
 def test_exactly_the_gradients_of_rows_without_partners_get_0(seed):
     packed = slow.drawn(seed)
     dq, dk, dv = (

@@ -18,6 +18,7 @@ class NativeCall(ctypes.Structure):
         ("batch", ctypes.c_int64),
         ("max_q", ctypes.c_int64),
         ("max_k", ctypes.c_int64),
+        ("used", ctypes.c_void_p),
     )
 
 
@@ -47,7 +48,8 @@ def status_of(launcher, operands, call):
     each = (NativeOperand * len(operands))(*map(_operand, operands))
     offsets = [None if x is None else x.data_ptr() for x in (call.cu_seqlens_q, call.cu_seqlens_k)]
     batch = len(call.cu_seqlens_q) - 1 if call.varlen else operands[0].size(0)
-    native = NativeCall(len(operands), each, *offsets, batch, call.max_q, call.max_k)
+    used = None if call.seqused_k is None else call.seqused_k.data_ptr()
+    native = NativeCall(len(operands), each, *offsets, batch, call.max_q, call.max_k, used)
     return function(launcher.context, ctypes.byref(native))
 
 

@@ -95,9 +95,11 @@ class CompiledKernel(NamedTuple):
         read, lse = tensors[:5], tensors[5:]  # a forward has no LSE
         if any(x.stride(-1) != 1 for x in read) or any(x.dtype != torch.float32 for x in lse):
             return None
-        options = call.seqused_k, call.block_table, call.alibi_slopes, call.grad_lse
+        options = call.block_table, call.alibi_slopes, call.grad_lse
         if call.dropout or any(x is not None for x in options):
             return None
+        if call.seqused_k is not None and not (is_forward and call.varlen):
+            return None  # no launcher of these is given it
         return _launcher(self.forward_entry if is_forward else self.backward_entry, tensors, call)
 
     def before(self, kernels: Kernels) -> Kernels:
@@ -191,7 +193,8 @@ def _run(entry: Any, tensors: Sequence[Tensor], q: Tensor, k: Tensor, call: Call
     if any(other != count for other in (*counted, count if ends is None else len(ends) - 1)):
         _raise_for(_WRONG_LENGTHS, q, k, call)
     kind = kind_of(q, call)
-    arguments = NativeArguments(tensors, call.cu_seqlens_q, ends, call.max_q, call.max_k)
+    lengths = call.cu_seqlens_q, ends, call.max_q, call.max_k, call.seqused_k
+    arguments = NativeArguments(tensors, *lengths)
     if status := entry(ctypes.addressof(kind), arguments.address):
         _raise_for(status, q, k, call)
 
@@ -201,10 +204,12 @@ def _launcher(entry: Any, tensors: tuple[Tensor, ...], call: Call) -> NativeLaun
     query = tensors[not is_forward]
     # The compiled kernel runs every backward of a kind, whichever kernel ran the forward.
     kind = kind_of(query, call, choice.torchs_calls(query, call) if is_forward else None)
-    is_packed, context = call.varlen, ctypes.addressof(kind)
+    is_packed, context, has_used = call.varlen, ctypes.addressof(kind), call.seqused_k is not None
 
     def run(*arguments: Any) -> tuple[Tensor, ...] | None:
         tensors, lengths = (arguments[:-5], arguments[-5:-1]) if is_packed else (arguments, ())
+        if has_used:
+            tensors, lengths = tensors[:-1], (*lengths, tensors[-1])
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
         results = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
         native_call = NativeArguments((*tensors, *results), *lengths)

@@ -15,12 +15,13 @@ looks at itself, and returns None where that has changed: Python then looks up t
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher's arguments are the tensors of the backend's function. In a packed call further arguments follow:
-the tensors of options that the kernel counts (`Option.rescales`); both offsets (the same tensor twice if the
-first call's were); `max_q` and `max_k`; whether every row is known to belong to a sequence and to see a key.
-If that isn't known, the launcher itself keeps the contract for rows of no sequence and without a key
-(`rows`). It returns what the function does, save that a forward's LSE may have any strides, and it calls no
-op of aten's that attnreg routes. Any function will do; the classes below spare the call cache every Python
-object of a tensor. C++ tells them apart by `form` and reads their attributes by name (`csrc/described.h`).
+the tensor of an option, which is sinks that the kernel counts or a forward's `seqused_k`; both offsets (the
+same tensor twice if the first call's were); `max_q` and `max_k`; whether every row is known to belong to a
+sequence and to see a key. If that isn't known, the launcher itself keeps the contract for rows of no sequence
+and without a key (`rows`). It returns what the function does, save that a forward's LSE may have any strides,
+and it calls no op of aten's that attnreg routes. Any function will do; the classes below spare the call cache
+every Python object of a tensor. C++ tells them apart by `form` and reads their attributes by name
+(`csrc/described.h`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Launcher as Launcher
 from attnreg.core.launching.memory import address_of, inputs_of
+from attnreg.core.launching.regular import fills
 from attnreg.core.launching.rows import blanked, clear_backward, clear_forward
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import contiguous_strides, stream_of, uninitialized, with_strides
@@ -77,10 +79,18 @@ class OpLauncher:
             by keyword.
         results: how many of the op's results are returned.
         window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
+        takes_used: whether the launcher is given `seqused_k`, which the op takes by keyword.
+        folds: whether the op takes a longest query of 1 to mean that each sequence has a query. Where that
+            isn't known, it gets 2.
+        zeroes_rows: whether a forward's op writes 0 to output rows of a sequence without keys. If nobody
+            reads the LSE and all rows belong to a sequence, nothing is cleared then.
     """
 
     form = "op"
-    __slots__ = ("_run", "key", "op", "options", "rest", "results", "window")
+    __slots__ = (
+        *("_run", "key", "op", "options", "rest", "results", "window"),
+        *("takes_used", "folds", "zeroes_rows"),
+    )
 
     def __init__(
         self,
@@ -90,9 +100,14 @@ class OpLauncher:
         options: dict[str, Any],
         results: int,
         window: tuple[int, int] = (-1, -1),
+        *,
+        takes_used: bool = False,
+        folds: bool = False,
+        zeroes_rows: bool = False,
     ) -> None:
         self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
         self.window = window
+        self.takes_used, self.folds, self.zeroes_rows = takes_used, folds, zeroes_rows
         self._run = captured.kernel(op, key)
 
     @property
@@ -103,12 +118,18 @@ class OpLauncher:
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the results for the arguments of a launcher."""
         tensors, call = split(arguments)
+        used, options = None, self.options
+        if self.takes_used:
+            tensors, used = tensors[:-1], tensors[-1]
+            options = options | {"seqused_k": used}
         query, key, _ = inputs_of(tensors)
         max_q, max_k = (query.shape[1], key.shape[1]) if call is None else call.longest
+        if self.folds and max_q == 1 and call is not None and not call.has_lone_queries(query):
+            max_q = 2
         rest = with_lengths(self.rest, max_q, max_k)
         offsets = () if call is None else call.offsets
-        results = tuple(self._run(*tensors, *offsets, *rest, **self.options)[: self.results])
-        return results if call is None else call.cleared(results, self.window)
+        results = tuple(self._run(*tensors, *offsets, *rest, **options)[: self.results])
+        return results if call is None else call.cleared(results, self.window, used)
 
 
 class PackedCall(NamedTuple):
@@ -118,17 +139,24 @@ class PackedCall(NamedTuple):
     longest: tuple[int, int]
     all_rows_see_keys: bool
 
-    def cleared(self, results: tuple[Tensor, ...], window: tuple[int, int]) -> tuple[Tensor, ...]:
+    def has_lone_queries(self, query: Tensor) -> bool:
+        """Whether each sequence is known to have one row of the query, (T_q, H, D), if none has more."""
+        is_filled = self.all_rows_see_keys or fills(self.offsets[0], len(query))
+        return is_filled and len(query) == len(self.offsets[0]) - 1
+
+    def cleared(
+        self, results: tuple[Tensor, ...], window: tuple[int, int], used: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Return a forward's or a backward's results after clearing rows that a kernel left as they were.
 
         Results are changed in place. A forward's are the output (T_q, H, D_v) and the LSE (H, T_q) in
         float32. A backward's are the gradients of query, key and value, (T, H, D) each. Dtypes have 16 or 32
-        bits. `window` is (left, right) as in `Call`.
+        bits. `window` is (left, right) as in `Call`, `used` int32 (B,) how many keys of a sequence count.
         """
         if self.all_rows_see_keys:
             return results
         if len(results) == FORWARD - 1:
-            clear_forward(results[0], results[1], *self.offsets, window)
+            clear_forward(results[0], results[1], *self.offsets, window, used)
         else:
             clear_backward(results[0], results[1], results[2], *self.offsets)
         return results
@@ -171,7 +199,8 @@ class FunctionLauncher:
     """A function of Python's, which leaves rows of packed calls to the call cache.
 
     Where rows aren't known to belong to sequences with queries and keys, the call cache clears the results'
-    other rows. The function is then called as if that were known.
+    other rows. The function is then called as if that were known. It isn't given `seqused_k`, and so isn't
+    for calls with it.
 
     Attributes:
         run: the function.
@@ -243,7 +272,8 @@ class AddressLauncher:
     """A kernel that is given the addresses of its tensors.
 
     The call cache allocates results, contiguous but for a forward's LSE, and the workspace, and clears the
-    rows of packed results that aren't known to see a key.
+    rows of packed results that aren't known to see a key. The kernel isn't given `seqused_k`, and so isn't
+    for calls with it.
 
     Attributes:
         run: the launcher as a function of Python's, for callers that have tensors.

@@ -266,12 +266,13 @@ def _kept(ran: Ran, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ..
 # The call cache calls these two for what it doesn't keep, below its autograd node. Sinks are None where the
 # cache itself counts them afterwards.
 def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
-    lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward, sinks) = rest[:4], rest[4:]
+    lengths, (is_causal, window_size, scale, enable_gqa, choice) = rest[:4], rest[4:9]
+    needs_backward, sinks, used = rest[9:]
     check_is_whole(lengths[0], query)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound, inputs = window(window_size, is_causal), (query, key, value)
-    call = call_of(query, lengths, scale, bound, sinks=sinks)
+    call = call_of(query, lengths, scale, bound, sinks=sinks, seqused_k=used)
     check_all_in_memory(inputs, call)
     ran = run("forward", inputs, call, scope.by_number(choice), needs_backward)
     return *ran.results, _kept(ran, inputs, call, cuts_of_window(*bound))

@@ -230,5 +230,6 @@ def _launch(run: Launcher, direction: Direction, arguments: list[Tensor], call: 
     further: tuple[Any, ...] = ()
     if call.varlen:
         further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False
-    further = further if call.sinks is None else (call.sinks, *further)
+    options = call.sinks, call.seqused_k if direction == "forward" else None
+    further = *(x for x in options if x is not None), *further
     return _checked(lambda *_: run(*arguments, *further) or own, direction)(*arguments, call)

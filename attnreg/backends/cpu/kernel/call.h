@@ -20,12 +20,13 @@ struct NativeOperand {
 
 // A forward has the operands q, k, v, out, lse; a backward has grad_out, q, k, v, out, lse, grad_q, grad_k,
 // grad_v, and the gradient of the LSE where there is one. Results may hold anything. `batch` and the longest lengths
-// are read of packed calls alone.
+// are read of packed calls alone. `used` has how many keys of each sequence count; it is null where all do.
 struct NativeCall {
   int64_t operand_count;
   const NativeOperand* operands;
   const int32_t *cu_seqlens_q, *cu_seqlens_k;  // of packed tensors, `batch` + 1 of them, else null
   int64_t batch, max_q, max_k;
+  const int32_t* used;
 };
 
 // What calls of a kind have in common, as `NativeKind` in `problem.py` has it. A pointer is null without its option.
@@ -41,7 +42,6 @@ struct Kind {
   const uint64_t* rng_state;
   const float* slopes;
   int64_t slope_batch, slope_head;  // strides
-  const int32_t* used;              // how many keys of each sequence count
   const int32_t* block_table;       // of as many rows as there are sequences
   int64_t table_width;
 };
@@ -218,7 +218,7 @@ class CallReader {
       if (!of_q.next(i, all.row, all.rows) || !of_k.next(i, all.key, all.keys)) {
         return false;
       }
-      const int64_t used = kind_.used ? kind_.used[i] : all.keys;
+      const int64_t used = call_.used ? call_.used[i] : all.keys;
       if (used < 0 || used > all.keys) {
         return false;
       }
