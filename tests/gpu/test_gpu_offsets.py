@@ -178,7 +178,11 @@ def test_new_offsets_cost_at_most_two_small_kernels_for_all_layers_and_both_dire
 
 @pytest.mark.only_for("FA2", "cuDNN")
 def test_a_forward_has_the_device_say_what_is_so_of_its_rows(named, compiled_cache):
-    """A call after it clears rows unless each is known to see a key."""
+    """A call after it clears rows unless each is known to see a key.
+
+    FA2's kernels write zeros for a sequence without keys: without a gradient it's enough that each row is
+    known to belong to a sequence.
+    """
     front = gpu.on(named)
     for given in new_batches():
         front(*given)
@@ -200,12 +204,40 @@ def test_a_forward_has_the_device_say_what_is_so_of_its_rows(named, compiled_cac
             front(*other)
         front(*given)
         torch.cuda.synchronize()
-        _, sees_keys = rows.facts(*pair, len(given.query), len(given.key)).tolist()
+        fills, sees_keys = rows.facts(*pair, len(given.query), len(given.key)).tolist()
         # `kernels_of` runs a step twice and looks at the second.
         clears = "attnreg_clear_forward" in gpu.kernels_of(lambda given=given: front(*given))
-        assert clears is not bool(sees_keys), (lengths_q, lengths_k, tail)
+        is_clear = fills if named == "FA2" else sees_keys
+        assert clears is not bool(is_clear), (lengths_q, lengths_k, tail)
         seen.append(clears)
-    assert seen == [False] * 4 + [True] * 3
+    assert seen == [False] * 4 + [True, named != "FA2", True]
+
+
+@pytest.mark.only_for("FA2")
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+def test_decoding_with_one_key_more_each_time_takes_no_small_kernel(named, compiled_cache, heads):
+    """The offsets of the queries are the same, and an output row without a key is 0 by itself."""
+    ends = torch.arange(5, dtype=torch.int32, device="cuda")
+    query = torch.randn(4, heads[0], 64, device="cuda", dtype=gpu.BF16)
+    keys, values = torch.randn(2, 4000, heads[1], 64, device="cuda", dtype=gpu.BF16).unbind()
+
+    def step(lengths):
+        cu_seqlens_k = gpu.offsets_of(lengths)
+        total, longest = sum(lengths), max(lengths)
+        given = query, keys[:total], values[:total], ends, cu_seqlens_k, 1, longest
+        with torch.no_grad():
+            out = attnreg.varlen_attn(*given, is_causal=True, enable_gqa=True, backend=named)
+        shared = (x[:total].double().repeat_interleave(heads[0] // heads[1], 1).cpu() for x in (keys, values))
+        right, _ = truth.varlen(query.double().cpu(), *shared, ends.cpu(), cu_seqlens_k.cpu())
+        truth.assert_near(out.cpu(), right, gpu.BF16)
+
+    for number in range(6):
+        step((300 + number, 5, 0, 650))
+        torch.cuda.synchronize()
+    names = gpu.kernels_of(lambda: step((310, 6, 0, 651)))
+    assert not [name for name in names if name.startswith("attnreg_")]
+    # Query heads that share keys become rows, and the keys are split.
+    assert any("splitkv" in name for name in names) is (heads[0] != heads[1])
 
 
 @pytest.mark.only_for("FA2")
