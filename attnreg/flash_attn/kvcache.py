@@ -97,14 +97,14 @@ def flash_attn_with_kvcache(
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     rotary, places = (rotary_cos, rotary_sin), (cache_batch_idx, cache_leftpad, block_table)
     is_simple = (
-        rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is block_table is alibi_slopes is None
+        rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
         and not num_splits
         and type(softcap) in (float, int)
         and not softcap
         and not torch.compiler.is_compiling()
     )
     step = q, k_cache, v_cache, k, v, cache_seqlens, options, return_softmax_lse
-    if is_simple and (results := _run_compiled(*step)) is not None:
+    if is_simple and (results := _run_compiled(*step, block_table)) is not None:
         return results
     return _run(*step, rotary, rotary_interleaved, places, num_splits or None, is_simple)
 
@@ -118,19 +118,21 @@ def _run_compiled(
     used: int | Tensor | None,
     options: Options,
     with_lse: bool,
+    table: Tensor | None,
     offsets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Any:
     """Return what `flash_attn_with_kvcache` does, by the call cache; None where Python has to run the call.
 
-    Nothing is written then. Arguments are that function's. Regular `offsets`, int32 (B + 1,), of queries and
-    keys say that the call was checked and has a plan; without them only calls of kinds run that are kept.
+    Nothing is written then. Arguments are that function's. Regular `offsets`, int32 (B + 1,), of queries and,
+    without a `table`, of keys say that the call was checked and has a plan. Without them only calls of kinds
+    run that are kept.
     """
     cache = call_cache.active if call_cache.is_loaded else call_cache.load()
     if cache is None or GRAPH_TREES in sys.modules:
         return None
     choice = scope.current()
     results = cache.decode(
-        q, k_cache, v_cache, k, v, used, options.causal, options.window_size, options.softmax_scale,
+        q, k_cache, v_cache, k, v, used, table, options.causal, options.window_size, options.softmax_scale,
         0 if choice is None else choice.number, with_lse, *offsets,
     )  # fmt: skip
     return results if results is None or with_lse else results[0]
@@ -184,7 +186,7 @@ def _run(
     if is_simple and planned is not None and planned.plan.is_checked and planned.plan.turn is None:
         call_cache.provide_device_code(q.device)
         if not needs_graph_memory(q):
-            step = q, k_cache, v_cache, k, v, used, options, with_lse
+            step = q, k_cache, v_cache, k, v, used, options, with_lse, table
             if (results := _run_compiled(*step, lengths[:2])) is not None:
                 return results
     if k is not None and v is not None:  # after the checks, so that a refused call writes nothing

@@ -428,7 +428,7 @@ def test_a_launcher_is_given_counts_of_keys_in_front_of_the_offsets_and_new_ones
     every = [offsets(1, number) for number in range(4)]
     plans_made = [packed_plan.planned(*inputs, pair, pair, seqused_k=used)[0] for used in every]
     assert plans_made == [True, False, False, False]
-    assert packed_plan.given[-1] is every[0], "plans are given them"
+    assert packed_plan.given[-2] is every[0], "plans are given them"
     assert [rest[0] for rest in given] == every[1:]
     assert {rest[1:] for rest in given} == {(pair, pair, 4, 4, False)}
     assert packed_plan.planned(*inputs, pair, pair)[0], "a call without counts is another kind"
@@ -465,7 +465,7 @@ def test_one_of_torchs_kernels_is_given_counts_by_name_and_a_longest_query_of_1_
     ((lengths, options),) = SEEN
     assert (lengths, options.keys()) == ((2, 4), {"seqused_k"}) and options["seqused_k"] is used
     cache = [x[:, None] for x in (k, v)]
-    step = q[:, None], *cache, None, None, used, False, (-1, -1), None, 0, False
+    step = q[:, None], *cache, None, None, used, None, False, (-1, -1), None, 0, False
     for offsets_of_step in ((ends, ends), (None, None)):  # of a cache they are known to be regular
         SEEN.clear()
         assert packed_plan.module.decode(*step, *offsets_of_step) is not None
@@ -491,9 +491,9 @@ def test_a_launcher_that_is_not_given_counts_is_refused_for_calls_with_them(comp
         outs = [attend(given, seqused_k=offsets(2, 3)) for _ in range(4)]
         (row,) = attnreg.stats().failures
     assert row.message == (
-        "mine offers no launcher: TypeError: returned a FunctionLauncher for a call with seqused_k, expected "
-        "None, or a launcher that is given it: an OpLauncher with takes_used=True, a NativeLauncher or a "
-        "function"
+        "mine offers no launcher: TypeError: returned FunctionLauncher(...) for a call with seqused_k, "
+        "expected None, or a launcher that is given it: an OpLauncher with takes_used=True, a NativeLauncher "
+        "or a function"
     )
     assert all(torch.equal(out, outs[0]) for out in outs)
 

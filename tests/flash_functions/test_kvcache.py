@@ -574,6 +574,60 @@ def test_repeated_steps_write_into_a_cache_of_any_layout(in_python, layout):
         assert torch.equal(one[BATCH:], other[BATCH:])
 
 
+@pytest.mark.parametrize("name", ["cpu", "math"])
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_steps_over_pages_are_repeated_without_python(in_python, ran, name, new):
+    pages = [torch.randn(11, 4, KEY_HEADS, DIM) for _ in "kv"]
+    tables = [torch.randperm(11)[:9].view(3, 3).int() for _ in range(6)]
+
+    def step(number, lengths):
+        torch.manual_seed(number)
+        q, rows = torch.randn(BATCH, max(new, 1), HEADS, DIM), torch.randn(2, BATCH, new, KEY_HEADS, DIM)
+        expected = [x[tables[number].long()].flatten(1, 2) for x in pages]  # (B, room, H_k, D)
+        results = flash_attn_with_kvcache(
+            q, *pages, *(rows if new else ()), cache_seqlens=lengths, block_table=tables[number], causal=True,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        for x, fresh in zip(expected, rows, strict=True):
+            for place, count in enumerate(lengths.tolist()):
+                x[place, count : count + new] = fresh[place]
+        keys, values = ([x[i, : n + new] for i, n in enumerate(lengths.tolist())] for x in expected)
+        for found, right in zip(results, attended(q, keys, values, (-1, 0)), strict=True):
+            truth.assert_near(found, right, torch.float32)
+        for x, right in zip(pages, expected, strict=True):
+            assert torch.equal(x[tables[number].long()].flatten(1, 2), right)
+
+    with attnreg.register_backend(name):
+        for number in range(2):
+            step(number, ints(5, 0, 2))
+        for number, lengths in enumerate(([5, 0, 9], [4, 8, 2], [9, 9, 9], [6, 5, 4]), 2):
+            assert in_python(lambda: step(number, ints(*lengths))) == 0  # noqa: B023
+        assert ran() == {name: (6, 0)}
+
+
+PAGED = {
+    "block_table[1]: got 12 at index 1, expected 0 to 10": ([[0, 1, 2], [3, 12, 5], [6, 7, 8]], (1, 4, 1)),
+    "block_table[1]: got -1 at index 0, expected 0 to 10": ([[0, 1, 2], [-1, 4, 5], [6, 7, 8]], (1, 0, 1)),
+    "cache_seqlens: got 12 and 1 new tokens, expected at most 12, the room of a row of block_table, (3, 3)": (
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8]], (1, 12, 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", PAGED)
+def test_a_step_over_pages_of_a_known_kind_is_refused_as_the_first_is(in_python, message):
+    pages, q = [torch.randn(11, 4, KEY_HEADS, DIM) for _ in "kv"], torch.randn(BATCH, 1, HEADS, DIM)
+    table = torch.arange(9, dtype=torch.int32).view(3, 3)
+    for _ in range(3):
+        flash_attn_with_kvcache(q, *pages, TENSOR, TENSOR, cache_seqlens=LENGTHS, block_table=table)
+    before, (wrong, lengths) = [x.clone() for x in pages], PAGED[message]
+    given = {"cache_seqlens": ints(*lengths), "block_table": torch.tensor(wrong, dtype=torch.int32)}
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn_with_kvcache(q, *pages, TENSOR + 1, TENSOR + 1, **given)
+    assert str(error.value) == message
+    assert all(map(torch.equal, pages, before))
+
+
 def known(**options):
     """Run a kind of steps until the call cache repeats it; returns its arguments."""
     caches, q = [x.clone() for x in cache()], torch.randn(BATCH, 1, HEADS, DIM)

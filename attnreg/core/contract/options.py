@@ -192,7 +192,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         # `Capabilities.page_size` is a range of page sizes, so that no row's reason is needed.
-        name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}",
+        name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}", cached=True,
     ),
     Option(
         name="key_ranges", values="tensor", in_op=8,

@@ -31,6 +31,8 @@ from attnreg.core.launching.launchers import (
     AddressLauncher,
     FunctionLauncher,
     Launcher,
+    NativeLauncher,
+    OpLauncher,
     places_of,
 )
 from attnreg.core.launching.memory import inputs_of
@@ -171,25 +173,27 @@ def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launche
         launcher = plan.specialize(tensors, call)  # type: ignore[misc]
         if launcher is not None and not callable(launcher):
             raise TypeError(f"returned {one_line([reprlib.repr(launcher)])}, expected a launcher or None")
-        if call.seqused_k is not None and not _takes_used(launcher):
-            raise TypeError(
-                f"returned {_described(launcher)} for a call with seqused_k, expected None, or a launcher "
-                "that is given it: an OpLauncher with takes_used=True, a NativeLauncher or a function"
-            )
+        _check_is_given(launcher, call)
     except BaseException as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         plan.count_bad_launcher(error)
         return None
     return launcher
 
 
-def _takes_used(launcher: Launcher | None) -> bool:
-    without = isinstance(launcher, (AddressLauncher, FunctionLauncher))
-    return not without and getattr(launcher, "takes_used", True)
-
-
-def _described(launcher: object) -> str:
-    name = type(launcher).__name__
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+def _check_is_given(launcher: Launcher | None, call: Call) -> None:
+    """Raise TypeError if a launcher isn't given the counts of keys, or the pages, of a call with these."""
+    is_given, option, others = True, "seqused_k", "an OpLauncher with takes_used=True, a NativeLauncher or "
+    if call.block_table is not None:
+        option, others = "block_table", ""
+        is_given = not isinstance(launcher, (AddressLauncher, FunctionLauncher, NativeLauncher, OpLauncher))
+    elif call.seqused_k is not None:
+        is_given = not isinstance(launcher, (AddressLauncher, FunctionLauncher))
+        is_given = is_given and getattr(launcher, "takes_used", True)
+    if not is_given:
+        raise TypeError(
+            f"returned {type(launcher).__name__}(...) for a call with {option}, expected None, or a launcher "
+            f"that is given it: {others}a function"
+        )
 
 
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
@@ -208,7 +212,7 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
 
     def run_packed(*arguments: Any) -> Any:
         *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, _ = arguments
-        options: dict[str, Any] = {name: tensors.pop() for name in given}
+        options: dict[str, Any] = {name: tensors.pop() for name in reversed(given)}
         call = rest._replace(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, **options
         )

@@ -15,13 +15,13 @@ looks at itself, and returns None where that has changed: Python then looks up t
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher's arguments are the tensors of the backend's function. In a packed call further arguments follow:
-the tensor of an option, which is sinks that the kernel counts or a forward's `seqused_k`; both offsets (the
-same tensor twice if the first call's were); `max_q` and `max_k`; whether every row is known to belong to a
-sequence and to see a key. If that isn't known, the launcher itself keeps the contract for rows of no sequence
-and without a key (`rows`). It returns what the function does, save that a forward's LSE may have any strides,
-and it calls no op of aten's that attnreg routes. Any function will do; the classes below spare the call cache
-every Python object of a tensor. C++ tells them apart by `form` and reads their attributes by name
-(`csrc/described.h`).
+the tensors of options, which are sinks that the kernel counts, or a forward's `seqused_k` and `block_table`;
+both offsets (the same tensor twice if the first call's were; with pages None for the key's); `max_q` and
+`max_k`; whether every row is known to belong to a sequence and to see a key. If that isn't known, the
+launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
+function does, save that a forward's LSE may have any strides, and it calls no op of aten's that attnreg
+routes. Any function will do; the classes below spare the call cache every Python object of a tensor. C++
+tells them apart by `form` and reads their attributes by name (`csrc/described.h`).
 """
 
 from __future__ import annotations

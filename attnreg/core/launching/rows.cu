@@ -163,22 +163,26 @@ extern "C" __global__ void __launch_bounds__(1024) attnreg_facts(
 }
 
 // Write new rows of keys and values behind the `used` ones of each sequence of a cache, and into `counts` how many there are
-// then. A warp writes a row of all heads, even ones of keys. A number out of range ends in an error of CUDA.
+// then. A sequence has `width` pages of `size` tokens, of all `pages`; without a table it is a page, in order. A warp writes
+// a row of all heads, even ones of keys. A number out of range ends in an error of CUDA.
 extern "C" __global__ void attnreg_append(
-    int* counts, const int* used, i64 step_used, i64 batch, i64 count, i64 room, i64 heads, char* keys,
-    const char* new_keys, i64 k_bytes, i64 k_step, i64 k_row_step, i64 k_head_step, i64 new_k_step,
-    i64 new_k_row_step, i64 new_k_head_step, char* values, const char* new_values, i64 v_bytes, i64 v_step,
-    i64 v_row_step, i64 v_head_step, i64 new_v_step, i64 new_v_row_step, i64 new_v_head_step) {
+    int* counts, const int* used, i64 step_used, const int* table, i64 width, i64 size, i64 pages, i64 batch,
+    i64 count, i64 heads, char* keys, const char* new_keys, i64 k_bytes, i64 k_step, i64 k_row_step,
+    i64 k_head_step, i64 new_k_step, i64 new_k_row_step, i64 new_k_head_step, char* values,
+    const char* new_values, i64 v_bytes, i64 v_step, i64 v_row_step, i64 v_head_step, i64 new_v_step,
+    i64 new_v_row_step, i64 new_v_head_step) {
   const i64 warp = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32, row = warp / 2;
   if (row >= batch * count) return;
   const i64 sequence = row / count, number = row - sequence * count;
-  const i64 first = used[sequence * step_used], place = first + number;
-  if (first < 0 || place >= room) __trap();
+  const i64 first = used[sequence * step_used], token = first + number;
+  if (first < 0 || token >= width * size) __trap();
+  const i64 page = table ? table[sequence * width + token / size] : sequence, place = token % size;
+  if (page < 0 || page >= pages) __trap();
   if (warp % 2) {
-    set_row(values + sequence * v_step + place * v_row_step,
+    set_row(values + page * v_step + place * v_row_step,
             new_values + sequence * new_v_step + number * new_v_row_step, heads, v_bytes, v_head_step, new_v_head_step);
   } else {
-    set_row(keys + sequence * k_step + place * k_row_step,
+    set_row(keys + page * k_step + place * k_row_step,
             new_keys + sequence * new_k_step + number * new_k_row_step, heads, k_bytes, k_head_step, new_k_head_step);
     if (number == 0 && threadIdx.x % 32 == 0) counts[sequence] = (int)(first + count);
   }

@@ -230,6 +230,6 @@ def _launch(run: Launcher, direction: Direction, arguments: list[Tensor], call: 
     further: tuple[Any, ...] = ()
     if call.varlen:
         further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False
-    options = call.sinks, call.seqused_k if direction == "forward" else None
-    further = *(x for x in options if x is not None), *further
+    options = [call.seqused_k, call.block_table] if direction == "forward" else []
+    further = *(x for x in (*options, call.sinks) if x is not None), *further
     return _checked(lambda *_: run(*arguments, *further) or own, direction)(*arguments, call)

@@ -45,6 +45,7 @@ struct RegularOffsets {
 };
 
 constexpr size_t kMostRegular = 16;
+constexpr int64_t kPaged = -1;  // in place of the length of keys that are pages
 
 inline auto& regular_offsets = *new std::vector<RegularOffsets>;  // the newest last; under the interpreter's lock
 
@@ -79,7 +80,24 @@ inline int64_t number_at(const at::Tensor& numbers, int64_t place) {
   return static_cast<const int32_t*>(numbers.const_data_ptr())[place * numbers.stride(0)];
 }
 
-// New rows (B, S_new, H, D) for a cache (B or more, room, H, D).
+// Where the tokens of sequences lie in a cache.
+struct Places {
+  at::Tensor table;  // int32 (B, pages of a sequence), contiguous; undefined where a sequence is a page, and pages are in order
+  int64_t size;      // tokens of a page
+  int64_t pages;     // how many there are
+
+  // How many tokens a sequence may have.
+  int64_t room() const {
+    return table.defined() ? table.size(1) * size : size;
+  }
+
+  // The page of a token, on a CPU.
+  int64_t page_of(int64_t sequence, int64_t token) const {
+    return table.defined() ? static_cast<const int32_t*>(table.const_data_ptr())[sequence * table.size(1) + token / size] : sequence;
+  }
+};
+
+// New rows (B, S_new, H, D) for a cache (pages, tokens of a page, H, D).
 struct NewRows {
   at::Tensor rows, cache;
 
@@ -87,11 +105,11 @@ struct NewRows {
     return has_plain_rows(rows) && is_writable(cache) && !rows.storage().is_alias_of(cache.storage());
   }
 
-  // Write the row of a sequence at a place, on a CPU.
-  void write(int64_t sequence, int64_t number, int64_t place) const {
+  // Write the row of a sequence at a place of a page, on a CPU.
+  void write(int64_t sequence, int64_t number, int64_t page, int64_t place) const {
     const auto size = static_cast<int64_t>(rows.element_size()), heads = rows.size(2), bytes = rows.size(3) * size;
     const char* from = static_cast<const char*>(rows.const_data_ptr()) + (sequence * rows.stride(0) + number * rows.stride(1)) * size;
-    char* to = static_cast<char*>(cache.mutable_data_ptr()) + (sequence * cache.stride(0) + place * cache.stride(1)) * size;
+    char* to = static_cast<char*>(cache.mutable_data_ptr()) + (page * cache.stride(0) + place * cache.stride(1)) * size;
     for (int64_t head = 0; head < heads; head++) {
       std::memcpy(to + head * cache.stride(2) * size, from + head * rows.stride(2) * size, bytes);
     }
@@ -113,8 +131,9 @@ struct NewRows {
 
 // Write new keys and values behind the `used` ones of each sequence, int32 (B,), and into `counts` how many there are then.
 // False where that can't be done here, or a number is out of range: then nothing was written.
-inline bool append_rows(const NewRows& keys, const NewRows& values, const at::Tensor& used, const at::Tensor& counts) {
-  const int64_t batch = used.size(0), count = keys.rows.size(1), room = keys.cache.size(1);
+inline bool append_rows(
+    const NewRows& keys, const NewRows& values, const Places& places, const at::Tensor& used, const at::Tensor& counts) {
+  const int64_t batch = used.size(0), count = keys.rows.size(1);
   if (!keys.fit() || !values.fit() || keys.cache.storage().is_alias_of(values.rows.storage()) ||
       values.cache.storage().is_alias_of(keys.rows.storage())) {
     return false;
@@ -123,8 +142,9 @@ inline bool append_rows(const NewRows& keys, const NewRows& values, const at::Te
     for (int64_t i = 0; i < batch; i++) {
       const int64_t first = number_at(used, i);
       for (int64_t j = 0; j < count; j++) {
-        keys.write(i, j, first + j);
-        values.write(i, j, first + j);
+        const int64_t page = places.page_of(i, first + j), place = (first + j) % places.size;
+        keys.write(i, j, page, place);
+        values.write(i, j, page, place);
       }
       static_cast<int32_t*>(counts.mutable_data_ptr())[i] = static_cast<int32_t>(first + count);
     }
@@ -134,7 +154,8 @@ inline bool append_rows(const NewRows& keys, const NewRows& values, const at::Te
       return false;
     }
     c10::SmallVector<int64_t, 32> words{
-        word_of(counts), word_of(used), used.stride(0), batch, count, room, keys.rows.size(2)};
+        word_of(counts), word_of(used), used.stride(0), places.table.defined() ? word_of(places.table) : 0,
+        places.room() / places.size, places.size, places.pages, batch, count, keys.rows.size(2)};
     keys.append_words(words);
     values.append_words(words);
     const c10::OptionalDeviceGuard there(device);
@@ -152,7 +173,11 @@ inline bool append_rows(const NewRows& keys, const NewRows& values, const at::Te
 // ---- The step
 
 struct DecodingStep {
-  at::Tensor q, k_cache, v_cache, k, v, used;
+  at::Tensor q, k_cache, v_cache, k, v, used, table;
+
+  Places places() const {
+    return {table, k_cache.size(1), k_cache.size(0)};
+  }
 
   // Read the tensors; false where Python has to look at them.
   bool read(PyObject* const* arguments) {
@@ -162,7 +187,7 @@ struct DecodingStep {
         return false;
       }
     }
-    if (!read_used(arguments[5])) {
+    if (!read_optional(arguments[6], table) || !read_used(arguments[5])) {
       return false;
     }
     return q.defined() && k_cache.defined() && v_cache.defined() && used.defined() && k.defined() == v.defined() && fits();
@@ -170,13 +195,20 @@ struct DecodingStep {
 
   // Whether the numbers of tokens are in range, as far as the host can read them.
   bool numbers_fit() const {
-    const int64_t most = k_cache.size(1) - (k.defined() ? k.size(1) : 0);
-    if (!is_in_memory(used)) {
+    const Places where = places();
+    const int64_t count = k.defined() ? k.size(1) : 0, most = where.room() - count;
+    if (!is_in_memory(used) || (table.defined() && !is_in_memory(table))) {
       return false;
     }
     for (int64_t i = 0; used.is_cpu() && i < used.size(0); i++) {
-      if (const int64_t number = number_at(used, i); number < 0 || number > most) {
+      const int64_t number = number_at(used, i);
+      if (number < 0 || number > most) {
         return false;
+      }
+      for (int64_t token = 0; table.defined() && token < number + count; token += where.size) {
+        if (const int64_t page = where.page_of(i, token); page < 0 || page >= where.pages) {
+          return false;
+        }
       }
     }
     return true;
@@ -190,7 +222,8 @@ struct DecodingStep {
       return read_optional(argument, used);
     }
     if (!q.defined() || q.dim() != 4 || !k_cache.defined() || k_cache.dim() != 4 || !read_int(argument, number) ||
-        number < 0 || number + (k.defined() && k.dim() == 4 ? k.size(1) : 0) > k_cache.size(1)) {
+        (table.defined() && table.dim() != 2) || number < 0 ||
+        number + (k.defined() && k.dim() == 4 ? k.size(1) : 0) > places().room()) {
       PyErr_Clear();
       return false;
     }
@@ -206,9 +239,15 @@ struct DecodingStep {
     const int64_t batch = q.size(0);
     const auto device = q.device();
     bool fit = q.numel() > 0 && used.size(0) == batch && used.device() == device && k_cache.device() == device &&
-        v_cache.device() == device && k_cache.size(0) >= batch && k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3);
+        v_cache.device() == device && k_cache.size(1) > 0 && k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3);
+    if (table.defined()) {
+      fit = fit && table.dim() == 2 && table.size(0) == batch && table.size(1) > 0 && table.scalar_type() == at::kInt &&
+          table.device() == device && table.is_contiguous();
+    } else {
+      fit = fit && k_cache.size(0) >= batch;
+    }
     if (fit && k.defined()) {
-      fit = is_new(k, k_cache) && is_new(v, v_cache) && k.size(1) == v.size(1) && k.size(1) > 0 && k.size(1) <= k_cache.size(1);
+      fit = is_new(k, k_cache) && is_new(v, v_cache) && k.size(1) == v.size(1) && k.size(1) > 0 && k.size(1) <= places().room();
     }
     return fit;
   }
@@ -221,45 +260,49 @@ struct DecodingStep {
 
 // Have Python run a step by its plan, once new keys and values are written.
 inline Tensors planned_step(
-    PyObject* const* arguments, const Tensors& tensors, const VarlenCall& call, const at::Tensor& counts, const Key& key,
+    PyObject* const* arguments, const Tensors& tensors, const VarlenCall& call, const Further& further, const Key& key,
     const Lengths& lengths, uint64_t generation) {
   std::vector<Object> owners;
-  for (const at::Tensor& one : tensors) {
-    owners.push_back(owned(THPVariable_Wrap(one)));
+  for (size_t i = 0; i < tensors.size(); i++) {
+    const bool is_missing = further.table.defined() && i + 1 == tensors.size();  // pages have no offsets
+    owners.push_back(owned(THPVariable_Wrap(is_missing ? at::Tensor() : tensors[i])));
   }
   owners.push_back(owned(PyLong_FromLongLong(call.max_q)));
   owners.push_back(owned(PyLong_FromLongLong(call.max_k)));
-  const Object used = owned(THPVariable_Wrap(counts));
+  const Object used = owned(THPVariable_Wrap(further.used)), table = owned(THPVariable_Wrap(further.table));
   std::vector<PyObject*> given;
   for (const Object& one : owners) {
-    if (!one || !used) {
+    if (!one || !used || !table) {
       throw_error_of_python();
     }
     given.push_back(one.get());
   }
-  given.insert(given.end(), {arguments[6], arguments[7], arguments[8], Py_True, arguments[9]});
-  return planned_forward(given.data(), false, Py_None, used.get(), key, lengths, generation);
+  given.insert(given.end(), {arguments[7], arguments[8], arguments[9], Py_True, arguments[10]});
+  return planned_forward(given.data(), false, Py_None, used.get(), table.get(), key, lengths, generation);
 }
 
 // Return output, (B, S_q, H, D_v), and LSE, (B, H, S_q) or None, of a step; None where Python has to run it: then
 // nothing was written. Arguments are q, both caches, new keys and values or None, how many tokens each sequence has in the
-// cache, the mask as `varlen_attn` has it, the scale, the choice, whether the program gets the LSE, and None, or regular
-// offsets of queries and keys. Offsets say that Python has checked the call and found a plan. Without them only calls are
-// run whose kind and class are kept.
+// cache, the pages of each sequence or None, the mask as `varlen_attn` has it, the scale, the choice, whether the program
+// gets the LSE, and None, or regular offsets of queries and keys. Offsets say that Python has checked the call and found a
+// plan. Without them only calls are run whose kind and class are kept.
 inline PyObject* decode(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   DecodingStep step;
-  if (count != 13 || !enabled || !plan_forward || is_observed() || !step.read(arguments)) {
+  if (count != 14 || !enabled || !plan_forward || is_observed() || !step.read(arguments)) {
     Py_RETURN_NONE;
   }
-  const int64_t batch = step.q.size(0), length_q = step.q.size(1), length_k = step.k_cache.size(1);
-  const at::Tensor query = packed_rows(step.q, batch), key_rows = packed_rows(step.k_cache, batch), value_rows = packed_rows(step.v_cache, batch);
+  const bool is_paged = step.table.defined();
+  const int64_t batch = step.q.size(0), length_q = step.q.size(1), length_k = step.places().room();
+  const at::Tensor query = packed_rows(step.q, batch), key_rows = is_paged ? step.k_cache : packed_rows(step.k_cache, batch),
+                   value_rows = is_paged ? step.v_cache : packed_rows(step.v_cache, batch);
   if (!query.defined() || !key_rows.defined() || !value_rows.defined()) {
     Py_RETURN_NONE;
   }
   const c10::Stream stream = stream_of(step.q);
-  const bool is_checked = arguments[11] != Py_None;
-  const RegularOffsets* offsets = find_regular(batch, length_q, length_k, stream);
+  const bool is_checked = arguments[12] != Py_None;
+  const int64_t length_of_offsets = is_paged ? kPaged : length_k;
+  const RegularOffsets* offsets = find_regular(batch, length_q, length_of_offsets, stream);
   if (!offsets) {
     if (!is_checked) {
       Py_RETURN_NONE;
@@ -268,17 +311,18 @@ inline PyObject* decode(PyObject*, PyObject* const* arguments, Py_ssize_t count)
       const RegularOffsets dropped = std::move(regular_offsets.front());
       regular_offsets.erase(regular_offsets.begin());
     }
-    regular_offsets.push_back({batch, length_q, length_k, stream, tensor_of(arguments[11]), tensor_of(arguments[12])});
+    const at::Tensor queries = tensor_of(arguments[12]);
+    regular_offsets.push_back({batch, length_q, length_of_offsets, stream, queries, is_paged ? queries : tensor_of(arguments[13])});
     offsets = &regular_offsets.back();
   }
   const at::Tensor offsets_q = offsets->queries, offsets_k = offsets->keys;
 
-  const bool returns_lse = arguments[10] == Py_True;
-  const Tensors tensors{query, key_rows, value_rows, offsets_q, offsets_k};
+  const bool returns_lse = arguments[11] == Py_True;
+  const Tensors tensors{query, key_rows, value_rows, offsets_q, is_paged ? offsets_q : offsets_k};
   Tensors results;
   VarlenCall call{length_q, length_k};
   call.gqa = true;
-  if (!read_mask(arguments[6], arguments[7], arguments[8], arguments[9], call) || !suits_autocast(tensors) || !step.numbers_fit()) {
+  if (!read_mask(arguments[7], arguments[8], arguments[9], arguments[10], call) || !suits_autocast(tensors) || !step.numbers_fit()) {
     PyErr_Clear();
     Py_RETURN_NONE;
   }
@@ -287,14 +331,14 @@ inline PyObject* decode(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     RECORD_FUNCTION("attnreg::flash_attn_with_kvcache", std::vector<c10::IValue>({query, key_rows, value_rows}));
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::Tensor counts = step.k.defined() ? at::empty({batch}, step.used.options()) : step.used;
-    const Further further{at::Tensor(), counts, !returns_lse, true};
+    const Further further{at::Tensor(), counts, step.table, !returns_lse, true};
     Lengths lengths;
     const Key key = varlen_key(kVarlenForward, call, tensors, 0, further, lengths);
     const LookedUp found = look_up(key, lengths);
     if (key.empty() || !(found.entry || is_checked)) {
       Py_RETURN_NONE;
     }
-    if (step.k.defined() && !append_rows({step.k, step.k_cache}, {step.v, step.v_cache}, step.used, counts)) {
+    if (step.k.defined() && !append_rows({step.k, step.k_cache}, {step.v, step.v_cache}, step.places(), step.used, counts)) {
       Py_RETURN_NONE;
     }
     bool done = false;
@@ -304,7 +348,7 @@ inline PyObject* decode(PyObject*, PyObject* const* arguments, Py_ssize_t count)
       done = run_varlen(key, lengths, found, tensors, 0, known, further, results);
     }
     if (!done) {
-      results = planned_step(arguments, tensors, call, counts, key, lengths, found.generation);
+      results = planned_step(arguments, tensors, call, further, key, lengths, found.generation);
     }
   }
   const Object out = owned(THPVariable_Wrap(unpacked_rows(results[0], batch, length_q)));

@@ -128,6 +128,7 @@ struct Launch {
   // Where a kernel of ours that is launched for the call anyway is to answer what is so of the offsets; 0 once one does.
   int64_t* answer = nullptr;
   const at::Tensor* used = nullptr;  // how many keys of each sequence of a packed forward count; null for all
+  const at::Tensor* table = nullptr;  // the pages of each sequence, if the keys of a packed forward are pages; they have no offsets
   bool fills_queries = false;        // whether every row of the query is known to belong to a sequence
   bool drops_lse = false;            // whether nobody reads the LSE of a forward
 
@@ -215,7 +216,7 @@ inline void launch(const OpLauncher& launcher, const Launch& call, c10::Dispatch
       stack[call.tensors.size() + place] = int64_t{2};
     }
   }
-  TORCH_CHECK(!call.used || launcher.used, "attnreg: a launcher of a call with seqused_k isn't given it");
+  TORCH_CHECK(!call.table && (!call.used || launcher.used), "attnreg: a launcher isn't given all options of a call");
   if (call.used) {
     stack[call.tensors.size() + *launcher.used] = *call.used;
   }
@@ -269,6 +270,7 @@ inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& 
     }
     offsets[i] = static_cast<const int32_t*>(address_of(call.offsets(i)));
   }
+  TORCH_CHECK(!call.table, "attnreg: a launcher isn't given all options of a call");
   if (call.used && (call.used->scalar_type() != at::kInt || !call.used->is_contiguous())) {
     return false;
   }
@@ -426,7 +428,7 @@ inline std::shared_ptr<const Prepared> prepare(const AddressLauncher& launcher, 
 
 // Run a kernel on addresses; false if it can't run the call.
 inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors& results) {
-  TORCH_CHECK(!call.used, "attnreg: a launcher of a call with seqused_k isn't given it");
+  TORCH_CHECK(!call.used, "attnreg: a launcher isn't given all options of a call");
   const size_t count = call.operands();
   const auto device = call.tensors[0].device();
   const c10::Stream stream = stream_of(call.tensors[0]);
@@ -487,10 +489,15 @@ inline bool launch(PyObject* function, const Launch& call, Tensors& results) {
   const WithGil gil;
   std::vector<Object> arguments;
   for (size_t i = 0; i < call.tensors.size(); i++) {
-    if (call.used && i == call.operands()) {
-      arguments.push_back(owned(THPVariable_Wrap(*call.used)));
+    if (i == call.operands()) {
+      for (const at::Tensor* option : {call.used, call.table}) {
+        if (option) {
+          arguments.push_back(owned(THPVariable_Wrap(*option)));
+        }
+      }
     }
-    arguments.push_back(owned(THPVariable_Wrap(call.tensors[i])));
+    const bool is_missing = call.table && i + 1 == call.tensors.size();  // pages have no offsets
+    arguments.push_back(owned(THPVariable_Wrap(is_missing ? at::Tensor() : call.tensors[i])));
   }
   if (call.is_packed) {
     arguments.push_back(owned(PyLong_FromLongLong(call.lengths.numbers[Lengths::kMaxQ])));

@@ -44,12 +44,13 @@ inline void record(
 
 // Have Python run a forward by its plan, and count sinks unless they are None; the caller owns the interpreter's lock.
 inline Tensors planned_forward(
-    PyObject* const* arguments, bool needs_gradient, PyObject* sinks, PyObject* used, const Key& key, const Lengths& lengths,
-    uint64_t generation) {
+    PyObject* const* arguments, bool needs_gradient, PyObject* sinks, PyObject* used, PyObject* table, const Key& key,
+    const Lengths& lengths, uint64_t generation) {
   std::vector<PyObject*> given(arguments, arguments + 12);
   given.push_back(needs_gradient ? Py_True : Py_False);
   given.push_back(sinks);
   given.push_back(used);
+  given.push_back(table);
   const Object returned = owned(PyObject_Vectorcall(plan_forward, given.data(), given.size(), nullptr));
   PyObject *out = nullptr, *lse = nullptr, *described = nullptr;
   if (!returned || !PyArg_ParseTuple(returned.get(), "OOO", &out, &lse, &described)) {
@@ -108,7 +109,7 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (used.defined() && (needs_gradient || sinks.defined())) {
     Py_RETURN_NONE;  // the node keeps no counts, and no launcher is given both
   }
-  const Further further{to_count, used, !returns_lse && !needs_gradient && !sinks.defined()};
+  const Further further{to_count, used, at::Tensor(), !returns_lse && !needs_gradient && !sinks.defined()};
   Facts known;
   {
     RECORD_FUNCTION("attnreg::varlen_attn", std::vector<c10::IValue>({tensors[0], tensors[1], tensors[2]}));
@@ -124,7 +125,7 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     }
     if (!done) {
       PyObject* given = to_count.defined() ? arguments[13] : Py_None;
-      results = planned_forward(arguments, needs_gradient, given, arguments[14], key, lengths, found.generation);
+      results = planned_forward(arguments, needs_gradient, given, arguments[14], Py_None, key, lengths, found.generation);
       counted = to_count.defined();
     }
     if (sinks.defined() && !counted) {
