@@ -19,7 +19,7 @@ import attnreg
 from attnreg.core import aten
 from attnreg.core.contract.backend import Call
 from attnreg.core.dispatch import counters
-from attnreg.core.launching.launchers import MAX_K, MAX_Q, FunctionLauncher
+from attnreg.core.launching.launchers import MAX_K, MAX_Q, FunctionLauncher, NativeLauncher
 from attnreg.core.varlen import plans
 from attnreg.errors import InvalidInputError
 
@@ -458,7 +458,7 @@ def test_one_of_torchs_kernels_is_given_counts_by_name_and_a_longest_query_of_1_
     q, k, v = tensors((2, 2, 8))
     ends, used = offsets(0, 1, 2), offsets(1, 0)
     packed_plan.forward = op_launcher(MAX_Q, MAX_K, op="attnreg_used")
-    packed_plan.forward.takes_used = packed_plan.forward.folds = True
+    packed_plan.forward.takes, packed_plan.forward.folds = ("seqused_k",), True
     for _ in range(2):
         SEEN.clear()
         packed_plan.planned(q, k, v, ends, ends, max_q=1, seqused_k=used)
@@ -474,7 +474,7 @@ def test_one_of_torchs_kernels_is_given_counts_by_name_and_a_longest_query_of_1_
 
 def test_a_kernel_without_such_an_argument_offers_no_launcher(packed_plan, pair):
     packed_plan.forward = op_launcher(MAX_Q, MAX_K, op="attnreg_packed")
-    packed_plan.forward.takes_used = True
+    packed_plan.forward.takes = ("seqused_k",)
     packed_plan.plan = packed_plan.plan._replace(counters=(counters.call_counter("tests", "forward"),))
     for _ in range(2):
         assert packed_plan.planned(*tensors(PACKED), pair, pair, seqused_k=offsets(1, 2))[0]
@@ -482,20 +482,26 @@ def test_a_kernel_without_such_an_argument_offers_no_launcher(packed_plan, pair)
     assert "attnreg_packed takes no seqused_k behind its tensors" in row.message
 
 
-def test_a_launcher_that_is_not_given_counts_is_refused_for_calls_with_them(compiled, packed, fake):
+@pytest.mark.parametrize("form", ["a function", "FunctionLauncher", "NativeLauncher"])
+def test_a_launcher_that_does_not_say_that_it_takes_counts_is_not_used_for_calls_with_them(
+    compiled, packed, fake, form
+):
+    def launch(query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, known):
+        raise AssertionError
+
+    launcher = {
+        "a function": launch,
+        "FunctionLauncher": FunctionLauncher(launch),
+        "NativeLauncher": NativeLauncher(launch, 1),
+    }[form]
     mine = fake("mine")
-    run = FunctionLauncher(lambda *_: None)
-    kernels = attnreg.Kernels(mine.forward, mine.backward, lambda *_: run)
+    kernels = attnreg.Kernels(mine.forward, mine.backward, lambda *_: launcher)
     given = packed(LENGTHS, grad=False)
     with attnreg.register_backend(fake("mine", load=lambda: kernels).backend):
         outs = [attend(given, seqused_k=offsets(2, 3)) for _ in range(4)]
-        (row,) = attnreg.stats().failures
-    assert row.message == (
-        "mine offers no launcher: TypeError: returned FunctionLauncher(...) for a call with seqused_k, "
-        "expected None, or a launcher that is given it: an OpLauncher with takes_used=True, a NativeLauncher "
-        "or a function"
-    )
+    assert [call.seqused_k.tolist() for *_, call in mine.forwards] == [[2, 3]] * 4
     assert all(torch.equal(out, outs[0]) for out in outs)
+    assert not attnreg.stats().failures
 
 
 # ---- errors and counts

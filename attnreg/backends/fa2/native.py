@@ -135,8 +135,8 @@ class TorchKernels:
         further = call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
         if call.dropout or any(option is not None for option in further):
             return None
-        takes_used, is_forward = call.seqused_k is not None, direction == "forward"
-        if takes_used and not (is_forward and call.varlen):
+        is_forward, takes = direction == "forward", ("seqused_k",) if call.seqused_k is not None else ()
+        if takes and not (is_forward and call.varlen):
             return None
         if is_empty(query, key, call):
             return None
@@ -153,7 +153,7 @@ class TorchKernels:
         options = _options(query, call)
         if is_forward:
             arguments = OP.format("forward"), "CUDA", (*rest, False), options, 2, call.window
-            return OpLauncher(*arguments, takes_used=takes_used, folds=folds, zeroes_rows=True)
+            return OpLauncher(*arguments, takes=takes, folds=folds, zeroes_rows=True)
         if query.device not in _rng_states and needs_graph_memory(query):
             return None  # the launcher would keep tensors in the memory of a CUDA graph
         return OpLauncher(

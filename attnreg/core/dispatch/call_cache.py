@@ -28,12 +28,9 @@ from attnreg.core.dispatch import counters, scope, stats_file
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import (
-    AddressLauncher,
-    FunctionLauncher,
     Launcher,
-    NativeLauncher,
-    OpLauncher,
     places_of,
+    takes_options,
 )
 from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import every_row_sees_a_key
@@ -173,27 +170,10 @@ def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launche
         launcher = plan.specialize(tensors, call)  # type: ignore[misc]
         if launcher is not None and not callable(launcher):
             raise TypeError(f"returned {one_line([reprlib.repr(launcher)])}, expected a launcher or None")
-        _check_is_given(launcher, call)
     except BaseException as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         plan.count_bad_launcher(error)
         return None
-    return launcher
-
-
-def _check_is_given(launcher: Launcher | None, call: Call) -> None:
-    """Raise TypeError if a launcher isn't given the counts of keys, or the pages, of a call with these."""
-    is_given, option, others = True, "seqused_k", "an OpLauncher with takes_used=True, a NativeLauncher or "
-    if call.block_table is not None:
-        option, others = "block_table", ""
-        is_given = not isinstance(launcher, (AddressLauncher, FunctionLauncher, NativeLauncher, OpLauncher))
-    elif call.seqused_k is not None:
-        is_given = not isinstance(launcher, (AddressLauncher, FunctionLauncher))
-        is_given = is_given and getattr(launcher, "takes_used", True)
-    if not is_given:
-        raise TypeError(
-            f"returned {type(launcher).__name__}(...) for a call with {option}, expected None, or a launcher "
-            f"that is given it: {others}a function"
-        )
+    return launcher if takes_options(launcher, call) else None
 
 
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:

@@ -15,8 +15,8 @@ looks at itself, and returns None where that has changed: Python then looks up t
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher's arguments are the tensors of the backend's function. In a packed call further arguments follow:
-the tensors of options, which are sinks that the kernel counts, or a forward's `seqused_k` and `block_table`;
-both offsets (the same tensor twice if the first call's were; with pages None for the key's); `max_q` and
+the tensors of options, which are sinks that the kernel counts, or what a forward's launcher `takes`; both
+offsets (the same tensor twice if the first call's were; with pages None for the key's); `max_q` and
 `max_k`; whether every row is known to belong to a sequence and to see a key. If that isn't known, the
 launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
 function does, save that a forward's LSE may have any strides, and it calls no op of aten's that attnreg
@@ -35,6 +35,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.contract.backend import Call
 from attnreg.core.contract.backend import Launcher as Launcher
 from attnreg.core.launching.memory import address_of, inputs_of
 from attnreg.core.launching.regular import fills
@@ -79,7 +80,7 @@ class OpLauncher:
             by keyword.
         results: how many of the op's results are returned.
         window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
-        takes_used: whether the launcher is given `seqused_k`, which the op takes by keyword.
+        takes: ("seqused_k",) if the op takes that by keyword.
         folds: whether the op takes a longest query of 1 to mean that each sequence has a query. Where that
             isn't known, it gets 2.
         zeroes_rows: whether a forward's op writes 0 to output rows of a sequence without keys. If nobody
@@ -89,7 +90,7 @@ class OpLauncher:
     form = "op"
     __slots__ = (
         *("_run", "key", "op", "options", "rest", "results", "window"),
-        *("takes_used", "folds", "zeroes_rows"),
+        *("takes", "folds", "zeroes_rows"),
     )
 
     def __init__(
@@ -101,14 +102,19 @@ class OpLauncher:
         results: int,
         window: tuple[int, int] = (-1, -1),
         *,
-        takes_used: bool = False,
+        takes: tuple[str, ...] = (),
         folds: bool = False,
         zeroes_rows: bool = False,
     ) -> None:
         self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
         self.window = window
-        self.takes_used, self.folds, self.zeroes_rows = takes_used, folds, zeroes_rows
+        self.takes, self.folds, self.zeroes_rows = takes, folds, zeroes_rows
         self._run = captured.kernel(op, key)
+
+    @property
+    def takes_used(self) -> bool:
+        """Whether it is given `seqused_k`."""
+        return "seqused_k" in self.takes
 
     @property
     def length_places(self) -> tuple[tuple[int, int], ...]:
@@ -130,6 +136,13 @@ class OpLauncher:
         offsets = () if call is None else call.offsets
         results = tuple(self._run(*tensors, *offsets, *rest, **options)[: self.results])
         return results if call is None else call.cleared(results, self.window, used)
+
+
+def takes_options(launcher: Launcher | None, call: Call) -> bool:
+    """Whether a launcher is given all options that it has to say of itself that it `takes`."""
+    given = {"seqused_k": call.seqused_k, "block_table": call.block_table}
+    taken = getattr(launcher, "takes", ())
+    return all(name in taken for name, tensor in given.items() if tensor is not None)
 
 
 class PackedCall(NamedTuple):
@@ -181,6 +194,7 @@ class NativeLauncher:
             the call.
         context: the address of what the function has to know of the kind of call.
         keep: what owns the memory there.
+        takes: which of `seqused_k` and `block_table` the function reads, for a kind of calls with these.
     """
 
     form: ClassVar = "native"
@@ -188,6 +202,7 @@ class NativeLauncher:
     function: int
     context: int = 0
     keep: object = None
+    takes: tuple[str, ...] = ()
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""
@@ -199,8 +214,7 @@ class FunctionLauncher:
     """A function of Python's, which leaves rows of packed calls to the call cache.
 
     Where rows aren't known to belong to sequences with queries and keys, the call cache clears the results'
-    other rows. The function is then called as if that were known. It isn't given `seqused_k`, and so isn't
-    for calls with it.
+    other rows. The function is then called as if that were known.
 
     Attributes:
         run: the function.
@@ -272,8 +286,7 @@ class AddressLauncher:
     """A kernel that is given the addresses of its tensors.
 
     The call cache allocates results, contiguous but for a forward's LSE, and the workspace, and clears the
-    rows of packed results that aren't known to see a key. The kernel isn't given `seqused_k`, and so isn't
-    for calls with it.
+    rows of packed results that aren't known to see a key.
 
     Attributes:
         run: the launcher as a function of Python's, for callers that have tensors.

@@ -264,15 +264,17 @@ inline NativeOperand native_operand(const at::Tensor& tensor) {
 // Run a C function; false if it can't run the call.
 inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& results) {
   const int32_t* offsets[2] = {};
-  for (size_t i = 0; i < 2 && call.is_packed; i++) {
+  const size_t sides = !call.is_packed ? 0 : call.table ? 1 : 2;  // pages have no offsets
+  for (size_t i = 0; i < sides; i++) {
     if (call.offsets(i).scalar_type() != at::kInt || !call.offsets(i).is_contiguous()) {
       return false;
     }
     offsets[i] = static_cast<const int32_t*>(address_of(call.offsets(i)));
   }
-  TORCH_CHECK(!call.table, "attnreg: a launcher isn't given all options of a call");
-  if (call.used && (call.used->scalar_type() != at::kInt || !call.used->is_contiguous())) {
-    return false;
+  for (const at::Tensor* option : {call.used, call.table}) {
+    if (option && (option->scalar_type() != at::kInt || !option->is_contiguous())) {
+      return false;
+    }
   }
   allocate(call, false, results);
   c10::SmallVector<NativeOperand, 9> operands;
@@ -285,7 +287,9 @@ inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& 
   const auto& numbers = call.lengths.numbers;
   const NativeCall native{static_cast<int64_t>(operands.size()), operands.data(), offsets[0], offsets[1],
                           numbers[Lengths::kBatch], numbers[Lengths::kMaxQ], numbers[Lengths::kMaxK],
-                          call.used ? static_cast<const int32_t*>(address_of(*call.used)) : nullptr};
+                          call.used ? static_cast<const int32_t*>(address_of(*call.used)) : nullptr,
+                          call.table ? static_cast<const int32_t*>(address_of(*call.table)) : nullptr,
+                          call.table ? call.table->size(1) : 0};
   return launcher.function(launcher.context, &native) == 0;
 }
 

@@ -7,7 +7,7 @@
 // results what is to be kept (`described.h`), or nothing. Whatever changes in settings, registrations or tables drops all of it.
 //
 // There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
-// node of its own (`varlen.h`). Below are the functions that Python calls, always with the interpreter's lock.
+// node of its own (`varlen.h`). A step of decoding with a cache (`decode.h`) is one of the second. Below are the functions that Python calls, always with the interpreter's lock.
 
 #include <Python.h>
 #include <pthread.h>
