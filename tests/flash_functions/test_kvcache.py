@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import math
+import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -13,6 +15,7 @@ from support import truth
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError
 from attnreg.backends.cpu import compiled
+from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import modes
 from attnreg.flash_attn import attention, flash_attn_with_kvcache, kvcache
 from attnreg.tools.measure.reference import attend
@@ -723,3 +726,59 @@ def test_a_setting_or_a_choice_decides_about_the_next_step(in_python, ran):
     with attnreg.register_backend("math"):
         step()
         assert ran() == {"math": (2, 0)}
+
+
+def drawn_steps(draw, dtype):
+    """Return the options of a kind of steps, and some steps of it: caches, and the other arguments."""
+    batch, rows, new = draw.randint(1, 4), draw.randint(1, 3), draw.randint(0, 3)
+    heads, size, width = draw.choice([(4, 2), (3, 1), (2, 2)]), draw.choice([4, 6]), draw.randint(1, 3)
+    is_paged, room = draw.random() < 0.5, size * width
+    shape = (batch * width + 1, size) if is_paged else (batch + draw.randint(0, 1), room)
+    options = {
+        "causal": draw.random() < 0.5, "softmax_scale": draw.choice([None, 0.3]),
+        "window_size": draw.choice([(-1, -1), (3, -1), (2, 1)]),
+        "return_softmax_lse": draw.random() < 0.5,
+    }  # fmt: skip
+    steps = []
+    for _ in range(4):
+        caches = [torch.randn(*shape, heads[1], 8).to(dtype) for _ in "kv"]
+        given = {"q": torch.randn(batch, rows, heads[0], 8).to(dtype)}
+        if new:
+            given |= {name: torch.randn(batch, new, heads[1], 8).to(dtype) for name in "kv"}
+        given["cache_seqlens"] = ints(*(draw.randint(0, room - new) for _ in range(batch)))
+        if is_paged:
+            given["block_table"] = ints(*draw.sample(range(shape[0]), batch * width)).view(batch, width)
+        steps.append((caches, given))
+    return options, steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_random_kinds_compute_and_write_what_they_do_in_python(in_python, dtype):
+    draw = random.Random(0)
+    for _ in range(12):
+        options, steps = drawn_steps(draw, dtype)
+        copies, results = [[x.clone() for x in caches] for caches, _ in steps], []
+        with call_cache.paused():
+            for (keys, values), (_, given) in zip(copies, steps, strict=True):
+                results.append(flash_attn_with_kvcache(k_cache=keys, v_cache=values, **given, **options))
+        for number, (caches, given) in enumerate(steps):
+            step = functools.partial(flash_attn_with_kvcache, **given, **options)
+            found = []
+            taken = in_python(lambda: found.append(step(k_cache=caches[0], v_cache=caches[1])))  # noqa: B023
+            assert taken == (number < 2)
+            torch.testing.assert_close(found[0], results[number], rtol=0, atol=0)
+            assert all(map(torch.equal, caches, copies[number]))
+
+
+def test_threads_decode_into_their_own_caches(in_python):
+    def decode(seed):
+        draw = torch.Generator().manual_seed(seed)
+        caches = [torch.randn(BATCH, ROOM, KEY_HEADS, DIM, generator=draw) for _ in "kv"]
+        for number in range(10):
+            q = torch.randn(BATCH, 1, HEADS, DIM, generator=draw)
+            new = torch.randn(2, BATCH, 1, KEY_HEADS, DIM, generator=draw).unbind()
+            assert_step(q, caches, new, ints(number, 0, number // 2))
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(decode, range(4)))

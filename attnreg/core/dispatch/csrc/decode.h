@@ -140,9 +140,12 @@ inline bool append_rows(
   }
   if (const auto device = used.device(); device.is_cpu()) {
     for (int64_t i = 0; i < batch; i++) {
+      // Read once more, and checked again: another thread may be writing to it.
       const int64_t first = number_at(used, i);
+      TORCH_CHECK(first >= 0 && first + count <= places.room(), "cache_seqlens: got ", first, ", which was another number before");
       for (int64_t j = 0; j < count; j++) {
         const int64_t page = places.page_of(i, first + j), place = (first + j) % places.size;
+        TORCH_CHECK(page >= 0 && page < places.pages, "block_table: got ", page, ", which was another number before");
         keys.write(i, j, page, place);
         values.write(i, j, page, place);
       }
