@@ -80,8 +80,8 @@ __device__ void write_facts(
   }
 }
 
-// If there is a place for facts, a further block of the grid, behind those for rows, writes them. Where `used` isn't null
-// it has the number of each sequence's keys.
+// If there is a place for facts, a further block of the grid, behind those for rows, writes them; of the offsets of queries
+// alone if `tokens_k` is below 0. Where `used` isn't null it has the number of each sequence's keys.
 extern "C" __global__ void attnreg_clear_forward(
     char* out, float* lse, const int* offsets_q, const int* offsets_k, i64 batch, i64 tokens, i64 heads,
     i64 head_bytes, i64 row_step, i64 head_step, i64 lse_head_step, i64 lse_row_step, i64 left, i64 right,
@@ -89,7 +89,9 @@ extern "C" __global__ void attnreg_clear_forward(
   __shared__ unsigned marked[4];
   const i64 first = (i64)blockIdx.x * blockDim.x, row = first + threadIdx.x;
   if (first >= tokens) {
-    write_facts(nullptr, place, offsets_q, offsets_k, batch, tokens, tokens_k, step_q, step_k);
+    const bool both = tokens_k >= 0;
+    write_facts(nullptr, place, offsets_q, both ? offsets_k : offsets_q, batch, tokens, both ? tokens_k : tokens, step_q,
+                both ? step_k : step_q);
     return;
   }
   bool clear = false;

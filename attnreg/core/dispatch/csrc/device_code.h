@@ -94,7 +94,8 @@ inline void clear(const DeviceCode& code, const Launch& call, Window window, con
       launch_on(code, code.clear_forward, total, kBlock128, out,
                 {word_of(out), word_of(lse), word_of(queries), word_of(keys), batch, rows, out.size(1),
                  out.size(2) * size, out.stride(0) * size, out.stride(1) * size, lse.stride(0), lse.stride(1),
-                 window.left, window.right, step_q, step_k, call.lengths.numbers[Lengths::kTokensK], place,
+                 window.left, window.right, step_q, step_k,
+                 call.asks_queries ? -1 : call.lengths.numbers[Lengths::kTokensK], place,
                  call.used ? word_of(*call.used) : 0, call.used ? call.used->stride(0) : 0});
       is_answered(call);
     }

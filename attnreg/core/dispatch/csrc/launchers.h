@@ -127,6 +127,7 @@ struct Launch {
   bool is_forward;
   // Where a kernel of ours that is launched for the call anyway is to answer what is so of the offsets; 0 once one does.
   int64_t* answer = nullptr;
+  bool asks_queries = false;  // whether it is asked what is so of the offsets of queries alone
   const at::Tensor* used = nullptr;  // how many keys of each sequence of a packed forward count; null for all
   const at::Tensor* table = nullptr;  // the pages of each sequence, if the keys of a packed forward are pages; they have no offsets
   bool fills_queries = false;        // whether every row of the query is known to belong to a sequence

@@ -95,7 +95,7 @@ inline bool run_varlen(
   const at::Tensor &queries = tensors[count - 2], &keys = tensors[count - 1];
   const int64_t tokens_q = lengths.numbers[Lengths::kTokensQ], tokens_k = lengths.numbers[Lengths::kTokensK];
   Question question;
-  bool fills_queries = further.fills_queries;
+  bool fills_queries = further.fills_queries, asks_queries = false;
   if (!known.knows_rows && tensors[query].is_cuda()) {
     // Decoding has other keys at each call, but the same offsets of queries. Of all others both are asked about at once.
     const bool is_even = tokens_q == lengths.numbers[Lengths::kBatch] * lengths.numbers[Lengths::kMaxQ];
@@ -103,9 +103,7 @@ inline bool run_varlen(
       known = facts_of(queries, keys, tokens_q, tokens_k, question);
     } else if (!fills_queries && is_even && entry->op) {
       fills_queries = facts_of(queries, queries, tokens_q, tokens_q, question).fills_rows;
-      if (question.is_open()) {
-        ask_device(queries, queries, tokens_q, tokens_q, question);
-      }
+      asks_queries = true;
     }
   }
   fills_queries = fills_queries || known.fills_rows || known.knows_rows;
@@ -115,9 +113,12 @@ inline bool run_varlen(
   call.table = further.table.defined() ? &further.table : nullptr;
   call.fills_queries = fills_queries;
   call.drops_lse = further.drops_lse;
+  call.asks_queries = asks_queries;
   if (question.is_open()) {
     if (!entry->counts_sinks && can_answer(*entry, call)) {
       call.answer = &question.place;  // one kernel less
+    } else if (asks_queries) {
+      ask_device(queries, queries, tokens_q, tokens_q, question);
     } else {
       ask_device(queries, keys, tokens_q, tokens_k, question);
     }
