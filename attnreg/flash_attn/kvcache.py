@@ -97,14 +97,18 @@ def flash_attn_with_kvcache(
     options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     rotary, places = (rotary_cos, rotary_sin), (cache_batch_idx, cache_leftpad, block_table)
     is_simple = (
-        rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
+        rotary_cos is rotary_sin is cache_leftpad is alibi_slopes is None
         and not num_splits
         and type(softcap) in (float, int)
         and not softcap
         and not torch.compiler.is_compiling()
     )
-    step = q, k_cache, v_cache, k, v, cache_seqlens, options, return_softmax_lse
-    if is_simple and (results := _run_compiled(*step, block_table)) is not None:
+    step, table = (q, k_cache, v_cache, k, v, cache_seqlens, options, return_softmax_lse), block_table
+    if is_simple and cache_batch_idx is not None:
+        # Without a `block_table` a cached sequence is a page.
+        is_simple = block_table is None and isinstance(cache_batch_idx, Tensor) and cache_batch_idx.dim() == 1
+        table = cache_batch_idx[:, None] if is_simple else None
+    if is_simple and (results := _run_compiled(*step, table)) is not None:
         return results
     return _run(*step, rotary, rotary_interleaved, places, num_splits or None, is_simple)
 

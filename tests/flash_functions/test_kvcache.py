@@ -631,6 +631,42 @@ def test_a_step_over_pages_of_a_known_kind_is_refused_as_the_first_is(in_python,
     assert all(map(torch.equal, pages, before))
 
 
+def test_steps_of_sequences_anywhere_in_the_cache_are_repeated_without_python(in_python):
+    caches = [torch.randn(6, ROOM, KEY_HEADS, DIM) for _ in "kv"]
+
+    def step(places, lengths):
+        q, new = torch.randn(BATCH, 1, HEADS, DIM), torch.randn(2, BATCH, 1, KEY_HEADS, DIM)
+        expected = [x.clone() for x in caches]
+        for x, rows in zip(expected, new, strict=True):
+            for row, (place, count) in enumerate(zip(places, lengths, strict=True)):
+                x[place, count] = rows[row, 0]
+        out = flash_attn_with_kvcache(
+            q, *caches, *new, cache_seqlens=ints(*lengths), cache_batch_idx=ints(*places)
+        )
+        assert all(map(torch.equal, caches, expected))
+        keys, values = (
+            [x[place, : count + 1] for place, count in zip(places, lengths, strict=True)] for x in expected
+        )
+        truth.assert_near(out, attended(q, keys, values)[0], torch.float32)
+
+    for _ in range(2):
+        step((0, 1, 2), (3, 0, 5))
+    assert in_python(lambda: step((5, 3, 0), (0, 11, 4))) == 0
+    assert in_python(lambda: step((2, 4, 1), (7, 1, 2))) == 0
+    for given, message in {
+        (0, 9, 1): "cache_batch_idx: got 9 at index 1, expected 0 to 5",
+        (0, -1, 1): "cache_batch_idx: got -1 at index 1, expected 0 to 5",
+    }.items():
+        before = [x.clone() for x in caches]
+        with pytest.raises(InvalidInputError) as error:
+            flash_attn_with_kvcache(
+                torch.randn(BATCH, 1, HEADS, DIM), *caches, TENSOR, TENSOR, cache_seqlens=ints(3, 0, 2),
+                cache_batch_idx=ints(*given),
+            )  # fmt: skip
+        assert str(error.value) == message
+        assert all(map(torch.equal, caches, before))
+
+
 def known(**options):
     """Run a kind of steps until the call cache repeats it; returns its arguments."""
     caches, q = [x.clone() for x in cache()], torch.randn(BATCH, 1, HEADS, DIM)

@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -208,7 +209,9 @@ struct DecodingStep {
       if (number < 0 || number > most) {
         return false;
       }
-      for (int64_t token = 0; table.defined() && token < number + count; token += where.size) {
+      // The place of a whole sequence is looked at even where no token lies there, as Python does.
+      const int64_t tokens = table.defined() ? std::max<int64_t>(number + count, table.size(1) == 1) : 0;
+      for (int64_t token = 0; token < tokens; token += where.size) {
         if (const int64_t page = where.page_of(i, token); page < 0 || page >= where.pages) {
           return false;
         }
