@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.torchlib.frames import leave_module_uncompiled
+from attnreg.core.torchlib.layout import GRAPH_TREES, needs_graph_memory
 from attnreg.core.varlen import spread
 from attnreg.core.varlen.plans import check_tensors, window
 from attnreg.flash_attn.attention import (
@@ -36,7 +39,6 @@ _NAMES = OF_DENSE | {
 
 
 @naming(_NAMES)
-@torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -92,40 +94,111 @@ def flash_attn_with_kvcache(
         (B, H, S_q).
     """
     spread.check_is_off("a call without a cache: flash_attn_varlen_func with the offsets of the whole batch")
-    optional = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    rotary, places = (rotary_cos, rotary_sin), (cache_batch_idx, cache_leftpad, block_table)
+    is_simple = (
+        rotary_cos is rotary_sin is cache_leftpad is alibi_slopes is None
+        and not num_splits
+        and type(softcap) in (float, int)
+        and not softcap
+        and not torch.compiler.is_compiling()
+    )
+    step, table = (q, k_cache, v_cache, k, v, cache_seqlens, options, return_softmax_lse), block_table
+    if is_simple and cache_batch_idx is not None:
+        # Without a `block_table` a cached sequence is a page.
+        is_simple = block_table is None and isinstance(cache_batch_idx, Tensor) and cache_batch_idx.dim() == 1
+        table = cache_batch_idx[:, None] if is_simple else None
+    if is_simple and (results := _run_compiled(*step, table)) is not None:
+        return results
+    return _run(*step, rotary, rotary_interleaved, places, num_splits or None, is_simple)
+
+
+def _run_compiled(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    used: int | Tensor | None,
+    options: Options,
+    with_lse: bool,
+    table: Tensor | None,
+    offsets: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Any:
+    """Return what `flash_attn_with_kvcache` does, by the call cache; None where Python has to run the call.
+
+    Nothing is written then. Arguments are that function's. Regular `offsets`, int32 (B + 1,), of queries and,
+    without a `table`, of keys say that the call was checked and has a plan. Without them only calls of kinds
+    run that are kept.
+    """
+    cache = call_cache.active if call_cache.is_loaded else call_cache.load()
+    if cache is None or GRAPH_TREES in sys.modules:
+        return None
+    choice = scope.current()
+    results = cache.decode(
+        q, k_cache, v_cache, k, v, used, table, options.causal, options.window_size, options.softmax_scale,
+        0 if choice is None else choice.number, with_lse, *offsets,
+    )  # fmt: skip
+    return results if results is None or with_lse else results[0]
+
+
+@torch.no_grad()
+def _run(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    options: Options,
+    with_lse: bool,
+    rotary: tuple[Tensor | None, Tensor | None],
+    interleaved: bool,
+    places: tuple[Tensor | None, Tensor | None, Tensor | None],
+    splits: int | None,
+    is_simple: bool,
+) -> Any:
+    """Check a call of `flash_attn_with_kvcache`, and run it; `is_simple` if the call cache may repeat it."""
+    (cos, sin), (batch_idx, leftpad, block_table) = rotary, places
+    optional = {"k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin}
     present = {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **present)
-    check(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, block_table)
-    options = Options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    check(q, k_cache, v_cache, k, v, cos, sin, cache_seqlens, batch_idx, block_table)
     (batch, length_q), new = q.shape[:2], 0 if k is None else k.shape[1]
     used = lengths_of(cache_seqlens, q, k_cache, block_table, new)
-    check_places(q, k_cache, cache_batch_idx, cache_leftpad, block_table, used, new)
-    if rotary_cos is not None and rotary_sin is not None:
-        tables = rotary_cos, rotary_sin, rotary_interleaved
-        is_masked = causal or window(window_size, False) != (-1, -1)
-        q = rotated(q, positions(used, length_q if is_masked else 1), *tables)
-        k = None if k is None else rotated(k, positions(used, k.shape[1]), *tables)
+    check_places(q, k_cache, batch_idx, leftpad, block_table, used, new)
+    if cos is not None and sin is not None:
+        is_masked = options.causal or window(options.window_size, False) != (-1, -1)
+        q = rotated(q, positions(used, length_q if is_masked else 1), cos, sin, interleaved)
+        k = None if k is None else rotated(k, positions(used, k.shape[1]), cos, sin, interleaved)
     key_counts, cu_seqlens_k, longest = used + new if new else used, None, k_cache.shape[1]
-    pages, table = _pages(block_table, cache_batch_idx, cache_leftpad, batch, used), None
+    pages, table = _pages(block_table, batch_idx, leftpad, batch, used), None
     if pages is None:
         # More backends support counts of keys than pages.
         cu_seqlens_k = regular_offsets(batch, longest, k_cache)
-    elif cache_leftpad is None:
+    elif leftpad is None:
         longest, table = longest * pages.shape[1], pages.contiguous()
     else:
-        longest, table = longest * pages.shape[1], _one_token_pages(k_cache, pages, cache_leftpad)
-        key_counts = key_counts - cache_leftpad.to(torch.int32)
+        longest, table = longest * pages.shape[1], _one_token_pages(k_cache, pages, leftpad)
+        key_counts = key_counts - leftpad.to(torch.int32)
 
-    keys_and_values = functools.partial(_keys_and_values, k_cache, v_cache, table, cache_leftpad, batch)
+    keys_and_values = functools.partial(_keys_and_values, k_cache, v_cache, table, leftpad, batch)
     lengths = regular_offsets(batch, length_q, q), cu_seqlens_k, length_q, longest
-    q, splits = q.flatten(0, 1), num_splits or None
-    planned = checked_call(q, *keys_and_values(), lengths, options, key_counts, table, splits)
+    packed = q.flatten(0, 1)
+    planned = checked_call(packed, *keys_and_values(), lengths, options, key_counts, table, splits)
+    # Once a plan has run, the call cache may run further calls of the kind.
+    if is_simple and planned is not None and planned.plan.is_checked and planned.plan.turn is None:
+        call_cache.provide_device_code(q.device)
+        if not needs_graph_memory(q):
+            step = q, k_cache, v_cache, k, v, used, options, with_lse, table
+            if (results := _run_compiled(*step, lengths[:2])) is not None:
+                return results
     if k is not None and v is not None:  # after the checks, so that a refused call writes nothing
         _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
-    out, lse = attend_packed(q, *keys_and_values(), lengths, options, key_counts, table, splits, planned)
-    if return_softmax_lse:
-        return unpacked(out, lse, batch, length_q)
-    return out.view(batch, length_q, *out.shape[1:])
+    results = attend_packed(packed, *keys_and_values(), lengths, options, key_counts, table, splits, planned)
+    if with_lse:
+        return unpacked(*results, batch, length_q)
+    return results[0].view(batch, length_q, *results[0].shape[1:])
 
 
 def _keys_and_values(

@@ -183,7 +183,6 @@ def test_a_launcher_without_memory_or_threads_leaves_the_call_to_python(cpu_kern
     "case",
     [
         dense(2, 40, seqused_k=(40, 7)),
-        ragged((9, 40), seqused_k=(9, 7)),
         dense(2, 40, layout="last dim strided"),
         ragged((9, 40), layout="last dim strided"),
     ],
@@ -191,6 +190,39 @@ def test_a_launcher_without_memory_or_threads_leaves_the_call_to_python(cpu_kern
 )
 def test_kinds_that_need_more_than_arguments_have_no_launcher(kernels, case):
     assert launchers(kernels, *inputs(case)) == (None, None)
+
+
+def test_a_forward_with_counts_of_keys_is_launched_with_whatever_counts_come(kernels):
+    options = {"heads": (4, 2), "dims": (16, 16), "dtype": "float32", "window": CAUSAL}
+    forward, backward = launchers(kernels, *inputs(ragged((9, 40), seqused_k=(9, 7), **options)))
+    assert isinstance(forward, NativeLauncher) and backward is None
+    for lengths, counts in (((40, 9), (40, 0)), ((1, 1, 12), (0, 1, 5)), ((0, 70), (0, 69))):
+        case = ragged(lengths, seqused_k=counts, tail=3, poison=True, **options)
+        q, k, v, _, call = inputs(case, seed=1)
+        expected = kernels.forward(q, k, v, call)
+        status, results = launched(forward, (q, k, v), call)
+        assert status == 0
+        assert_same(results, expected)
+        assert_same(forward.run(q, k, v, call.seqused_k, *further(call)), expected)
+    more = call._replace(seqused_k=torch.tensor([1, 71], dtype=torch.int32))
+    assert launched(forward, (q, k, v), more)[0] != 0
+
+
+def test_a_forward_over_pages_is_launched_with_whatever_table_comes(kernels):
+    options = {"heads": (4, 2), "dims": (16, 16), "dtype": "float32", "window": CAUSAL, "page_size": 8}
+    first = ragged((1, 3), (9, 40), seqused_k=(9, 40), **options)
+    *tensors, _, call = inputs(first)
+    forward = kernels.specialize("forward", tuple(tensors), call)
+    assert forward.takes == ("seqused_k", "block_table")
+    for lengths, keys in (((1, 1), (40, 3)), ((2, 0, 5), (17, 8, 5))):
+        q, k, v, _, call = inputs(ragged(lengths, keys, seqused_k=keys, poison=True, **options), seed=1)
+        expected = kernels.forward(q, k, v, call)
+        status, results = launched(forward, (q, k, v), call)
+        assert status == 0
+        assert_same(results, expected)
+        assert_same(forward.run(q, k, v, call.seqused_k, call.block_table, *further(call)), expected)
+    wrong = call._replace(block_table=torch.full_like(call.block_table, len(k)))
+    assert launched(forward, (q, k, v), wrong)[0] != 0
 
 
 def test_options_have_no_launcher(kernels):

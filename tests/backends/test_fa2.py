@@ -233,6 +233,30 @@ def test_a_repeated_call_is_the_same_by_the_kernel_alone(torchs, varlen, window)
     assert {str(one) for one in given} == {str(one) for one in given[:2]}
 
 
+DECODING = {"lens_q": (1, 1, 1), "lens_k": (3, 9, 4), "varlen": True, "dims": (16, 16), "heads": (4, 2)}
+
+
+@pytest.mark.parametrize("seqused_k", [None, (3, 0, 4)], ids=["all keys", "some keys"])
+def test_a_repeated_step_of_decoding_makes_rows_of_heads_once_each_sequence_is_known_to_have_a_query(
+    torchs, seqused_k
+):
+    case = Case(name="decoding", seqused_k=seqused_k, window=(-1, 0), **DECODING)
+    *tensors, _, call = inputs(case)
+    kernels = on_cpu(fa2.BACKEND).load()
+    launcher = kernels.specialize("forward", tuple(tensors), call)
+    assert (launcher.folds, launcher.takes) == (True, ("seqused_k",) if seqused_k else ())
+    assert kernels.specialize("backward", (tensors[0], *tensors, tensors[0], tensors[0]), call) is None
+    option = () if seqused_k is None else (call.seqused_k,)
+    lengths = call.cu_seqlens_k, call.max_q, call.max_k
+    expected = kernels.forward(*tensors, call)
+    for offsets in (call.cu_seqlens_q, regular_offsets(3, 1, tensors[0])):
+        found = launcher(*tensors, *option, offsets, *lengths, False)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    # A longest query of 2 keeps the kernel from it: a sequence might have no query.
+    assert [given["max_q"] for _, given in torchs.calls[1:]] == [2, 1]
+
+
 def test_a_launcher_of_a_backward_holds_no_tensor_of_a_graph(torchs, monkeypatch):
     captured_now = [True]
     monkeypatch.setattr(native, "_rng_states", {})

@@ -63,6 +63,7 @@ BAD = [
     *(("priority", value, "a whole number or a function") for value in ("high", None, 1.5)),
     ("experimental", "no", "True or False"),
     ("compiles", 1, "True or False"),
+    ("stands_in", 1, "True or False"),
 ]
 
 

@@ -59,6 +59,20 @@ def test_exactly_the_rows_that_see_no_key_get_0_and_minus_infinity(how, seed):
 
 
 @SEEDS
+def test_with_counts_of_keys_rows_see_as_many_keys_as_count(how, seed):
+    packed = slow.drawn(seed)
+    counts = torch.tensor(
+        [int(torch.randint(0, max(int(n), 0) + 1, ())) for n in packed.cu_seqlens_k.diff()],
+        dtype=torch.int32,
+    )
+    shorter = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    results, expected = ((torch.ones(packed.tokens_q, 2, 3), torch.ones(2, packed.tokens_q)) for _ in "ab")
+    rows.clear_forward(*results, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.window, counts)
+    rows.clear_forward(*expected, packed.cu_seqlens_q, shorter, packed.window)
+    assert all(map(torch.equal, results, expected))
+
+
+@SEEDS
 def test_exactly_the_gradients_of_rows_without_partners_get_0(how, seed):
     packed = slow.drawn(seed)
     dq, dk, dv = (
@@ -153,3 +167,49 @@ def test_no_window_is_too_wide(how):
     rows.clear_forward(out, lse, offsets, keys, (2**31 - 1, 0))
     assert out.flatten().tolist() == [0, 1, 1]
     assert lse.flatten().tolist() == [-torch.inf, 1, 1]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_kernel_that_appends_writes_each_new_row_to_its_place(library, paged, seed):
+    torch.manual_seed(seed)
+    batch, count, size, width, heads = 3, 1 + seed % 3, 4, 2 if paged else 1, 2
+    dims, dtype = (3, 5), (torch.float16, torch.float32)[seed % 2]
+    pages = batch * width + 2
+    caches = [torch.randn(pages, size, heads, dim).to(dtype).transpose(0, seed // 3) for dim in dims]
+    caches = [x.transpose(0, seed // 3) for x in caches]
+    news = [torch.randn(heads, batch, count, dim).to(dtype).permute(1, 2, 0, 3) for dim in dims]
+    used = torch.randint(0, size * width - count + 1, (batch,), dtype=torch.int32)
+    table = torch.randperm(pages, dtype=torch.int32)[: batch * width].view(batch, width).contiguous()
+    expected = [x.clone() for x in caches]
+    for sequence in range(batch):
+        for number in range(count):
+            token = int(used[sequence]) + number
+            page = int(table[sequence, token // size]) if paged else sequence
+            for cache, new in zip(expected, news, strict=True):
+                cache[page, token % size] = new[sequence, number]
+    counts = torch.zeros(batch, dtype=torch.int32)
+    assert append(library, counts, used, table if paged else None, width, caches, news)
+    assert all(map(torch.equal, caches, expected))
+    assert counts.tolist() == (used + count).tolist()
+
+
+def test_the_kernel_that_appends_stops_at_numbers_out_of_range(library):
+    caches, news = [torch.zeros(2, 4, 1, 2) for _ in "kv"], [torch.ones(2, 1, 1, 2) for _ in "kv"]
+    good, counts = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for used, table in (([0, 4], None), ([-1, 0], None), (good, [[0], [2]]), (good, [[-1], [1]])):
+        used, table = (None if x is None else torch.as_tensor(x, dtype=torch.int32) for x in (used, table))
+        assert not append(library, counts, used, table, 1, caches, news)
+    assert append(library, counts, good, None, 1, caches, news)
+
+
+def append(library, counts, used, table, width, caches, news):
+    """Launch the kernel that appends as `dispatch/csrc/decode.h` does; return whether no thread trapped."""
+    (batch, count, heads, _), (pages, size) = news[0].shape, caches[0].shape[:2]
+    numbers = [1, 0 if table is None else table, width, size, pages, batch, count, heads]
+    for cache, new in zip(caches, news, strict=True):
+        bytes_of = cache.element_size()
+        steps = [step * bytes_of for step in (*cache.stride()[:3], *new.stride()[:3])]
+        numbers += [cache, new, cache.shape[3] * bytes_of, *steps]
+    blocks = -(-2 * batch * count * 32 // rows.BLOCK)
+    return host_kernels.launch(library, "attnreg_append", blocks, rows.BLOCK, counts, used, *numbers)

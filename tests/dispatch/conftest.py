@@ -183,6 +183,7 @@ REST = {
     "choice": 0,
     "returns_lse": True,
     "sinks": None,
+    "seqused_k": None,
 }
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 import torch
-from support.launcher_kinds import PACKED, forward_function, lse_of, tensors
+from support.launcher_kinds import PACKED, SEEN, forward_function, lse_of, op_launcher, tensors
 from support.options import NUMBERS, number_of
 from support.varlen_calls import LENGTHS, assert_right, attend
 from test_call_cache import deterministic, offset_by_one, scoped
@@ -18,6 +18,8 @@ from test_launchers import fails
 import attnreg
 from attnreg.core import aten
 from attnreg.core.contract.backend import Call
+from attnreg.core.dispatch import counters
+from attnreg.core.launching.launchers import MAX_K, MAX_Q, FunctionLauncher, NativeLauncher
 from attnreg.core.varlen import plans
 from attnreg.errors import InvalidInputError
 
@@ -408,6 +410,98 @@ def test_a_launcher_that_counts_sinks_and_returns_no_gradient_of_them_is_an_erro
                 packed_plan.planned_back(out, [query, sinks])
         with pytest.raises(RuntimeError, match=f"a launcher breaks the contract: {message}"):
             packed_plan.planned_back(out, [query, sinks])
+
+
+# ---- counts of keys
+
+
+def test_a_launcher_is_given_counts_of_keys_in_front_of_the_offsets_and_new_ones_take_no_plan(
+    packed_plan, pair
+):
+    given, inputs = [], tensors(PACKED)
+
+    def forward(query, key, value, *rest):
+        given.append(rest)
+        return forward_function(query, key, value)
+
+    packed_plan.forward = forward
+    every = [offsets(1, number) for number in range(4)]
+    plans_made = [packed_plan.planned(*inputs, pair, pair, seqused_k=used)[0] for used in every]
+    assert plans_made == [True, False, False, False]
+    assert packed_plan.given[-2] is every[0], "plans are given them"
+    assert [rest[0] for rest in given] == every[1:]
+    assert {rest[1:] for rest in given} == {(pair, pair, 4, 4, False)}
+    assert packed_plan.planned(*inputs, pair, pair)[0], "a call without counts is another kind"
+    for other in (every[0].long(), offsets(1, 2, 3, 4)[::2]):
+        given.clear()
+        assert [packed_plan.planned(*inputs, pair, pair, seqused_k=other)[0] for _ in range(2)] == [
+            True,
+            False,
+        ]
+
+
+def test_counts_that_fit_no_call_are_left_to_the_plan(packed_plan, pair):
+    packed_plan.forward, inputs = forward_function, tensors(PACKED)
+    freed = offsets(1, 2)
+    freed.untyped_storage().resize_(0)
+    for wrong in (offsets(1), offsets(1, 2, 3), offsets(1, 2)[None], freed):
+        assert [packed_plan.planned(*inputs, pair, pair, seqused_k=wrong)[0] for _ in range(2)] == [True] * 2
+    assert packed_plan.planned(*inputs, pair, pair, seqused_k=[1, 2]) is None
+    assert packed_plan.planned(*inputs, pair, pair, seqused_k=offsets(1, 2), sinks=torch.ones(2)) is None
+    inputs[0].requires_grad_()
+    assert packed_plan.planned(*inputs, pair, pair, seqused_k=offsets(1, 2)) is None
+
+
+def test_one_of_torchs_kernels_is_given_counts_by_name_and_a_longest_query_of_1_only_if_that_is_known(
+    packed_plan,
+):
+    q, k, v = tensors((2, 2, 8))
+    ends, used = offsets(0, 1, 2), offsets(1, 0)
+    packed_plan.forward = op_launcher(MAX_Q, MAX_K, op="attnreg_used")
+    packed_plan.forward.takes, packed_plan.forward.folds = ("seqused_k",), True
+    for _ in range(2):
+        SEEN.clear()
+        packed_plan.planned(q, k, v, ends, ends, max_q=1, seqused_k=used)
+    ((lengths, options),) = SEEN
+    assert (lengths, options.keys()) == ((2, 4), {"seqused_k"}) and options["seqused_k"] is used
+    cache = [x[:, None] for x in (k, v)]
+    step = q[:, None], *cache, None, None, used, None, False, (-1, -1), None, 0, False
+    for offsets_of_step in ((ends, ends), (None, None)):  # of a cache they are known to be regular
+        SEEN.clear()
+        assert packed_plan.module.decode(*step, *offsets_of_step) is not None
+    assert SEEN[0][0] == (1, 1)
+
+
+def test_a_kernel_without_such_an_argument_offers_no_launcher(packed_plan, pair):
+    packed_plan.forward = op_launcher(MAX_Q, MAX_K, op="attnreg_packed")
+    packed_plan.forward.takes = ("seqused_k",)
+    packed_plan.plan = packed_plan.plan._replace(counters=(counters.call_counter("tests", "forward"),))
+    for _ in range(2):
+        assert packed_plan.planned(*tensors(PACKED), pair, pair, seqused_k=offsets(1, 2))[0]
+    (row,) = attnreg.stats().failures
+    assert "attnreg_packed takes no seqused_k behind its tensors" in row.message
+
+
+@pytest.mark.parametrize("form", ["a function", "FunctionLauncher", "NativeLauncher"])
+def test_a_launcher_that_does_not_say_that_it_takes_counts_is_not_used_for_calls_with_them(
+    compiled, packed, fake, form
+):
+    def launch(query, key, value, cu_seqlens_q, cu_seqlens_k, max_q, max_k, known):
+        raise AssertionError
+
+    launcher = {
+        "a function": launch,
+        "FunctionLauncher": FunctionLauncher(launch),
+        "NativeLauncher": NativeLauncher(launch, 1),
+    }[form]
+    mine = fake("mine")
+    kernels = attnreg.Kernels(mine.forward, mine.backward, lambda *_: launcher)
+    given = packed(LENGTHS, grad=False)
+    with attnreg.register_backend(fake("mine", load=lambda: kernels).backend):
+        outs = [attend(given, seqused_k=offsets(2, 3)) for _ in range(4)]
+    assert [call.seqused_k.tolist() for *_, call in mine.forwards] == [[2, 3]] * 4
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert not attnreg.stats().failures
 
 
 # ---- errors and counts

@@ -1,7 +1,11 @@
 """Decoding with a cache compared with attention over what a loop puts into one."""
 
 import contextlib
+import functools
 import math
+import random
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -11,8 +15,9 @@ from support import truth
 import attnreg
 from attnreg import InvalidInputError, UnsupportedInputError
 from attnreg.backends.cpu import compiled
+from attnreg.core.dispatch import call_cache
 from attnreg.core.torchlib import modes
-from attnreg.flash_attn import attention, flash_attn_with_kvcache
+from attnreg.flash_attn import attention, flash_attn_with_kvcache, kvcache
 from attnreg.tools.measure.reference import attend
 
 BATCH, ROOM, HEADS, KEY_HEADS, DIM = 3, 12, 4, 2, 16
@@ -466,3 +471,350 @@ def test_nothing_to_attend_from_gives_empty_results_of_the_right_shape(batch, le
     out = torch.compile(attention.attend_dense, backend="aot_eager")(q, keys, keys, attention.Options())[0]
     assert out.shape == (batch, length, HEADS, DIM)
     torch._dynamo.reset()
+
+
+# ---- steps that the call cache repeats
+
+
+@pytest.fixture
+def in_python(compiled_routers, monkeypatch, no_graph_trees):
+    """Return a function: how many steps a function took in Python, where the call cache may repeat steps."""
+    taken, run = [], kvcache._run
+
+    def counted(*arguments):
+        taken.append(arguments)
+        return run(*arguments)
+
+    monkeypatch.setattr(kvcache, "_run", counted)
+
+    def count(function):
+        taken.clear()
+        function()
+        return len(taken)
+
+    assert compiled_routers.load() is not None
+    return count
+
+
+def assert_step(q, caches, new, used, **options):
+    """Run a step, and compare output, LSE and cache with what its keys and values say."""
+    before = [x.clone() for x in caches]
+    counts = used.tolist() if isinstance(used, torch.Tensor) else [used] * len(q)
+    results = flash_attn_with_kvcache(
+        q, *caches, *new, cache_seqlens=used, return_softmax_lse=True, **options
+    )
+    count = 0 if new[0] is None else new[0].shape[1]
+    for cache, old, rows in zip(caches, before, new, strict=True):
+        for place, length in enumerate(counts):
+            if rows is not None:
+                old[place, length : length + count] = rows[place]
+        assert torch.equal(cache, old)
+    keys, values = ([x[i, : n + count] for i, n in enumerate(counts)] for x in before)
+    window = (-1, 0) if options.get("causal") else (-1, -1)
+    for found, expected in zip(results, attended(q, keys, values, window), strict=True):
+        truth.assert_near(found, expected, torch.float32)
+    out = flash_attn_with_kvcache(q, *caches, cache_seqlens=used + count, **options)
+    torch.testing.assert_close(out, results[0])
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+@pytest.mark.parametrize("new", [0, 1, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_steps_of_a_kind_that_has_run_are_repeated_without_python(in_python, ran, name, new, causal):
+    caches = cache()
+
+    def step(seed, lengths):
+        torch.manual_seed(seed)
+        q = torch.randn(BATCH, max(new, 1), HEADS, DIM)
+        appended = torch.randn(2, BATCH, new, KEY_HEADS, DIM).unbind() if new else (None, None)
+        assert_step(q, caches, appended, lengths, causal=causal)
+
+    with attnreg.register_backend(name):
+        for seed in range(2):
+            step(seed, torch.tensor([5, 0, 2], dtype=torch.int32))
+        for seed, lengths in enumerate(([5, 0, 9], [0, 1, 2], [9, 9, 9], [6, 5, 4]), 2):
+            given = torch.tensor(lengths, dtype=torch.int32)
+            # A launcher that a backend doesn't offer is asked for now and then, of Python's plan.
+            assert in_python(lambda: step(seed, given)) == 0  # noqa: B023
+        assert in_python(lambda: step(9, 4)) == 0
+        assert ran() == {name: (14, 0)}
+
+
+def test_results_of_repeated_steps_are_theirs_whatever_changes_between_them(in_python):
+    """Batches, rooms and lengths of queries alternate; more of them than offsets are kept for."""
+    kinds = [(batch, room, rows) for batch in (1, 2, 3) for room in (8, 12) for rows in (1, 2, 3)]
+    for number in range(3):
+        for batch, room, rows in kinds:
+            caches = [x[:, :room].contiguous() for x in cache(batch)]
+            q, used = torch.randn(batch, rows, HEADS, DIM), torch.arange(batch, dtype=torch.int32) + number
+            new = torch.randn(2, batch, rows, KEY_HEADS, DIM).unbind()
+            assert_step(q, caches, new, used, causal=True)
+    assert in_python(lambda: assert_step(q, caches, new, used, causal=True)) == 0
+
+
+@pytest.mark.parametrize(
+    "layout", ["by place", "by head", "within a larger one", "more sequences", "dims apart"]
+)
+def test_repeated_steps_write_into_a_cache_of_any_layout(in_python, layout):
+    def laid_out(x):
+        if layout == "by place":
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        if layout == "by head":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "within a larger one":
+            return torch.cat((x, torch.ones_like(x)), 1)[:, :ROOM]
+        if layout == "dims apart":
+            return torch.stack((x, x), -1)[..., 0]
+        return torch.cat((x, torch.ones_like(x)))
+
+    caches = [laid_out(x) for x in cache()]
+    expected_copies = [x.clone() for x in caches]
+    for number in range(5):
+        q, new = torch.randn(BATCH, 1, HEADS, DIM), torch.randn(2, BATCH, 1, KEY_HEADS, DIM).unbind()
+        new = tuple(laid_out(x)[:BATCH] for x in new) if layout == "dims apart" else new
+        assert_step(q, caches, new, LENGTHS + (number > 2))
+    for one, other in zip(caches, expected_copies, strict=True):
+        assert torch.equal(one[BATCH:], other[BATCH:])
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+@pytest.mark.parametrize("new", [0, 1, 3])
+def test_steps_over_pages_are_repeated_without_python(in_python, ran, name, new):
+    pages = [torch.randn(11, 4, KEY_HEADS, DIM) for _ in "kv"]
+    tables = [torch.randperm(11)[:9].view(3, 3).int() for _ in range(6)]
+
+    def step(number, lengths):
+        torch.manual_seed(number)
+        q, rows = torch.randn(BATCH, max(new, 1), HEADS, DIM), torch.randn(2, BATCH, new, KEY_HEADS, DIM)
+        expected = [x[tables[number].long()].flatten(1, 2) for x in pages]  # (B, room, H_k, D)
+        results = flash_attn_with_kvcache(
+            q, *pages, *(rows if new else ()), cache_seqlens=lengths, block_table=tables[number], causal=True,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        for x, fresh in zip(expected, rows, strict=True):
+            for place, count in enumerate(lengths.tolist()):
+                x[place, count : count + new] = fresh[place]
+        keys, values = ([x[i, : n + new] for i, n in enumerate(lengths.tolist())] for x in expected)
+        for found, right in zip(results, attended(q, keys, values, (-1, 0)), strict=True):
+            truth.assert_near(found, right, torch.float32)
+        for x, right in zip(pages, expected, strict=True):
+            assert torch.equal(x[tables[number].long()].flatten(1, 2), right)
+
+    with attnreg.register_backend(name):
+        for number in range(2):
+            step(number, ints(5, 0, 2))
+        for number, lengths in enumerate(([5, 0, 9], [4, 8, 2], [9, 9, 9], [6, 5, 4]), 2):
+            assert in_python(lambda: step(number, ints(*lengths))) == 0  # noqa: B023
+        assert ran() == {name: (6, 0)}
+
+
+PAGED = {
+    "block_table[1]: got 12 at index 1, expected 0 to 10": ([[0, 1, 2], [3, 12, 5], [6, 7, 8]], (1, 4, 1)),
+    "block_table[1]: got -1 at index 0, expected 0 to 10": ([[0, 1, 2], [-1, 4, 5], [6, 7, 8]], (1, 0, 1)),
+    "cache_seqlens: got 12 and 1 new tokens, expected at most 12, the room of a row of block_table, (3, 3)": (
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8]], (1, 12, 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", PAGED)
+def test_a_step_over_pages_of_a_known_kind_is_refused_as_the_first_is(in_python, message):
+    pages, q = [torch.randn(11, 4, KEY_HEADS, DIM) for _ in "kv"], torch.randn(BATCH, 1, HEADS, DIM)
+    table = torch.arange(9, dtype=torch.int32).view(3, 3)
+    for _ in range(3):
+        flash_attn_with_kvcache(q, *pages, TENSOR, TENSOR, cache_seqlens=LENGTHS, block_table=table)
+    before, (wrong, lengths) = [x.clone() for x in pages], PAGED[message]
+    given = {"cache_seqlens": ints(*lengths), "block_table": torch.tensor(wrong, dtype=torch.int32)}
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn_with_kvcache(q, *pages, TENSOR + 1, TENSOR + 1, **given)
+    assert str(error.value) == message
+    assert all(map(torch.equal, pages, before))
+
+
+def test_steps_of_sequences_anywhere_in_the_cache_are_repeated_without_python(in_python):
+    caches = [torch.randn(6, ROOM, KEY_HEADS, DIM) for _ in "kv"]
+
+    def step(places, lengths):
+        q, new = torch.randn(BATCH, 1, HEADS, DIM), torch.randn(2, BATCH, 1, KEY_HEADS, DIM)
+        expected = [x.clone() for x in caches]
+        for x, rows in zip(expected, new, strict=True):
+            for row, (place, count) in enumerate(zip(places, lengths, strict=True)):
+                x[place, count] = rows[row, 0]
+        out = flash_attn_with_kvcache(
+            q, *caches, *new, cache_seqlens=ints(*lengths), cache_batch_idx=ints(*places)
+        )
+        assert all(map(torch.equal, caches, expected))
+        keys, values = (
+            [x[place, : count + 1] for place, count in zip(places, lengths, strict=True)] for x in expected
+        )
+        truth.assert_near(out, attended(q, keys, values)[0], torch.float32)
+
+    for _ in range(2):
+        step((0, 1, 2), (3, 0, 5))
+    assert in_python(lambda: step((5, 3, 0), (0, 11, 4))) == 0
+    assert in_python(lambda: step((2, 4, 1), (7, 1, 2))) == 0
+    for given, message in {
+        (0, 9, 1): "cache_batch_idx: got 9 at index 1, expected 0 to 5",
+        (0, -1, 1): "cache_batch_idx: got -1 at index 1, expected 0 to 5",
+    }.items():
+        before = [x.clone() for x in caches]
+        with pytest.raises(InvalidInputError) as error:
+            flash_attn_with_kvcache(
+                torch.randn(BATCH, 1, HEADS, DIM), *caches, TENSOR, TENSOR, cache_seqlens=ints(3, 0, 2),
+                cache_batch_idx=ints(*given),
+            )  # fmt: skip
+        assert str(error.value) == message
+        assert all(map(torch.equal, caches, before))
+
+
+def known(**options):
+    """Run a kind of steps until the call cache repeats it; returns its arguments."""
+    caches, q = [x.clone() for x in cache()], torch.randn(BATCH, 1, HEADS, DIM)
+    for _ in range(3):
+        flash_attn_with_kvcache(q, *caches, TENSOR + 1, TENSOR + 1, cache_seqlens=LENGTHS, **options)
+    return q, caches
+
+
+AFTERWARDS = {
+    "cache_seqlens: got -1, expected 0 or more": {"cache_seqlens": ints(5, -1, 0)},
+    "cache_seqlens: got 12 and 1 new tokens, expected at most 12, the room of the cache": {
+        "cache_seqlens": ints(5, 12, 0)
+    },
+    "cache_seqlens: got -3, expected 0 or more": {"cache_seqlens": -3},
+    f"cache_seqlens: got torch.int32 of shape (2,) on cpu, {OF_BATCH}": {"cache_seqlens": ints(5, 3)},
+    "k: got shape (3, 1, 1, 16), expected (3, 1, 2, 16), as of the cache": {"k": TENSOR[:, :, :1]},
+    "v: got shape (3, 2, 2, 16), expected (3, 1, 2, 16), as of the cache": {
+        "v": torch.zeros(3, 2, KEY_HEADS, DIM)
+    },
+    "k and v: got one of the two, expected both or none": {"v": None},
+    "v: got torch.float64 on cpu, expected torch.float32, as of the cache, on cpu": {"v": TENSOR.double()},
+    "window_size: got (-2, 0), expected (left, right), integers of -1 or more": {"window_size": (-2, 0)},
+    "softcap: got nan, expected 0 for none, or a number above 0 that float32 can hold": {"softcap": math.nan},
+}
+
+
+@pytest.mark.parametrize("message", AFTERWARDS)
+def test_a_step_of_a_known_kind_is_refused_as_the_first_is_and_has_written_nothing(in_python, message):
+    q, caches = known()
+    before = [x.clone() for x in caches]
+    given = {"k": TENSOR, "v": TENSOR, "cache_seqlens": LENGTHS, **AFTERWARDS[message]}
+    with pytest.raises(InvalidInputError) as error:
+        flash_attn_with_kvcache(q, *caches, **given)
+    assert str(error.value) == message
+    assert all(map(torch.equal, caches, before))
+
+
+def test_writes_of_a_repeated_step_are_counted(in_python):
+    """Autograd compares the counts; the results have no gradient."""
+    q, caches = known()
+    leaf = q.clone().requires_grad_()
+    versions = [x._version for x in caches]
+
+    def step():
+        out = flash_attn_with_kvcache(leaf, *caches, TENSOR, TENSOR, cache_seqlens=LENGTHS)
+        assert not out.requires_grad
+
+    assert in_python(step) == 0
+    assert [x._version for x in caches] == [version + 1 for version in versions]
+    assert torch.is_grad_enabled()
+
+
+def test_new_rows_that_lie_in_the_cache_itself_and_a_cache_whose_rows_overlap_are_left_to_torch(in_python):
+    q, caches = known()
+    own = [x[:, :1] for x in caches]
+    assert in_python(lambda: assert_step(q, caches, own, LENGTHS)) == 1
+    expanded = [x[:, :, :1].expand(x.shape) for x in caches]
+
+    def step():
+        with warnings.catch_warnings(action="ignore"):
+            flash_attn_with_kvcache(q, *expanded, TENSOR, TENSOR, cache_seqlens=LENGTHS)
+
+    assert [in_python(step) for _ in range(4)] == [1] * 4
+
+
+def test_a_cache_that_was_freed_is_an_error_by_its_name(in_python):
+    q, caches = known()
+    caches[1].untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedInputError, match=r"^v_cache: got a tensor whose storage was freed"):
+        flash_attn_with_kvcache(q, *caches, TENSOR, TENSOR, cache_seqlens=LENGTHS)
+
+
+def test_in_inference_mode_steps_are_repeated_too(in_python):
+    with torch.inference_mode():
+        q, caches = known()
+        step = functools.partial(assert_step, q, caches, (TENSOR + 2, TENSOR + 3), LENGTHS)
+        step()
+        assert in_python(step) == 0
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+        flash_attn_with_kvcache(q, *caches, TENSOR, TENSOR, cache_seqlens=LENGTHS)
+
+
+def test_a_setting_or_a_choice_decides_about_the_next_step(in_python, ran):
+    q, caches = known()
+    ran()
+    step = functools.partial(assert_step, q, caches, (TENSOR, TENSOR), LENGTHS)
+    with attnreg.use_backend("math"):
+        for _ in range(4):
+            step()
+        assert ran() == {"math": (8, 0)}
+    step()
+    assert "math" not in ran()
+    with attnreg.register_backend("math"):
+        step()
+        assert ran() == {"math": (2, 0)}
+
+
+def drawn_steps(draw, dtype):
+    """Return the options of a kind of steps, and some steps of it: caches, and the other arguments."""
+    batch, rows, new = draw.randint(1, 4), draw.randint(1, 3), draw.randint(0, 3)
+    heads, size, width = draw.choice([(4, 2), (3, 1), (2, 2)]), draw.choice([4, 6]), draw.randint(1, 3)
+    is_paged, room = draw.random() < 0.5, size * width
+    shape = (batch * width + 1, size) if is_paged else (batch + draw.randint(0, 1), room)
+    options = {
+        "causal": draw.random() < 0.5, "softmax_scale": draw.choice([None, 0.3]),
+        "window_size": draw.choice([(-1, -1), (3, -1), (2, 1)]),
+        "return_softmax_lse": draw.random() < 0.5,
+    }  # fmt: skip
+    steps = []
+    for _ in range(4):
+        caches = [torch.randn(*shape, heads[1], 8).to(dtype) for _ in "kv"]
+        given = {"q": torch.randn(batch, rows, heads[0], 8).to(dtype)}
+        if new:
+            given |= {name: torch.randn(batch, new, heads[1], 8).to(dtype) for name in "kv"}
+        given["cache_seqlens"] = ints(*(draw.randint(0, room - new) for _ in range(batch)))
+        if is_paged:
+            given["block_table"] = ints(*draw.sample(range(shape[0]), batch * width)).view(batch, width)
+        steps.append((caches, given))
+    return options, steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_random_kinds_compute_and_write_what_they_do_in_python(in_python, dtype):
+    draw = random.Random(0)
+    for _ in range(12):
+        options, steps = drawn_steps(draw, dtype)
+        copies, results = [[x.clone() for x in caches] for caches, _ in steps], []
+        with call_cache.paused():
+            for (keys, values), (_, given) in zip(copies, steps, strict=True):
+                results.append(flash_attn_with_kvcache(k_cache=keys, v_cache=values, **given, **options))
+        for number, (caches, given) in enumerate(steps):
+            step = functools.partial(flash_attn_with_kvcache, **given, **options)
+            found = []
+            taken = in_python(lambda: found.append(step(k_cache=caches[0], v_cache=caches[1])))  # noqa: B023
+            assert taken == (number < 2)
+            torch.testing.assert_close(found[0], results[number], rtol=0, atol=0)
+            assert all(map(torch.equal, caches, copies[number]))
+
+
+def test_threads_decode_into_their_own_caches(in_python):
+    def decode(seed):
+        draw = torch.Generator().manual_seed(seed)
+        caches = [torch.randn(BATCH, ROOM, KEY_HEADS, DIM, generator=draw) for _ in "kv"]
+        for number in range(10):
+            q = torch.randn(BATCH, 1, HEADS, DIM, generator=draw)
+            new = torch.randn(2, BATCH, 1, KEY_HEADS, DIM, generator=draw).unbind()
+            assert_step(q, caches, new, ints(number, 0, number // 2))
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(decode, range(4)))

@@ -5,7 +5,7 @@ import torch
 from support import gpu, truth
 
 import attnreg
-from attnreg.flash_attn import flash_attn_with_kvcache
+from attnreg.flash_attn import flash_attn_with_kvcache, kvcache
 
 pytestmark = pytest.mark.gpu
 
@@ -81,3 +81,120 @@ def test_where_nothing_is_asked_for_fa2_decodes(ran, heads, tokens):
     out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=used, causal=True)
     truth.assert_near(out, expected(q, caches, new, used)[0], torch.bfloat16)
     assert ran() == {"FA2": (1, 0)}
+
+
+# ---- steps that the call cache repeats
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    """Return the steps that were run in Python."""
+    taken, run = [], kvcache._run
+
+    def counted(*arguments):
+        taken.append(arguments)
+        return run(*arguments)
+
+    monkeypatch.setattr(kvcache, "_run", counted)
+    return taken
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+def test_a_cache_that_grows_is_right_at_each_step_and_takes_no_python(
+    named, ran, compiled_cache, in_python, heads, tokens
+):
+    _, caches, _, used = drawn(heads, tokens)
+    used, versions = (used - 40).clamp(min=0), [x._version for x in caches]
+    for x in caches:  # as far as it is used there are numbers
+        rows = torch.arange(ROOM, device="cuda") < used[:, None]
+        assert not x[rows].isnan().any()
+        x[~rows] = torch.nan
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def normal(count):
+        shape = (len(USED), tokens, count, 64)
+        return torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16)
+
+    with attnreg.use_backend(named):
+        for number in range(10):
+            q, new = normal(heads[0]), (normal(heads[1]), normal(heads[1]))
+            wanted = expected(q, caches, new, used)
+            with_lse = number % 2 == 0
+            taken = len(in_python)
+            results = flash_attn_with_kvcache(
+                q, *caches, *new, cache_seqlens=used, causal=True, return_softmax_lse=with_lse
+            )
+            assert number < 2 or len(in_python) == taken
+            for found, true in zip(results if with_lse else (results,), wanted, strict=False):
+                truth.assert_near(found, true, torch.bfloat16)
+            for cache, rows in zip(caches, new, strict=True):
+                for place, count in enumerate(used.tolist()):
+                    assert torch.equal(cache[place, count : count + tokens], rows[place])
+                    assert cache[place, count + tokens :].isnan().all()
+            used += tokens
+        assert ran() == {named: (10, 0)}
+    assert all(x._version >= version + 10 for x, version in zip(caches, versions, strict=True))
+
+
+LAYOUTS = {
+    "in order": lambda x: x,
+    "by head": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "within a larger one": lambda x: torch.cat((x, torch.ones_like(x)), 1)[:, :ROOM],
+    "more sequences": lambda x: torch.cat((x, torch.ones_like(x))),
+    "rows of odd bytes": lambda x: torch.cat((x, x[..., :1]), -1)[..., :-1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (40, torch.float16)], ids=str)
+def test_new_rows_are_written_into_a_cache_of_any_layout_and_nothing_else_is(
+    compiled_cache, ran, layout, dim, dtype
+):
+    for tokens in (1, 4):
+        q, caches, new, used = drawn((4, 2), tokens, dim, dtype)
+        caches = [LAYOUTS[layout](x) for x in caches]
+        for number in range(5):
+            results = flash_attn_with_kvcache(
+                q, *caches, *new, cache_seqlens=used, causal=True, return_softmax_lse=True
+            )
+            for found, true in zip(results, expected(q, caches, new, used), strict=True):
+                truth.assert_near(found, true, dtype)
+            for cache, rows in zip(caches, new, strict=True):
+                before = LAYOUTS[layout](cache[: len(q)].clone())
+                for place, count in enumerate(used.tolist()):
+                    assert torch.equal(cache[place, count : count + tokens], rows[place]), number
+                    assert cache[place, count + tokens :].isnan().all()
+                assert torch.equal(cache[len(q) :], before[len(q) :])
+    assert ran() == {"FA2": (10, 0)}
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_repeated_step_takes_a_kernel_that_writes_and_that_of_attention(compiled_cache, with_lse):
+    """Behind FA2's only an LSE that somebody reads has to be corrected, for a sequence without keys."""
+    q, caches, new, used = drawn((8, 2), 1)
+
+    def step():
+        flash_attn_with_kvcache(
+            q, *caches, *new, cache_seqlens=used, causal=True, return_softmax_lse=with_lse
+        )
+
+    with attnreg.use_backend("FA2"):
+        for _ in range(3):
+            step()
+        own = sorted(name for name in gpu.kernels_of(step) if name.startswith("attnreg_"))
+    assert own == ["attnreg_append", *(["attnreg_clear_forward"] if with_lse else [])]
+
+
+def test_a_step_on_another_stream_has_offsets_of_its_own(compiled_cache, in_python):
+    q, caches, new, used = drawn((8, 2), 1)
+    right = expected(q, caches, new, used)[0]
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), attnreg.use_backend("FA2"):
+            for _ in range(4):
+                taken = len(in_python)
+                out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=used, causal=True)
+            assert len(in_python) == taken
+            torch.cuda.synchronize()
+            truth.assert_near(out, right, torch.bfloat16)

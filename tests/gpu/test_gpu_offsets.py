@@ -178,7 +178,11 @@ def test_new_offsets_cost_at_most_two_small_kernels_for_all_layers_and_both_dire
 
 @pytest.mark.only_for("FA2", "cuDNN")
 def test_a_forward_has_the_device_say_what_is_so_of_its_rows(named, compiled_cache):
-    """A call after it clears rows unless each is known to see a key."""
+    """A call after it clears rows unless each is known to see a key.
+
+    FA2's kernels write zeros for a sequence without keys: without a gradient it's enough that each row is
+    known to belong to a sequence.
+    """
     front = gpu.on(named)
     for given in new_batches():
         front(*given)
@@ -200,12 +204,95 @@ def test_a_forward_has_the_device_say_what_is_so_of_its_rows(named, compiled_cac
             front(*other)
         front(*given)
         torch.cuda.synchronize()
-        _, sees_keys = rows.facts(*pair, len(given.query), len(given.key)).tolist()
+        fills, sees_keys = rows.facts(*pair, len(given.query), len(given.key)).tolist()
         # `kernels_of` runs a step twice and looks at the second.
         clears = "attnreg_clear_forward" in gpu.kernels_of(lambda given=given: front(*given))
-        assert clears is not bool(sees_keys), (lengths_q, lengths_k, tail)
+        is_clear = fills if named == "FA2" else sees_keys
+        assert clears is not bool(is_clear), (lengths_q, lengths_k, tail)
         seen.append(clears)
-    assert seen == [False] * 4 + [True] * 3
+    assert seen == [False] * 4 + [True, named != "FA2", True]
+
+
+# ---- decoding: other keys at each call, and the same offsets of queries
+
+DECODED = (300, 5, 0, 650)
+
+
+def decoded(heads, ends, lengths, used=None):
+    """Attend by FA2 from single queries, and compare with float64; `used` are counts of keys."""
+    generator = torch.Generator("cuda").manual_seed(sum(lengths))
+    cu_seqlens_k, total, longest = gpu.offsets_of(lengths), sum(lengths), max(lengths)
+
+    def drawn(rows, count):
+        return torch.randn(rows, count, 64, device="cuda", generator=generator).to(gpu.BF16)
+
+    query, keys, values = drawn(4, heads[0]), drawn(total, heads[1]), drawn(total, heads[1])
+    with torch.no_grad():
+        out = attnreg.varlen_attn(
+            query, keys, values, ends, cu_seqlens_k, 1, longest, True, enable_gqa=True, seqused_k=used,
+            backend="FA2",
+        )  # fmt: skip
+    shared = (x.double().repeat_interleave(heads[0] // heads[1], 1).cpu() for x in (keys, values))
+    counts = None if used is None else used.tolist()
+    right, _ = truth.varlen(query.cpu(), *shared, ends.cpu(), cu_seqlens_k.cpu(), used=counts)
+    truth.assert_near(out.cpu(), right, gpu.BF16)
+
+
+HEADS = pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
+
+
+@pytest.mark.only_for("FA2")
+@pytest.mark.parametrize("used", [None, (7, 5, 0, 640)], ids=["all keys", "some keys"])
+@HEADS
+def test_decoding_with_one_key_more_each_time_takes_no_small_kernel(named, compiled_cache, heads, used):
+    """An output row without a key is 0 by itself. Query heads that share keys become rows."""
+    ends = torch.arange(5, dtype=torch.int32, device="cuda")
+
+    def step(more):
+        first, *rest = DECODED
+        counts = (
+            None
+            if used is None
+            else torch.tensor(used, dtype=torch.int32, device="cuda")
+            + (torch.tensor([more, 0, 0, 0], dtype=torch.int32, device="cuda"))
+        )
+        decoded(heads, ends, (first + more, *rest), counts)
+
+    for number in range(6):
+        step(number)
+        torch.cuda.synchronize()
+    names = gpu.kernels_of(lambda: step(10))
+    assert not [name for name in names if name.startswith("attnreg_")]
+    assert any("splitkv" in name for name in names) is (heads[0] != heads[1])
+
+
+@pytest.mark.only_for("FA2")
+@HEADS
+def test_new_offsets_of_single_queries_are_asked_about_by_the_kernel_that_clears(
+    named, compiled_cache, heads
+):
+    def step():
+        decoded(heads, torch.arange(5, dtype=torch.int32, device="cuda"), DECODED)
+
+    for _ in range(4):
+        step()
+    assert own_kernels(step) == ["attnreg_clear_forward"]
+
+
+@pytest.mark.only_for("FA2")
+@HEADS
+def test_single_queries_of_which_a_sequence_has_none_are_no_rows_of_others(named, compiled_cache, heads):
+    """The last row belongs to no sequence then. Later the same tensor gives each sequence a query."""
+    ends = torch.tensor([0, 1, 1, 2, 3], dtype=torch.int32, device="cuda")
+    for _ in range(5):
+        decoded(heads, ends, DECODED)
+        torch.cuda.synchronize()
+    ends.copy_(torch.arange(5))
+    for _ in range(5):
+        decoded(heads, ends, DECODED)
+        torch.cuda.synchronize()
+    ends.copy_(torch.tensor([0, 0, 1, 2, 3]))
+    decoded(heads, ends, DECODED)
 
 
 @pytest.mark.only_for("FA2")

@@ -14,7 +14,7 @@ from attnreg.core.torchlib.readback import AsyncReadback
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = (rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.BLANK, rows.FACTS)
+KERNELS = (rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.BLANK, rows.FACTS, rows.APPEND)
 SEEDS = pytest.mark.parametrize("seed", range(12))
 SHAPES = pytest.mark.parametrize(
     ("dtype", "dim"),
@@ -89,6 +89,18 @@ def test_the_forwards_kernel_clears_the_rows_that_torchs_ops_do(seed, dtype, dim
     assert_same(
         rows.clear_forward, by_ops, (out, lse), packed.cu_seqlens_q, packed.cu_seqlens_k, packed.window
     )
+
+
+@SEEDS
+def test_with_counts_of_keys_the_forwards_kernel_clears_the_rows_that_torchs_ops_do(seed, by_ops):
+    packed = drawn(seed)
+    shares = torch.rand(len(packed.cu_seqlens_k) - 1, device="cuda")
+    counts = (shares * 1.5 * packed.cu_seqlens_k.diff()).int().minimum(packed.cu_seqlens_k.diff())
+    if seed % 2:
+        counts = counts.repeat_interleave(2)[::2]
+    out, lse = tensor(seed, packed.tokens_q, 3, 64, torch.bfloat16), torch.rand(3, packed.tokens_q).cuda()
+    rest = packed.cu_seqlens_q, packed.cu_seqlens_k, packed.window, counts
+    assert_same(rows.clear_forward, by_ops, (out, lse), *rest)
 
 
 @SEEDS

@@ -68,6 +68,10 @@ def define_kernels():
         "attnreg_packed_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
         f"{lengths}) -> (Tensor, Tensor, Tensor)"
     )
+    defined.define(
+        f"attnreg_used(Tensor q, Tensor k, Tensor v, {lengths}, *, float? scale=None, "
+        "Tensor? seqused_k=None) -> (Tensor, Tensor)"
+    )
     kernels = torch.library.Library("aten", "IMPL")
 
     def packed(q, k, v, *rest):
@@ -79,7 +83,13 @@ def define_kernels():
         return *forward_function(q, k, v), q.new_zeros(2)
 
     kernels.impl("attnreg_kernel", forward, "CPU")
+
+    def with_used(q, k, v, *rest, **options):
+        SEEN.append((rest[2:], options))
+        return forward_function(q, k, v)
+
     kernels.impl("attnreg_packed", packed, "CPU")
+    kernels.impl("attnreg_used", with_used, "CPU")
     for op in ("attnreg_kernel_backward", "attnreg_packed_backward"):
         kernels.impl(op, lambda *given: backward_function(*given[:6]), "CPU")
     with pytest.MonkeyPatch.context() as patch:
@@ -87,6 +97,7 @@ def define_kernels():
         for op in ("attnreg_kernel", "attnreg_packed"):
             captured.capture(op, "CPU")
             captured.capture(f"{op}_backward", "CPU")
+        captured.capture("attnreg_used", "CPU")
     return defined, kernels
 
 

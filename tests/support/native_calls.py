@@ -18,6 +18,9 @@ class NativeCall(ctypes.Structure):
         ("batch", ctypes.c_int64),
         ("max_q", ctypes.c_int64),
         ("max_k", ctypes.c_int64),
+        ("used", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("table_width", ctypes.c_int64),
     )
 
 
@@ -47,7 +50,9 @@ def status_of(launcher, operands, call):
     each = (NativeOperand * len(operands))(*map(_operand, operands))
     offsets = [None if x is None else x.data_ptr() for x in (call.cu_seqlens_q, call.cu_seqlens_k)]
     batch = len(call.cu_seqlens_q) - 1 if call.varlen else operands[0].size(0)
-    native = NativeCall(len(operands), each, *offsets, batch, call.max_q, call.max_k)
+    options = [None if x is None else x.data_ptr() for x in (call.seqused_k, call.block_table)]
+    width = 0 if call.block_table is None else call.block_table.size(1)
+    native = NativeCall(len(operands), each, *offsets, batch, call.max_q, call.max_k, *options, width)
     return function(launcher.context, ctypes.byref(native))
 
 

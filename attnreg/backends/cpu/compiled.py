@@ -95,9 +95,10 @@ class CompiledKernel(NamedTuple):
         read, lse = tensors[:5], tensors[5:]  # a forward has no LSE
         if any(x.stride(-1) != 1 for x in read) or any(x.dtype != torch.float32 for x in lse):
             return None
-        options = call.seqused_k, call.block_table, call.alibi_slopes, call.grad_lse
-        if call.dropout or any(x is not None for x in options):
+        if call.dropout or not (call.alibi_slopes is call.grad_lse is None):
             return None
+        if not (call.seqused_k is call.block_table is None or (is_forward and call.varlen)):
+            return None  # no launcher of these is given them
         return _launcher(self.forward_entry if is_forward else self.backward_entry, tensors, call)
 
     def before(self, kernels: Kernels) -> Kernels:
@@ -191,7 +192,8 @@ def _run(entry: Any, tensors: Sequence[Tensor], q: Tensor, k: Tensor, call: Call
     if any(other != count for other in (*counted, count if ends is None else len(ends) - 1)):
         _raise_for(_WRONG_LENGTHS, q, k, call)
     kind = kind_of(q, call)
-    arguments = NativeArguments(tensors, call.cu_seqlens_q, ends, call.max_q, call.max_k)
+    lengths = call.cu_seqlens_q, ends, call.max_q, call.max_k
+    arguments = NativeArguments(tensors, *lengths, call.seqused_k, call.block_table)
     if status := entry(ctypes.addressof(kind), arguments.address):
         _raise_for(status, q, k, call)
 
@@ -200,18 +202,23 @@ def _launcher(entry: Any, tensors: tuple[Tensor, ...], call: Call) -> NativeLaun
     is_forward = len(tensors) == 3
     query = tensors[not is_forward]
     # The compiled kernel runs every backward of a kind, whichever kernel ran the forward.
-    kind = kind_of(query, call, choice.torchs_calls(query, call) if is_forward else None)
+    may_be_torchs = is_forward and call.block_table is None
+    kind = kind_of(query, call, choice.torchs_calls(query, call) if may_be_torchs else None)
     is_packed, context = call.varlen, ctypes.addressof(kind)
+    options = {"seqused_k": call.seqused_k, "block_table": call.block_table}
+    takes = tuple(name for name, tensor in options.items() if tensor is not None)
 
     def run(*arguments: Any) -> tuple[Tensor, ...] | None:
         tensors, lengths = (arguments[:-5], arguments[-5:-1]) if is_packed else (arguments, ())
+        count = len(tensors) - len(takes)
+        tensors, given = tensors[:count], dict(zip(takes, tensors[count:], strict=True))
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
         results = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
-        native_call = NativeArguments((*tensors, *results), *lengths)
+        native_call = NativeArguments((*tensors, *results), *lengths, *map(given.get, options))
         return None if entry(context, native_call.address) else results
 
     address = ctypes.cast(entry, ctypes.c_void_p).value or 0  # it isn't null
-    return NativeLauncher(run=run, function=address, context=context, keep=kind)
+    return NativeLauncher(run=run, function=address, context=context, keep=kind, takes=takes)
 
 
 def _raise_for(status: int, q: Tensor, k: Tensor, call: Call) -> NoReturn:

@@ -23,7 +23,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # A tensor is an address, four sizes and four strides; missing dimensions are 0.
 _DIMENSIONS = 4
 # How many numbers come before the tensors: `NativeCall` in `kernel/call.h`.
-_HEAD = 7
+_HEAD = 10
 
 
 class NativeKind(ctypes.Structure):
@@ -40,9 +40,6 @@ class NativeKind(ctypes.Structure):
         ("rng_state", ctypes.c_void_p),
         ("slopes", ctypes.c_void_p),
         ("slope_strides", ctypes.c_int64 * 2),
-        ("used", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p),
-        ("table_width", ctypes.c_int64),
     )
     owners: list[Tensor]  # of the memory at the addresses
 
@@ -51,7 +48,7 @@ class NativeKind(ctypes.Structure):
         return address_of(x)
 
     def add_options(self, q: Tensor, call: Call) -> None:
-        """Add dropout, slopes, counts of keys and pages; raises `InvalidInputError` on a wrong shape."""
+        """Add dropout and slopes; raises `InvalidInputError` on a wrong shape."""
         self.owners = []
         if call.dropout:
             self.dropout, self.rng_state = call.dropout, self._address(_random_state(call))
@@ -62,11 +59,6 @@ class NativeKind(ctypes.Structure):
                 got = tuple(slopes.shape)
                 raise InvalidInputError(f"alibi_slopes: got shape {got}, expected one of {expected}")
             self.slopes, self.slope_strides = self._address(slopes), (0, *slopes.stride())[-2:]
-        if call.seqused_k is not None:
-            self.used = self._address(_integers(call.seqused_k))
-        if call.block_table is not None:
-            self.block_table = self._address(_integers(call.block_table))
-            self.table_width = call.block_table.size(1)
 
 
 def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> NativeKind:
@@ -82,7 +74,7 @@ def kind_of(q: Tensor, call: Call, torchs_calls: TorchsCalls | None = None) -> N
         call.batch_invariant,
         torchs_calls or (0, 0, 0),
     )
-    if call.dropout or not (call.alibi_slopes is call.seqused_k is call.block_table is None):
+    if call.dropout or call.alibi_slopes is not None:
         kind.add_options(q, call)
     return kind
 
@@ -100,6 +92,8 @@ class NativeArguments:
         cu_seqlens_q, cu_seqlens_k: (B + 1,) offsets of packed tensors, of any integer dtype. The library
             reads as many from both.
         max_q, max_k: the longest length that a packed sequence may have.
+        used: (B,), how many keys of each sequence count, of any integer dtype; None for all.
+        block_table: (B, pages of a sequence), of any integer dtype; None where keys and values aren't pages.
     """
 
     def __init__(
@@ -109,12 +103,15 @@ class NativeArguments:
         cu_seqlens_k: Tensor | None = None,
         max_q: int = 0,
         max_k: int = 0,
+        used: Tensor | None = None,
+        block_table: Tensor | None = None,
     ) -> None:
-        ends = _integers(cu_seqlens_q), _integers(cu_seqlens_k)
-        self._owners = ends
-        addresses = [0 if x is None else address_of(x) for x in ends]
-        batch = 0 if ends[0] is None else ends[0].size(0) - 1
-        numbers = [0, 0, *addresses, batch, max_q, max_k]
+        integers = [_integers(x) for x in (cu_seqlens_q, cu_seqlens_k, used, block_table)]
+        self._owners = integers
+        addresses = [0 if x is None else address_of(x) for x in integers]
+        batch = 0 if integers[0] is None else integers[0].size(0) - 1
+        width = 0 if block_table is None else block_table.size(1)
+        numbers = [0, 0, *addresses[:2], batch, max_q, max_k, *addresses[2:], width]
         for numbers[0], x in enumerate(tensors, 1):
             rest = (0,) * (_DIMENSIONS - x.dim())
             numbers += (address_of(x), *x.shape, *rest, *x.stride(), *rest)

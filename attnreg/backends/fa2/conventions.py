@@ -71,8 +71,9 @@ def adapt(provider_of: Callable[[Call], Provider]) -> tuple[Callable[..., Any], 
 
 def _to_contract(out: Tensor, lse: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Set rows without a key and unused rows to the contract's values, in place."""
-    if _has_offsets(call):
-        clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)  # type: ignore[arg-type]
+    cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        clear_forward(out, lse, cu_seqlens_q, cu_seqlens_k, call.window, call.seqused_k)
         return out, lse
     lse = lse.nan_to_num_(torch.nan, -torch.inf, -torch.inf)
     if call.cu_seqlens_q is None or fills(call.cu_seqlens_q, len(out)):

@@ -132,23 +132,28 @@ class TorchKernels:
         layouts and dtypes of `forward`: (B, S, H, D) or (T, H, D).
         """
         query, key = tensors[:2] if direction == "forward" else tensors[1:3]
-        further = call.seqused_k, call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
+        further = call.block_table, call.attn_bias, call.alibi_slopes, call.num_splits
         if call.dropout or any(option is not None for option in further):
+            return None
+        is_forward, takes = direction == "forward", ("seqused_k",) if call.seqused_k is not None else ()
+        if takes and not (is_forward and call.varlen):
             return None
         if is_empty(query, key, call):
             return None
         if not (call.varlen or keeps_contract(query, key, call)):
             return None
+        folds = call.varlen and _may_fold(query, key, call.max_q)
         # These calls need more than the kernel, depending on the facts known about the offsets.
-        if call.varlen and (_may_fold(query, key, call.max_q) or _marks_rows(direction, call)):
+        if call.varlen and not is_forward and (folds or _marks_rows(direction, call)):
             return None
-        if not all(map(aligned, tensors[:5])) or not (direction == "forward" or tensors[5].is_contiguous()):
+        if not all(map(aligned, tensors[:5])) or not (is_forward or tensors[5].is_contiguous()):
             return None
         no_cu_seqlens = () if call.varlen else (None, None)
         rest = *no_cu_seqlens, MAX_Q, MAX_K, call.dropout, kernel_mask(call)[0]
         options = _options(query, call)
-        if direction == "forward":
-            return OpLauncher(OP.format("forward"), "CUDA", (*rest, False), options, 2, call.window)
+        if is_forward:
+            arguments = OP.format("forward"), "CUDA", (*rest, False), options, 2, call.window
+            return OpLauncher(*arguments, takes=takes, folds=folds, zeroes_rows=True)
         if query.device not in _rng_states and needs_graph_memory(query):
             return None  # the launcher would keep tensors in the memory of a CUDA graph
         return OpLauncher(

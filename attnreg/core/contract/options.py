@@ -54,7 +54,7 @@ class Option:
             for it: only times depend on it. A backward needs it for its own gradient alone.
         distance: how far times with it are from times without it (`times.kinds`); None if neither can replace
             the other.
-        cached: whether the compiled call cache runs calls with it.
+        cached: whether the compiled call cache runs calls with it. Its tensor is given to launchers.
         in_op: its place among the options of the custom op that compiled programs, modes and subclasses
             call; 0 if the op doesn't have it. A new option comes last, because exported programs contain the
             op's schema. A function is in the op as text, which only compiled programs make.
@@ -187,12 +187,12 @@ OPTIONS: tuple[Option, ...] = (
         reason="alibi_slopes must be None, got a tensor", label="alibi",
     ),
     Option(
-        name="seqused_k", values="tensor", in_op=1,
+        name="seqused_k", values="tensor", in_op=1, cached=True,
         reason="seqused_k must be None, got a tensor", label="seqused_k",
     ),
     Option(
         # `Capabilities.page_size` is a range of page sizes, so that no row's reason is needed.
-        name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}",
+        name="block_table", field="page_size", values="pages", in_op=2, label="pages of {}", cached=True,
     ),
     Option(
         name="key_ranges", values="tensor", in_op=8,

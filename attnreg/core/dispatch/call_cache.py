@@ -30,6 +30,7 @@ from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import (
     Launcher,
     places_of,
+    takes_options,
 )
 from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import every_row_sees_a_key
@@ -65,7 +66,7 @@ class Kept(NamedTuple):
         auxiliary: what an aten op returns behind the kernel's results: None, numbers, or models of tensors.
             `MAX_Q` and `MAX_K` are lengths. Models are on the device "meta": their values are never read.
         counts_sinks: whether the launcher counts an option (`Option.rescales`), whose tensor it is given
-            before the offsets.
+            before the offsets. Of other options (`Option.cached`) it is always given the tensor.
         cuts: the lengths at which the front treats its arguments differently. The cuts of the plan's kind
             count, too.
     """
@@ -148,14 +149,19 @@ def kept_for(
         launcher = _unspecialized(plan.kernel, call)
     for function in (launcher, *(getattr(launcher, name, None) for name in ("run", "prepare", "programs"))):
         leave_uncompiled(function)  # C++ calls it, so no function of attnreg's is around it
-    if call.varlen and tensors[0].is_cuda:
-        _provide_device_code(tensors[0].device)
+    if call.varlen:
+        provide_device_code(tensors[0].device)
     return Kept(launcher, plan, is_final, auxiliary, bool(_counted(call)), cuts)
 
 
 def _counted(call: Call) -> tuple[str, ...]:
-    """Return the options whose tensors a launcher is given before the offsets, as the kernel counts them."""
+    """Return the options that results would be rescaled for, if the kernel didn't count them."""
     return tuple(row.name for row in options_on(call) if row.rescales)
+
+
+def _given(call: Call) -> tuple[str, ...]:
+    """Return the options whose tensors a launcher is given before the offsets."""
+    return tuple(row.name for row in options_on(call) if row.cached)
 
 
 def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
@@ -167,7 +173,7 @@ def _specialized(plan: Plan, tensors: tuple[Tensor, ...], call: Call) -> Launche
     except BaseException as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         plan.count_bad_launcher(error)
         return None
-    return launcher
+    return launcher if takes_options(launcher, call) else None
 
 
 def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
@@ -180,13 +186,13 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
 
         return run_dense
 
-    counted = _counted(call)
-    tensors: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", *counted))
+    counted, given = _counted(call), _given(call)
+    tensors: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", *given))
     rest = call._replace(**tensors)  # those would be kept alive
 
     def run_packed(*arguments: Any) -> Any:
         *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, _ = arguments
-        options: dict[str, Any] = {name: tensors.pop() for name in counted}
+        options: dict[str, Any] = {name: tensors.pop() for name in reversed(given)}
         call = rest._replace(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, **options
         )
@@ -202,11 +208,11 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
     return run_packed
 
 
-def _provide_device_code(device: torch.device) -> None:
+def provide_device_code(device: torch.device) -> None:
     """Give the module the kernels for packed calls on a GPU, once."""
-    if device in _with_device_code or active is None:
+    if device.type != "cuda" or device in _with_device_code or active is None:
         return
-    kernels = rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.FACTS, rows.BLANK
+    kernels = rows.CLEAR_FORWARD, rows.CLEAR_BACKWARD, rows.FACTS, rows.BLANK, rows.APPEND
     addresses = [kernel.address(device) for kernel in kernels]
     if None in addresses:
         return  # Python runs packed calls with rows of which nothing is known

@@ -15,12 +15,13 @@ looks at itself, and returns None where that has changed: Python then looks up t
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher's arguments are the tensors of the backend's function. In a packed call further arguments follow:
-the tensors of options that the kernel counts (`Option.rescales`); both offsets (the same tensor twice if the
-first call's were); `max_q` and `max_k`; whether every row is known to belong to a sequence and to see a key.
-If that isn't known, the launcher itself keeps the contract for rows of no sequence and without a key
-(`rows`). It returns what the function does, save that a forward's LSE may have any strides, and it calls no
-op of aten's that attnreg routes. Any function will do; the classes below spare the call cache every Python
-object of a tensor. C++ tells them apart by `form` and reads their attributes by name (`csrc/described.h`).
+the tensors of options, which are sinks that the kernel counts, or what a forward's launcher `takes`; both
+offsets (the same tensor twice if the first call's were; with pages None for the key's); `max_q` and
+`max_k`; whether every row is known to belong to a sequence and to see a key. If that isn't known, the
+launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
+function does, save that a forward's LSE may have any strides, and it calls no op of aten's that attnreg
+routes. Any function will do; the classes below spare the call cache every Python object of a tensor. C++
+tells them apart by `form` and reads their attributes by name (`csrc/described.h`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from attnreg.core.contract.backend import Call
 from attnreg.core.contract.backend import Launcher as Launcher
 from attnreg.core.launching.memory import address_of, inputs_of
+from attnreg.core.launching.regular import fills
 from attnreg.core.launching.rows import blanked, clear_backward, clear_forward
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import contiguous_strides, stream_of, uninitialized, with_strides
@@ -77,10 +80,18 @@ class OpLauncher:
             by keyword.
         results: how many of the op's results are returned.
         window: of a packed call, (left, right) as in `Call`: rows that see no key are cleared by it.
+        takes: ("seqused_k",) if the op takes that by keyword.
+        folds: whether the op takes a longest query of 1 to mean that each sequence has a query. Where that
+            isn't known, it gets 2.
+        zeroes_rows: whether a forward's op writes 0 to output rows of a sequence without keys. If nobody
+            reads the LSE and all rows belong to a sequence, nothing is cleared then.
     """
 
     form = "op"
-    __slots__ = ("_run", "key", "op", "options", "rest", "results", "window")
+    __slots__ = (
+        *("_run", "key", "op", "options", "rest", "results", "window"),
+        *("takes", "folds", "zeroes_rows"),
+    )
 
     def __init__(
         self,
@@ -90,10 +101,20 @@ class OpLauncher:
         options: dict[str, Any],
         results: int,
         window: tuple[int, int] = (-1, -1),
+        *,
+        takes: tuple[str, ...] = (),
+        folds: bool = False,
+        zeroes_rows: bool = False,
     ) -> None:
         self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
         self.window = window
+        self.takes, self.folds, self.zeroes_rows = takes, folds, zeroes_rows
         self._run = captured.kernel(op, key)
+
+    @property
+    def takes_used(self) -> bool:
+        """Whether it is given `seqused_k`."""
+        return "seqused_k" in self.takes
 
     @property
     def length_places(self) -> tuple[tuple[int, int], ...]:
@@ -103,12 +124,25 @@ class OpLauncher:
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Return the results for the arguments of a launcher."""
         tensors, call = split(arguments)
+        used, options = None, self.options
+        if self.takes_used:
+            tensors, used = tensors[:-1], tensors[-1]
+            options = options | {"seqused_k": used}
         query, key, _ = inputs_of(tensors)
         max_q, max_k = (query.shape[1], key.shape[1]) if call is None else call.longest
+        if self.folds and max_q == 1 and call is not None and not call.has_lone_queries(query):
+            max_q = 2
         rest = with_lengths(self.rest, max_q, max_k)
         offsets = () if call is None else call.offsets
-        results = tuple(self._run(*tensors, *offsets, *rest, **self.options)[: self.results])
-        return results if call is None else call.cleared(results, self.window)
+        results = tuple(self._run(*tensors, *offsets, *rest, **options)[: self.results])
+        return results if call is None else call.cleared(results, self.window, used)
+
+
+def takes_options(launcher: Launcher | None, call: Call) -> bool:
+    """Whether a launcher is given all options that it has to say of itself that it `takes`."""
+    given = {"seqused_k": call.seqused_k, "block_table": call.block_table}
+    taken = getattr(launcher, "takes", ())
+    return all(name in taken for name, tensor in given.items() if tensor is not None)
 
 
 class PackedCall(NamedTuple):
@@ -118,17 +152,24 @@ class PackedCall(NamedTuple):
     longest: tuple[int, int]
     all_rows_see_keys: bool
 
-    def cleared(self, results: tuple[Tensor, ...], window: tuple[int, int]) -> tuple[Tensor, ...]:
+    def has_lone_queries(self, query: Tensor) -> bool:
+        """Whether each sequence is known to have one row of the query, (T_q, H, D), if none has more."""
+        is_filled = self.all_rows_see_keys or fills(self.offsets[0], len(query))
+        return is_filled and len(query) == len(self.offsets[0]) - 1
+
+    def cleared(
+        self, results: tuple[Tensor, ...], window: tuple[int, int], used: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Return a forward's or a backward's results after clearing rows that a kernel left as they were.
 
         Results are changed in place. A forward's are the output (T_q, H, D_v) and the LSE (H, T_q) in
         float32. A backward's are the gradients of query, key and value, (T, H, D) each. Dtypes have 16 or 32
-        bits. `window` is (left, right) as in `Call`.
+        bits. `window` is (left, right) as in `Call`, `used` int32 (B,) how many keys of a sequence count.
         """
         if self.all_rows_see_keys:
             return results
         if len(results) == FORWARD - 1:
-            clear_forward(results[0], results[1], *self.offsets, window)
+            clear_forward(results[0], results[1], *self.offsets, window, used)
         else:
             clear_backward(results[0], results[1], results[2], *self.offsets)
         return results
@@ -153,6 +194,7 @@ class NativeLauncher:
             the call.
         context: the address of what the function has to know of the kind of call.
         keep: what owns the memory there.
+        takes: which of `seqused_k` and `block_table` the function reads, for a kind of calls with these.
     """
 
     form: ClassVar = "native"
@@ -160,6 +202,7 @@ class NativeLauncher:
     function: int
     context: int = 0
     keep: object = None
+    takes: tuple[str, ...] = ()
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...] | None:
         """Return the results for the arguments of a launcher."""

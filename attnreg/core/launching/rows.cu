@@ -80,15 +80,18 @@ __device__ void write_facts(
   }
 }
 
-// If there is a place for facts, a further block of the grid, behind those for rows, writes them.
+// If there is a place for facts, a further block of the grid, behind those for rows, writes them; of the offsets of queries
+// alone if `tokens_k` is below 0. Where `used` isn't null it has the number of each sequence's keys.
 extern "C" __global__ void attnreg_clear_forward(
     char* out, float* lse, const int* offsets_q, const int* offsets_k, i64 batch, i64 tokens, i64 heads,
     i64 head_bytes, i64 row_step, i64 head_step, i64 lse_head_step, i64 lse_row_step, i64 left, i64 right,
-    i64 step_q, i64 step_k, i64 tokens_k, unsigned short* place) {
+    i64 step_q, i64 step_k, i64 tokens_k, unsigned short* place, const int* used, i64 step_used) {
   __shared__ unsigned marked[4];
   const i64 first = (i64)blockIdx.x * blockDim.x, row = first + threadIdx.x;
   if (first >= tokens) {
-    write_facts(nullptr, place, offsets_q, offsets_k, batch, tokens, tokens_k, step_q, step_k);
+    const bool both = tokens_k >= 0;
+    write_facts(nullptr, place, offsets_q, both ? offsets_k : offsets_q, batch, tokens, both ? tokens_k : tokens, step_q,
+                both ? step_k : step_q);
     return;
   }
   bool clear = false;
@@ -96,7 +99,7 @@ extern "C" __global__ void attnreg_clear_forward(
     const i64 sequence = sequence_of(row, offsets_q, step_q, batch);
     clear = sequence < 0 || sequence == batch;
     if (!clear) {
-      const i64 keys = length_of(sequence, offsets_k, step_k);
+      const i64 keys = used ? used[sequence * step_used] : length_of(sequence, offsets_k, step_k);
       const i64 place = row - offsets_q[sequence * step_q] + keys - length_of(sequence, offsets_q, step_q);
       const i64 begin = left < 0 ? 0 : max(place - left, 0ll);
       const i64 last = right < 0 ? keys - 1 : min(place + right, keys - 1);
@@ -159,4 +162,30 @@ extern "C" __global__ void __launch_bounds__(1024) attnreg_facts(
     unsigned short* result, unsigned short* place, const int* offsets_q, const int* offsets_k, i64 batch,
     i64 tokens_q, i64 tokens_k, i64 step_q, i64 step_k) {
   write_facts(result, place, offsets_q, offsets_k, batch, tokens_q, tokens_k, step_q, step_k);
+}
+
+// Write new rows of keys and values behind the `used` ones of each sequence of a cache, and into `counts` how many there are
+// then. A sequence has `width` pages of `size` tokens, of all `pages`; without a table it is a page, in order. A warp writes
+// a row of all heads, even ones of keys. A number out of range ends in an error of CUDA.
+extern "C" __global__ void attnreg_append(
+    int* counts, const int* used, i64 step_used, const int* table, i64 width, i64 size, i64 pages, i64 batch,
+    i64 count, i64 heads, char* keys, const char* new_keys, i64 k_bytes, i64 k_step, i64 k_row_step,
+    i64 k_head_step, i64 new_k_step, i64 new_k_row_step, i64 new_k_head_step, char* values,
+    const char* new_values, i64 v_bytes, i64 v_step, i64 v_row_step, i64 v_head_step, i64 new_v_step,
+    i64 new_v_row_step, i64 new_v_head_step) {
+  const i64 warp = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32, row = warp / 2;
+  if (row >= batch * count) return;
+  const i64 sequence = row / count, number = row - sequence * count;
+  const i64 first = used[sequence * step_used], token = first + number;
+  if (first < 0 || token >= width * size) __trap();
+  const i64 page = table ? table[sequence * width + token / size] : sequence, place = token % size;
+  if (page < 0 || page >= pages) __trap();
+  if (warp % 2) {
+    set_row(values + page * v_step + place * v_row_step,
+            new_values + sequence * new_v_step + number * new_v_row_step, heads, v_bytes, v_head_step, new_v_head_step);
+  } else {
+    set_row(keys + page * k_step + place * k_row_step,
+            new_keys + sequence * new_k_step + number * new_k_row_step, heads, k_bytes, k_head_step, new_k_head_step);
+    if (number == 0 && threadIdx.x % 32 == 0) counts[sequence] = (int)(first + count);
+  }
 }

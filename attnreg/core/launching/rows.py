@@ -25,22 +25,31 @@ CLEAR_FORWARD = DeviceKernel("attnreg_clear_forward", _SOURCE)
 CLEAR_BACKWARD = DeviceKernel("attnreg_clear_backward", _SOURCE)
 BLANK = DeviceKernel("attnreg_blank", _SOURCE)
 FACTS = DeviceKernel("attnreg_facts", _SOURCE)
+# Launched by the call cache alone (`dispatch/csrc/decode.h`).
+APPEND = DeviceKernel("attnreg_append", _SOURCE)
 
 
 def clear_forward(
-    out: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, window: tuple[int, int]
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    window: tuple[int, int],
+    used: Tensor | None = None,
 ) -> None:
     """Set output rows that see no key, or belong to no sequence, to 0 and their LSE to -inf.
 
     `out` is (T, H, D) in any dtype of 16 or 32 bits, `lse` (H, T) in float32, the offsets (B + 1,) in int32;
-    `window` is (left, right) in tokens, -1 unbounded, aligned bottom-right.
+    `window` is (left, right) in tokens, -1 unbounded, aligned bottom-right. `used` is int32 (B,), how many
+    keys of each sequence count; None for all.
     """
     tokens, heads, dim = out.shape
     left, right = window
     if not tokens:
         return
-    if not _runs(CLEAR_FORWARD, cu_seqlens_q, cu_seqlens_k, out):
-        unseeing = _unseeing(tokens, cu_seqlens_q, cu_seqlens_k, left, right)
+    if not _runs(CLEAR_FORWARD, cu_seqlens_q, cu_seqlens_k if used is None else used, out):
+        counts = cu_seqlens_k.diff() if used is None else used
+        unseeing = _unseeing(tokens, cu_seqlens_q, counts, left, right)
         out.masked_fill_(unseeing[:, None, None], 0)
         lse.masked_fill_(unseeing, -torch.inf)
         return
@@ -65,6 +74,7 @@ def clear_forward(
         cu_seqlens_q.stride(0),
         cu_seqlens_k.stride(0),
         *_NO_FACTS[-2:],
+        *((0, 0) if used is None else (used, used.stride(0))),
     )
 
 
@@ -168,12 +178,12 @@ def _sequences(tokens: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, (sequence >= 0) & (sequence < batch), sequence.clamp(0, max(batch - 1, 0))
 
 
-def _unseeing(tokens: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, left: int, right: int) -> Tensor:
-    """Return a mask of the query rows that see no key or belong to no sequence."""
+def _unseeing(tokens: int, cu_seqlens_q: Tensor, counts: Tensor, left: int, right: int) -> Tensor:
+    """Return a mask of the query rows that see no key, of `counts` keys, or belong to no sequence."""
     rows, inside, sequence = _sequences(tokens, cu_seqlens_q)
     if cu_seqlens_q.shape[0] == 1:
         return ~inside
-    keys = cu_seqlens_k.diff()[sequence].long()  # a place in a window as wide as int32 allows is wider
+    keys = counts[sequence].long()  # a place in a window as wide as int32 allows is wider
     place = rows - cu_seqlens_q[1:][sequence] + keys
     begin = (place - left).clamp(min=0) if left >= 0 else torch.zeros_like(place)
     last = torch.minimum(place + right, keys - 1) if right >= 0 else keys - 1

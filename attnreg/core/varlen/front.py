@@ -172,7 +172,6 @@ def varlen_attn(
         # With graph trees nothing that is known of offsets may be used: see `layout.needs_graph_memory`.
         if (
             cache is not None
-            and seqused_k is None
             and block_table is None
             and not num_splits
             and not softcap
@@ -183,7 +182,7 @@ def varlen_attn(
         ):
             results = cache.varlen(
                 query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, window_size, scale,
-                enable_gqa, 0 if choice is None else choice.number, returns_lse, sinks,
+                enable_gqa, 0 if choice is None else choice.number, returns_lse, sinks, seqused_k,
             )  # fmt: skip
             if results is not None:
                 return (results[0], results[1].float().contiguous()) if returns_lse else results[0]

@@ -265,9 +265,10 @@ def _in_deterministic_mode() -> Iterator[None]:
 
 
 def _kept(ran: Ran, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ...]) -> Kept | None:
-    """Return how the call cache repeats a packed call with both offsets; `cuts` are as in `Kept`."""
+    """Return how the call cache repeats a packed call; `cuts` are as in `Kept`."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
-    if call_cache.load() is None or cu_seqlens_q is None or cu_seqlens_k is None:
+    has_keys = cu_seqlens_k is not None or call.block_table is not None
+    if call_cache.load() is None or cu_seqlens_q is None or not has_keys:
         return None
     if needs_graph_memory(cu_seqlens_q):
         return None  # what is kept would lie in the graph's memory
@@ -280,12 +281,13 @@ def _kept(ran: Ran, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ..
 # The call cache calls these two for what it doesn't keep, below its autograd node. Sinks are None where the
 # cache itself counts them afterwards.
 def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
-    lengths, (is_causal, window_size, scale, enable_gqa, choice, needs_backward, sinks) = rest[:4], rest[4:]
+    lengths, (is_causal, window_size, scale, enable_gqa, choice) = rest[:4], rest[4:9]
+    needs_backward, sinks, used, table = rest[9:]
     check_is_whole(lengths[0], query)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound, inputs = window(window_size, is_causal), (query, key, value)
-    call = call_of(query, lengths, scale, bound, sinks=sinks)
+    call = call_of(query, lengths, scale, bound, sinks=sinks, seqused_k=used, block_table=table)
     check_all_in_memory(inputs, call)
     ran = run("forward", inputs, call, scope.by_number(choice), needs_backward)
     return *ran.results, _kept(ran, inputs, call, cuts_of_window(*bound))

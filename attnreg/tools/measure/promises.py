@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.spec import Direction
-from attnreg.core.launching.launchers import AddressLauncher, Launcher
+from attnreg.core.launching.launchers import AddressLauncher, Launcher, takes_options
 from attnreg.core.launching.validation import checked_against_contract
 from attnreg.errors import RegistrationError
 from attnreg.tools.measure.cases import Case
@@ -204,6 +204,7 @@ def launched(
     ) -> list[Any]:
         with torch.no_grad(), _uninitialized_is_nan():
             launcher = specialize(direction, tuple(first_inputs), call_before)
+            launcher = launcher if takes_options(launcher, call_before) else None
             # As a function, and as the compiled call cache calls it.
             ways: list[Any] = [launcher]
             if isinstance(launcher, AddressLauncher):
@@ -230,5 +231,6 @@ def _launch(run: Launcher, direction: Direction, arguments: list[Tensor], call: 
     further: tuple[Any, ...] = ()
     if call.varlen:
         further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, False
-    further = further if call.sinks is None else (call.sinks, *further)
+    options = [call.seqused_k, call.block_table] if direction == "forward" else []
+    further = *(x for x in (*options, call.sinks) if x is not None), *further
     return _checked(lambda *_: run(*arguments, *further) or own, direction)(*arguments, call)

@@ -20,12 +20,15 @@ struct NativeOperand {
 
 // A forward has the operands q, k, v, out, lse; a backward has grad_out, q, k, v, out, lse, grad_q, grad_k,
 // grad_v, and the gradient of the LSE where there is one. Results may hold anything. `batch` and the longest lengths
-// are read of packed calls alone.
+// are read of packed calls alone. `used` has how many keys of each sequence count, and is null where all do; `block_table`
+// has as many rows as there are sequences, and is null where keys and values aren't pages.
 struct NativeCall {
   int64_t operand_count;
   const NativeOperand* operands;
   const int32_t *cu_seqlens_q, *cu_seqlens_k;  // of packed tensors, `batch` + 1 of them, else null
   int64_t batch, max_q, max_k;
+  const int32_t *used, *block_table;
+  int64_t table_width;
 };
 
 // What calls of a kind have in common, as `NativeKind` in `problem.py` has it. A pointer is null without its option.
@@ -41,9 +44,6 @@ struct Kind {
   const uint64_t* rng_state;
   const float* slopes;
   int64_t slope_batch, slope_head;  // strides
-  const int32_t* used;              // how many keys of each sequence count
-  const int32_t* block_table;       // of as many rows as there are sequences
-  int64_t table_width;
 };
 
 // Also in `compiled.py`. Results are whole only with kDone; from kNoPage on nothing was written.
@@ -144,15 +144,15 @@ class CallReader {
     p.slopes = kind_.slopes;
     p.slope_batch = kind_.slope_batch;
     p.slope_head = kind_.slope_head;
-    p.block_table = kind_.block_table;
-    p.table_width = kind_.table_width;
+    p.block_table = call_.block_table;
+    p.table_width = call_.table_width;
   }
 
   // Returns false if tensors don't fit each other, or can't be read.
   bool read_tensors() {
     Problem& p = problem_;
     const NativeOperand* given = call_.operands;
-    const bool packed_q = call_.cu_seqlens_q, packed_k = call_.cu_seqlens_k, paged = kind_.block_table;
+    const bool packed_q = call_.cu_seqlens_q, packed_k = call_.cu_seqlens_k, paged = call_.block_table;
     const int64_t expected = is_forward_ ? 5 : 9, first = is_forward_ ? 0 : 1;
     const bool has_grad_lse = !is_forward_ && call_.operand_count == 10;
     if (call_.operand_count != expected + has_grad_lse || (paged ? packed_k || !is_forward_ : packed_q != packed_k)) {
@@ -208,7 +208,7 @@ class CallReader {
     constexpr int64_t kFar = int64_t(1) << 62;
     const int64_t left = std::min(kind_.left, kFar), right = std::min(kind_.right, kFar);
     Side of_q{call_.cu_seqlens_q, q_.tokens, call_.max_q};
-    Side of_k{call_.cu_seqlens_k, kind_.block_table ? kind_.table_width * k_.tokens : k_.tokens, call_.max_k};
+    Side of_k{call_.cu_seqlens_k, call_.block_table ? call_.table_width * k_.tokens : k_.tokens, call_.max_k};
     if (!of_q.begins() || !of_k.begins()) {
       return false;
     }
@@ -218,7 +218,7 @@ class CallReader {
       if (!of_q.next(i, all.row, all.rows) || !of_k.next(i, all.key, all.keys)) {
         return false;
       }
-      const int64_t used = kind_.used ? kind_.used[i] : all.keys;
+      const int64_t used = call_.used ? call_.used[i] : all.keys;
       if (used < 0 || used > all.keys) {
         return false;
       }

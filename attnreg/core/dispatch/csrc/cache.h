@@ -333,10 +333,17 @@ inline bool launch_function(const Entry& entry, const Launch& call, Tensors& res
   return (entry.programs && launch(*entry.programs, call, results)) || launch(entry.python.get(), call, results);
 }
 
+// Whether output rows of a packed forward that see no key are 0 as the launcher writes them. That is so only if no row of
+// a sequence with keys is without one: the weights of such a row are 0, but the values may be NaN.
+inline bool has_zeroes(const Entry& entry, const Lengths& lengths, bool drops_lse) {
+  return drops_lse && entry.op && entry.op->zeroes_rows && (entry.window.right < 0 || lengths.numbers[Lengths::kMaxQ] == 1);
+}
+
 // Whether rows of a packed call are cleared behind an entry's launcher.
 inline bool clears_rows(const Entry& entry, const Launch& call) {
   const bool is_unknown = entry.python ? entry.clears && !call.fills_rows : !call.knows_rows;
-  return call.is_packed && !entry.native && is_unknown && call.tensors[0].is_cuda();
+  const bool is_clear = call.fills_queries && has_zeroes(entry, call.lengths, call.drops_lse);
+  return call.is_packed && !entry.native && is_unknown && !is_clear && call.tensors[0].is_cuda();
 }
 
 // Whether a kernel that is launched for a call anyway can also answer what is so of its offsets.

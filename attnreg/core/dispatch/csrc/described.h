@@ -135,9 +135,17 @@ inline void read_op_launcher(PyObject* launcher, size_t tensors, Entry& entry) {
     return;
   }
   entry.window = window_attribute(launcher);
+  const auto& schema = captured->first.schema();
+  std::optional<size_t> used;
+  if (flag_attribute(launcher, "takes_used")) {
+    const auto place = schema.argumentIndexWithName("seqused_k");
+    TORCH_CHECK(place && static_cast<size_t>(*place) >= tensors, "attnreg: ", schema.name(), " takes no seqused_k behind its tensors");
+    used = static_cast<size_t>(*place) - tensors;
+  }
   entry.op = std::make_shared<const OpLauncher>(
-      captured->first, captured->second, arguments_behind(captured->first.schema(), tensors, launcher),
-      static_cast<size_t>(number_attribute(launcher, "results")), places_attribute(launcher, "length_places"));
+      captured->first, captured->second, arguments_behind(schema, tensors, launcher),
+      static_cast<size_t>(number_attribute(launcher, "results")), places_attribute(launcher, "length_places"), used,
+      flag_attribute(launcher, "folds"), flag_attribute(launcher, "zeroes_rows"));
 }
 
 inline void read_native_launcher(PyObject* launcher, Entry& entry) {

@@ -4,7 +4,6 @@
 
 #include <array>
 #include <atomic>
-#include <initializer_list>
 
 #include "launchers.h"
 
@@ -18,7 +17,7 @@ struct Window {
 struct DeviceCode {
   using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   LaunchKernel launch = nullptr;
-  void *clear_forward = nullptr, *clear_backward = nullptr, *facts = nullptr, *blank = nullptr;
+  void *clear_forward = nullptr, *clear_backward = nullptr, *facts = nullptr, *blank = nullptr, *append = nullptr;
 };
 
 constexpr int64_t kMostDevices = 64, kBlock128 = 128;  // the block is that of `rows.BLOCK`, for as many rows
@@ -39,9 +38,9 @@ inline int64_t word_of(const at::Tensor& tensor) {
 }
 
 inline void launch_on(
-    const DeviceCode& code, void* function, int64_t blocks, int64_t threads, const at::Tensor& tensor, std::initializer_list<int64_t> words) {
-  std::array<int64_t, 24> memory;
-  std::array<void*, 24> pointers;
+    const DeviceCode& code, void* function, int64_t blocks, int64_t threads, const at::Tensor& tensor, at::ArrayRef<int64_t> words) {
+  std::array<int64_t, 32> memory;
+  std::array<void*, 32> pointers;
   size_t count = 0;
   for (const int64_t word : words) {
     memory[count] = word;
@@ -95,7 +94,9 @@ inline void clear(const DeviceCode& code, const Launch& call, Window window, con
       launch_on(code, code.clear_forward, total, kBlock128, out,
                 {word_of(out), word_of(lse), word_of(queries), word_of(keys), batch, rows, out.size(1),
                  out.size(2) * size, out.stride(0) * size, out.stride(1) * size, lse.stride(0), lse.stride(1),
-                 window.left, window.right, step_q, step_k, call.lengths.numbers[Lengths::kTokensK], place});
+                 window.left, window.right, step_q, step_k,
+                 call.asks_queries ? -1 : call.lengths.numbers[Lengths::kTokensK], place,
+                 call.used ? word_of(*call.used) : 0, call.used ? call.used->stride(0) : 0});
       is_answered(call);
     }
     return;

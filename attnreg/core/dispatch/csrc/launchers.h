@@ -35,6 +35,9 @@ struct OpLauncher {  // one of torch's own kernels, and the op's arguments behin
   std::vector<c10::IValue> rest;
   size_t results;  // how many of its results are returned
   std::vector<std::pair<size_t, bool>> lengths;  // places in `rest` of the longest query, and (true) of the longest key
+  std::optional<size_t> used{};  // the place in `rest` of how many keys count; none where the op isn't given it
+  bool folds = false;            // whether a longest query of 1 means that each sequence has a query
+  bool zeroes_rows = false;      // whether output rows of a sequence without keys are written as 0
 };
 
 inline bool counts_versions(const at::Tensor& tensor) {
@@ -124,7 +127,16 @@ struct Launch {
   bool is_forward;
   // Where a kernel of ours that is launched for the call anyway is to answer what is so of the offsets; 0 once one does.
   int64_t* answer = nullptr;
+  bool asks_queries = false;  // whether it is asked what is so of the offsets of queries alone
+  const at::Tensor* used = nullptr;  // how many keys of each sequence of a packed forward count; null for all
+  const at::Tensor* table = nullptr;  // the pages of each sequence, if the keys of a packed forward are pages; they have no offsets
+  bool fills_queries = false;        // whether every row of the query is known to belong to a sequence
+  bool drops_lse = false;            // whether nobody reads the LSE of a forward
 
+  // Whether each sequence is known to have one query.
+  bool has_lone_queries() const {
+    return fills_queries && lengths.numbers[Lengths::kMaxQ] == 1 && lengths.numbers[Lengths::kTokensQ] == lengths.numbers[Lengths::kBatch];
+  }
   size_t operands() const {
     return tensors.size() - (is_packed ? 2 : 0);
   }
@@ -201,6 +213,13 @@ inline void launch(const OpLauncher& launcher, const Launch& call, c10::Dispatch
   stack.insert(stack.end(), launcher.rest.begin(), launcher.rest.end());
   for (const auto& [place, of_keys] : launcher.lengths) {
     stack[call.tensors.size() + place] = call.lengths.numbers[of_keys ? Lengths::kMaxK : Lengths::kMaxQ];
+    if (!of_keys && launcher.folds && call.lengths.numbers[Lengths::kMaxQ] == 1 && !call.has_lone_queries()) {
+      stack[call.tensors.size() + place] = int64_t{2};
+    }
+  }
+  TORCH_CHECK(!call.table && (!call.used || launcher.used), "attnreg: a launcher isn't given all options of a call");
+  if (call.used) {
+    stack[call.tensors.size() + *launcher.used] = *call.used;
   }
   launcher.kernel.callBoxed(launcher.op, keys, &stack);
   for (size_t i = 0; i < stack.size(); i++) {
@@ -246,11 +265,17 @@ inline NativeOperand native_operand(const at::Tensor& tensor) {
 // Run a C function; false if it can't run the call.
 inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& results) {
   const int32_t* offsets[2] = {};
-  for (size_t i = 0; i < 2 && call.is_packed; i++) {
+  const size_t sides = !call.is_packed ? 0 : call.table ? 1 : 2;  // pages have no offsets
+  for (size_t i = 0; i < sides; i++) {
     if (call.offsets(i).scalar_type() != at::kInt || !call.offsets(i).is_contiguous()) {
       return false;
     }
     offsets[i] = static_cast<const int32_t*>(address_of(call.offsets(i)));
+  }
+  for (const at::Tensor* option : {call.used, call.table}) {
+    if (option && (option->scalar_type() != at::kInt || !option->is_contiguous())) {
+      return false;
+    }
   }
   allocate(call, false, results);
   c10::SmallVector<NativeOperand, 9> operands;
@@ -262,7 +287,10 @@ inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& 
   }
   const auto& numbers = call.lengths.numbers;
   const NativeCall native{static_cast<int64_t>(operands.size()), operands.data(), offsets[0], offsets[1],
-                          numbers[Lengths::kBatch], numbers[Lengths::kMaxQ], numbers[Lengths::kMaxK]};
+                          numbers[Lengths::kBatch], numbers[Lengths::kMaxQ], numbers[Lengths::kMaxK],
+                          call.used ? static_cast<const int32_t*>(address_of(*call.used)) : nullptr,
+                          call.table ? static_cast<const int32_t*>(address_of(*call.table)) : nullptr,
+                          call.table ? call.table->size(1) : 0};
   return launcher.function(launcher.context, &native) == 0;
 }
 
@@ -405,6 +433,7 @@ inline std::shared_ptr<const Prepared> prepare(const AddressLauncher& launcher, 
 
 // Run a kernel on addresses; false if it can't run the call.
 inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors& results) {
+  TORCH_CHECK(!call.used, "attnreg: a launcher isn't given all options of a call");
   const size_t count = call.operands();
   const auto device = call.tensors[0].device();
   const c10::Stream stream = stream_of(call.tensors[0]);
@@ -464,8 +493,16 @@ inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors&
 inline bool launch(PyObject* function, const Launch& call, Tensors& results) {
   const WithGil gil;
   std::vector<Object> arguments;
-  for (const at::Tensor& tensor : call.tensors) {
-    arguments.push_back(owned(THPVariable_Wrap(tensor)));
+  for (size_t i = 0; i < call.tensors.size(); i++) {
+    if (i == call.operands()) {
+      for (const at::Tensor* option : {call.used, call.table}) {
+        if (option) {
+          arguments.push_back(owned(THPVariable_Wrap(*option)));
+        }
+      }
+    }
+    const bool is_missing = call.table && i + 1 == call.tensors.size();  // pages have no offsets
+    arguments.push_back(owned(THPVariable_Wrap(is_missing ? at::Tensor() : call.tensors[i])));
   }
   if (call.is_packed) {
     arguments.push_back(owned(PyLong_FromLongLong(call.lengths.numbers[Lengths::kMaxQ])));

@@ -7,11 +7,12 @@
 // results what is to be kept (`described.h`), or nothing. Whatever changes in settings, registrations or tables drops all of it.
 //
 // There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
-// node of its own (`varlen.h`). Below are the functions that Python calls, always with the interpreter's lock.
+// node of its own (`varlen.h`). A step of decoding with a cache (`decode.h`) is one of the second. Below are the functions that Python calls, always with the interpreter's lock.
 
 #include <Python.h>
 #include <pthread.h>
 
+#include "decode.h"
 #include "observer.h"
 #include "router.h"
 #include "varlen.h"
@@ -123,18 +124,18 @@ PyObject* set_plans(PyObject*, PyObject* args) {
 
 PyObject* set_device_code(PyObject*, PyObject* args) {
   Py_ssize_t index = 0;
-  PyObject* addresses[6] = {};
-  if (!PyArg_ParseTuple(args, "nO!O!O!O!O!O!", &index, &PyLong_Type, &addresses[0], &PyLong_Type, &addresses[1], &PyLong_Type,
+  PyObject* addresses[7] = {};
+  if (!PyArg_ParseTuple(args, "nO!O!O!O!O!O!O!", &index, &PyLong_Type, &addresses[0], &PyLong_Type, &addresses[1], &PyLong_Type,
                         &addresses[2], &PyLong_Type, &addresses[3], &PyLong_Type, &addresses[4], &PyLong_Type,
-                        &addresses[5])) {
+                        &addresses[5], &PyLong_Type, &addresses[6])) {
     return nullptr;
   }
   if (index >= 0 && index < kMostDevices && !is_there[index]) {
-    void* pointers[6];
-    std::transform(addresses, addresses + 6, pointers, PyLong_AsVoidPtr);
-    device_codes[index] = {reinterpret_cast<DeviceCode::LaunchKernel>(pointers[0]), pointers[1], pointers[2], pointers[3], pointers[4]};
+    void* pointers[7];
+    std::transform(addresses, addresses + 7, pointers, PyLong_AsVoidPtr);
+    device_codes[index] = {reinterpret_cast<DeviceCode::LaunchKernel>(pointers[0]), pointers[1], pointers[2], pointers[3], pointers[4], pointers[5]};
     if (!answers) {
-      answers = static_cast<volatile uint16_t*>(pointers[5]);
+      answers = static_cast<volatile uint16_t*>(pointers[6]);
     }
     is_there[index].store(true, std::memory_order_release);
   }
@@ -182,9 +183,10 @@ PyMethodDef functions[] = {
     {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
     {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, and count sinks in their results."},
-    {"set_device_code", set_device_code, METH_VARARGS, "The kernels for packed calls on a GPU: its index, cuLaunchKernel, those that clear rows of a forward and a backward, state facts and blank rows, and pinned memory for answers."},
+    {"set_device_code", set_device_code, METH_VARARGS, "The kernels for packed calls on a GPU: its index, cuLaunchKernel, those that clear rows of a forward and a backward, state facts, blank rows and append to a cache, and pinned memory for answers."},
     {"offsets_changed", offsets_changed, METH_NOARGS, "Whether offsets were found to have been written to without a trace, since the last call with them."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
+    {"decode", reinterpret_cast<PyCFunction>(decode), METH_FASTCALL, "Output and LSE of a step of decoding with a cache; None where Python has to run it."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -16,6 +16,9 @@ struct NativeCall {
   const NativeOperand* operands;  // results are contiguous and uninitialized
   const int32_t *cu_seqlens_q, *cu_seqlens_k;  // contiguous; null of dense calls
   int64_t batch, max_q, max_k;
+  const int32_t* used;         // how many keys of each sequence count, contiguous; null for all
+  const int32_t* block_table;  // the pages of each sequence, contiguous; null unless keys and values are pages
+  int64_t table_width;         // pages of a sequence
 };
 
 using NativeFunction = int64_t (*)(const void* context, const NativeCall* call);

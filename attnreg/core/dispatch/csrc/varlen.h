@@ -44,10 +44,13 @@ inline void record(
 
 // Have Python run a forward by its plan, and count sinks unless they are None; the caller owns the interpreter's lock.
 inline Tensors planned_forward(
-    PyObject* const* arguments, bool needs_gradient, PyObject* sinks, const Key& key, const Lengths& lengths, uint64_t generation) {
+    PyObject* const* arguments, bool needs_gradient, PyObject* sinks, PyObject* used, PyObject* table, const Key& key,
+    const Lengths& lengths, uint64_t generation) {
   std::vector<PyObject*> given(arguments, arguments + 12);
   given.push_back(needs_gradient ? Py_True : Py_False);
   given.push_back(sinks);
+  given.push_back(used);
+  given.push_back(table);
   const Object returned = owned(PyObject_Vectorcall(plan_forward, given.data(), given.size(), nullptr));
   PyObject *out = nullptr, *lse = nullptr, *described = nullptr;
   if (!returned || !PyArg_ParseTuple(returned.get(), "OOO", &out, &lse, &described)) {
@@ -68,47 +71,61 @@ inline Tensors results_with_sinks(const Tensors& results, const at::Tensor& sink
   return {THPVariable_Unpack(PyTuple_GET_ITEM(returned.get(), 0)), THPVariable_Unpack(PyTuple_GET_ITEM(returned.get(), 1))};
 }
 
-// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd. The last two
-// arguments say whether the program gets the LSE, which is None otherwise, and are checked sinks, or None.
+// Read a tensor of an option, or None; false for what isn't as most are.
+inline bool read_optional(PyObject* argument, at::Tensor& tensor) {
+  if (argument == Py_None) {
+    return true;
+  }
+  if (!THPVariable_CheckExact(argument)) {
+    return false;
+  }
+  tensor = THPVariable_Unpack(argument);
+  return is_plain(tensor);
+}
+
+// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd. The last three
+// arguments say whether the program gets the LSE, which is None otherwise, and are checked sinks, or None, and how many
+// keys of each sequence count, or None.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensors tensors, results;
   VarlenCall call{};
-  if (count != 14 || !enabled || !plan_forward || is_observed()) {
+  if (count != 15 || !enabled || !plan_forward || is_observed()) {
     Py_RETURN_NONE;
   }
   if (!read_varlen(arguments, tensors, call)) {
     PyErr_Clear();
     Py_RETURN_NONE;
   }
-  at::Tensor sinks;
-  if (arguments[13] != Py_None) {
-    sinks = THPVariable_Unpack(arguments[13]);
-    if (!is_plain(sinks)) {
-      Py_RETURN_NONE;
-    }
+  at::Tensor sinks, used;
+  if (!read_optional(arguments[13], sinks) || !read_optional(arguments[14], used)) {
+    Py_RETURN_NONE;
   }
   const bool needs_gradient =
       c10::GradMode::is_enabled() && (tensors[0].requires_grad() || tensors[1].requires_grad() || tensors[2].requires_grad());
   // A kernel isn't given sinks where the program gets the LSE: see `varlen.sinks`.
   const bool returns_lse = arguments[12] == Py_True;
   const at::Tensor to_count = returns_lse ? at::Tensor() : sinks;
+  if (used.defined() && (needs_gradient || sinks.defined())) {
+    Py_RETURN_NONE;  // the node keeps no counts, and no launcher is given both
+  }
+  const Further further{to_count, used, at::Tensor(), !returns_lse && !needs_gradient && !sinks.defined()};
   Facts known;
   {
     RECORD_FUNCTION("attnreg::varlen_attn", std::vector<c10::IValue>({tensors[0], tensors[1], tensors[2]}));
     const at::AutoDispatchBelowADInplaceOrView below;
     Lengths lengths;
-    const Key key = varlen_key(kVarlenForward, call, tensors, 0, to_count, lengths);
+    const Key key = varlen_key(kVarlenForward, call, tensors, 0, further, lengths);
     const LookedUp found = look_up(key, lengths);
     bool done = false, counted = false;
     if (found.entry) {
       const WithoutGil without;
-      done = run_varlen(key, lengths, found, tensors, 0, known, to_count, results);
+      done = run_varlen(key, lengths, found, tensors, 0, known, further, results);
       counted = done && found.entry->counts_sinks;
     }
     if (!done) {
       PyObject* given = to_count.defined() ? arguments[13] : Py_None;
-      results = planned_forward(arguments, needs_gradient, given, key, lengths, found.generation);
+      results = planned_forward(arguments, needs_gradient, given, arguments[14], Py_None, key, lengths, found.generation);
       counted = to_count.defined();
     }
     if (sinks.defined() && !counted) {

@@ -189,11 +189,12 @@ struct VarlenBackward final : public torch::autograd::Node {
   Tensors gradients(const Tensors& tensors, const at::Tensor& grad_lse, const at::Tensor& sinks) const {
     const bool use_cache = !grad_lse.defined() && enabled.load(std::memory_order_relaxed) && std::all_of(tensors.begin(), tensors.end(), is_plain);
     Lengths lengths;
-    const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors, 1, sinks, lengths) : Key{};
+    const Further further{sinks};
+    const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors, 1, further, lengths) : Key{};
     const LookedUp found = look_up(key, lengths);
     Tensors results;
     Facts knows_rows = known;
-    if (!run_varlen(key, lengths, found, tensors, 1, knows_rows, sinks, results)) {
+    if (!run_varlen(key, lengths, found, tensors, 1, knows_rows, further, results)) {
       results = planned(key, lengths, found.generation, tensors, grad_lse, sinks);
     }
     return results;

@@ -74,6 +74,30 @@ inline bool read_int(PyObject* number, int64_t& into) {
   return !(into == -1 && PyErr_Occurred());
 }
 
+// Read mask, scale and choice; false where they aren't as most are.
+inline bool read_mask(PyObject* causal, PyObject* window, PyObject* scale, PyObject* choice, VarlenCall& call) {
+  if (!PyBool_Check(causal) || !PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2 ||
+      !read_int(PyTuple_GET_ITEM(window, 0), call.left) || !read_int(PyTuple_GET_ITEM(window, 1), call.right) ||
+      !(scale == Py_None || PyFloat_CheckExact(scale)) || !read_int(choice, call.choice)) {
+    return false;
+  }
+  call.causal = causal == Py_True;
+  if (scale != Py_None) {
+    call.scale = PyFloat_AS_DOUBLE(scale);
+  }
+  return true;
+}
+
+// Whether autocast leaves query, key and value as they are.
+inline bool suits_autocast(const Tensors& tensors) {
+  const auto device = tensors[0].device().type();
+  if (!at::autocast::is_autocast_enabled(device)) {
+    return true;
+  }
+  const auto wanted = at::autocast::get_autocast_dtype(device);
+  return tensors[0].scalar_type() == wanted && tensors[1].scalar_type() == wanted && tensors[2].scalar_type() == wanted;
+}
+
 // Read the arguments; false where they aren't as most are.
 inline bool read_varlen(PyObject* const* arguments, Tensors& tensors, VarlenCall& call) {
   for (size_t i = 0; i < 5; i++) {
@@ -82,24 +106,13 @@ inline bool read_varlen(PyObject* const* arguments, Tensors& tensors, VarlenCall
     }
     tensors.push_back(THPVariable_Unpack(arguments[i]));
   }
-  PyObject *const *rest = arguments + 5, *window = rest[3], *scale = rest[4];
-  if (!read_int(rest[0], call.max_q) || !read_int(rest[1], call.max_k) || !PyBool_Check(rest[2]) ||
-      !PyTuple_CheckExact(window) || PyTuple_GET_SIZE(window) != 2 ||
-      !read_int(PyTuple_GET_ITEM(window, 0), call.left) || !read_int(PyTuple_GET_ITEM(window, 1), call.right) ||
-      !(scale == Py_None || PyFloat_CheckExact(scale)) || !PyBool_Check(rest[5]) || !read_int(rest[6], call.choice)) {
+  PyObject* const* const rest = arguments + 5;
+  if (!read_int(rest[0], call.max_q) || !read_int(rest[1], call.max_k) || !PyBool_Check(rest[5]) ||
+      !read_mask(rest[2], rest[3], rest[4], rest[6], call)) {
     return false;
   }
-  call.causal = rest[2] == Py_True;
   call.gqa = rest[5] == Py_True;
-  if (scale != Py_None) {
-    call.scale = PyFloat_AS_DOUBLE(scale);
-  }
-  const auto device = tensors[0].device().type();
-  if (at::autocast::is_autocast_enabled(device)) {
-    const auto wanted = at::autocast::get_autocast_dtype(device);
-    return tensors[0].scalar_type() == wanted && tensors[1].scalar_type() == wanted && tensors[2].scalar_type() == wanted;
-  }
-  return true;
+  return suits_autocast(tensors);
 }
 
 }  // namespace attnreg

@@ -13,35 +13,49 @@ namespace attnreg {
 // Numbers of the sites that aren't ops of aten's.
 constexpr int64_t kVarlenForward = -1, kVarlenBackward = -2;
 
+// The tensors of a call's options, undefined if there are none, and what is so of the rows of a forward.
+struct Further {
+  at::Tensor sinks{};  // those that a kernel may count
+  at::Tensor used{};   // how many keys of each sequence count
+  at::Tensor table{};  // the pages of each sequence; with them `used` is there, and the offsets of keys are any
+  bool drops_lse = false;      // whether nobody reads the LSE
+  bool fills_queries = false;  // whether every row of the query is known to belong to a sequence
+};
+
 // The lengths of a call, whose tensors are those of a forward or, behind a gradient, a backward; offsets come last.
 // False where they don't fit each other, which Python says.
-inline bool read_lengths(const VarlenCall& call, const Tensors& tensors, size_t query, Lengths& lengths) {
+inline bool read_lengths(const VarlenCall& call, const Tensors& tensors, size_t query, const Further& further, Lengths& lengths) {
+  const at::Tensor &used = further.used, &table = further.table;
+  const int64_t of_keys = table.defined() ? 4 : 3;
   const at::Tensor &q = tensors[query], &k = tensors[query + 1], &v = tensors[query + 2];
   const at::Tensor &queries = tensors[tensors.size() - 2], &keys = tensors.back();
   constexpr int64_t most = int64_t{1} << 31;  // kernels count in 32 bits
-  if (q.dim() != 3 || k.dim() != 3 || v.dim() != 3 || queries.dim() != 1 || keys.dim() != 1 || queries.size(0) < 1 ||
+  if (q.dim() != 3 || k.dim() != of_keys || v.dim() != of_keys || queries.dim() != 1 || keys.dim() != 1 || queries.size(0) < 1 ||
       keys.size(0) != queries.size(0) || k.size(0) != v.size(0) || call.max_q < 0 || call.max_q >= most || call.max_k < 0 ||
-      call.max_k >= most) {
+      call.max_k >= most || (used.defined() && (used.dim() != 1 || used.size(0) != queries.size(0) - 1)) ||
+      (table.defined() && (table.dim() != 2 || table.size(0) != queries.size(0) - 1))) {
     return false;
   }
-  lengths = {{queries.size(0) - 1, call.max_q, call.max_k, q.size(0), k.size(0)}};
+  const int64_t batch = queries.size(0) - 1;
+  lengths = {{batch, call.max_q, call.max_k, q.size(0), table.defined() ? batch * call.max_k : k.size(0)}};
   return true;
 }
 
-// The key of a call's kind; empty for a call that has none. `sinks` are those that a kernel may count; undefined if
-// there are none.
-inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors, size_t query, const at::Tensor& sinks, Lengths& lengths) {
+// The key of a call's kind; empty for a call that has none. No call has both sinks and counts of keys.
+inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tensors, size_t query, const Further& further, Lengths& lengths) {
+  const at::Tensor &sinks = further.sinks, &used = further.used, &table = further.table;
   Key key;
-  if (!read_lengths(call, tensors, query, lengths)) {
+  if (!read_lengths(call, tensors, query, further, lengths)) {
     return key;
   }
   const auto modes = modes_of(
       tensors[query], tensors[query].requires_grad() || tensors[query + 1].requires_grad() || tensors[query + 2].requires_grad());
-  if (!modes || !std::all_of(tensors.begin(), tensors.end(), is_in_memory) || (sinks.defined() && !is_in_memory(sinks))) {
+  if (!modes || !std::all_of(tensors.begin(), tensors.end(), is_in_memory) || (sinks.defined() && !is_in_memory(sinks)) ||
+      (used.defined() && !is_in_memory(used)) || (table.defined() && !is_in_memory(table))) {
     return key;
   }
   const size_t count = tensors.size();
-  key.append({site, call.choice, *modes, call.causal | call.gqa << 1 | tensors[count - 2].is_same(tensors[count - 1]) << 2,
+  key.append({site, call.choice, *modes, call.causal | call.gqa << 1 | tensors[count - 2].is_same(tensors[count - 1]) << 2 | used.defined() << 3 | table.defined() << 4,
               call.left, call.right, call.scale ? bits_of(*call.scale) : 0, call.scale.has_value()});
   for (size_t i = 0; i < count; i++) {
     const bool is_lse = query == 1 && i == kLse;
@@ -49,6 +63,12 @@ inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tenso
   }
   if (sinks.defined()) {
     append(sinks, true, kNone, key);
+  }
+  if (used.defined()) {
+    append(used, true, kFirst, key);
+  }
+  if (table.defined()) {
+    append(table, true, kBatchRows, key);
   }
   return key;
 }
@@ -65,7 +85,8 @@ inline Tensors with_sinks_given(const Tensors& tensors, const at::Tensor& sinks)
 // `known` is what is known of rows, which is found out unless every row sees a key.
 inline bool run_varlen(
     const Key& key, const Lengths& lengths, const LookedUp& found, const Tensors& tensors, size_t query, Facts& known,
-    const at::Tensor& sinks, Tensors& results) {
+    const Further& further, Tensors& results) {
+  const at::Tensor &sinks = further.sinks, &used = further.used;
   const Entry* entry = found.entry.get();
   if (!entry || entry->is_due() || entry->is_native()) {
     return false;
@@ -74,14 +95,30 @@ inline bool run_varlen(
   const at::Tensor &queries = tensors[count - 2], &keys = tensors[count - 1];
   const int64_t tokens_q = lengths.numbers[Lengths::kTokensQ], tokens_k = lengths.numbers[Lengths::kTokensK];
   Question question;
+  bool fills_queries = further.fills_queries, asks_queries = false;
   if (!known.knows_rows && tensors[query].is_cuda()) {
-    known = facts_of(queries, keys, tokens_q, tokens_k, question);
+    // Decoding has other keys at each call, but the same offsets of queries. Of all others both are asked about at once.
+    const bool is_even = tokens_q == lengths.numbers[Lengths::kBatch] * lengths.numbers[Lengths::kMaxQ];
+    if (!used.defined() && !(is_even && !queries.is_same(keys) && has_zeroes(*entry, lengths, further.drops_lse))) {
+      known = facts_of(queries, keys, tokens_q, tokens_k, question);
+    } else if (!fills_queries && is_even && entry->op) {
+      fills_queries = facts_of(queries, queries, tokens_q, tokens_q, question).fills_rows;
+      asks_queries = true;
+    }
   }
+  fills_queries = fills_queries || known.fills_rows || known.knows_rows;
   const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
   Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known.knows_rows, known.fills_rows, query == 0};
+  call.used = used.defined() ? &used : nullptr;
+  call.table = further.table.defined() ? &further.table : nullptr;
+  call.fills_queries = fills_queries;
+  call.drops_lse = further.drops_lse;
+  call.asks_queries = asks_queries;
   if (question.is_open()) {
     if (!entry->counts_sinks && can_answer(*entry, call)) {
       call.answer = &question.place;  // one kernel less
+    } else if (asks_queries) {
+      ask_device(queries, queries, tokens_q, tokens_q, question);
     } else {
       ask_device(queries, keys, tokens_q, tokens_k, question);
     }
