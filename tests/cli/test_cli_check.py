@@ -7,6 +7,7 @@ import pytest
 import attnreg
 from attnreg.core.policy import lockfile
 from attnreg.core.times import table as measured
+from attnreg.core.times import traces
 from attnreg.tools.cli.init import FOLDER
 
 KNOWN = "cpu, cuDNN, efficient, FA2, FA3, FA4, flex, math"
@@ -195,6 +196,23 @@ def test_of_a_lockfile_a_note_says_that_only_its_format_is_right(call, tmp_path,
     checked = json.loads(call("check", str(file), "--json").stdout)["checked"]
     says = f": only the format was read; `attnreg lock --check {file}` says whether its rows hold on this"
     assert [one["notes"] for one in checked] == [[f"{file}{says} machine"], [f"ATTNREG_LOCK{says} machine"]]
+
+
+def test_each_wrong_row_of_a_lockfile_table_or_recording_is_a_fault_and_an_error_names_ten(call, tmp_path):
+    environment = {"device": "x", "torch": "2.13.0", "attnreg": "0.2.0", "backends": {}}
+    lock, table, recording = (tmp_path / name for name in ("lock.json", "table.json", "calls.jsonl"))
+    lockfile.Lockfile(lock, "cpu", measured.Environment(**environment), ()).save()
+    measured.Table(measured.Environment(**environment), ()).save(table)
+    for file, key in ((lock, "rows"), (table, "points")):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: [{}] * 12}))
+    recording.write_text("{}\n" * 12)
+    files = (lock, "rows", lockfile.load), (table, "points", measured.load), (recording, "", traces.read)
+    for file, key, load in files:
+        faults = faults_of(call("check", str(file), "--json"))[str(file)]
+        places = [f"{file}: {key}[{n}]" if key else f"{file}:{n + 1}" for n in range(12)]
+        assert [line.startswith(place) for line, place in zip(faults, places, strict=True)] == [True] * 12
+        with pytest.raises(attnreg.ConfigError, match=r"and 2 more \(12 in all\)$"):
+            load(file)
 
 
 def test_strict_settings_that_refuse_nothing_are_a_note(call, tmp_path):

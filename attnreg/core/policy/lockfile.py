@@ -25,7 +25,7 @@ from attnreg.core.times import table
 from attnreg.core.times.environments import environment, matched, matched_simulated
 from attnreg.core.times.points import ANY_TEXT, Malformed, checked, one_of, with_keys
 from attnreg.core.times.traces import DIRECTIONS, spec_from, spec_to
-from attnreg.errors import ConfigError, InvalidInputError, UnsupportedInputError, first_ten
+from attnreg.errors import MOST_LISTED, ConfigError, InvalidInputError, UnsupportedInputError, first_ten
 
 FORMAT = "attnreg lockfile"
 VERSION = 2
@@ -111,8 +111,8 @@ class Lockfile:
             raise ConfigError(f"{self.path}: can't be written: {error.strerror or error}") from error
 
 
-def load(path: Path) -> Lockfile:
-    """Read a lockfile; a `ConfigError` names the file, and the key at which it is wrong."""
+def load(path: Path, most: int = MOST_LISTED) -> Lockfile:
+    """Read a lockfile; a `ConfigError` names the file and wrong keys, those of `most` rows at most."""
     file = path.absolute()
 
     def read(data: object) -> Lockfile:
@@ -128,7 +128,7 @@ def load(path: Path) -> Lockfile:
         table.check_once(keys, "rows", "direction of a call")
         return Lockfile(file, device, locked, rows)
 
-    return table.read_whole(file, "a file of `attnreg lock`", read)
+    return table.read_whole(file, "a file of `attnreg lock`", read, most)
 
 
 def _row(data: object, place: str, locked: table.Environment, device: Device) -> LockfileRow:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attnreg.core.times.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
-from attnreg.errors import ConfigError, short_repr
+from attnreg.errors import MOST_LISTED, ConfigError, first_ten, short_repr
 
 T = TypeVar("T")
 
@@ -67,8 +67,8 @@ class Table:
         write_rows(Path(path), self.to_dict(), "points")
 
 
-def load(path: str | os.PathLike[str]) -> Table:
-    """Read a table; raises a `ConfigError` that names the file and the wrong key."""
+def load(path: str | os.PathLike[str], most: int = MOST_LISTED) -> Table:
+    """Read a table; raises a `ConfigError` that names the file and wrong keys, `most` of them at most."""
     file = Path(path)
 
     def read(data: object) -> Table:
@@ -77,19 +77,21 @@ def load(path: str | os.PathLike[str]) -> Table:
         check_once([point.place for point in points], "points", "kind and size")
         return Table(environment_from(contents.get("environment")), points, file.name, fronts)
 
-    return read_whole(file, "a table of `attnreg tune`", read)
+    return read_whole(file, "a table of `attnreg tune`", read, most)
 
 
-def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
+def read_whole(file: Path, expected: str, read: Callable[[object], T], most: int = MOST_LISTED) -> T:
     """Return the result of `read` for a file's JSON.
 
     Args:
         file: the file.
         expected: what the file should be, for messages.
         read: converts the JSON; raises `Malformed`.
+        most: how many faults of rows the message lists.
 
     Raises:
-        ConfigError: the file can't be read, is no JSON, or is malformed. The message names the file.
+        ConfigError: the file can't be read, is no JSON, or is malformed. Each line of the message names the
+            file.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -102,7 +104,8 @@ def read_whole(file: Path, expected: str, read: Callable[[object], T]) -> T:
     try:
         return read(data)
     except Malformed as error:
-        raise ConfigError(f"{file}: {error}") from None
+        faults = [f"{file}: {fault}" for fault in str(error).splitlines()]
+        raise ConfigError("\n".join(first_ten(faults, most=most))) from None
     except RecursionError:  # of a value, where it is hashed or compared
         raise ConfigError(f"{file}: got JSON that is nested too deeply, expected {expected}") from None
 
@@ -118,9 +121,21 @@ def of_format(data: Any, name: str, version: int, written: str, remedy: str) -> 
 
 
 def each(data: Mapping[str, Any], key: str, read: Callable[[object, str], T]) -> tuple[T, ...]:
-    """Return the results of `read` for each row and its place in the file; raises `Malformed`."""
+    """Return the results of `read` for each row and its place in the file.
+
+    Raises:
+        Malformed: rows are wrong; the message has a line for each of them.
+    """
     rows = checked(data.get(key), key, (f"a list of {key}", lambda rows: isinstance(rows, list)))
-    return tuple(read(row, f"{key}[{number}]") for number, row in enumerate(rows))
+    results, faults = [], []
+    for number, row in enumerate(rows):
+        try:
+            results.append(read(row, f"{key}[{number}]"))
+        except Malformed as error:
+            faults.append(str(error))
+    if faults:
+        raise Malformed("\n".join(faults))
+    return tuple(results)
 
 
 def check_once(keys: Sequence[Hashable], place: str, expected: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.times import table
 from attnreg.core.torchlib import locks
-from attnreg.errors import ConfigError, InvalidInputError, short_repr
+from attnreg.errors import MOST_LISTED, ConfigError, InvalidInputError, first_ten, short_repr
 
 log = logging.getLogger("attnreg")
 
@@ -52,17 +52,17 @@ def spec_from(data: object, device: Device) -> AttentionSpec:
         raise InvalidInputError(f"spec: {error}") from None
 
 
-def read(path: Path) -> list[Recorded]:
+def read(path: Path, most: int = MOST_LISTED) -> list[Recorded]:
     """Return the calls of a recorded workload in the order of the file, each once.
 
     Raises:
-        ConfigError: the file can't be read, or a line isn't of `attnreg.record`.
+        ConfigError: the file can't be read, or a line isn't of `attnreg.record`; `most` such lines are named.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
-    return _recorded(lines, path)
+    return _recorded(lines, path, most)
 
 
 def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], seconds: float = 10.0) -> None:
@@ -103,8 +103,9 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
+def _recorded(lines: Iterable[str], path: Path, most: int = MOST_LISTED) -> list[Recorded]:
     calls: dict[AttentionSpec, Recorded] = {}
+    faults: list[str] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -116,11 +117,13 @@ def _recorded(lines: Iterable[str], path: Path) -> list[Recorded]:
                 # The process was killed while it wrote this line.
                 log.warning("%s:%d: left out: the line is incomplete", path, number)
                 break
-            raise ConfigError(
-                f"{path}:{number}: got no recorded call ({error}), expected a line of `attnreg.record`"
-            ) from error
+            problem = f"got no recorded call ({error}), expected a line of `attnreg.record`"
+            faults.append(f"{path}:{number}: {problem}")
+            continue
         before = calls.get(call.spec, Recorded(call.spec, 0, 0))
         calls[call.spec] = Recorded(call.spec, before.forward + call.forward, before.backward + call.backward)
+    if faults:
+        raise ConfigError("\n".join(first_ten(faults, most=most)))
     return list(calls.values())
 
 

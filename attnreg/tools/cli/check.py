@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -40,7 +41,7 @@ class Finding(NamedTuple):
 
 def check(files: Files = None, as_json: AsJson = False) -> None:
     """Check files and variables, and show their faults.
-
+    All faults of settings and variables are shown, and each wrong row of a lockfile, table or recording.
     All faults of settings and variables are shown, and the first fault of a lockfile, table or recording.
     The exit code is 2 if there is a fault. The files that variables and settings name are checked as well.
     Notes are about settings that are valid but have no effect. They don't change the exit code.
@@ -83,7 +84,8 @@ def _of_file(file: Path) -> Iterator[Finding]:
     elif file.suffix == ".json":
         yield from _of_json(file)
     elif file.suffix == ".jsonl":
-        yield from _faults(traces.read if is_recording(file) else lambda file: lines.read([file]), file)
+        recording = functools.partial(traces.read, most=sys.maxsize)
+        yield from _faults(recording if is_recording(file) else lambda file: lines.read([file]), file)
     else:
         yield Finding(f"{file}: got the suffix {file.suffix!r}, expected {FILES}")
 
@@ -98,7 +100,7 @@ def is_recording(file: Path) -> bool:
 
 
 def _of_json(file: Path) -> Iterator[Finding]:
-    """Yield the first fault of a lockfile or a table, and that a lockfile's rows weren't compared."""
+    """Yield the faults of a lockfile or a table, and that a lockfile's rows weren't compared."""
     from attnreg.core.policy.lockfile import Lockfile
 
     loaded: list[object] = []
@@ -118,9 +120,9 @@ def _load_json(file: Path) -> object:
         raise ConfigError(f"{file.absolute()}: can't be read: {error.strerror or error}") from error
     name = re.search(r'"format"\s*:\s*"([^"]*)"', begin)
     if name is not None and name[1] == lockfile.FORMAT:
-        return lockfile.load(file)
+        return lockfile.load(file, sys.maxsize)
     if name is not None and name[1] == measured.FORMAT:
-        return measured.load(file)
+        return measured.load(file, sys.maxsize)
     got = f"the format {name[1]!r}" if name else "no format"
     raise ConfigError(f"{file.absolute()}: got {got}, expected {lockfile.FORMAT!r} or {measured.FORMAT!r}")
 
@@ -138,7 +140,7 @@ def _of_settings(file: Path) -> Iterator[Finding]:
     for key, read in (("tuned", measured.load), ("lock", lockfile.load)):
         if key in named:
             path, line = named[key]
-            faults = list(_faults(read, path, f"{line}: {key}: "))
+            faults = list(_faults(functools.partial(read, most=sys.maxsize), path, f"{line}: {key}: "))
             yield from faults
             if key == "lock" and not faults:
                 yield Finding(f"{line}: lock: {ONLY_FORMAT.format(path)}", False)
@@ -190,7 +192,8 @@ def _of_variables() -> Iterator[Finding]:
         for name in names:
             findings += _faults(registry.find, name, f"{variable}: ")
     if variables.lock is not None:
-        faults = list(_faults(lockfile.load, variables.lock, "ATTNREG_LOCK: "))
+        read_all = functools.partial(lockfile.load, most=sys.maxsize)
+        faults = list(_faults(read_all, variables.lock, "ATTNREG_LOCK: "))
         only_format = Finding(f"ATTNREG_LOCK: {ONLY_FORMAT.format(variables.lock)}", False)
         findings += faults or [only_format]
     if variables.record is not None:
