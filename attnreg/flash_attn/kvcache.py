@@ -103,7 +103,7 @@ def flash_attn_with_kvcache(
         and not softcap
         and not torch.compiler.is_compiling()
     )
-    step, table = (q, k_cache, v_cache, k, v, cache_seqlens, options, return_softmax_lse), block_table
+    step, table = (q, k_cache, v_cache, k, v, cache_seqlens, options, bool(return_softmax_lse)), block_table
     if is_simple and cache_batch_idx is not None:
         # Without a `block_table` a cached sequence is a page.
         is_simple = block_table is None and isinstance(cache_batch_idx, Tensor) and cache_batch_idx.dim() == 1

@@ -517,6 +517,12 @@ def assert_step(q, caches, new, used, **options):
     torch.testing.assert_close(out, results[0])
 
 
+def test_any_true_value_asks_for_the_lse_in_repeated_steps_as_well(in_python):
+    q, caches = torch.randn(BATCH, 1, HEADS, DIM), cache()
+    steps = [flash_attn_with_kvcache(q, *caches, cache_seqlens=3, return_softmax_lse=1) for _ in range(3)]
+    assert all(torch.equal(lse, steps[0][1]) for _, lse in steps)
+
+
 @pytest.mark.parametrize("name", ["cpu", "math"])
 @pytest.mark.parametrize("new", [0, 1, 3])
 @pytest.mark.parametrize("causal", [False, True])

@@ -375,7 +375,10 @@ inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys
     for (const auto& [place, of_keys] : entry.finite) {
       tensors[place] = blanked(*code, tensors[place], call, of_keys);
     }
-    done = launch_function(entry, Launch{tensors, call.lengths, true, true, true, call.is_forward}, results);
+    Launch finite{tensors, call.lengths, true, true, true, call.is_forward};
+    finite.used = call.used;
+    finite.table = call.table;
+    done = launch_function(entry, finite, results);
   } else {
     done = launch_function(entry, call, results);
   }

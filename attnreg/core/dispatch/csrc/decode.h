@@ -45,7 +45,7 @@ struct RegularOffsets {
   at::Tensor queries, keys;
 };
 
-constexpr size_t kMostRegular = 16;
+constexpr size_t kMostRegular = 64;
 constexpr int64_t kPaged = -1;  // in place of the length of keys that are pages
 
 inline auto& regular_offsets = *new std::vector<RegularOffsets>;  // the newest last; under the interpreter's lock
@@ -229,11 +229,12 @@ struct DecodingStep {
     }
     if (!q.defined() || q.dim() != 4 || !k_cache.defined() || k_cache.dim() != 4 || !read_int(argument, number) ||
         (table.defined() && table.dim() != 2) || number < 0 ||
-        number + (k.defined() && k.dim() == 4 ? k.size(1) : 0) > places().room()) {
+        number > places().room() - (k.defined() && k.dim() == 4 ? k.size(1) : 0)) {
       PyErr_Clear();
       return false;
     }
     const at::AutoDispatchBelowADInplaceOrView below;
+    const WithoutGil without;
     used = at::full({q.size(0)}, number, q.options().dtype(at::kInt).requires_grad(false));
     return true;
   }
@@ -336,7 +337,7 @@ inline PyObject* decode(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   {
     RECORD_FUNCTION("attnreg::flash_attn_with_kvcache", std::vector<c10::IValue>({query, key_rows, value_rows}));
     const at::AutoDispatchBelowADInplaceOrView below;
-    const at::Tensor counts = step.k.defined() ? at::empty({batch}, step.used.options()) : step.used;
+    const at::Tensor counts = step.k.defined() ? at::empty({batch}, step.used.options()) : step.used.contiguous();
     const Further further{at::Tensor(), counts, step.table, !returns_lse, true};
     Lengths lengths;
     const Key key = varlen_key(kVarlenForward, call, tensors, 0, further, lengths);
@@ -344,21 +345,29 @@ inline PyObject* decode(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     if (key.empty() || !(found.entry || is_checked)) {
       Py_RETURN_NONE;
     }
-    if (step.k.defined() && !append_rows({step.k, step.k_cache}, {step.v, step.v_cache}, step.places(), step.used, counts)) {
-      Py_RETURN_NONE;
+    bool appended = true, done = false;
+    {
+      const WithoutGil without;  // a launch may wait for the device
+      appended = !step.k.defined() || append_rows({step.k, step.k_cache}, {step.v, step.v_cache}, step.places(), step.used, counts);
+      if (appended && found.entry) {
+        Facts known;
+        done = run_varlen(key, lengths, found, tensors, 0, known, further, results);
+      }
     }
-    bool done = false;
-    if (found.entry) {
-      const WithoutGil without;
-      Facts known;
-      done = run_varlen(key, lengths, found, tensors, 0, known, further, results);
+    if (!appended) {
+      Py_RETURN_NONE;
     }
     if (!done) {
       results = planned_step(arguments, tensors, call, further, key, lengths, found.generation);
     }
   }
   const Object out = owned(THPVariable_Wrap(unpacked_rows(results[0], batch, length_q)));
-  const Object lse = owned(THPVariable_Wrap(returns_lse ? unpacked_lse(results[1], batch, length_q) : at::Tensor()));
+  at::Tensor of_sequences;
+  if (returns_lse) {
+    const WithoutGil without;
+    of_sequences = unpacked_lse(results[1], batch, length_q);
+  }
+  const Object lse = owned(THPVariable_Wrap(of_sequences));
   return out && lse ? PyTuple_Pack(2, out.get(), lse.get()) : nullptr;
   END_HANDLE_TH_ERRORS
 }

@@ -287,8 +287,8 @@ inline at::Tensor allocated(const ProgramBuffer& buffer, const Tensors& tensors,
 // Run a program; false if there is none for the call.
 inline bool launch(const Programs& programs, const Launch& call, Tensors& results) {
   const at::Tensor &query = call.query(), &key = call.tensors[call.is_forward ? 1 : 2];
-  if (query.numel() == 0 || key.numel() == 0) {
-    return false;
+  if (query.numel() == 0 || key.numel() == 0 || call.used || call.table) {
+    return false;  // programs read no counts of keys and no pages
   }
   const auto program = program_for(programs, call.lengths);
   if (!program) {
