@@ -128,6 +128,7 @@ def test_what_is_declared_is_checked_however_narrow_it_is(fake, limits):
     assert kit.run(next(check for check in kit.checks if check.case in drawn)).passed
 
 
+@pytest.mark.usefixtures("few_lengths")  # it runs most checks of the kit
 def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
     reason = "heads must be equal, got others"
     shy = fake(
