@@ -18,6 +18,9 @@ from attnreg.testing import kit as kit_module
 from attnreg.testing.cases import ABILITIES, declared
 from attnreg.tools.measure import Case, measure
 
+# What it finds in decisions about lengths is in test_classes.py.
+pytestmark = pytest.mark.usefixtures("few_lengths")
+
 MATH = math_backend.BACKEND.load()
 SMALL = Case(name="small", lens_q=(5,), lens_k=(7,), dtype="float32")
 
@@ -128,7 +131,6 @@ def test_what_is_declared_is_checked_however_narrow_it_is(fake, limits):
     assert kit.run(next(check for check in kit.checks if check.case in drawn)).passed
 
 
-@pytest.mark.usefixtures("few_lengths")  # it runs most checks of the kit
 def test_a_backend_that_refuses_what_it_declares_does_not_pass(fake):
     reason = "heads must be equal, got others"
     shy = fake(
