@@ -221,7 +221,7 @@ def test_what_is_kept_is_bounded():
         attend(one)
     assert len(cache._kept) <= 64
     found = cache.find(one, (2, 6, 6))
-    for length in range(200):
+    for length in range(2 * serving.MOST_KINDS):
         attend(one, dense.qkv(dim=length + 1))
     assert len(found.refused) <= serving.MOST_KINDS
 
