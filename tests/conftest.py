@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -71,9 +72,20 @@ def let_propagate(count):
             logger.propagate = True
 
 
+def keep_out_of_collections():
+    """Take all that is alive out of garbage collections: each would go through it, for up to a second."""
+    gc.collect()
+    gc.freeze()
+
+
+started = itertools.count(1)
+
+
 def pytest_runtest_logstart():
-    """Look for new loggers before each test."""
+    """Look for new loggers before each test, and after every 20 keep what they left out of collections."""
     let_propagate(len(logging.root.manager.loggerDict))
+    if next(started) % 20 == 0:
+        keep_out_of_collections()
 
 
 # As the backends spell themselves, whatever the command line does.
@@ -179,14 +191,13 @@ def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
 
 
 def pytest_collection_finish():
-    """Take torch's modules and the tests out of garbage collections, which take half a second else.
+    """Take torch's modules and the tests out of garbage collections, and the tests' folders off the path.
 
-    And the folders of the tests off the path: each new registry would look for packages in all of them.
+    Each new registry would look for packages in all of these.
     """
     here = Path(__file__).parent
     sys.path[:] = [place for place in sys.path if here not in Path(place).parents]
-    gc.collect()
-    gc.freeze()
+    keep_out_of_collections()
     gc.enable()
     gc.set_threshold(50_000, 20, 20)  # tests that are about garbage collect it
 

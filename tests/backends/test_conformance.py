@@ -27,11 +27,12 @@ KITS = {name: Conformance(backend, "cpu", full=True) for name, backend in BACKEN
 def is_slow(name, case):
     """Float16 and float64 take the ways of bfloat16 and float32, and long ones in bfloat16 those of 587.
 
-    `math` takes one way in all dtypes: of its other cases than float32 few of each kind run, each in one of
-    these dtypes, and of the longest none. `cpu` runs each in one of float16 and float64.
+    `math` takes one way in all dtypes and for all lengths, heads and head dims: in float32 those cases run
+    that stand for others, in the other dtypes few of each kind, each in one of them, and of the longest none.
+    `cpu` runs each in one of float16 and float64.
     """
     if case.heavy or case.dtype == "float32":
-        return case.heavy
+        return case.heavy or (name == "math" and not is_chosen(case))
     if name == "cpu" and case.dtype == "bfloat16":
         return case.max_q > 600 or not is_chosen(case)
     if not is_among_fewer(case) or (name == "math" and sum(case.lens_q) > 450):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from support import efficient_ops
-from support.chosen_cases import is_for_fakes
+from support.chosen_cases import for_fakes
 from support.packages import gpu_spec, on_cpu, verified
 
 import attnreg
@@ -32,9 +32,7 @@ def dense(**options):
     return Case(**{**shared, **options})
 
 
-SHORT = [
-    case for case in QUICK if max(case.max_q, case.max_k) < 300 and not case.dropout and is_for_fakes(case)
-]
+SHORT = for_fakes(case for case in QUICK if not case.dropout)
 
 
 def sharing(shares):

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnreg.backends import math as reference
 from attnreg.backends.math import batch, mask
 from attnreg.core.contract.backend import Call, Kernels
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError
 from attnreg.tools.measure import CASES, QUICK, Case, inputs, measure
@@ -240,20 +241,27 @@ FLOAT64 = [
 ]
 
 
-@pytest.mark.parametrize("case", [case for case in FLOAT64 if case.varlen or case.seqused_k], ids=str)
+# One case of each set of options, with empty sequences and without, and with each window of packed calls.
+KINDS = {
+    (
+        case.varlen,
+        0 in (*case.lens_q, *case.lens_k),
+        case.bias,
+        case.window if case.varlen else case.window == (-1, -1),
+        *(case.has(row) for row in OPTIONS),
+    ): case
+    for case in FLOAT64
+    if case.max_k < 300
+}.values()
+
+
+@pytest.mark.parametrize("case", [case for case in KINDS if case.varlen or case.seqused_k], ids=str)
 def test_unread_lengths_change_nothing(case, request):
     given = inputs(case)
     expected = run(*given)
     request.getfixturevalue("lengths_unread")
     loose = given.call._replace(max_q=given.call.max_q + 9, max_k=given.call.max_k + 9)
     assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
-
-
-# One length and head dim of each kind of call, and one window over few queries or keys: shapes and windows
-# are read in any case.
-KINDS = {
-    re.sub(r"(length|dim)s? .*|window .*, ", r"\1", case.name): case for case in FLOAT64 if case.max_k < 300
-}.values()
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -266,8 +274,8 @@ def test_no_value_is_read_on_the_host(case):
         call = call._replace(score_mod=lambda score, batch, head, query, key: score * (batch + query - key))
     if call.mask_mod is not None:
         call = call._replace(mask_mod=lambda batch, head, query, key: query + head >= key)
-    # What is dropped depends on lengths, heads and windows, not on what else there is a case of.
-    if case.bias == "none" and not re.search("gradient|scale|few", case.name):
+    # What is dropped depends on lengths, heads and windows, not on options.
+    if case.bias == "none" and not any(case.has(row) for row in OPTIONS):
         call = call._replace(dropout=0.1, rng_state=rng_state().to("meta"))
     lse = grad_out[..., 0].mT
     assert [x.shape for x in run(*on_meta, call)] == [x.shape for x in (grad_out, lse, q, k, v)]
@@ -451,9 +459,10 @@ def flops(length, window):
 
 
 def test_work_grows_with_the_window_and_not_with_the_square_of_the_length():
-    assert flops(2048, (16, 0)) < 2.2 * flops(1024, (16, 0))
-    assert flops(2048, (16, 0)) < 0.15 * flops(2048, (-1, -1))
-    assert flops(2048, CAUSAL) < 0.65 * flops(2048, (-1, -1))
+    windowed, everything = flops(2048, (16, 0)), flops(2048, (-1, -1))
+    assert windowed < 2.2 * flops(1024, (16, 0))
+    assert windowed < 0.15 * everything
+    assert flops(2048, CAUSAL) < 0.65 * everything
 
 
 @pytest.mark.parametrize("empty", [{"batch": 0}, {"len_q": 0}, {"len_k": 0}])

@@ -416,7 +416,7 @@ def test_in_a_capture_cudnn_is_left_out_where_the_calls_before_it_were_packed(
 
 def test_layers_compiled_one_by_one_take_batches_of_other_lengths_without_a_graph_break():
     one, eager = compiled_one_by_one("Llama"), models.model("Llama", "eager")
-    for rows, length in ((3, 12), (3, 7), (2, 9), (5, 4)):
+    for rows, length in ((3, 12), (2, 7), (5, 4)):
         ids = torch.randint(3, 64, (rows, length))
         with torch.no_grad():
             assert_close([one(ids, use_cache=False).logits], [eager(ids, use_cache=False).logits])

@@ -1,6 +1,7 @@
 """Promises about the source: how long pages and functions may be, modules outside of rooms, plain words."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -38,10 +39,25 @@ def test_no_page_is_longer_than_its_limit():
     assert short_enough == [], "these keep the limit: take them out of LONGER_PAGES"
 
 
+@functools.cache
+def sources():
+    """Return the text of each module of attnreg by its path."""
+    return {
+        file.relative_to(ROOT).as_posix(): file.read_text("utf-8")
+        for file in sorted((ROOT / "attnreg").rglob("*.py"))
+    }
+
+
+@functools.cache
+def nodes_of(source):
+    """Parse a module once for all tests."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def bodies(source):
     """Return how many lines each function of a module has between its signature or docstring and its end."""
     found = {}
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             code = node.body[ast.get_docstring(node) is not None :]
             length = node.end_lineno - code[0].lineno + 1 if code else 0
@@ -54,9 +70,9 @@ def test_no_functions_body_is_longer_than_its_limit():
     assert bodies(source) == {"f": 4}
     assert bodies('def g():\n    """Do."""\n\n\nclass A:\n    def h(self): ...\n') == {"g": 0, "h": 1}
     lengths = {
-        f"{file.relative_to(ROOT).as_posix()} {name}": length
-        for file in (ROOT / "attnreg").rglob("*.py")
-        for name, length in bodies(file.read_text("utf-8")).items()
+        f"{file} {name}": length
+        for file, source in sources().items()
+        for name, length in bodies(source).items()
     }
     too_long = {name: n for name, n in lengths.items() if n > LONGER_BODIES.get(name, BODY_LIMIT)}
     assert too_long == {}
@@ -71,16 +87,16 @@ def test_modules_are_in_rooms():
 
 def class_names(source):
     """Return the names of a module's classes, also of those within functions and classes."""
-    return [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return [node.name for node in nodes_of(source) if isinstance(node, ast.ClassDef)]
 
 
 def test_no_two_classes_have_the_same_name():
     source = "class A:\n    class B: ...\n\n\ndef f():\n    class A: ...\n"
     assert sorted(class_names(source)) == ["A", "A", "B"]
     files_of = {}
-    for file in sorted((ROOT / "attnreg").rglob("*.py")):
-        for name in class_names(file.read_text("utf-8")):
-            files_of.setdefault(name, []).append(file.relative_to(ROOT).as_posix())
+    for file, source in sources().items():
+        for name in class_names(source):
+            files_of.setdefault(name, []).append(file)
     assert len(files_of) > 200
     assert {name: files for name, files in files_of.items() if len(files) > 1} == {}
 
@@ -92,13 +108,13 @@ def test_one_thing_is_called_a_turn():
     assert found == TURNS
 
 
+@functools.cache
 def texts(source):
     """Return the texts of a module without its docstrings; of an f-string those between its values."""
-    tree = ast.parse(source)
-    documentation = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    documentation = {node.value for node in nodes_of(source) if isinstance(node, ast.Expr)}
     return {
         node.value
-        for node in ast.walk(tree)
+        for node in nodes_of(source)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation
     }
 
@@ -109,7 +125,7 @@ def test_messages_call_sequences_packed_and_only_names_say_varlen():
 
     source = '"varlen calls"\nf("got varlen, not x", "--varlen x", "bench varlen", "varlen", f"varlen {x}")'
     assert amiss(source) == {"got varlen, not x", "varlen "}
-    found = set().union(*(amiss(file.read_text("utf-8")) for file in (ROOT / "attnreg").rglob("*.py")))
+    found = set().union(*map(amiss, sources().values()))
     assert found == set()
 
 
@@ -125,7 +141,7 @@ def unfilled(source):
 def test_no_message_shows_a_name_in_braces_instead_of_its_value():
     assert unfilled('def f(x):\n    "{doc}"\n    raise E(f"{x}: " f"got {x}")\n') == set()
     assert unfilled('raise E("got {x}, not " f"{y}")\nlog("{x.name}")') == {"got {x}, not ", "{x.name}"}
-    found = set().union(*(unfilled(file.read_text("utf-8")) for file in (ROOT / "attnreg").rglob("*.py")))
+    found = set().union(*map(unfilled, sources().values()))
     assert found == TEMPLATES
 
 

@@ -28,16 +28,20 @@ def is_among_fewer(case):
     return not several or bool(FEWER.search(case.name))
 
 
-def is_for_fakes(case):
-    """Return whether to run a case on a fake: of windows each once, dense and packed.
+def for_fakes(cases):
+    """Return the cases to run on a fake, long ones with half of their lengths.
 
-    Fakes compute sequence by sequence, which takes seconds for 300, and read heads and layouts in one way.
+    Fakes compute in float64 and sequence by sequence, and read heads and layouts in one way.
     """
-    if "300 sequences" in case.name:
-        return False
-    if re.search("heads|layout", case.name):
-        return is_among_fewer(case)
-    return is_chosen(case) or not re.search("length|dim|few", case.name)
+    chosen = [
+        case
+        for case in cases
+        if (is_among_fewer(case) if re.search("heads|layout", case.name) else is_chosen(case))
+        and max(case.max_q, case.max_k) < 300
+        and "300 sequences" not in case.name
+    ]
+    long = [max(case.max_q, case.max_k) > 100 and not case.seqused_k for case in chosen]
+    return [case.scaled(0.5, 0.5) if is_long else case for case, is_long in zip(chosen, long, strict=True)]
 
 
 def are_pairwise(rows):

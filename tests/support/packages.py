@@ -3,21 +3,18 @@
 import dataclasses
 
 import torch
-from support.chosen_cases import is_for_fakes
+from support.chosen_cases import for_fakes
 
 from attnreg import AttentionSpec, Device
 from attnreg.testing import Conformance
 from attnreg.tools.measure import QUICK
 
-# Fakes compute in float64, sequence by sequence, and drop nothing; long cases show no more than short ones.
-# Only real kernels say what becomes of a NaN: fakes refuse it, as no adapter may pass on what isn't seen.
+# Fakes drop nothing. Only real kernels say what becomes of a NaN: fakes refuse it, as no adapter may pass on
+# what isn't seen.
+_TAKEN = [case for case in QUICK if case.dtype == "bfloat16" and not case.dropout]
 SHORT = [
     dataclasses.replace(case, seen_nan=False)
-    for case in QUICK
-    if case.dtype == "bfloat16"
-    and not case.dropout
-    and (max(case.max_q, case.max_k) < 300 or case.page_size)
-    and is_for_fakes(case)
+    for case in for_fakes(_TAKEN) + [case for case in _TAKEN if case.page_size and case.max_k >= 300]
 ]
 
 

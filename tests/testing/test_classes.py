@@ -48,7 +48,7 @@ WRONG = {
 @pytest.mark.parametrize(("refuses", "cuts"), RIGHT.values(), ids=RIGHT)
 def test_a_backend_with_right_cuts_passes(fake, refuses, cuts):
     mine = fake("mine", refuses=refuses, cuts=lambda _: cuts).backend
-    assert check_backend(mine, device="cpu", cases=CASES).passed
+    assert check_backend(mine, device="cpu", cases=["drawn 1 ", "heads 4:2"]).passed
 
 
 @pytest.mark.parametrize(("refuses", "cuts"), WRONG.values(), ids=WRONG)

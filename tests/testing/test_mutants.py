@@ -548,7 +548,7 @@ def test_a_right_kernel_passes_all_of_these():
     assert len(found) >= len(texts)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("field", ["scale", "window", "seqused_k", "alibi_slopes", "attn_bias"])
 def test_drawn_cases_find_what_is_ignored_by_themselves(field, seed):
     kernels = {"scale": ignoring_scale(), "window": called_with(window=lambda call: (-1, -1))}

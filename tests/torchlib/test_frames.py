@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from support.processes import forked, python
+from support.processes import forked
 from torch._dynamo.types import ConvertFrameReturn
 from torch.utils.checkpoint import checkpoint
 
@@ -232,8 +232,7 @@ print(seen)
 @pytest.mark.parametrize("entry_point", ["0", "1"])
 def test_the_modules_that_the_first_use_imports_do_not_reach_dynamo(entry_point):
     """Whether torch has run attnreg's entry point or not."""
-    variables = {"TORCH_DEVICE_BACKEND_AUTOLOAD": entry_point}
-    run = forked(FIRST_USE, **variables) if entry_point == "0" else python("-c", FIRST_USE, **variables)
+    run = forked(FIRST_USE, TORCH_DEVICE_BACKEND_AUTOLOAD=entry_point)
     assert (run.stdout, run.stderr) == ("['first_use']\n", "")
 
 

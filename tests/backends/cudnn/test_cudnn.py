@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support import fake_cudnn
-from support.chosen_cases import is_for_fakes
+from support.chosen_cases import for_fakes
 from support.fake_cudnn import ragged
 from support.packages import gpu_spec
 from support.sinks import assert_kernels_are_accurate
@@ -37,14 +37,9 @@ def runs(case):
 
 
 # The fake computes heads and sequences one by one; the kernels run the whole matrix on a GPU.
-CASES = [
-    case
-    for case in QUICK
-    if runs(case)
-    and (case.dtype == "bfloat16" or case.name == "length 33")
-    and case.max_k < 300
-    and is_for_fakes(case)
-]
+CASES = for_fakes(
+    case for case in QUICK if (case.dtype == "bfloat16" or case.name == "length 33") and runs(case)
+)
 
 
 @pytest.fixture
