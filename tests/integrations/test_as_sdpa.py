@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from support.sdpa_models import AS_EAGER, LENGTH, NAMES, PADDED, REFUSED, build_model, forms_of, results
+from support.sdpa_models import (
+    AS_EAGER,
+    LENGTH,
+    NAMED,
+    NAMES,
+    PADDED,
+    REFUSED,
+    build_model,
+    forms_of,
+    results,
+)
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging
 
@@ -41,6 +51,13 @@ def layers(monkeypatch):
     AttentionInterface.register("attnreg", counted)
     yield done
     AttentionInterface.register("attnreg", attention)
+
+
+def theirs(name):
+    """Return a class of transformers, or skip the test, as some versions haven't got all models."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    return getattr(transformers, name)
 
 
 def built(model, config, dtype=torch.float64):
@@ -83,13 +100,13 @@ def t5gemma2(mask):
 
 def doge(mask):
     """It adds to its mask, and hides all but a few keys."""
-    one = built(transformers.DogeModel, transformers.DogeConfig(**GROUPED, keep_window_size=5))
+    one = built(transformers.DogeModel, transformers.DogeConfig(**GROUPED, keep_window_size=5), torch.float32)
     return one, lambda: one(tokens(), attention_mask=mask).last_hidden_state
 
 
 def deepseek_v32(mask):
     """Its layers pass on the indices of the keys that they choose."""
-    config = transformers.DeepseekV32Config(
+    config = theirs("DeepseekV32Config")(
         **TEXT, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=8, v_head_dim=16, index_topk=4, index_head_dim=16, index_n_heads=2,
         first_k_dense_replace=2, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
@@ -161,22 +178,25 @@ def set_implementation(one, name):
 def test_what_sdpa_runs_has_its_results_and_gradients(layers, make, form):
     mask = padded() if form == "padded" else torch.ones_like(padded())
     one, run = make(mask)
+    if not one._supports_sdpa:
+        pytest.skip("this transformers' model has no sdpa")
     got = {}
-    for name in ("sdpa", "attnreg"):
+    # With 5.8 the `sdpa` of Doge sees tokens ahead where there is no padding.
+    for name in ("eager" if make is doge else "sdpa", "attnreg"):
         set_implementation(one, name)
         out = run()
         out = out[mask.bool()] if out.shape[1] == LENGTH else out
         got[name] = out, gradients(one, out)
         assert bool(layers) == (name == "attnreg")
-    tolerance = 1e-9 if got["sdpa"][0].dtype == torch.float64 else 2e-5
-    for x, y in zip(*(got[name] for name in ("attnreg", "sdpa")), strict=True):
+    tolerance = 1e-9 if out.dtype == torch.float64 else 2e-5
+    for y, x in zip(*got.values(), strict=True):
         scale = 1.0 if isinstance(y, torch.Tensor) else max(float(g.abs().max()) for g in y.values())
         torch.testing.assert_close(x, y, rtol=0, atol=tolerance * max(scale, 1.0))
 
 
 def minimax_m3_vl_text():
     """Its layers pass on the indices of the blocks of keys that they choose."""
-    config = transformers.MiniMaxM3VLTextConfig(
+    config = theirs("MiniMaxM3VLTextConfig")(
         **GROUPED, dense_intermediate_size=48, shared_intermediate_size=48, num_local_experts=4,
         num_experts_per_tok=2, layer_types=["minimax_m3_sparse"] * 2, index_n_heads=2, index_head_dim=8,
         index_block_size=4, index_topk_blocks=2,
@@ -201,7 +221,7 @@ def test_what_is_refused_is_refused_for_the_reason_that_the_list_gives(layers, m
 
 def test_the_list_is_in_the_docs():
     page = (ROOT / "docs" / "transformers.md").read_text()
-    for name, reason in (REFUSED | AS_EAGER).items():
+    for name, reason in (REFUSED | AS_EAGER | NAMED).items():
         assert f"| `{name}` | {reason}" in page
 
 
@@ -229,6 +249,10 @@ def test_every_model_that_has_sdpa_is_as_right_as_with_it(layers, name):
     one = build_model(name)
     if isinstance(one, str):
         pytest.skip(one)
+    if name in NAMED:
+        with pytest.raises(KeyError, match="attnreg"):
+            type(one)._from_config(one.config, attn_implementation="attnreg")
+        return
     for form, given in forms_of(one).items():
         set_implementation(one, "eager" if name in AS_EAGER else "sdpa")
         expected = results(one, given)

@@ -14,12 +14,16 @@ MOST_PARAMETERS = 26_000_000
 LENGTH = 12
 PADDED = 3  # tokens at the end of the second row, in the padded form
 
-# What doesn't run, and what has the results of `eager`, with the reason; rows of docs/transformers.md.
+# What doesn't run, what has the results of `eager`, and what can't be made, by the names of configurations,
+# with the reason: rows of docs/transformers.md.
 REFUSED = {
     "minimax_m3_vl_text": "attnreg: got block_indices, expected no such argument; "
     "attn_implementation='sdpa' or 'eager' takes it",
 }
-AS_EAGER = {"paligemma": "`sdpa` forgets that its text is causal where there is no padding"}
+AS_EAGER = dict.fromkeys(
+    ("paligemma", "colpali"), "`sdpa` forgets that its text is causal where there is no padding"
+)
+NAMED = {"falcon": "it takes the names in a table of its own, and making it with `attnreg` is a `KeyError`"}
 
 # Fields of images and audio that make a model small, by their value.
 _FIELDS = {
@@ -128,7 +132,7 @@ def results(one, given):
 
 def _counted(x):
     """Return what isn't padding of a result of the padded form."""
-    is_by_token = x.ndim > 2 and x.shape[:2] == (2, LENGTH)
+    is_by_token = x.ndim > 1 and x.shape[:2] == (2, LENGTH)
     return torch.cat([x[0], x[1, : LENGTH - PADDED]]) if is_by_token else x
 
 
@@ -147,8 +151,8 @@ def build_model(name):
             try:
                 one.inputs = inputs_for(one, is_of_both)
                 with torch.no_grad():
-                    found = results(one, one.inputs)
-                if found and all(x.isfinite().all() for x in found.values()):
+                    found = [results(one, given) for given in forms_of(one).values()]
+                if all(form and all(x.isfinite().all() for x in form.values()) for form in found):
                     return one
                 reason = reason or "its results aren't finite"
             except Exception as error:  # or a model of such inputs
