@@ -236,7 +236,10 @@ class SharedMask:
         return self._dense_apart
 
     def dense_of_layer(self, positions: Tensor | None) -> Tensor | None:
-        """Return `dense_apart` for a layer's `positions`; of one row, or None, if that says the same."""
+        """Return `dense_apart`, bool (1 or B, 1, S_q, S_k), or None where every query sees every key.
+
+        A layer's `positions`, integers (1 or B, S) or None, tell the documents.
+        """
         if self.says_more_than_its_packing() or self.packing(positions) is not None:
             return self.dense_apart(positions)
         is_of_all = self.structure is not None and self.structure.window == (-1, -1)

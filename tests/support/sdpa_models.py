@@ -22,7 +22,7 @@ REFUSED = {
 }
 AS_EAGER = dict.fromkeys(
     ("paligemma", "colpali"), "`sdpa` forgets that its text is causal where there is no padding"
-)
+) | {"phi4_multimodal_vision": "`sdpa` takes its images for causal where there is no padding"}
 NAMED = {"falcon": "it takes the names in a table of its own, and making it with `attnreg` is a `KeyError`"}
 
 # Fields of images and audio that make a model small, by their value.
