@@ -62,11 +62,11 @@ def attend_for_others(
         return out.transpose(1, 2)
     else:
         # If a layer isn't causal, its positions may be a decoder's and its keys an encoder's.
-        dense = _mask_of(query, key, window, positions if window[1] == 0 else None)
+        dense = mask_of(query, key, window, positions if window[1] == 0 else None)
     return masked(query, key, value, dense, options)
 
 
-def _mask_of(query: Tensor, key: Tensor, window: Window, positions: Tensor | None) -> Tensor:
+def mask_of(query: Tensor, key: Tensor, window: Window, positions: Tensor | None) -> Tensor:
     """Return a mask for a call that has none: bool (1 or B, 1, S_q, S_k), true where a key is seen."""
     batch, length_q, length_k = query.shape[0], query.shape[2], key.shape[2]
     of_queries = torch.arange(length_q, device=query.device) + (length_k - length_q)

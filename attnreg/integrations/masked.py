@@ -65,6 +65,15 @@ def masked(
     return out.transpose(1, 2)
 
 
+def joined(mask: Tensor, seen: Tensor) -> Tensor:
+    """Return a mask, (B, H, S_q, S_k), that says what two say: bool, or numbers to add to the scores."""
+    if mask.dtype == torch.bool and seen.dtype == torch.bool:
+        return mask & seen
+    if seen.dtype == torch.bool:
+        return torch.where(seen, mask, -torch.inf)
+    return torch.where(mask, seen, -torch.inf) if mask.dtype == torch.bool else mask + seen
+
+
 def apart(dense: Tensor, starts: Tensor | None) -> Tensor:
     """Hide keys of other documents in a bool mask (B, 1, S_q, S_k), by `starts`, bool (B, S)."""
     if starts is None:

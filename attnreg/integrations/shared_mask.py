@@ -35,6 +35,30 @@ from attnreg.integrations.packing import (
 _unpacked = threading.local()
 
 
+_ADDING = (torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.add, torch.sub, torch.mul)
+
+
+def _is_used_as_by_sdpa() -> bool:
+    """Whether the code that uses a mask is of a model that supports `sdpa`, so that it takes a bool tensor.
+
+    Other models take numbers to add. transformers tells mask functions nothing of the model, and other
+    libraries look at masks, too. So callers' frames are inspected.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.utils._pytree"):
+        frame = frame.f_back
+    package = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
+    while frame is not None:
+        of_frame = type(frame.f_locals.get("self"))
+        supports = getattr(of_frame, "_supports_sdpa", None)
+        if supports is not None:
+            return bool(supports) and of_frame.__module__.partition(".")[0] == package
+        frame = frame.f_back
+    return False
+
+
 class _NoAttributeError(UnsupportedInputError, AttributeError):
     """Also an `AttributeError`, because Accelerate and others check by `hasattr` for tensors."""
 
@@ -113,6 +137,8 @@ class SharedMask:
         return [mask for mask in others if mask.structure is not None]
 
     def __getattr__(self, name: str) -> Any:
+        if _is_used_as_by_sdpa() and not name.startswith("_"):
+            return getattr(self.dense_apart(None), name)
         raise _NoAttributeError(_said(f"mask.{name}"))
 
     def __copy__(self) -> SharedMask:
@@ -127,22 +153,36 @@ class SharedMask:
             "attention_mask that the model got"
         )
 
-    def _refuse(self, *_: Any) -> Any:
+    def __invert__(self) -> Tensor:
+        return ~self._tensor("an operator")
+
+    def __rsub__(self, _: Any) -> NoReturn:
+        # Nothing is subtracted from a bool tensor, which `sdpa` makes.
         raise UnsupportedInputError(_said("an operator"))
 
-    __invert__ = __rsub__ = _refuse
+    def _tensor(self, use: str) -> Tensor:
+        """Return `dense_apart` for a model that gets a bool tensor with `sdpa`; refuse it to others."""
+        if _is_used_as_by_sdpa():
+            return self.dense_apart(None)
+        raise UnsupportedInputError(_said(use))
 
     def __getitem__(self, item: Any) -> SharedMask | Tensor:
-        """Return the mask of some queries, which Gemma 4 needs for the last queries; refuse other parts."""
+        """Return the mask of some queries, which Gemma 4 needs for the last queries, or another part."""
         is_of_queries = isinstance(item, tuple) and len(item) == 4
         if not is_of_queries or (*item[:2], item[3]) != (slice(None),) * 3:
-            return self._refuse()  # type: ignore[no-any-return]
+            return self._tensor("an operator")[item]
         return self if item[2] in (slice(None), slice(0, None)) else self.dense_apart(None)[item]
 
     @classmethod
-    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch calls this if a function has a mask as argument, also for `scores + mask`.
-        raise UnsupportedInputError(_said(torch.overrides.resolve_name(function) or str(function)))
+        use = torch.overrides.resolve_name(function) or str(function)
+        if function in _ADDING:  # a bool tensor hides nothing by this
+            raise UnsupportedInputError(_said(use))
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            SharedMask, lambda mask: mask._tensor(use), (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
 
     def contiguous(self) -> SharedMask:
         """Return the mask itself; `generate` calls this."""
@@ -194,6 +234,16 @@ class SharedMask:
             dense = self.dense() if starts is None or self.has_documents else self._make_dense(starts)
             self._dense_apart = apart(dense, starts)
         return self._dense_apart
+
+    def dense_of_layer(self, positions: Tensor | None) -> Tensor | None:
+        """Return `dense_apart`, bool (1 or B, 1, S_q, S_k), or None where every query sees every key.
+
+        A layer's `positions`, integers (1 or B, S) or None, tell the documents.
+        """
+        if self.says_more_than_its_packing() or self.packing(positions) is not None:
+            return self.dense_apart(positions)
+        is_of_all = self.structure is not None and self.structure.window == (-1, -1)
+        return None if is_of_all else self.dense_apart(positions)[:1]
 
     def dense(self) -> Tensor:
         """Return transformers' own mask for SDPA, bool (B, 1, S_q, S_k), with all keys of a cache."""

@@ -24,8 +24,8 @@ from attnreg.errors import InvalidInputError, RegistrationError, UnsupportedInpu
 from attnreg.flash_attn.attention import naming
 from attnreg.integrations import behind_flash
 from attnreg.integrations.flattening import warn_of_mixed_documents
-from attnreg.integrations.for_others import attend_for_others
-from attnreg.integrations.masked import masked
+from attnreg.integrations.for_others import attend_for_others, mask_of
+from attnreg.integrations.masked import joined, masked
 from attnreg.integrations.packing import (
     LayerOptions,
     Packing,
@@ -118,7 +118,7 @@ def attention(
         is_causal: by default the layer's `is_causal`.
         s_aux: (H,), the sinks.
         cache: the cache of continuous batching.
-        others: further arguments of the layer, such as `position_ids` and `cu_seq_lens_q`.
+        others: further arguments of the layer, such as `position_ids`, `position_bias` and `cu_seq_lens_q`.
 
     Returns:
         The output (B, S_q, H, D_v), and None, because there are no weights.
@@ -137,12 +137,14 @@ def attention(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others
         )
     elif isinstance(attention_mask, SharedMask):
-        _check_sizes(attention_mask, (query.shape[0], query.shape[2], key.shape[2]))
+        attention_mask = _fitted(attention_mask, (query.shape[0], query.shape[2], key.shape[2]))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None and sliding_window < 0:
         raise InvalidInputError(f"sliding_window: got {sliding_window}, expected a number of tokens or None")
     left = -1 if sliding_window is None else sliding_window - 1
     window, options = (left, 0 if causal else left), LayerOptions(dropout, scaling, softcap or 0.0, s_aux)
+    if _BY_SCORE & {name for name, got in others.items() if got is not None}:
+        attention_mask = _with_scores(query, key, attention_mask, window, others)
     # Continuous batching pads its single row, so that CUDA graphs serve several lengths.
     is_padded = cache is not None
     return _attend(query, key, value, attention_mask, window, options, others, is_padded), None
@@ -303,14 +305,55 @@ def _dense_with_documents(mask: SharedMask, packing: Packing) -> Tensor:
     return mask.dense()
 
 
-def _check_sizes(mask: SharedMask, sizes: tuple[int, int, int]) -> None:
-    """Raise an error unless a mask is for tensors of a layer's sizes."""
-    if (*mask.sizes[:2], mask.length_k) != sizes:
+def _fitted(mask: SharedMask, sizes: tuple[int, int, int]) -> SharedMask | Tensor:
+    """Return a mask for tensors of a layer's sizes; a dense one if one row, or one query, stands for all.
+
+    Raises an error if it fits in no such way.
+    """
+    of_mask = (*mask.sizes[:2], mask.length_k)
+    if of_mask == sizes:
+        return mask
+    if of_mask[2] == sizes[2] and all(own in (1, wanted) for own, wanted in zip(of_mask, sizes, strict=True)):
+        return mask.dense_apart(None)
+    raise InvalidInputError(
+        f"attention_mask: got one for (batch, queries, keys) {of_mask}, expected one for {sizes}, the sizes "
+        "of the layer's query and key; 'eager' may serve a model that extends its mask"
+    )
+
+
+def _with_scores(
+    query: Tensor,
+    key: Tensor,
+    mask: SharedMask | Tensor | None,
+    window: Window,
+    others: dict[str, Any],
+) -> Tensor | None:
+    """Return a layer's mask, (1 or B, 1 or H, S_q, S_k), with its `position_bias` and its `indices` in it.
+
+    A position bias, (1 or B, H, S_q, S_k), is added to the scores. Indices, (B, S_q, n), are the keys that
+    each query sees.
+    """
+    bias, indices = others.get("position_bias"), others.get("indices")
+    if others.get("cu_seq_lens_q") is not None:
+        passed = "indices" if bias is None else "position_bias"
         raise InvalidInputError(
-            f"attention_mask: got one for (batch, queries, keys) {(*mask.sizes[:2], mask.length_k)}, "
-            f"expected one for {sizes}, the sizes of the layer's query and key; 'eager' may serve a model "
-            "that extends its mask, or has it broadcast"
+            f"cu_seq_lens_q: got offsets for a layer that passes {passed}, expected none, because that is "
+            "for rows of one document each; pad the documents"
         )
+    positions, length = others.get("position_ids"), key.shape[2]
+    if isinstance(mask, SharedMask):
+        _window(mask, window, mask.sizes[2])
+        mask = mask.dense_of_layer(positions)
+    elif mask is None and window != (-1, -1):
+        # If a layer isn't causal, its positions may be a decoder's and its keys an encoder's.
+        mask = mask_of(query, key, window, positions if window[1] == 0 else None)
+    if indices is not None:
+        seen = indices.new_zeros(*indices.shape[:2], length, dtype=torch.bool)
+        seen = seen.scatter(-1, indices.long(), True)[:, None]
+        mask = seen if mask is None else joined(mask, seen)
+    if bias is None or mask is None:
+        return mask if bias is None else bias[..., :length]
+    return joined(bias[..., :length], mask[..., :length])
 
 
 def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
@@ -329,10 +372,10 @@ def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
     return left, right
 
 
+# What a layer adds to its scores, or chooses by them.
+_BY_SCORE = {"position_bias", "indices"}
 _REFUSED = {
-    "position_bias": "attn_implementation='sdpa' or 'eager'",
     "output_attentions": "attn_implementation='eager'",
-    "indices": "attn_implementation='sdpa' or 'eager'",
     "block_indices": "attn_implementation='sdpa' or 'eager'",
     "sinks": "attn_implementation='eager'",
     "block_table": "attn_implementation='flash_attention_2' without attnreg",

@@ -13,8 +13,9 @@ LENGTHS = 6, 9
 SAMPLE = ("ctrl", "fuyu", "gpt_bigcode", "llama4_text", "moshi", "persimmon")
 # The state of their recurrent layers goes on from one document to the next.
 RECURRENT = {
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
-    "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text",
+    "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
+    "olmo_hybrid", "qwen3_5",
     "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm",
     "zamba", "zamba2",
 }  # fmt: skip

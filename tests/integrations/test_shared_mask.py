@@ -125,8 +125,8 @@ def test_a_softcap_and_sinks_apply_with_a_mask_of_scores_too():
     ("options", "message"),
     [
         (
-            {"position_bias": torch.zeros(1)},
-            "got position_bias, expected no such argument; attn_implementation='sdpa'",
+            {"block_indices": torch.zeros(1)},
+            "got block_indices, expected no such argument; attn_implementation='sdpa'",
         ),
         (
             {"output_attentions": True},
@@ -143,6 +143,44 @@ def test_what_would_change_the_result_and_is_not_served_is_an_error(options, mes
     with pytest.raises(UnsupportedInputError) as error:
         call(None, **options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "tensor", "numbers", "window", "padded", "of all"])
+def test_a_position_bias_is_added_to_the_scores_that_a_mask_leaves(kind):
+    visible = torch.ones(2, 1, 6, 6, dtype=torch.bool)
+    mask, module, options = None, torch.nn.Module(), {}
+    module.is_causal = kind == "causal"
+    if kind == "causal":
+        visible = visible.tril()
+    elif kind in ("tensor", "numbers"):
+        mask = visible = visible.tril(1)
+        mask = mask if kind == "tensor" else torch.zeros(2, 1, 6, 6).double().masked_fill(~mask, -torch.inf)
+    elif kind == "window":
+        (mask, visible), options = made(), {}
+    elif kind in ("padded", "of all"):
+        counted = torch.ones(2, 6, dtype=torch.long)
+        counted[1, 4:] = kind == "of all"
+        mask = made(create=masking_utils.create_bidirectional_mask, attention_mask=counted)[0]
+        visible = counted.bool()[:, None, None].expand(2, 1, 6, 6)
+    bias = torch.randn(1, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+    out, (query, key, value) = call(mask, module=module, position_bias=bias, **options)
+    scores = query @ key.transpose(-1, -2) * 8**-0.5 + bias
+    expected = (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    got, wanted = (torch.autograd.grad((x * weights).sum(), bias)[0] for x in (out, expected))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "indices"])
+def test_offsets_with_what_a_layer_adds_to_its_scores_are_an_error(name):
+    offsets = torch.tensor([0, 6, 12], dtype=torch.int32)
+    with pytest.raises(InvalidInputError) as error:
+        call(None, cu_seq_lens_q=offsets, **{name: torch.zeros(2, 4, 6, 6)})
+    assert str(error.value) == (
+        f"cu_seq_lens_q: got offsets for a layer that passes {name}, expected none, because that is for rows "
+        "of one document each; pad the documents"
+    )
 
 
 def test_a_window_of_a_layer_that_its_mask_does_not_have_is_an_error():

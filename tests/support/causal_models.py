@@ -44,16 +44,18 @@ VARIANTS = (
 )
 
 
-def _sizes_for(config_class, changes):
+def _sizes_for(config_class, changes, known):
     """Return arguments of a configuration class, and of those inside of it, for a small model."""
     default = config_class()
-    sizes = {name: value for name, value in SIZES.items() if _value(default, name) is not None} | TOKENS
+    values = {name: _value(default, name) for name in known}
+    sizes = {name: known[name] for name, value in values.items() if not isinstance(value, (list, type(None)))}
+    sizes |= TOKENS
     kinds = _value(default, "layer_types")
     if kinds:
         sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[:2]
     for name in getattr(default, "sub_configs", None) or {}:
         if _value(default, name) is not None:
-            sizes[name] = _sizes_for(type(getattr(default, name)), changes)
+            sizes[name] = _sizes_for(type(getattr(default, name)), changes, known)
     for name, value in changes.items():
         if hasattr(config_class, name) or name in vars(default):
             sizes[name] = value
@@ -66,10 +68,10 @@ def _value(config, name):
     return None
 
 
-def _config(name, changes):
+def small_config(name, changes, more_sizes=None):
     """Return a small configuration; fields that can't be set are left out."""
     config_class = CONFIG_MAPPING[name]
-    sizes = _sizes_for(config_class, changes)
+    sizes = _sizes_for(config_class, changes, SIZES | (more_sizes or {}))
     while True:
         try:
             return config_class(**sizes)
@@ -81,17 +83,22 @@ def _config(name, changes):
 
 
 def _built(name, changes):
-    config = _config(name, changes)
+    config = small_config(name, changes)
     with torch.device("meta"):
         count = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"too large: {count} parameters")
     torch.manual_seed(0)
     one = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    return enlarge(one)
+
+
+def enlarge(one):
+    """Draw a model's weights larger than transformers does, so that attention matters for the results."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for x in one.parameters():
-            if x.ndim > 1:  # larger than transformers draws them: attention matters for the results
+            if x.ndim > 1:
                 x.copy_(torch.randn(x.shape, generator=generator) * 0.3)
     return one
 

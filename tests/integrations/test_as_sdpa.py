@@ -1,0 +1,265 @@
+"""Promise: what transformers' `sdpa` runs has the same results, or a list says why it doesn't.
+
+The slow run goes through every model of the installed transformers.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support.sdpa_models import (
+    AS_EAGER,
+    LENGTH,
+    NAMED,
+    NAMES,
+    PADDED,
+    REFUSED,
+    build_model,
+    forms_of,
+    results,
+)
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging
+
+from attnreg.errors import UnsupportedInputError
+from attnreg.integrations.transformers import attention, install
+
+ROOT = Path(__file__).parents[2]
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+GROUPED = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
+T5 = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "dropout_rate": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    """Return a list that grows with each layer's call of attnreg."""
+    install()
+    done = []
+
+    def counted(*tensors, **options):
+        done.append(tensors[0])
+        return attention(*tensors, **options)
+
+    AttentionInterface.register("attnreg", counted)
+    yield done
+    AttentionInterface.register("attnreg", attention)
+
+
+def theirs(name):
+    """Return a class of transformers, or skip the test, as some versions haven't got all models."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    return getattr(transformers, name)
+
+
+def built(model, config, dtype=torch.float64):
+    torch.manual_seed(0)
+    one = model(config).to(dtype).eval()
+    for x in one.parameters():
+        if x.dim() > 1:
+            torch.nn.init.normal_(x, std=0.3)
+    return one
+
+
+def tokens():
+    return torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def padded():
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, LENGTH - PADDED :] = 0
+    return mask
+
+
+def t5(mask):
+    one = built(transformers.T5Model, transformers.T5Config(**T5))
+    given = {"input_ids": tokens(), "decoder_input_ids": tokens().flip(1), "attention_mask": mask}
+    return one, lambda: one(**given, decoder_attention_mask=mask).last_hidden_state
+
+
+def t5gemma2(mask):
+    part = GROUPED | {"query_pre_attn_scalar": 8, "sliding_window": 4, "pad_token_id": 0}
+    part["layer_types"] = ["sliding_attention", "full_attention"]
+    sizes = {name: size for name, size in TEXT.items() if name != "vocab_size"}
+    vision = sizes | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8}
+    encoder = {"text_config": part, "vision_config": vision, "mm_tokens_per_image": 1}
+    config = transformers.T5Gemma2Config(encoder=encoder, decoder=part, image_token_index=63)
+    one = built(transformers.T5Gemma2Model, config, torch.float32)
+    ids = tokens() % 60
+    given = {"input_ids": ids, "decoder_input_ids": ids.flip(1), "attention_mask": mask}
+    return one, lambda: one(**given, decoder_attention_mask=mask).last_hidden_state
+
+
+def doge(mask):
+    """It adds to its mask, and hides all but a few keys."""
+    one = built(transformers.DogeModel, transformers.DogeConfig(**GROUPED, keep_window_size=5), torch.float32)
+    return one, lambda: one(tokens(), attention_mask=mask).last_hidden_state
+
+
+def deepseek_v32(mask):
+    """Its layers pass on the indices of the keys that they choose."""
+    config = theirs("DeepseekV32Config")(
+        **TEXT, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=16, index_topk=4, index_head_dim=16, index_n_heads=2,
+        first_k_dense_replace=2, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1,
+    )  # fmt: skip
+    one = built(transformers.DeepseekV32Model, config, torch.float32)
+    return one, lambda: one(tokens(), attention_mask=mask).last_hidden_state
+
+
+def layoutlm(mask):
+    """It makes a mask (B, 1, 1, S) of numbers itself."""
+    one = built(
+        transformers.LayoutLMModel, transformers.LayoutLMConfig(**TEXT, max_2d_position_embeddings=16)
+    )
+    boxes = torch.randint(0, 8, (2, LENGTH, 4), generator=torch.Generator().manual_seed(1)).sort(-1).values
+    return one, lambda: one(tokens(), bbox=boxes, attention_mask=mask).last_hidden_state
+
+
+def siglip2(mask):
+    """Its pooler makes numbers of its mask, for torch's own layer."""
+    config = transformers.Siglip2VisionConfig(**TEXT | {"patch_size": 4, "num_patches": 16})
+    one = built(transformers.Siglip2VisionModel, config)
+    patches = torch.randn(2, LENGTH, 48, generator=torch.Generator().manual_seed(1)).double()
+    given = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[3, 4], [3, 3]])}
+    return one, lambda: one(patches, **given).pooler_output[:, None]
+
+
+def lightglue(mask):
+    """Its mask is of one query for all, and turned round for the other image of a pair."""
+    detector = {
+        "model_type": "superpoint", "encoder_hidden_sizes": [8] * 4, "decoder_hidden_size": 16,
+        "descriptor_decoder_dim": 32,
+    }  # fmt: skip
+    config = transformers.LightGlueConfig(
+        keypoint_detector_config=detector, descriptor_dim=32, num_hidden_layers=2, num_attention_heads=4,
+        depth_confidence=-1.0, width_confidence=-1.0,
+    )  # fmt: skip
+    one = built(transformers.LightGlueForKeypointMatching, config)
+    generator = torch.Generator().manual_seed(1)
+    points = torch.rand(1, 2, LENGTH, 2, generator=generator).double() * 30
+    descriptors = torch.randn(1, 2, LENGTH, 32, generator=generator).double()
+
+    def pairs():
+        given = {"mask": mask[None], "output_hidden_states": True}
+        return one._match_image_pair(points, descriptors, 32, 32, **given)[3][-1]
+
+    return one, pairs
+
+
+MODELS = (t5, t5gemma2, doge, deepseek_v32, layoutlm, siglip2, lightglue)
+
+
+def gradients(one, out):
+    one.zero_grad()
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (out * weights.to(out)).sum().backward()
+    return {name: x.grad for name, x in one.named_parameters() if x.grad is not None}
+
+
+def set_implementation(one, name):
+    """Set the attention of all parts of a model; transformers refuses `sdpa` if one of them hasn't got it."""
+    for part in one.modules():
+        if hasattr(part, "config"):
+            part.config._attn_implementation = name
+
+
+@pytest.mark.parametrize("form", ["whole", "padded"])
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_what_sdpa_runs_has_its_results_and_gradients(layers, make, form):
+    mask = padded() if form == "padded" else torch.ones_like(padded())
+    one, run = make(mask)
+    if not one._supports_sdpa:
+        pytest.skip("this transformers' model has no sdpa")
+    got = {}
+    # With 5.8 the `sdpa` of Doge sees tokens ahead where there is no padding.
+    for name in ("eager" if make is doge else "sdpa", "attnreg"):
+        set_implementation(one, name)
+        out = run()
+        out = out[mask.bool()] if out.shape[1] == LENGTH else out
+        got[name] = out, gradients(one, out)
+        assert bool(layers) == (name == "attnreg")
+    tolerance = 1e-9 if out.dtype == torch.float64 else 2e-5
+    for y, x in zip(*got.values(), strict=True):
+        scale = 1.0 if isinstance(y, torch.Tensor) else max(float(g.abs().max()) for g in y.values())
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * max(scale, 1.0))
+
+
+def minimax_m3_vl_text():
+    """Its layers pass on the indices of the blocks of keys that they choose."""
+    config = theirs("MiniMaxM3VLTextConfig")(
+        **GROUPED, dense_intermediate_size=48, shared_intermediate_size=48, num_local_experts=4,
+        num_experts_per_tok=2, layer_types=["minimax_m3_sparse"] * 2, index_n_heads=2, index_head_dim=8,
+        index_block_size=4, index_topk_blocks=2,
+    )  # fmt: skip
+    return built(transformers.MiniMaxM3VLTextModel, config, torch.float32)
+
+
+MAKERS = (minimax_m3_vl_text,)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_what_is_refused_is_refused_for_the_reason_that_the_list_gives(layers, make):
+    one = make()
+    set_implementation(one, "sdpa")
+    assert one(tokens()).last_hidden_state.isfinite().all()
+    set_implementation(one, "attnreg")
+    with pytest.raises(UnsupportedInputError) as error:
+        one(tokens())
+    assert str(error.value) == REFUSED[make.__name__]
+    assert {make.__name__ for make in MAKERS} == REFUSED.keys()
+
+
+def test_the_list_is_in_the_docs():
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    for name, reason in (REFUSED | AS_EAGER | NAMED).items():
+        assert f"| `{name}` | {reason}" in page
+
+
+def in_double(one, given):
+    """Return results in float64, of the inputs in float64, or None if a model computes some in float32."""
+    double = copy.deepcopy(one).double()
+    given = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+    try:
+        found = results(double, given)
+    except RuntimeError:
+        return None
+    return found if all(x.dtype == torch.float64 for x in found.values()) else None
+
+
+def distance(got, expected):
+    return float((got.double() - expected).abs().max()) if got.numel() else 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")  # of models that are made too small
+@torch.no_grad()
+def test_every_model_that_has_sdpa_is_as_right_as_with_it(layers, name):
+    logging.set_verbosity_error()
+    one = build_model(name)
+    if isinstance(one, str):
+        pytest.skip(one)
+    if name in NAMED:
+        with pytest.raises(KeyError, match="attnreg"):
+            type(one)._from_config(one.config, attn_implementation="attnreg")
+        return
+    for form, given in forms_of(one).items():
+        set_implementation(one, "eager" if name in AS_EAGER else "sdpa")
+        expected = results(one, given)
+        truth = in_double(one, given) or expected
+        set_implementation(one, "attnreg")
+        got = results(one, given)
+        assert got.keys() == expected.keys()
+        for key, x in truth.items():
+            allowed = 2 * distance(expected[key], x) + 1e-5 * distance(x, 0 * x)
+            assert distance(got[key], x) <= allowed, (form, key)
