@@ -158,7 +158,8 @@ class Case:
 
     def reordered(self) -> Case:
         """Return the call with its sequences in reverse order: equal shapes, other offsets."""
-        return replace(self, lens_q=self.lens_q[::-1], lens_k=self.lens_k[::-1])
+        used = None if self.seqused_k is None else self.seqused_k[::-1]
+        return replace(self, lens_q=self.lens_q[::-1], lens_k=self.lens_k[::-1], seqused_k=used)
 
     def scaled(self, queries: float, keys: float) -> Case:
         """Return the call with longer or shorter sequences; an empty sequence stays empty.
