@@ -55,7 +55,8 @@ class Part:
         tokens: of a batch.
         longest: sequence, in tokens.
         options: kernel options of the calls by hand.
-        count: of sequences, from half of the longest on; None to draw them until there are enough tokens.
+        count: how many sequences a batch has, each at least half of the longest. None draws as many as its
+            tokens need.
     """
 
     name: str

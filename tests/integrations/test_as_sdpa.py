@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.causal_models import enlarge
 from support.sdpa_models import (
     AS_EAGER,
     LENGTH,
@@ -62,11 +63,7 @@ def theirs(name):
 
 def built(model, config, dtype=torch.float64):
     torch.manual_seed(0)
-    one = model(config).to(dtype).eval()
-    for x in one.parameters():
-        if x.dim() > 1:
-            torch.nn.init.normal_(x, std=0.3)
-    return one
+    return enlarge(model(config).to(dtype).eval())
 
 
 def tokens():

@@ -82,15 +82,14 @@ def small_config(name, changes, more_sizes=None):
             del sizes[fixed[1]]
 
 
-def _built(name, changes):
-    config = small_config(name, changes)
+def small_model(make, config, implementation, most=MOST_PARAMETERS):
+    """Return a model of `make` with an implementation of attention; an error above `most` parameters."""
     with torch.device("meta"):
-        count = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
-    if count > MOST_PARAMETERS:
+        count = sum(x.numel() for x in make(config).parameters())
+    if count > most:
         raise ValueError(f"too large: {count} parameters")
     torch.manual_seed(0)
-    one = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    return enlarge(one)
+    return enlarge(make(config, attn_implementation=implementation).eval())
 
 
 def enlarge(one):
@@ -108,7 +107,7 @@ def build_model(name, ids):
     reason = ""
     for changes in VARIANTS:
         try:
-            one = _built(name, changes)
+            one = small_model(AutoModelForCausalLM.from_config, small_config(name, changes), "eager")
             with torch.no_grad():
                 if one(input_ids=ids, use_cache=False).logits.isfinite().all():
                     return one

@@ -109,18 +109,6 @@ def forms_of(one):
     return forms
 
 
-def _built(kind, name, changes):
-    config = causal_models.small_config(name, changes, SIZES)
-    with torch.device("meta"):
-        count = sum(x.numel() for x in kind._from_config(config).parameters())
-    if count > MOST_PARAMETERS:
-        raise ValueError(f"too large: {count} parameters")
-    torch.manual_seed(0)
-    one = kind._from_config(config, attn_implementation="sdpa").eval()
-    causal_models.enlarge(one)
-    return one
-
-
 def results(one, given):
     """Return the floating-point tensors of a forward, by name."""
     torch.manual_seed(0)  # some hide patches at random
@@ -143,7 +131,8 @@ def build_model(name):
         return "it has no sdpa"
     for changes in causal_models.VARIANTS:
         try:
-            one = _built(kind, name, changes)
+            config = causal_models.small_config(name, changes, SIZES)
+            one = causal_models.small_model(kind._from_config, config, "sdpa", MOST_PARAMETERS)
         except Exception as error:  # whatever a configuration doesn't like
             reason = reason or f"{type(error).__name__}: {error}"
             continue
