@@ -164,13 +164,17 @@ class Case:
     def scaled(self, queries: float, keys: float) -> Case:
         """Return the call with longer or shorter sequences; an empty sequence stays empty.
 
-        Equal factors keep the order of lengths: a sequence with fewer keys than queries has no more after.
+        The same share of a sequence's keys counts as before. Equal factors keep the order of lengths: a
+        sequence with fewer keys than queries has no more after.
         """
 
         def scale(lens: tuple[int, ...], factor: float) -> tuple[int, ...]:
             return tuple(math.ceil(length * factor) for length in lens)
 
-        return replace(self, lens_q=scale(self.lens_q, queries), lens_k=scale(self.lens_k, keys))
+        used = None if self.seqused_k is None else scale(self.seqused_k, keys)
+        return replace(
+            self, lens_q=scale(self.lens_q, queries), lens_k=scale(self.lens_k, keys), seqused_k=used
+        )
 
     def spec(self, device: Device, *, needs_backward: bool = True) -> AttentionSpec:
         """Return the spec of the call, as selection would see it."""
