@@ -1,7 +1,10 @@
 """Promises of kernels that are given addresses: what they read, and when they can't run any more."""
 
+import ctypes
 import gc
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -10,13 +13,15 @@ from support.launcher_kinds import (
     OnAddresses,
     assert_equal,
     backward_tensors,
+    floats,
     forward_function,
     lse_of,
     tensors,
 )
 from test_launchers import fails
 
-from attnreg.core.launching.launchers import AddressLauncher
+from attnreg.core.launching.launchers import AddressLauncher, OffsetsKernel
+from attnreg.core.torchlib.layout import GRAPH_TREES
 from attnreg.errors import RegistrationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,7 +175,7 @@ def test_what_is_derived_of_offsets_is_kept_while_they_are_unchanged(packed, pai
         for _ in range(4):
             packed(given)
         assert packed.kernel.offsets == given.tolist()
-    assert [one[0] is others for one in packed.kernel.derived] == [False, True, False]
+    assert [one[0] is others for one in packed.kernel.derived] == [False, True]
     pair[1] = 1
     assert not packed(pair)
     assert packed.kernel.offsets == [0, 1, 6]
@@ -206,6 +211,107 @@ def test_derived_tensors_that_were_freed_are_derived_anew(packed, pair):
         packed(pair)
     assert len(packed.kernel.derived) == 3
     assert packed.kernel.offsets == [0, 2, 6]
+
+
+def test_it_is_kept_for_the_newest_four_pairs_of_offsets(packed):
+    pairs = [torch.tensor([0, n, 6], dtype=torch.int32) for n in range(1, 6)]
+    packed(pairs[0])
+    for number in (0, 1, 2, 3, 3, 2, 1, 0, 4, 0):
+        assert not packed(pairs[number])
+        assert packed.kernel.offsets == pairs[number].tolist()
+    assert [int(one[0][1]) for one in packed.kernel.derived] == [1, 2, 3, 4, 5, 1]
+
+
+class Written:
+    """A function in the place of cuLaunchKernel: it writes offsets as floats, from the fourth byte on.
+
+    Attributes:
+        launched: of each launch function, blocks, threads and stream, then the number of sequences, the width
+            and the further words.
+    """
+
+    def __init__(self):
+        self.launched, self.error = [], 0
+        as_c = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+        self._kept = as_c(self._launch)
+        address = ctypes.cast(self._kept, ctypes.c_void_p).value
+        self.kernel = OffsetsKernel(address, 77, 2, 2, 3, (8, 9), (4,))
+
+    def _launch(self, function, blocks, _y, _z, threads, *rest):
+        stream, pointers = rest[-3], rest[-2]
+        places = (ctypes.POINTER(ctypes.c_int64) * 9).from_address(pointers)
+        buffer, q, _, step, _, batch, width, *words = (place[0] for place in places)
+        self.launched.append((function, blocks, threads, stream, batch, width, *words))
+        ends = (ctypes.c_int32 * (batch * step + 1)).from_address(q)[::step]
+        floats(buffer + 4, batch + 1).copy_(torch.tensor(ends))
+        return self.error
+
+
+@pytest.fixture
+def written():
+    return Written()
+
+
+@pytest.fixture
+def by_kernel(packed_plan, written):
+    return Packed(packed_plan, kernel=written.kernel)
+
+
+def test_new_offsets_are_derived_by_the_kernel_and_python_is_not_asked(by_kernel, written):
+    pairs = [torch.tensor([0, n, 6], dtype=torch.int32) for n in (1, 2, 3, 5)]
+    by_kernel(pairs[0])
+    for given in (*pairs, *pairs):
+        assert not by_kernel(given)
+        assert by_kernel.kernel.offsets == given.tolist()
+    assert by_kernel.kernel.derived == []
+    assert written.launched == [(77, 2, 2, None, 2, 3, 8, 9)] * 4
+    pairs[0][1] = 4
+    assert not by_kernel(pairs[0])
+    assert by_kernel.kernel.offsets == [0, 4, 6]
+    assert len(written.launched) == 5
+
+
+def test_what_the_kernel_has_written_is_compared_by_python_after_a_while(
+    by_kernel, written, pair, trust_offsets
+):
+    trust_offsets(0.0)
+    by_kernel(pair)
+    for _ in range(4):
+        assert not by_kernel(pair)
+    first, *others = by_kernel.kernel.derived
+    assert [len(given) for given in (first, *others)] == [3] * 3
+    assert first[2].shape == (2, 3)
+    assert all(given[2] is first[2] for given in others)
+    assert len(written.launched) == 1
+
+
+def test_offsets_without_a_version_are_derived_by_the_kernel_in_each_call(by_kernel, written):
+    with torch.inference_mode():
+        pair = torch.tensor([0, 2, 6], dtype=torch.int32)
+    by_kernel(pair)
+    for _ in range(3):
+        assert not by_kernel(pair)
+        assert by_kernel.kernel.offsets == [0, 2, 6]
+    assert len(written.launched) == 3
+
+
+def test_where_inductors_graph_trees_are_in_use_nothing_is_kept(by_kernel, written, pair, monkeypatch):
+    monkeypatch.setitem(sys.modules, GRAPH_TREES, types.ModuleType("trees"))
+    by_kernel(pair)
+    for begin in (2, 3, 4):
+        pair.data[1] = begin  # a replay writes it, and torch doesn't count that
+        assert not by_kernel(pair)
+        assert by_kernel.kernel.offsets == [0, begin, 6]
+    assert len(written.launched) == 3
+
+
+def test_a_kernel_that_fails_is_an_error_with_its_number(by_kernel, written, pair):
+    by_kernel(pair)
+    written.error = 719
+    with pytest.raises(RuntimeError, match="failed with CUDA error 719"):
+        by_kernel(pair)
+    written.error = 0
+    assert not by_kernel(pair)
 
 
 # ---- a kernel that can't run, and errors

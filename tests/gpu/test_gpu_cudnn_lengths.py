@@ -108,6 +108,23 @@ def test_packed_training_is_right_where_each_step_has_other_lengths(named, front
     assert ran() == {named: (steps, steps)}
 
 
+def test_new_offsets_are_written_by_the_call_cache(named, ran, request, monkeypatch):
+    draw, steps, written = random.Random(0), 24, []
+    write = lengths.BatchLengths._write
+    monkeypatch.setattr(lengths.BatchLengths, "_write", lambda *given: written.append(1) or write(*given))
+    attend = functools.partial(attnreg.varlen_attn, window_size=CAUSAL)
+    with attnreg.register_backend(named):
+        for seed in range(steps):
+            lens = [draw.randint(1, 300) for _ in range(7)]
+            given = gpu.packed([*lens, 2400 - sum(lens)], seed=seed)
+            gpu.assert_near(gpu.run(attend, given), gpu.expected(given, window=CAUSAL)[0])
+            if seed == steps // 2:
+                written.clear()
+    assert ran() == {named: (steps, steps)}
+    if request.config.getoption("--routers") == "compiled":
+        assert written == []
+
+
 def test_a_cache_that_grows_is_read_right_in_each_step(named, ran):
     lengths_k = range(600, 612)
     with attnreg.register_backend(named):

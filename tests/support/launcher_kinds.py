@@ -124,7 +124,8 @@ class OnAddresses:
     Attributes:
         prepared: the lengths and strides that it was asked about.
         launched: for each launch whether there was a workspace, and the stream.
-        derived, vectors: the offsets that something was derived of, and weak references to that.
+        derived, vectors: the offsets that something was derived of, and weak references to that. What the
+            call cache has derived itself and has compared comes behind the offsets.
         can: False where it can't launch any more, None where nothing can be derived, "" where nothing can
             be prepared.
         keeps: whether what was derived is kept with the offsets.
@@ -166,6 +167,8 @@ class OnAddresses:
         self.derived.append(pair)
         if self.can is None:
             return None
+        if len(pair) > 2:
+            return pair[2], (4,)
         vector = torch.cat((torch.zeros(1), pair[0].float()))
         if self.keeps:
             vector = offsets.derived_from(pair, 0, (id(self),), lambda *_: Vector(vector)).tensor

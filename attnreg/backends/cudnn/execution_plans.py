@@ -20,7 +20,14 @@ from torch import Tensor
 
 from attnreg.backends.cudnn import rounding
 from attnreg.backends.cudnn.graph import ExecutionPlan, build
-from attnreg.backends.cudnn.lengths import Inputs, OffsetsRead, inputs_of, tensors_of
+from attnreg.backends.cudnn.lengths import (
+    Inputs,
+    OffsetsRead,
+    inputs_of,
+    kernel_of,
+    rows_of,
+    tensors_of,
+)
 from attnreg.backends.cudnn.problem import GIVEN, RESULTS, Problem
 from attnreg.core.launching.launchers import Prepared
 from attnreg.core.torchlib.isolation import run_in_thread
@@ -192,12 +199,17 @@ class ExecutionPlans:
             plan.run_on_addresses(addresses, workspace, self.handle(device, stream).backend_handle)
             return True
 
-        def derive(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Inputs | None:
+        of_offsets = rows_of(plan) if kind.packed else None
+
+        def derive(
+            cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, written: Tensor | None = None
+        ) -> Inputs | None:
             plan = reference()
             if plan is None:
                 return None
-            stream = stream_of(cu_seqlens_q)
-            return inputs_of(plan, self.read, problem.batch, stream, cu_seqlens_q, cu_seqlens_k)
+            known = None if of_offsets is None or written is None else (of_offsets, written)
+            batch, offsets = problem.batch, (cu_seqlens_q, cu_seqlens_k)
+            return inputs_of(plan, self.read, batch, stream_of(cu_seqlens_q), *offsets, written=known)
 
         # The execution plan's lengths and ragged offsets come after all tensors.
         order = *GIVEN[kind.direction], *RESULTS[kind.direction]
@@ -210,6 +222,7 @@ class ExecutionPlans:
         return Prepared(
             launch, operands, plan.workspace,
             problem.token_first and kind.direction == "forward", lse_strides, derive if kind.packed else None,
+            kernel=None if of_offsets is None else kernel_of(plan, of_offsets, problem.batch, device),
         )  # fmt: skip
 
     def _build(self, problem: Problem) -> ExecutionPlan:

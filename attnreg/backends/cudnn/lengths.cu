@@ -5,8 +5,8 @@ typedef long long i64;
 // Row 0 has the lengths, two vectors of 32 bits; rows 1 and 2 where the sequences of queries and of keys begin, in
 // tokens; the others the same times a token stride. What lies behind the last sequence is empty.
 extern "C" __global__ void attnreg_cudnn_lengths(
-    i64* rows, const int* offsets_q, const int* offsets_k, const int* used, i64 step_q, i64 step_k,
-    i64 step_used, i64 batch, i64 width, i64 count, i64 of_keys, i64 s0, i64 s1, i64 s2, i64 s3, i64 s4,
+    i64* rows, const int* offsets_q, const int* offsets_k, i64 step_q, i64 step_k, i64 batch, i64 width,
+    const int* used, i64 step_used, i64 count, i64 of_keys, i64 s0, i64 s1, i64 s2, i64 s3, i64 s4,
     i64 s5, i64 s6, i64 s7, i64 s8, i64 s9, i64 s10, i64 s11) {
   const i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (column >= width) return;

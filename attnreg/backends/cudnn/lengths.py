@@ -14,8 +14,9 @@ from torch import Tensor
 
 from attnreg.backends.cudnn.graph import ExecutionPlan
 from attnreg.backends.cudnn.problem import RaggedOffset, Slot
+from attnreg.core.launching.launchers import OffsetsKernel
 from attnreg.core.launching.offsets import derived_from
-from attnreg.core.torchlib.device_code import DeviceKernel
+from attnreg.core.torchlib.device_code import DeviceKernel, launch_function
 from attnreg.core.torchlib.layout import uninitialized
 
 # How many ragged offsets the kernel writes at most, besides the two of token stride 1. A model whose queries
@@ -99,14 +100,20 @@ def inputs_of(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None = None,
+    written: tuple[Rows, Tensor] | None = None,
 ) -> Inputs:
     """Return an execution plan's lengths, written once and kept while the offsets exist unchanged.
 
     The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are on the current device, and `stream` is a
-    stream of it. The other arguments are described at `BatchLengths`.
+    stream of it. `written` is the tensor that the call cache has written for the offsets, if it has: that is
+    compared and returned. The other arguments are described at `BatchLengths`.
     """
     offsets, make = (cu_seqlens_q, cu_seqlens_k, seqused_k), partial(BatchLengths, read, batch, stream)
-    return derived_from(offsets, stream, ("cuDNN", batch), make).inputs_of(plan, *offsets)
+    purpose: tuple[object, ...] = "cuDNN", batch
+    if written is None:
+        return derived_from(offsets, stream, purpose, make).inputs_of(plan, *offsets)
+    used = make(*offsets, written)
+    return derived_from(offsets, stream, (*purpose, id(written[1])), make, used).inputs_of(plan, *offsets)
 
 
 def tensors_of(plan: ExecutionPlan, inputs: Inputs) -> list[Tensor]:
@@ -132,6 +139,7 @@ class BatchLengths:
         stream: a CUDA stream of the offsets' device.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,).
         seqused_k: the number of keys of each sequence that count, int32 (B,). None counts all.
+        written: a buffer with these lengths, and its rows, if there is one.
     """
 
     def __init__(
@@ -142,10 +150,12 @@ class BatchLengths:
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
         seqused_k: Tensor | None,
+        written: tuple[Rows, Tensor] | None = None,
     ) -> None:
         self._read, self._batch, self._stream = read, batch, stream
-        self._buffers: list[tuple[Rows, Tensor]] = []
-        self._write(cu_seqlens_q, cu_seqlens_k, seqused_k)
+        self._buffers = [] if written is None else [written]
+        if written is None:
+            self._write(cu_seqlens_q, cu_seqlens_k, seqused_k)
 
     def differs(self, newer: BatchLengths) -> Tensor:
         """Return whether a sequence has another begin or length, as a boolean tensor () on the device."""
@@ -169,17 +179,40 @@ class BatchLengths:
     def _write(self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None) -> None:
         """Write one more buffer, int64 (rows, width)."""
         known, device = self._read.now, cu_seqlens_q.device
-        width = (self._batch + 4) // 4 * 4  # so that each vector begins at a multiple of sixteen bytes
+        width = _width(self._batch)
         buffer = uninitialized((3 + len(known.ragged), width), (width, 1), torch.int64, device)
         if device.type == "cuda" and WRITE.available(device):
-            used, step = (0, 0) if seqused_k is None else (seqused_k, seqused_k.stride(0))
-            steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0), step
+            used = (0, 0) if seqused_k is None else (seqused_k, seqused_k.stride(0))
+            offsets = cu_seqlens_q, cu_seqlens_k, cu_seqlens_q.stride(0), cu_seqlens_k.stride(0)
             sizes = cu_seqlens_q.shape[0] - 1, width
-            arguments = buffer, cu_seqlens_q, cu_seqlens_k, used, *steps, *sizes, *known.numbers
+            arguments = buffer, *offsets, *sizes, *used, *known.numbers
             WRITE(-(-width // _BLOCK), _BLOCK, *arguments, stream=self._stream)
         else:
             _write_by_ops(buffer, known.ragged, cu_seqlens_q, cu_seqlens_k, seqused_k)
         self._buffers.append((known, buffer))
+
+
+def rows_of(plan: ExecutionPlan) -> Rows | None:
+    """Return the rows that one execution plan reads; None if they are more than the kernel writes."""
+    wanted = {x for x in plan.lengths if isinstance(x, RaggedOffset) and x.token_stride != 1}
+    return Rows(tuple(sorted(wanted))) if len(wanted) <= MOST else None
+
+
+def kernel_of(plan: ExecutionPlan, rows: Rows, batch: int, device: int) -> OffsetsKernel | None:
+    """Return the kernel that writes an execution plan's rows, for the call cache; None where it can't run.
+
+    `batch` is the number of sequences of the execution plan, `device` the index of the GPU.
+    """
+    function, width = WRITE.address(device), _width(batch)
+    if function is None or (places := rows.places_of(plan, width)) is None:
+        return None
+    words = 0, 0, *rows.numbers  # no `seqused_k`
+    return OffsetsKernel(launch_function(), function, _BLOCK, 3 + len(rows.ragged), width, words, places)
+
+
+def _width(batch: int) -> int:
+    """Return the length of a row, such that each vector begins at a multiple of sixteen bytes."""
+    return (batch + 4) // 4 * 4
 
 
 def _write_by_ops(

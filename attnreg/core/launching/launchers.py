@@ -246,6 +246,29 @@ class FunctionLauncher:
         return None if results is None else call.cleared(results, self.window)
 
 
+class OffsetsKernel(NamedTuple):
+    """A kernel on the GPU that writes what a launch reads of new offsets; the call cache launches it.
+
+    Its arguments have eight bytes each: the address of the tensor, the addresses of both offsets, their
+    strides, the number of sequences, `width`, then `words`.
+
+    Attributes:
+        launch, function: the address of cuLaunchKernel, and the function's handle.
+        threads: the threads of a block. All blocks together have at least `width`.
+        rows, width: the size of the tensor, int64 (rows, width).
+        words: the further arguments.
+        places: where in the tensor a launch reads, in bytes, as `Prepared.derive` returns them.
+    """
+
+    launch: int
+    function: int
+    threads: int
+    rows: int
+    width: int
+    words: tuple[int, ...]
+    places: tuple[int, ...]
+
+
 class Prepared(NamedTuple):
     """How a kernel on addresses runs calls of some lengths.
 
@@ -266,10 +289,13 @@ class Prepared(NamedTuple):
             calls' offsets, and places in it. The places, in bytes, belong to the numbers in `operands`. It
             returns None if it can't run any more. `offsets.derived_from` keeps the tensor. While offsets and
             tensor exist unchanged, it is called again only after `offsets.TRUSTED` seconds. None for dense
-            calls.
+            calls. A third argument is the tensor that `kernel` has written for these offsets and that has
+            been read for so long: the device has to compare it.
         lengths: for which other lengths, with the same strides, all of this is the same: of batch, max_q,
             max_k, tokens_q and tokens_k the least and the most. The call cache then doesn't ask again. None
             if it is for just the lengths that were asked for.
+        kernel: writes what `derive` returns, for offsets that are new to the call cache. None if no kernel
+            does.
     """
 
     launch: Callable[[int, int, int], bool]
@@ -277,8 +303,9 @@ class Prepared(NamedTuple):
     workspace: int = 0
     lse_token_first: bool = False
     lse_strides: tuple[int, ...] | None = None
-    derive: Callable[[Tensor, Tensor], tuple[Tensor, tuple[int, ...]] | None] | None = None
+    derive: Callable[..., tuple[Tensor, tuple[int, ...]] | None] | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
+    kernel: OffsetsKernel | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "addresses.h"
 #include "device_code.h"
 #include "launchers.h"
 #include "lengths.h"

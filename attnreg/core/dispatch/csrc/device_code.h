@@ -15,7 +15,6 @@ struct Window {
 
 // cuLaunchKernel, and the functions on one GPU; as `DeviceKernel.address` returns them.
 struct DeviceCode {
-  using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   LaunchKernel launch = nullptr;
   void *clear_forward = nullptr, *clear_backward = nullptr, *facts = nullptr, *blank = nullptr, *append = nullptr;
 };
@@ -32,25 +31,9 @@ inline const DeviceCode* device_code_of(c10::Device device) {
   return fits && is_there[index].load(std::memory_order_acquire) ? &device_codes[index] : nullptr;
 }
 
-// The address of a tensor as an argument of a kernel.
-inline int64_t word_of(const at::Tensor& tensor) {
-  return reinterpret_cast<int64_t>(address_of(tensor));
-}
-
 inline void launch_on(
     const DeviceCode& code, void* function, int64_t blocks, int64_t threads, const at::Tensor& tensor, at::ArrayRef<int64_t> words) {
-  std::array<int64_t, 32> memory;
-  std::array<void*, 32> pointers;
-  size_t count = 0;
-  for (const int64_t word : words) {
-    memory[count] = word;
-    pointers[count] = &memory[count];
-    count++;
-  }
-  const int error = code.launch(
-      function, static_cast<unsigned>(blocks), 1, 1, static_cast<unsigned>(threads), 1, 1, 0, stream_of(tensor).native_handle(),
-      pointers.data(), nullptr);
-  TORCH_CHECK(error == 0, "a kernel for packed calls failed with CUDA error ", error);
+  launch_words(code.launch, function, blocks, threads, stream_of(tensor).native_handle(), words);
 }
 
 inline int64_t place_of_answer(const Launch& call) {

@@ -9,6 +9,7 @@
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -76,40 +77,33 @@ struct SeenOffsets {
     return queries.is(other_queries) && keys.is(other_keys) && stream == other_stream;
   }
 
-  bool are(const at::Tensor& other_queries, const at::Tensor& other_keys, c10::Stream other_stream) const {
-    return look_like(other_queries, other_keys, other_stream) && Clock::now() < until;
+  bool is_trusted() const {
+    return Clock::now() < until;
   }
 };
 
-struct Derived {  // what was derived of a pair of offsets; Python owns the tensor
-  SeenOffsets offsets;
-  Weak tensor;
-  std::vector<int64_t> places;
-};
+// cuLaunchKernel.
+using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 
-struct Read {  // what a kernel reads of offsets: places in a tensor, in bytes
-  at::Tensor tensor;
-  std::vector<int64_t> places;
-};
+constexpr size_t kMostWords = 32;  // the arguments of a kernel of ours, which have eight bytes each
 
-struct Prepared {  // how a kernel on addresses runs calls of some lengths and strides
-  Lengths least, most;
-  std::vector<int64_t> strides;  // of all tensors, one after the other
-  Object launch;
-  std::vector<size_t> operands;
-  int64_t workspace;
-  bool lse_token_first;
-  std::optional<std::vector<int64_t>> lse_strides;
-  Object derive;                           // none of dense calls
-  mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
-};
+// The address of a tensor as an argument of a kernel.
+inline int64_t word_of(const at::Tensor& tensor) {
+  return reinterpret_cast<int64_t>(address_of(tensor));
+}
 
-constexpr size_t kMostPrepared = 4;  // batches alternate between a few buckets of lengths
-
-struct AddressLauncher {  // a kernel that is given the addresses of its tensors
-  Object prepare;
-  mutable std::vector<std::shared_ptr<const Prepared>> prepared;  // the newest last; under the interpreter's lock
-};
+// Launch a kernel of ours on a stream of the current device.
+inline void launch_words(
+    LaunchKernel launch, void* function, int64_t blocks, int64_t threads, void* stream, at::ArrayRef<int64_t> words) {
+  std::array<int64_t, kMostWords> memory;
+  std::array<void*, kMostWords> pointers;
+  for (size_t i = 0; i < words.size(); i++) {
+    memory[i] = words[i];
+    pointers[i] = &memory[i];
+  }
+  const int error = launch(function, static_cast<unsigned>(blocks), 1, 1, static_cast<unsigned>(threads), 1, 1, 0, stream, pointers.data(), nullptr);
+  TORCH_CHECK(error == 0, "a kernel for packed calls failed with CUDA error ", error);
+}
 
 struct NativeLauncher {  // a C function
   NativeFunction function;
@@ -292,201 +286,6 @@ inline bool launch(const NativeLauncher& launcher, const Launch& call, Tensors& 
                           call.table ? static_cast<const int32_t*>(address_of(*call.table)) : nullptr,
                           call.table ? call.table->size(1) : 0};
   return launcher.function(launcher.context, &native) == 0;
-}
-
-// What was derived of the offsets the last time, if neither has changed and its tensor is still alive.
-inline std::optional<Read> kept_derived(
-    const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
-  const auto& last = launcher.derived;
-  if (!last || !last->offsets.are(queries, keys, stream)) {
-    return std::nullopt;
-  }
-  auto tensor = last->tensor.lock();
-  if (!tensor) {
-    return std::nullopt;
-  }
-  return Read{at::Tensor(std::move(tensor)), last->places};
-}
-
-// What the kernel reads of the offsets; nothing if it can't run any more. With the interpreter's lock.
-inline std::optional<Read> derive(
-    const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
-  std::optional<SeenOffsets> seen;
-  if (counts_versions(queries) && counts_versions(keys)) {
-    if (auto kept = kept_derived(launcher, queries, keys, stream)) {
-      return kept;
-    }
-    // Before Python looks at them: another thread may write to them meanwhile.
-    seen.emplace(SeenOffsets{Seen(queries), Seen(keys), stream});
-  }
-  const Object found = call_python(
-      launcher.derive.get(), {owned(THPVariable_Wrap(queries)), owned(THPVariable_Wrap(keys))});
-  if (found.get() == Py_None) {
-    return std::nullopt;
-  }
-  PyObject *tensor = nullptr, *places = nullptr;
-  if (!PyTuple_Check(found.get()) || !PyArg_ParseTuple(found.get(), "OO!", &tensor, &PyTuple_Type, &places) || !THPVariable_Check(tensor)) {
-    PyErr_Clear();
-    TORCH_CHECK_TYPE(false, "attnreg: Prepared.derive returned a ", Py_TYPE(found.get())->tp_name,
-                     tensor ? c10::str(" of a ", Py_TYPE(tensor)->tp_name) : "", ", expected a tuple of a tensor and a tuple of places, or None");
-  }
-  Read read{THPVariable_Unpack(tensor), numbers_of(places)};
-  TORCH_CHECK(read.tensor.device() == queries.device(), "attnreg: Prepared.derive returned a tensor on ", read.tensor.device(),
-              ", expected ", queries.device());
-  const auto bytes = static_cast<int64_t>(read.tensor.nbytes());
-  for (const int64_t place : read.places) {
-    TORCH_CHECK_INDEX(place >= 0 && place < bytes, "attnreg: Prepared.derive returned the place ", place, " in a tensor of ", bytes, " bytes");
-  }
-  if (seen) {
-    launcher.derived.emplace(Derived{std::move(*seen), Weak(read.tensor.getIntrusivePtr()), read.places});
-  }
-  return read;
-}
-
-constexpr size_t kLse = 5;  // its place among the tensors of a backward
-
-inline std::vector<int64_t> strides_of(const Launch& call) {
-  std::vector<int64_t> strides;
-  for (size_t i = 0; i < call.operands(); i++) {
-    strides.insert(strides.end(), call.tensors[i].strides().begin(), call.tensors[i].strides().end());
-  }
-  return strides;
-}
-
-// Whether lengths lie between others, ends included.
-inline bool are_between(const Lengths& lengths, const Lengths& least, const Lengths& most) {
-  for (size_t i = 0; i < Lengths::kCount; i++) {
-    if (lengths.numbers[i] < least.numbers[i] || lengths.numbers[i] > most.numbers[i]) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Read for which lengths a `Prepared` is: a pair of the least and the most of each, or None for those of the call.
-inline void read_bounds(PyObject* bounds, const Lengths& lengths, Prepared& how) {
-  how.least = how.most = lengths;
-  if (bounds == Py_None) {
-    return;
-  }
-  const bool is_tuple = PyTuple_Check(bounds) && PyTuple_GET_SIZE(bounds) == static_cast<Py_ssize_t>(Lengths::kCount);
-  for (size_t i = 0; is_tuple && i < Lengths::kCount; i++) {
-    long long least = 0, most = 0;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(bounds, static_cast<Py_ssize_t>(i)), "LL", &least, &most)) {
-      throw_error_of_python();
-    }
-    how.least.numbers[i] = least;
-    how.most.numbers[i] = most;
-  }
-  TORCH_CHECK_TYPE(is_tuple && are_between(lengths, how.least, how.most),
-                   "attnreg: Prepared.lengths: expected a pair for each of five lengths, with those that it was asked for between them");
-}
-
-// How a kernel on addresses runs a call, by Python; null where it doesn't. With the interpreter's lock.
-inline std::shared_ptr<const Prepared> prepare(const AddressLauncher& launcher, const Launch& call, std::vector<int64_t> strides) {
-  std::vector<Object> arguments;
-  for (const int64_t number : call.lengths.numbers) {
-    arguments.push_back(owned(PyLong_FromLongLong(number)));
-  }
-  const Object of_tensors = owned(PyTuple_New(static_cast<Py_ssize_t>(call.operands())));
-  for (size_t i = 0; i < call.operands(); i++) {
-    PyTuple_SET_ITEM(of_tensors.get(), static_cast<Py_ssize_t>(i), tuple_of(call.tensors[i].strides()));
-  }
-  arguments.push_back(of_tensors);
-  const Object returned = call_python(launcher.prepare.get(), arguments);
-  if (returned.get() == Py_None) {
-    return nullptr;
-  }
-  PyObject *launch = nullptr, *operands = nullptr, *lse_strides = nullptr, *derive = nullptr, *bounds = nullptr;
-  Py_ssize_t workspace = 0;
-  int lse_token_first = 0;
-  if (!PyTuple_Check(returned.get()) ||
-      !PyArg_ParseTuple(returned.get(), "OO!npOOO", &launch, &PyTuple_Type, &operands, &workspace, &lse_token_first,
-                        &lse_strides, &derive, &bounds)) {
-    PyErr_Clear();
-    TORCH_CHECK_TYPE(false, "attnreg: AddressLauncher.prepare returned a ", Py_TYPE(returned.get())->tp_name,
-                     ", expected a Prepared or None");
-  }
-  auto how = std::make_shared<Prepared>();
-  read_bounds(bounds, call.lengths, *how);
-  how->strides = std::move(strides);
-  how->launch = held(launch);
-  for (const int64_t number : numbers_of(operands)) {
-    how->operands.push_back(static_cast<size_t>(number));
-  }
-  how->workspace = workspace;
-  how->lse_token_first = lse_token_first != 0;
-  if (lse_strides != Py_None) {
-    how->lse_strides = numbers_of(lse_strides);
-  }
-  if (derive != Py_None) {
-    how->derive = held(derive);
-  }
-  std::shared_ptr<const Prepared> dropped;  // last of all: what it owns may then do anything
-  if (launcher.prepared.size() >= kMostPrepared) {
-    dropped = std::move(launcher.prepared.front());
-    launcher.prepared.erase(launcher.prepared.begin());
-  }
-  launcher.prepared.push_back(how);
-  return how;
-}
-
-// Run a kernel on addresses; false if it can't run the call.
-inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors& results) {
-  TORCH_CHECK(!call.used, "attnreg: a launcher isn't given all options of a call");
-  const size_t count = call.operands();
-  const auto device = call.tensors[0].device();
-  const c10::Stream stream = stream_of(call.tensors[0]);
-  std::vector<int64_t> strides = strides_of(call);
-  const WithGil gil;
-  const auto kept = std::find_if(launcher.prepared.begin(), launcher.prepared.end(), [&](const auto& one) {
-    return are_between(call.lengths, one->least, one->most) && one->strides == strides;
-  });
-  std::shared_ptr<const Prepared> how = kept == launcher.prepared.end() ? nullptr : *kept;
-  if (!how) {
-    how = prepare(launcher, call, std::move(strides));
-    if (!how) {
-      return false;
-    }
-  }
-  Tensors operands(call.tensors.begin(), call.tensors.begin() + count);
-  if (how->lse_strides) {
-    operands[kLse] = with_strides(operands[kLse], *how->lse_strides);
-  }
-  allocate(call, how->lse_token_first, results);
-  at::Tensor workspace;
-  if (how->workspace > 0) {
-    workspace = at::empty({how->workspace}, at::TensorOptions().dtype(at::kByte).device(device));
-  }
-  Read derived;
-  if (how->derive) {
-    auto of_offsets = derive(*how, call.offsets(0), call.offsets(1), stream);
-    if (!of_offsets) {
-      return false;
-    }
-    derived = std::move(*of_offsets);
-  }
-  c10::SmallVector<const void*, 32> addresses;
-  for (const size_t number : how->operands) {
-    const size_t result = number - count, further = result - results.size();
-    if (number < count) {
-      addresses.push_back(address_of(operands[number]));
-    } else if (result < results.size()) {
-      addresses.push_back(address_of(results[result]));
-    } else {
-      TORCH_CHECK_INDEX(further < derived.places.size(), "attnreg: Prepared.operands has ", number,
-                        ", expected less than ", count + results.size() + derived.places.size());
-      addresses.push_back(static_cast<const char*>(address_of(derived.tensor)) + derived.places[further]);
-    }
-  }
-  const Object launched = call_python(
-      how->launch.get(),
-      {owned(PyLong_FromVoidPtr(addresses.data())),
-       owned(PyLong_FromVoidPtr(workspace.defined() ? address_of(workspace) : nullptr)),
-       owned(PyLong_FromVoidPtr(device.is_cuda() ? stream.native_handle() : nullptr))});
-  TORCH_CHECK_TYPE(PyBool_Check(launched.get()), "attnreg: Prepared.launch returned a ",
-                   Py_TYPE(launched.get())->tp_name, ", expected True or False");
-  return launched.get() == Py_True;
 }
 
 // Run a function of Python's; false if it can't run the call any more.

@@ -133,7 +133,7 @@ PyObject* set_device_code(PyObject*, PyObject* args) {
   if (index >= 0 && index < kMostDevices && !is_there[index]) {
     void* pointers[7];
     std::transform(addresses, addresses + 7, pointers, PyLong_AsVoidPtr);
-    device_codes[index] = {reinterpret_cast<DeviceCode::LaunchKernel>(pointers[0]), pointers[1], pointers[2], pointers[3], pointers[4], pointers[5]};
+    device_codes[index] = {reinterpret_cast<LaunchKernel>(pointers[0]), pointers[1], pointers[2], pointers[3], pointers[4], pointers[5]};
     if (!answers) {
       answers = static_cast<volatile uint16_t*>(pointers[6]);
     }
