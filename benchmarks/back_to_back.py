@@ -1,4 +1,4 @@
-"""What of a small packed call is new, and what that costs: tensors, offsets or lengths.
+"""What of a small call is new, and what that costs: tensors, offsets, lengths, or one key more.
 
     python benchmarks/back_to_back.py [--backends FA4,FA2,cuDNN] [--calls N] [--rounds N] [--out FILE]
 
@@ -6,11 +6,14 @@ All batches are drawn before the first call, so that nothing runs between calls:
 between the layers of a model. `attnreg bench fresh` draws a batch before each call, which finds them cold. A
 figure is a median in µs, from an idle device to an idle device; in parentheses is the host's part. The first
 eight calls of a turn don't count. Torch's own function and flash-attn-4's are sides, where they run.
+
+Packed calls come first, then decoding: a token each of eight sequences, with a cache of 600 keys and more.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import random
 import statistics
@@ -18,17 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 import attnreg
+from attnreg.flash_attn import flash_attn_with_kvcache
 from attnreg.tools.bench.report import save, show, show_machine
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import shuffled, timer_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 SEQUENCES, LONGEST, HEADS, DIM, WARM_UP = 8, 256, 8, 64, 8
-STATES = "same", "new tensors", "new offsets", "new lengths"
+FIRST, ROOM, HEADS_Q, DIM_OF_CACHE = 600, 1024, 32, 128
 TORCH, PACKAGE = "torch's varlen_attn", "flash-attn-4's own"
 
 Batch = tuple[list["Tensor"], "Tensor", int]
@@ -80,15 +87,15 @@ def fronts(backends: list[str]) -> dict[str, Any]:
     return {TORCH: torchs, PACKAGE: packages, "attnreg": functools.partial(ours, None), **named}
 
 
-def turn(front: Any, batches: list[Batch], grad: bool, device: torch.device) -> list[tuple[float, float]]:
+def turn(front: Any, batches: list[Any], grad: bool, device: torch.device) -> list[tuple[float, float]]:
     """Return the seconds of each call that counts: in all, and of the host."""
     timer, taken = timer_for(device), []
-    for number, (tensors, offsets, longest) in enumerate(batches):
+    for number, batch in enumerate(batches):
         timer.wait()
         begun = timer.now()
-        out = front(tensors, offsets, longest)
+        out = front(*batch)
         if grad:
-            torch.autograd.grad(out, tensors, out.detach())
+            torch.autograd.grad(out, batch[0], out.detach())
         host = timer.now() - begun
         timer.wait()
         if number >= WARM_UP:
@@ -96,34 +103,102 @@ def turn(front: Any, batches: list[Batch], grad: bool, device: torch.device) -> 
     return taken
 
 
-def wrong_by(front: Any, batch: Batch) -> float:
-    """Return how far a side's output is at most from that of `math` in float32."""
-    tensors, offsets, longest = batch
-    right = fronts(["math"])["attnreg, math"]([x.detach().float() for x in tensors], offsets, longest)
-    return float((front(*batch).detach().float() - right).abs().max())
-
-
-def measure(backends: list[str], grad: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each side, with the medians of each state in µs."""
-    device, rows = torch.device(options.device), []
+def packed(backends: list[str], grad: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of packed calls; see `measure`."""
+    device = torch.device(options.device)
     batches, sides = states(options.calls + WARM_UP, device, grad), fronts(backends)
+
+    def right(tensors: list[Tensor], *rest: Any) -> Tensor:
+        out: Tensor = fronts(["math"])["attnreg, math"]([x.detach().float() for x in tensors], *rest)
+        return out
+
+    step = "forward + backward" if grad else "forward"
+    return measure(step, sides, batches, right, grad, options)
+
+
+def decoding(backends: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of decoding with a cache: through SDPA, and by one call that appends a token."""
+    device, dtype = torch.device(options.device), torch.bfloat16
+    query = torch.randn(SEQUENCES, 1, HEADS_Q, DIM_OF_CACHE, device=device, dtype=dtype)
+    keys, values = (
+        torch.randn(SEQUENCES, ROOM, HEADS, DIM_OF_CACHE, device=device, dtype=dtype) for _ in "kv"
+    )
+    counts = torch.arange(ROOM, dtype=torch.int32, device=device)
+    held = [count.expand(SEQUENCES).contiguous() for count in counts - 1]
+
+    def sdpa(x: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+        q, k, v = x.transpose(1, 2), k[:, :length].transpose(1, 2), v[:, :length].transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    def by_one_call(length: int) -> Tensor:
+        new = keys[:, length - 1 : length], values[:, length - 1 : length]
+        return flash_attn_with_kvcache(query, keys, values, *new, cache_seqlens=held[length])
+
+    through_sdpa = functools.partial(sdpa, query, keys, values)
+    sides: dict[str, Any] = {"torch's SDPA": through_sdpa, "flash_attn_with_kvcache": by_one_call}
+    for name in backends:
+        sides |= {f"SDPA, {name}": through_sdpa, f"flash_attn_with_kvcache, {name}": by_one_call}
+    count = options.calls + WARM_UP
+    batches = {"same": [(FIRST,)] * count, "one key more": [(FIRST + n,) for n in range(count)]}
+
+    def right(length: int) -> Tensor:
+        return sdpa(query.float(), keys.float(), values.float(), length)
+
+    return measure("decoding", sides, batches, right, False, options)
+
+
+@contextlib.contextmanager
+def within(side: str) -> Iterator[None]:
+    """Choose the backend of a side of decoding, if it names one; SDPA needs routers for that."""
+    front, _, backend = side.partition(", ")
+    if front not in ("SDPA", "flash_attn_with_kvcache") or not backend:
+        yield
+        return
+    if front == "SDPA":
+        attnreg.install()
+    try:
+        with attnreg.use_backend(backend):
+            yield
+    finally:
+        attnreg.uninstall()
+
+
+def wrong_by(front: Any, batch: Any, right: Any) -> float:
+    """Return how far a side's output is at most from the right one."""
+    return float((front(*batch).detach().float() - right(*batch)).abs().max())
+
+
+def measure(
+    step: str,
+    sides: dict[str, Any],
+    batches: dict[str, list[Any]],
+    right: Any,
+    grad: bool,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Return a row for each side, with the medians of each state in µs.
+
+    `right` returns a batch's output in float32.
+    """
+    device, rows = torch.device(options.device), []
     taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
     failed: dict[str, str] = {}
     off: dict[str, float] = {}
     for name in sides:
         try:
-            for state in batches:  # compiles and plans
-                turn(sides[name], batches[state], grad, device)
-            off[name] = max(wrong_by(sides[name], given[-1]) for given in batches.values())
+            with within(name):
+                for state in batches:  # compiles and plans
+                    turn(sides[name], batches[state], grad, device)
+                off[name] = max(wrong_by(sides[name], given[-1], right) for given in batches.values())
         except Exception as error:  # noqa: BLE001 - a side that can't run is a row with its reason
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     able = [(name, state) for name in sides if name not in failed for state in batches]
     for _ in range(options.rounds):
         for name, state in shuffled(able):
-            found = turn(sides[name], batches[state], grad, device)
+            with within(name):
+                found = turn(sides[name], batches[state], grad, device)
             taken.setdefault((name, state), []).extend(found)
     for name in sides:
-        step = "forward + backward" if grad else "forward"
         row: dict[str, Any] = {"step": step, "side": name, "off": off.get(name)}
         for state in batches:
             if (calls := taken.get((name, state))) is not None:
@@ -133,7 +208,7 @@ def measure(backends: list[str], grad: bool, options: argparse.Namespace) -> lis
 
 
 def main() -> None:
-    """Measure forwards, then forwards and backwards, and print their tables."""
+    """Measure packed forwards, forwards and backwards, and decoding, and print their tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -145,19 +220,27 @@ def main() -> None:
     options = parser.parse_args()
     show_machine()
     rows: list[dict[str, Any]] = []
-    for grad in (False, True):
+    backends = options.backends.split(",")
+    parts = (
+        (False, functools.partial(packed, backends, False)),
+        (True, functools.partial(packed, backends, True)),
+        (False, functools.partial(decoding, backends)),
+    )
+    for grad, part in parts:
         with torch.set_grad_enabled(grad):
-            found = measure(options.backends.split(","), grad, options)
+            found = part(options)
         rows += found
         save(options.out, rows)
-        show(f"{found[0]['step']}, µs (of the host)", ("side", *STATES, "off by"), list(map(cells_of, found)))
+        measured = [name for name in found[-1] if name not in ("step", "side", "off", "failed")]
+        cells = [cells_of(row, measured) for row in found]
+        show(f"{found[0]['step']}, µs (of the host)", ("side", *measured, "off by"), cells)
 
 
-def cells_of(row: dict[str, Any]) -> tuple[str, ...]:
+def cells_of(row: dict[str, Any], states: list[str]) -> tuple[str, ...]:
     """Return the cells of a row of the printed table."""
     if "failed" in row:
-        return row["side"], row["failed"][:40], *[""] * len(STATES)
-    return row["side"], *[f"{row[name][0]:.0f} ({row[name][1]:.0f})" for name in STATES], f"{row['off']:.1e}"
+        return row["side"], row["failed"][:40], *[""] * len(states)
+    return row["side"], *[f"{row[name][0]:.0f} ({row[name][1]:.0f})" for name in states], f"{row['off']:.1e}"
 
 
 if __name__ == "__main__":
