@@ -30,11 +30,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 class Packed:
     """Calls `varlen_attn`'s front with a kernel on addresses for its forwards."""
 
-    def __init__(self, plan, **changes):
+    def __init__(self, plan, shape=PACKED, **changes):
         self.plan = plan
-        self.kernel = OnAddresses("forward", PACKED, **changes)
+        self.kernel = OnAddresses("forward", shape, **changes)
         plan.forward = self.kernel.launcher
-        self.tensors = tensors(PACKED)
+        self.tensors = tensors(shape)
 
     def __call__(self, pair):
         """Return whether the call was planned."""
@@ -283,6 +283,22 @@ def test_what_the_kernel_has_written_is_compared_by_python_after_a_while(
     assert first[2].shape == (2, 3)
     assert all(given[2] is first[2] for given in others)
     assert len(written.launched) == 1
+
+
+def test_launchers_that_read_the_same_share_what_was_written(packed_plan, written, pair):
+    same, others = ({"kernel": written.kernel._replace(**changes)} for changes in ({}, {"words": (8, 7)}))
+    for heads, changes, launched in ((2, same, 1), (4, same, 1), (6, others, 2)):
+        call = Packed(packed_plan, (PACKED[0], heads, PACKED[2]), **changes)
+        call(pair)
+        for _ in range(2):
+            assert not call(pair)
+        assert (call.kernel.offsets, call.kernel.derived) == ([0, 2, 6], [])
+        assert len(written.launched) == launched
+    packed_plan.module.drop()
+    call = Packed(packed_plan, **same)
+    call(pair)
+    assert not call(pair)
+    assert len(written.launched) == 3
 
 
 def test_offsets_without_a_version_are_derived_by_the_kernel_in_each_call(by_kernel, written):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import logging
 import threading
 import time
@@ -23,9 +24,9 @@ from attnreg.backends.cudnn.graph import ExecutionPlan, build
 from attnreg.backends.cudnn.lengths import (
     Inputs,
     OffsetsRead,
+    Rows,
     inputs_of,
     kernel_of,
-    rows_of,
     tensors_of,
 )
 from attnreg.backends.cudnn.problem import GIVEN, RESULTS, Problem
@@ -112,7 +113,11 @@ class ExecutionPlans:
         if not problem.kind.packed:
             return plan.prepared
         lengths = rounding.lengths_served(problem, selected, self._first_tokens.of(problem))
-        return plan.prepared._replace(lengths=lengths)
+        # All that execution plans read now, so that those of both directions share what is written.
+        rows, derive = self.read.now, plan.prepared.derive
+        kernel = kernel_of(plan, rows, selected.batch, problem.kind.device)
+        derive = None if derive is None else functools.partial(derive, rows)
+        return plan.prepared._replace(lengths=lengths, derive=derive, kernel=kernel)
 
     def get(self, problem: Problem) -> ExecutionPlan:
         """Return the execution plan of a problem that `select` has returned; builds it if need be.
@@ -199,15 +204,13 @@ class ExecutionPlans:
             plan.run_on_addresses(addresses, workspace, self.handle(device, stream).backend_handle)
             return True
 
-        of_offsets = rows_of(plan) if kind.packed else None
-
         def derive(
-            cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, written: Tensor | None = None
+            rows: Rows, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, written: Tensor | None = None
         ) -> Inputs | None:
             plan = reference()
             if plan is None:
                 return None
-            known = None if of_offsets is None or written is None else (of_offsets, written)
+            known = None if written is None else (rows, written)
             batch, offsets = problem.batch, (cu_seqlens_q, cu_seqlens_k)
             return inputs_of(plan, self.read, batch, stream_of(cu_seqlens_q), *offsets, written=known)
 
@@ -222,7 +225,6 @@ class ExecutionPlans:
         return Prepared(
             launch, operands, plan.workspace,
             problem.token_first and kind.direction == "forward", lse_strides, derive if kind.packed else None,
-            kernel=None if of_offsets is None else kernel_of(plan, of_offsets, problem.batch, device),
         )  # fmt: skip
 
     def _build(self, problem: Problem) -> ExecutionPlan:

@@ -192,16 +192,11 @@ class BatchLengths:
         self._buffers.append((known, buffer))
 
 
-def rows_of(plan: ExecutionPlan) -> Rows | None:
-    """Return the rows that one execution plan reads; None if they are more than the kernel writes."""
-    wanted = {x for x in plan.lengths if isinstance(x, RaggedOffset) and x.token_stride != 1}
-    return Rows(tuple(sorted(wanted))) if len(wanted) <= MOST else None
-
-
 def kernel_of(plan: ExecutionPlan, rows: Rows, batch: int, device: int) -> OffsetsKernel | None:
-    """Return the kernel that writes an execution plan's rows, for the call cache; None where it can't run.
+    """Return the kernel that writes rows for the call cache.
 
-    `batch` is the number of sequences of the execution plan, `device` the index of the GPU.
+    None where the kernel can't run, or if the rows lack an input of the execution plan. `batch` is the number
+    of sequences of the execution plan, `device` the index of the GPU.
     """
     function, width = WRITE.address(device), _width(batch)
     if function is None or (places := rows.places_of(plan, width)) is None:

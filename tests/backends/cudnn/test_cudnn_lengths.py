@@ -123,21 +123,19 @@ def test_the_call_cache_is_told_what_one_execution_plan_reads(monkeypatch):
     monkeypatch.setattr(lengths, "launch_function", lambda: 55)
     starts = [RaggedOffset(True, 16), RaggedOffset(False, 1), RaggedOffset(False, 33)]
     plan = plan_that_reads(Slot.SEQ_LEN_K, *starts)
-    rows = lengths.rows_of(plan)
+    rows = lengths.Rows((RaggedOffset(False, 33), RaggedOffset(True, 16)))
     (launch, function, threads, count, width, words, places) = lengths.kernel_of(plan, rows, 8, 3)
     assert (launch, function, threads, count, width) == (55, 77, 256, 5, 12)
-    assert rows.ragged == (RaggedOffset(False, 33), RaggedOffset(True, 16))
     assert words == (0, 0, 2, 0b10, 33, 16, *[0] * 10)
     assert places == (4 * 12, 8 * 12 * 4, 8 * 12, 8 * 12 * 3)
     assert lengths.kernel_of(plan, rows, 8, 4) is None  # it can't run on that GPU
-    many = plan_that_reads(*(RaggedOffset(False, 2 + n) for n in range(lengths.MOST + 1)))
-    assert lengths.rows_of(many) is None
+    assert lengths.kernel_of(plan, lengths.Rows(), 8, 3) is None  # that lacks ragged offsets
 
 
 def test_what_the_call_cache_has_written_is_compared_and_a_change_is_an_error(trust_offsets):
     cu = torch.tensor([0, 3, 12], dtype=torch.int32)
     plan, read = plan_that_reads(Slot.SEQ_LEN_Q), lengths.OffsetsRead()
-    rows = lengths.rows_of(plan)
+    rows = lengths.Rows()
     buffer, _ = lengths.BatchLengths(read, 8, 7, cu, cu, None).inputs_of(plan, cu, cu, None)
     for _ in range(2):
         inputs = lengths.inputs_of(plan, read, 8, 7, cu, cu, written=(rows, buffer))
@@ -154,7 +152,7 @@ def test_a_change_before_the_first_comparison_is_an_error_too():
     plan, read = plan_that_reads(Slot.SEQ_LEN_Q), lengths.OffsetsRead()
     buffer, _ = lengths.BatchLengths(read, 8, 7, cu, cu, None).inputs_of(plan, cu, cu, None)
     cu.numpy()[1] = 4
-    rows = lengths.rows_of(plan)
+    rows = lengths.Rows()
     lengths.inputs_of(plan, read, 8, 7, cu, cu, written=(rows, buffer))
     with pytest.raises(InvalidInputError, match="written to"):
         lengths.inputs_of(plan, read, 8, 7, cu, cu, written=(rows, buffer))

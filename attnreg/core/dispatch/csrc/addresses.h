@@ -3,9 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <iterator>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,6 +20,10 @@ struct OffsetsKernel {
   int64_t threads, rows, width;
   std::vector<int64_t> words;   // its arguments behind tensor, offsets, their strides, batch and width
   std::vector<int64_t> places;  // where in the tensor a launch reads, in bytes
+
+  bool writes_as(const OffsetsKernel& other) const {
+    return function == other.function && rows == other.rows && width == other.width && words == other.words;
+  }
 };
 
 struct Derived {  // what was derived of a pair of offsets
@@ -27,6 +31,12 @@ struct Derived {  // what was derived of a pair of offsets
   Weak tensor;
   std::vector<int64_t> places;
   at::Tensor own;  // the same tensor if the call cache has derived it; Python owns the others
+};
+
+struct Written {  // what a kernel of ours has written of a pair of offsets
+  SeenOffsets offsets;
+  OffsetsKernel kernel;
+  at::Tensor tensor;
 };
 
 struct Read {  // what a kernel reads of offsets: places in a tensor, in bytes
@@ -49,6 +59,10 @@ struct Prepared {  // how a kernel on addresses runs calls of some lengths and s
 
 constexpr size_t kMostPrepared = 4;  // batches alternate between a few buckets of lengths
 constexpr size_t kMostDerived = 4;   // and between the offsets of a few micro-batches
+constexpr size_t kMostWritten = 8;
+
+// The newest last, of all launchers: both directions of a step share them. Under the interpreter's lock.
+inline auto& all_written = *new std::vector<Written>;
 
 struct AddressLauncher {  // a kernel that is given the addresses of its tensors
   Object prepare;
@@ -72,6 +86,32 @@ inline Read written(const OffsetsKernel& kernel, const at::Tensor& queries, cons
   void* const on = queries.is_cuda() ? stream.native_handle() : nullptr;
   launch_words(kernel.launch, kernel.function, (kernel.width + kernel.threads - 1) / kernel.threads, kernel.threads, on, words);
   return read;
+}
+
+// Add to the newest of something. The oldest goes, which the caller destroys last of all: that may run Python.
+template <typename T>
+std::optional<T> keep_newest(std::vector<T>& kept, size_t most, T newest) {
+  std::optional<T> oldest;
+  if (kept.size() >= most) {
+    oldest = std::move(kept.front());
+    kept.erase(kept.begin());
+  }
+  kept.push_back(std::move(newest));
+  return oldest;
+}
+
+// What a kernel has written of these offsets for another launcher, or else writes now; and since when it is used.
+inline std::pair<Read, SeenOffsets> shared_written(
+    const OffsetsKernel& kernel, const at::Tensor& queries, const at::Tensor& keys, SeenOffsets seen) {
+  const auto same = std::find_if(all_written.begin(), all_written.end(), [&](const Written& one) {
+    return one.kernel.writes_as(kernel) && one.offsets.look_like(queries, keys, seen.stream) && one.offsets.is_trusted();
+  });
+  if (same != all_written.end()) {
+    return {Read{same->tensor, kernel.places}, same->offsets};
+  }
+  Read read = written(kernel, queries, keys, seen.stream);
+  const auto oldest = keep_newest(all_written, kMostWritten, Written{seen, kernel, read.tensor});
+  return {std::move(read), std::move(seen)};
 }
 
 // What Python derives of the offsets; nothing if the kernel can't run any more. If the call cache has derived `own` and used
@@ -126,21 +166,27 @@ inline std::optional<Read> derive(
   }
   // Before anything looks at them: another thread may write to them meanwhile.
   SeenOffsets seen{Seen(queries), Seen(keys), stream};
-  const bool is_written = is_new && launcher.kernel && is_int;
-  auto read = is_written ? written(*launcher.kernel, queries, keys, stream) : derived_by_python(launcher, queries, keys, own);
-  if (read) {
-    std::vector<Derived> dropped;  // last of all: Python may have run meanwhile, and may run now
-    const auto same = [&](const Derived& one) { return one.offsets.look_like(queries, keys, stream); };
-    auto& kept = launcher.derived;
-    const auto goes = std::stable_partition(kept.begin(), kept.end(), [&](const Derived& one) { return !same(one); });
-    std::move(goes, kept.end(), std::back_inserter(dropped));
-    kept.erase(goes, kept.end());
-    if (kept.size() >= kMostDerived) {
-      dropped.push_back(std::move(kept.front()));
-      kept.erase(kept.begin());
-    }
-    kept.push_back({std::move(seen), Weak(read->tensor.getIntrusivePtr()), read->places, is_written ? read->tensor : std::move(own)});
+  std::optional<Read> read;
+  if (is_new && launcher.kernel && is_int) {
+    std::tie(read, seen) = shared_written(*launcher.kernel, queries, keys, std::move(seen));
+    own = read->tensor;
+  } else {
+    read = derived_by_python(launcher, queries, keys, own);
   }
+  if (!read) {
+    return read;
+  }
+  // Python may have run meanwhile, so that nothing that was found before holds.
+  auto& kept = launcher.derived;
+  const auto same = std::find_if(kept.begin(), kept.end(), [&](const Derived& one) {
+    return one.offsets.look_like(queries, keys, stream);
+  });
+  Derived newest{std::move(seen), Weak(read->tensor.getIntrusivePtr()), read->places, std::move(own)};
+  if (same != kept.end()) {
+    std::swap(*same, newest);
+    return read;
+  }
+  const auto oldest = keep_newest(kept, kMostDerived, std::move(newest));
   return read;
 }
 

@@ -84,6 +84,8 @@ PyObject* enable(PyObject*, PyObject* on) {
 
 PyObject* drop(PyObject*, PyObject*) {
   drop_all();
+  const std::vector<Written> dropped = std::move(all_written);
+  all_written.clear();
   Py_RETURN_NONE;
 }
 
