@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa4 import compiled_kinds, softcap
+from attnreg.backends.fa4 import compiled_kinds, ranges, softcap
 from attnreg.backends.fa4.compiled_kinds import Family
 from attnreg.backends.fa4.launches import Launch, LauncherArguments
 from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.backends.fa4.trials import Trials
 from attnreg.core.contract.backend import Call, Kernels, Launcher
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching import visible
 from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import empty_results, facts, find_unused
 from attnreg.core.torchlib.layout import aligned, stream_of
@@ -82,6 +83,8 @@ class _Adapter(NamedTuple):
         if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
         family = compiled_kinds.family_of("forward", query, key, value, call)
+        if call.key_ranges is not None:
+            return self._forward_in_ranges(family, inputs, call)
         launched = self._try_launch(family, inputs, call)
         if launched is not None:
             out, lse = launched
@@ -122,6 +125,8 @@ class _Adapter(NamedTuple):
         lse = lse.contiguous()  # another backend's forward may give it other strides
         inputs = grad_out, query, key, value, out, lse
         family = compiled_kinds.family_of("backward", query, key, value, call, grad_out, out)
+        if call.key_ranges is not None:
+            return self._backward_in_ranges(family, inputs, call)
         launched = self._try_launch(family, inputs, call)
         if launched is not None:
             return launched
@@ -139,6 +144,40 @@ class _Adapter(NamedTuple):
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
         package_call = PackageCall("backward", self.run_backward, tensors | _sinks_and_offsets(call), options)
         return self._run(family, package_call, inputs, call)
+
+    def _forward_in_ranges(
+        self, family: Family, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, Tensor]:
+        """Run a forward with `key_ranges`, on the packed batch as one sequence. See `ranges`."""
+        query, key, value = inputs
+        seen = visible.derived_of_packed(query, key, call)
+        options = {"softmax_scale": call.scale, "num_splits": 1, "return_lse": True}
+        options |= ranges.options("forward", seen, (len(query), len(key)))
+        if not _none_unused(query, key, call):
+            (value,) = _blanked(find_unused(query, key, call).keys, query.new_zeros(1), value)
+        tensors = {"q": query[None], "k": key[None], "v": value[None]}
+        package_call = PackageCall("forward", self.run_forward, tensors, options)
+        out, lse = self._run(family, package_call, inputs, call)
+        return out[0], lse[0]
+
+    def _backward_in_ranges(
+        self, family: Family, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...]:
+        """Run a backward with `key_ranges`, on the packed batch as one sequence."""
+        grad_out, query, key, value, out, lse = inputs
+        seen = visible.derived_of_packed(query, key, call)
+        options = {"softmax_scale": call.scale} | ranges.options("backward", seen, (len(query), len(key)))
+        # Weights of queries that see no key are 0, and so is the product with a NaN only where that is gone.
+        blind = seen.blind[0]
+        if call.grad_lse is not None:
+            options["dlse"] = call.grad_lse.float().masked_fill(blind, 0.0)[None]
+        query, grad_out = _blanked(blind, query.new_zeros(1), query, grad_out)
+        if not _none_unused(query, key, call):
+            key, value = _blanked(find_unused(query, key, call).keys, key.new_zeros(1), key, value)
+        tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
+        tensors = {name: x[None] for name, x in tensors.items()}
+        package_call = PackageCall("backward", self.run_backward, tensors, options)
+        return tuple(x[0] for x in self._run(family, package_call, inputs, call))
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
         """Return the launcher of a call's kind; None if the package has to run it. See `launchers`."""
@@ -160,7 +199,7 @@ class _Adapter(NamedTuple):
         """Return the function that launches calls of a kind by their arguments; None if none may."""
         if not (self.tested_release and family.major == 9 and _is_plain(inputs, call)):
             return None
-        of_lengths = family.class_of(compiled_kinds.batch_of(inputs[0], call), call.max_q, call.max_k)
+        of_lengths = family.class_of(*compiled_kinds.lengths_of(*inputs_of(inputs)[:2], call))
         if not self.trials.look(family, of_lengths):
             return None
         return self.trials.launcher(family, _arguments(self._options(family, call), call))
@@ -169,8 +208,8 @@ class _Adapter(NamedTuple):
         self, family: Family, package_call: PackageCall, inputs: tuple[Tensor, ...], call: Call
     ) -> tuple[Tensor, ...]:
         """Call the package, one thread at a time, on the tensors' device; never compile in a CUDA graph."""
-        query = package_call.tensors["q"]
-        of_lengths = family.class_of(compiled_kinds.batch_of(query, call), call.max_q, call.max_k)
+        query, key, _ = inputs_of(inputs)
+        of_lengths = family.class_of(*compiled_kinds.lengths_of(query, key, call))
         new, capturing = (family, of_lengths) not in compiled_kinds.have_run, _capturing(query)
         if new and capturing:
             raise UnsupportedInputError(

@@ -5,7 +5,7 @@ import sys
 import types
 
 import pytest
-from support import fake_fa4, fake_fa4_kernels
+from support import fake_fa4, fake_fa4_kernels, fake_fa4_masks
 
 from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds, softcap
 from attnreg.backends.fa4 import package as fa4_package
@@ -35,11 +35,8 @@ def kernels(package):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Take tensors of a CPU for those of a Hopper; functions of scores compute with torch's operations."""
-    cute = types.ModuleType("cutlass.cute")
-    cute.jit = lambda function: function
-    cute.math = types.SimpleNamespace(tanh=lambda scores, fastmath: scores.tanh())
-    monkeypatch.setitem(sys.modules, "cutlass", types.ModuleType("cutlass"))
-    monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
+    for name, module in fake_fa4_masks.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(compiled_kinds, "major_of", lambda device: 9)
     softcap._on_scores.cache_clear()
     yield

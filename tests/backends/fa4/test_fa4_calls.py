@@ -39,10 +39,13 @@ def test_every_case_that_it_takes_is_right(kernels, package):
     assert ran.keys() - backwards >= {"pages", "pages of NaN", "dims 64 and 32", "dims 192 and 128"}
     assert backwards >= {
         *("packed tail", "packed tail of NaN", "packed seqused_k", "seqused_k", "heads 6:3", "no batch"),
+        *("packed key_ranges 1", "packed key_ranges 3, window"),
         *("window (0, 0)", "window (-1, 4)", "window (0, -1)", "packed window (8, 2)", "no keys", "dim 256"),
     }
     # A release is refused for want of what a call passes, and of nothing else.
-    listed = {name: {*names, fa4_package.SINKS} for name, names in fa4_package.KEYWORDS.items()}
+    for_tested = {fa4_package.SINKS, "mask_mod", "aux_tensors", "block_sparse_tensors"}
+    listed = {name: {*names, *for_tested} for name, names in fa4_package.KEYWORDS.items()}
+    listed["_flash_attn_fwd"].add("pack_gqa")
     assert package.keywords == listed
 
 
