@@ -165,8 +165,9 @@ class Package:
             key = *key, tiles is None, table and (len(aux_tensors[0]), q.shape[-2] == 1)
             self.launch(
                 _flash_attn_fwd, (*key, strides_of(q, k, v)),
-                forward_kernel(causal, softcap, factor, tile, mask_mod), q.detach(),
-                k.detach(), v.detach(), out.detach(), lse, softmax_scale, cu_seqlens_q, cu_seqlens_k, None, seqused_k, page_table, window_size_left, window_size_right,
+                forward_kernel(causal, softcap, factor, tile, mask_mod),
+                q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, cu_seqlens_q,
+                cu_seqlens_k, None, seqused_k, page_table, window_size_left, window_size_right,
                 learnable_sink, table, AuxData(aux_tensors), tiles, None,
             )
             self.at_end(out)

@@ -2,7 +2,8 @@
 
 The package's backward takes a table of blocks only for dense tensors. So a packed batch is one long sequence
 to it, as to flex. Which keys of that sequence a query sees is in two tensors of bounds, which the mask
-function reads. The table says which blocks of 128 queries and 128 keys have such keys, and which need no mask.
+function reads. The table says which blocks of 128 queries and 128 keys have such keys, and which need no
+mask.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from attnreg.core.contract.spec import Direction
 from attnreg.core.launching import visible
 from attnreg.core.launching.visible import Visible
 from attnreg.errors import UnsupportedInputError
+
+# How many ranges a kernel compares each key with. It has code for each, so more take longer to compile.
+MOST = 8
 
 
 def options(direction: Direction, seen: Visible, rows: tuple[int, int]) -> dict[str, Any]:

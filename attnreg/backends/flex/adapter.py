@@ -154,7 +154,7 @@ def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
     masked = call.mask_mod is not None
     masked = masked or (call.attn_bias is not None and call.attn_bias.dtype == torch.bool)
     if call.cu_seqlens_q is not None:
-        return visible.derived_of_packed(query, key, call, masked)
+        return visible.derived_of_packed(query, key, call, visible.MOST_RANGES, masked)
     if call.seqused_k is not None:
         make_dense = partial(_of_used, *rows, call.window, masked)
         return derived_from((call.seqused_k,), stream, ("flex", *rows, call.window, masked), make_dense)
