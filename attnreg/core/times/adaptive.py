@@ -19,7 +19,6 @@ from pathlib import Path
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.predictions import Prediction
-from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.times import job_results
 from attnreg.core.times.environments import environment
 from attnreg.core.times.index import Kinds
@@ -215,9 +214,9 @@ class AdaptiveTimes:
     ) -> TimedTurn | None:
         """Return the turn that a call is; None if it is none.
 
-        Backends that are `able` to run the call, the first choice first, take turns. Excluded are the
-        reference, which may need too much memory, and backends that a table puts far behind. The caller
-        leaves out what runs only where it is asked for.
+        Backends that are `able` to run the call, the first choice first, take turns, but for backends that a
+        table puts far behind. The caller leaves out those that stand in for others, as the reference does: it
+        may need too much memory.
 
         A turn without a backend is nobody's: the call runs as decided. A forward gets such turns, up to
         `MOST_CALLS`, if its own turns are over and its backward's aren't, because the fastest backend for
@@ -286,7 +285,7 @@ def _may_have_turns(spec: AttentionSpec) -> bool:
 
 
 def _worth_a_turn(able: Sequence[str], predicted: Prediction | None) -> list[str]:
-    candidates = {name: predicted.of(name) if predicted else None for name in able if name != REFERENCE}
+    candidates = {name: predicted.of(name) if predicted else None for name in able}
     costs = {name: candidate.cost_us for name, candidate in candidates.items() if candidate is not None}
     most = HOPELESS * min((cost for cost in costs.values() if cost is not None), default=0.0)
     return [name for name in candidates if name not in costs or 0 <= (costs[name] or most + 1) <= most]
