@@ -14,7 +14,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,7 @@ def remember(name: str, revision: str, device: Device, checks: int, wrong: str) 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
     caches.make(file.parent)
-    # Another process reads a whole file, or none.
-    descriptor, made = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        json.dump(record, stream, indent=1)
-    Path(made).replace(file)
+    caches.write_whole(file, json.dumps(record, indent=1))
 
 
 def _attnreg_version() -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from attnreg.core.times.table import write_whole
+from attnreg.core.torchlib.caches import write_whole
 from attnreg.errors import ConfigError
 
 T = TypeVar("T")

@@ -93,7 +93,7 @@ def write_page(files: list[Path], out: Path) -> None:
 
 
 def _write(run: RunReport, files: list[Path], out: Path) -> None:
-    from attnreg.core.times.table import write_whole
+    from attnreg.core.torchlib.caches import write_whole
     from attnreg.tools.report.page import page
 
     made = ", ".join(map(str, files)) or "a run without attention"
