@@ -1,4 +1,4 @@
-"""`attnreg check`: all faults of settings and variables, the first of lockfiles, tables and recordings."""
+"""`attnreg check`: the faults of settings and variables, and of the files that they name."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Finding(NamedTuple):
 
 def check(files: Files = None, as_json: AsJson = False) -> None:
     """Check files and variables, and show their faults.
+
     All faults of settings and variables are shown, and each wrong row of a lockfile, table or recording.
-    All faults of settings and variables are shown, and the first fault of a lockfile, table or recording.
     The exit code is 2 if there is a fault. The files that variables and settings name are checked as well.
     Notes are about settings that are valid but have no effect. They don't change the exit code.
 
