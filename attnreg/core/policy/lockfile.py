@@ -29,7 +29,6 @@ from attnreg.errors import MOST_LISTED, ConfigError, InvalidInputError, Unsuppor
 
 FORMAT = "attnreg lockfile"
 VERSION = 2
-EARLIER = (1,)  # of which every row is for exact lengths
 VARIABLE = "ATTNREG_LOCK"
 NOWHERE = Device("cpu")
 
@@ -116,9 +115,7 @@ def load(path: Path, most: int = MOST_LISTED) -> Lockfile:
     file = path.absolute()
 
     def read(data: object) -> Lockfile:
-        version = data.get("version") if isinstance(data, dict) else None
-        readable = version if version in EARLIER else VERSION
-        contents = table.of_format(data, FORMAT, readable, "`attnreg lock` writes it", "lock it again")
+        contents = table.of_format(data, FORMAT, VERSION, "`attnreg lock` writes it", "lock it again")
         with_keys(contents, ("format", "version", "device", "environment", "rows"), "")
         a_type = ("a type of device such as 'cuda'", lambda device: isinstance(device, str) and device)
         device = checked(contents["device"], "device", a_type)
