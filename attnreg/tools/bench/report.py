@@ -76,13 +76,13 @@ class Job:
         return time.monotonic() >= self.deadline
 
     def in_time(self, cases: Sequence[T]) -> Iterator[T]:
-        """Yield each case that there is time for, and leave out the others."""
+        """Yield each case that there is time for, and record how many others there are."""
         for number, case in enumerate(cases):
             self.advance(number, len(cases), str(case))
             if self.late:
-                self.leave_out(str(case), "the time was spent")
-            else:
-                yield case
+                self.leave_out(f"{len(cases) - number} of {len(cases)} cases", "the time was spent")
+                return
+            yield case
 
     def wants(self, part: str) -> bool:
         """Whether a part of a benchmark is to be measured."""
