@@ -94,11 +94,15 @@ class Device:
         """The settings keys that apply to this device, the most specific first."""
         return (self.arch, self.type) if self.arch else (self.type,)
 
+    @property
+    def place(self) -> str:
+        """What torch calls it: `"cuda:1"`, or `"cuda"` without an index."""
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
     def __str__(self) -> str:
-        place = self.type if self.index is None else f"{self.type}:{self.index}"
         arch = f"simulated {self.arch}" if self.simulated else self.arch
         details = ", ".join(part for part in (self.name, arch) if part)
-        return f"{place} ({details})" if details else place
+        return f"{self.place} ({details})" if details else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ def verdict(name: str, revision: str, device: Device) -> str:
 
     `name` is the backend's, and `revision` says which kernel that is.
     """
-    by_hand = f"`attnreg verify --backend {shlex.quote(name)} --device {device_text(device)}`"
+    by_hand = f"`attnreg verify --backend {shlex.quote(name)} --device {device.place}`"
     try:
         file = file_of(revision, device)
         record = _read(file)
@@ -74,11 +74,6 @@ def _recent_problem(file: Path) -> str:
     except OSError:
         return ""
     return str((_read(attempt) or {"wrong": ""})["wrong"]) if is_recent else ""
-
-
-def device_text(device: Device) -> str:
-    """Return a device as `--device` takes it."""
-    return device.type if device.index is None else f"{device.type}:{device.index}"
 
 
 def file_of(revision: str, device: Device) -> Path:
@@ -127,9 +122,7 @@ def _run(name: str, device: Device) -> str:
         return "this program has no Python to start for it"
     command = [sys.executable, "-P", "-m", "attnreg", "verify", "--quiet", "--backend", name]
     try:
-        done = children.run(
-            [*command, "--device", device_text(device)], LIMIT, _environment(), str(Path.cwd())
-        )
+        done = children.run([*command, "--device", device.place], LIMIT, _environment(), str(Path.cwd()))
     except subprocess.TimeoutExpired:
         return f"its checks didn't end within {LIMIT:.0f} s"
     except (OSError, AttnregError) as error:

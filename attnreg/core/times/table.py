@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from attnreg.core.times.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
 from attnreg.core.torchlib import caches
-from attnreg.errors import MOST_LISTED, ConfigError, first_ten, short_repr
+from attnreg.errors import MOST_LISTED, ConfigError, file_errors, first_ten, short_repr
 
 T = TypeVar("T")
 
@@ -177,17 +177,13 @@ def check_writable(path: Path, mark: str = "") -> None:
     Raises:
         ConfigError: the file can't be written, or hasn't the mark.
     """
-    try:
-        if (
-            path.exists() and not path.is_file()
-        ):  # replacing a device such as /dev/null would break other programs
+    with file_errors(path):
+        if path.exists() and not path.is_file():  # replacing a device such as /dev/null breaks other programs
             raise OSError(0, "is a folder" if path.is_dir() else "isn't a regular file")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(0, "Permission denied")
         with tempfile.TemporaryFile(dir=caches.resolve(path).parent):
             pass
         begins = path.read_bytes()[:1024] if mark and path.is_file() else b""
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
     if begins and mark.encode() not in begins:
         raise ConfigError(f"{path}: exists, and isn't a file that this command writes: give another file")

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.times import table
 from attnreg.core.torchlib import caches, locks
-from attnreg.errors import MOST_LISTED, ConfigError, InvalidInputError, first_ten, short_repr
+from attnreg.errors import (
+    MOST_LISTED,
+    ConfigError,
+    InvalidInputError,
+    file_errors,
+    first_ten,
+    short_repr,
+)
 
 log = logging.getLogger("attnreg")
 
@@ -59,10 +66,8 @@ def read(path: Path, most: int = MOST_LISTED) -> list[Recorded]:
     Raises:
         ConfigError: the file can't be read, or a line isn't of `attnreg.record`; `most` such lines are named.
     """
-    try:
+    with file_errors(path, "read"):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     return _recorded(lines, path, most)
 
 
@@ -73,15 +78,12 @@ def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], sec
         ConfigError: the file can't be written, for instance on a full disk, or isn't a recorded workload. The
             file is unchanged.
     """
-    try:
-        with locks.rewriting(path, seconds):
-            before = read(path) if path.exists() else []
-            known = {call.spec: [call.forward, call.backward] for call in before}
-            for (spec, direction), count in counts.items():
-                known.setdefault(spec, [0, 0])[DIRECTIONS.index(direction)] += count
-            caches.write_whole(path, "".join(_line(spec, *both) for spec, both in known.items()))
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+    with file_errors(path), locks.rewriting(path, seconds):
+        before = read(path) if path.exists() else []
+        known = {call.spec: [call.forward, call.backward] for call in before}
+        for (spec, direction), count in counts.items():
+            known.setdefault(spec, [0, 0])[DIRECTIONS.index(direction)] += count
+        caches.write_whole(path, "".join(_line(spec, *both) for spec, both in known.items()))
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:

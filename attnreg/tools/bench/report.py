@@ -21,7 +21,7 @@ from rich.table import Table as Drawn
 from rich.text import Text
 
 from attnreg.core.torchlib.caches import write_whole
-from attnreg.errors import ConfigError
+from attnreg.errors import file_errors
 
 T = TypeVar("T")
 
@@ -108,11 +108,9 @@ def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
     """Write the results, and what they were measured on, as JSON; raises `ConfigError` if it can't."""
     if path is None:
         return
-    try:
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, _json(document(results, left_out)) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
 def _json(value: Any, indent: str = "") -> str:

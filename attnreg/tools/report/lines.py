@@ -13,7 +13,7 @@ from typing import Any
 from attnreg.core.contract.lengths import step_of
 from attnreg.core.contract.spec import LENGTHS, AttentionSpec
 from attnreg.core.times.traces import OF_DEVICE, check_form, device_from, spec_from
-from attnreg.errors import ConfigError, InvalidInputError, short_repr
+from attnreg.errors import ConfigError, InvalidInputError, file_errors, short_repr
 from attnreg.tools.report import BEGIN_OF_LINE
 
 log = logging.getLogger("attnreg")
@@ -190,10 +190,8 @@ def rows_of(processes: Iterable[Mapping[str, Any]]) -> list[CallRow]:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    try:
+    with file_errors(file, "read"):
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue

@@ -19,7 +19,7 @@ from attnreg.core.times.kinds import Kind, Size, kind_of, size_of
 from attnreg.core.times.points import Front, Point
 from attnreg.core.times.table import Environment, Table, load
 from attnreg.core.torchlib import locks
-from attnreg.errors import ConfigError, first_ten
+from attnreg.errors import ConfigError, file_errors, first_ten
 from attnreg.tools.measure.timing import Timer
 from attnreg.tools.tuning.checks import Checks, TimeIsUpError, no_memory, reasons
 from attnreg.tools.tuning.measure import Measurement
@@ -103,12 +103,9 @@ class Session:
 
         Raises `ConfigError` if it can't be written, or is now a table of another environment.
         """
-        try:
-            with locks.rewriting(self.out):
-                self._take_over()
-                self._write()
-        except OSError as error:
-            raise ConfigError(f"{self.out}: can't be written: {error.strerror or error}") from error
+        with file_errors(self.out), locks.rewriting(self.out):
+            self._take_over()
+            self._write()
 
     def _take_over(self) -> None:
         """Take points and host times of the file that this session doesn't have, or has from the file."""
