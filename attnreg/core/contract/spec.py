@@ -22,7 +22,7 @@ from attnreg.core.contract.options import (
 from attnreg.core.settings.other_names import device_meant
 from attnreg.errors import InvalidInputError
 
-__all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dtype"]
+__all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dtype", "directions_of"]
 
 UNBOUNDED = (-1, -1)
 
@@ -296,3 +296,8 @@ def _option(spec: AttentionSpec, name: str) -> Any:
 
 # Not in the class, where a type checker would take any name for an attribute.
 AttentionSpec.__getattr__ = _option  # type: ignore[attr-defined]
+
+
+def directions_of(spec: AttentionSpec) -> tuple[Direction, ...]:
+    """Return the directions that kernels run a call in: also backward where its gradient is wanted."""
+    return ("forward", "backward") if spec.needs_backward else ("forward",)

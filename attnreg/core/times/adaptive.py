@@ -73,13 +73,13 @@ class Learned:
 
     def point_of(self, spec: AttentionSpec, direction: Direction) -> Point | None:
         """Return the measured times of such calls; None before all turns are over."""
-        cell = cell_of(kind_of(spec, direction), size_of(spec))
+        cell = _cell(spec, direction)
         turns = self.turns.get(cell)
         return turns.point if turns is not None else self.known.get(cell)
 
     def is_over(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether there are no further turns of such calls."""
-        cell = cell_of(kind_of(spec, direction), size_of(spec))
+        cell = _cell(spec, direction)
         return self.turns[cell].closed if cell in self.turns else cell in self.known
 
     def collect(self) -> None:
@@ -247,7 +247,7 @@ class AdaptiveTimes:
         spec = spec.unscaled.of(direction)
         here = self._here(spec.device)
         with lock:
-            turns = here.turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
+            turns = here.turns.get(_cell(spec, direction))
             if turns is None or turns.closed or not turns.backends:
                 return
             taken = ", ".join(f"{name} {count} of {turns.each}" for name, count in turns.given.items())
@@ -270,6 +270,10 @@ class AdaptiveTimes:
                         file = caches.folder("adaptive") / name
                 _learned[digest] = Learned(here, digest, file)
             return _learned[digest]
+
+
+def _cell(spec: AttentionSpec, direction: Direction) -> Cell:
+    return cell_of(kind_of(spec, direction), size_of(spec))
 
 
 def _may_have_turns(spec: AttentionSpec) -> bool:

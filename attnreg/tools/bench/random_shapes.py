@@ -27,7 +27,6 @@ from attnreg.core.dispatch.counters import reset_stats
 from attnreg.core.times import adaptive
 from attnreg.core.times.kinds import kind_of
 from attnreg.core.times.turns import MOST_TURNS
-from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.ahead import compile_ahead
 from attnreg.tools.bench.compare import SideTimer, batch_beyond_the_cache, checked, measured_in_time
@@ -93,8 +92,7 @@ def measure(job: Job, count: int, seed: int) -> None:
         for number, row in measured_in_time(shapes, names, _row, job):
             rows.append({"number": number} | row)
             job.keep({"seed": seed, "table": table, "rows": [*rows]})
-    if not rows:
-        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    job.check_measured(rows)
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
     job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
     job.tables = tables(summed, worst)

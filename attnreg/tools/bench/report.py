@@ -21,7 +21,7 @@ from rich.table import Table as Drawn
 from rich.text import Text
 
 from attnreg.core.torchlib.caches import write_whole
-from attnreg.errors import file_errors
+from attnreg.errors import BackendUnavailableError, file_errors
 
 T = TypeVar("T")
 
@@ -91,6 +91,11 @@ class Job:
     def leave_out(self, what: str, why: str) -> None:
         """Record that something isn't measured, and why."""
         self.left_out.append(f"{what}: {why}")
+
+    def check_measured(self, rows: Sequence[object]) -> None:
+        """Raise `BackendUnavailableError` where there are no rows, with what was left out."""
+        if not rows:
+            raise BackendUnavailableError("; ".join(["nothing could be measured", *self.left_out[:3]]))
 
     def keep(self, results: Any) -> None:
         """Keep the results so far, and write them."""

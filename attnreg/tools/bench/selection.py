@@ -23,7 +23,6 @@ from typing import Any
 from attnreg import api
 from attnreg.core import registry
 from attnreg.core.dispatch import counters, planning
-from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.compare import (
     Batch,
@@ -58,8 +57,7 @@ def measure(job: Job) -> None:
         reached = aims(summed, gained)
         results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": [*rows]}
         job.keep(results)
-    if not rows:
-        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    job.check_measured(rows)
     job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
     for target in results["aims"]:
         word = "reached" if target["reached"] else "MISSED"
