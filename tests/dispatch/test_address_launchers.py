@@ -271,9 +271,7 @@ def test_new_offsets_are_derived_by_the_kernel_and_python_is_not_asked(by_kernel
     assert len(written.launched) == 5
 
 
-def test_what_the_kernel_has_written_is_compared_by_python_after_a_while(
-    by_kernel, written, pair, trust_offsets
-):
+def test_what_the_kernel_has_written_is_compared_after_a_while(by_kernel, written, pair, trust_offsets):
     trust_offsets(0.0)
     by_kernel(pair)
     for _ in range(4):
