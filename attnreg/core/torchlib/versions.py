@@ -28,9 +28,9 @@ SDPA_SKIPS_EMPTY = TORCH_VERSION >= (2, 12)
 # the query heads that share one. Otherwise the selector takes the math kernel for a mask with enable_gqa.
 EFFICIENT_SHARES_HEADS = TORCH_VERSION >= (2, 14) and torch.version.hip is None
 
-# Whether torch.export with a dynamic length takes repeated heads of (B, H, S, D). Torch 2.11 compares their
+# Whether torch.export with a dynamic length takes repeated heads of (B, H, S, D). Torch 2.12 compares their
 # strides, which depend on the length, and refuses the program: "Constraints violated".
-EXPORTS_REPEATED_HEADS = TORCH_VERSION >= (2, 12)
+EXPORTS_REPEATED_HEADS = TORCH_VERSION >= (2, 13)
 
 
 def selector_counts_on_fa4() -> bool:
