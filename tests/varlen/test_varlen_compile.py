@@ -35,7 +35,7 @@ from attnreg.errors import InvalidInputError, UnsupportedInputError
 pytestmark = [
     pytest.mark.usefixtures("nothing_compiled"),
     # Torch warns of what it has deprecated and its own Inductor and export still use.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 
