@@ -30,7 +30,7 @@ FWD = (
     "bool is_causal = False, int window_size_left = -1, int window_size_right = -1, "
     "int attention_chunk = 0, float softcap = 0.0, bool is_rotary_interleaved = False, "
     "Tensor? scheduler_metadata = None, int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
 )
 BWD = (
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq = None, "
