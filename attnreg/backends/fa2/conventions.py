@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa2.native import is_empty, keeps_contract
+from attnreg.backends.fa2.native import keeps_contract
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec
-from attnreg.core.launching.offsets import empty_results
+from attnreg.core.launching.offsets import empty_results, is_empty
 from attnreg.core.launching.regular import fills
 from attnreg.core.launching.rows import clear_backward, clear_forward
 
