@@ -110,8 +110,8 @@ def derived_from(
     """Return `make(*tensors)`, cached per purpose until the tensors change.
 
     Tensors are offsets, int32 (B + 1,), and `seqused_k`, int32 (B,). `stream` is the CUDA stream that the
-    result is computed on, 0 on a CPU. `make` must not refer to a tensor. `used` was derived elsewhere and has
-    been used for `TRUSTED` seconds: it is compared at once, and returned.
+    result is computed on, 0 on a CPU. `make` must not refer to a tensor. `used` was derived elsewhere, and
+    calls have used it for `TRUSTED` seconds. If nothing is cached, it is cached, and compared at once.
 
     Raises:
         InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile.
