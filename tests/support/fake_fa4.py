@@ -378,25 +378,12 @@ def both(kernels, query, key, value, grad, call):
     return out, lse, *kernels.backward(grad, query, key, value, out, lse, call)
 
 
-def true_results(query, key, value, grad, call):
-    """Return output, LSE and the three gradients in float64."""
-    leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
-    options = {"window": call.window, "scale": call.scale}
-    with torch.enable_grad():
-        if call.varlen:
-            out, lse = truth.varlen(*leaves, call.cu_seqlens_q, call.cu_seqlens_k, **options)
-        else:
-            parts = [truth.attention(*each, **options) for each in zip(*leaves, strict=True)]
-            out, lse = (torch.stack(x) for x in zip(*parts, strict=True))
-        return out, lse, *torch.autograd.grad(out, leaves, grad.double())
-
-
 def entered(kernels, package, query, key, value, grad, call):
     """Run both directions, compare with float64, and return which of them entered the package's Python."""
     package.calls.clear()
     package.launched.clear()
     got = both(kernels, query, key, value, grad, call)
-    for one, true in zip(got, true_results(query, key, value, grad, call), strict=True):
+    for one, true in zip(got, truth.of_call(query, key, value, grad, call), strict=True):
         truth.assert_near(one, true, torch.bfloat16)
     return list(dict.fromkeys(name for name, _ in package.calls))
 

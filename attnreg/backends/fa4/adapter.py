@@ -32,8 +32,8 @@ from attnreg.core.contract.backend import Call, Kernels, Launcher
 from attnreg.core.contract.spec import Direction
 from attnreg.core.launching import visible
 from attnreg.core.launching.memory import inputs_of
-from attnreg.core.launching.offsets import empty_results, facts, find_unused
-from attnreg.core.torchlib.layout import aligned, stream_of
+from attnreg.core.launching.offsets import empty_results, find_unused, none_unused
+from attnreg.core.torchlib.layout import aligned
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
@@ -93,7 +93,7 @@ class _Adapter(NamedTuple):
         call = _with_dense_integers(call)
         # 0 would let the package choose, and fail on Hopper where it chooses more than one.
         options = self._options(family, call) | {"num_splits": 1, "return_lse": True}
-        if not _none_unused(query, key, call):
+        if not none_unused(query, key, call):
             # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
             _, unused_keys = find_unused(query, key, call)
             # Filled before the call: clearing unused rows afterwards would take two passes over the output
@@ -135,7 +135,7 @@ class _Adapter(NamedTuple):
         options = self._options(family, call) | {"deterministic": call.repeatable}
         if call.grad_lse is not None:
             options["dlse"] = call.grad_lse.float().contiguous()
-        if not _none_unused(query, key, call):
+        if not none_unused(query, key, call):
             # In a backward each row is a factor of a sum over a whole tile: all four tensors have to be
             # finite.
             unused_queries, unused_keys = find_unused(query, key, call)
@@ -313,7 +313,7 @@ def _launch_arguments(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
     arguments: list[Any] = [*inputs, *_sinks_and_offsets(call).values()]
     if call.cu_seqlens_q is not None:
         query, key, _ = inputs_of(inputs)
-        known = call.sinks is not None or _none_unused(query, key, call)
+        known = call.sinks is not None or none_unused(query, key, call)
         arguments += call.max_q, call.max_k, known
     return arguments
 
@@ -327,13 +327,6 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(device)
-
-
-def _none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether every row is known to belong to a sequence and to count."""
-    if call.cu_seqlens_q is None:
-        return call.seqused_k is None
-    return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
 
 
 def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

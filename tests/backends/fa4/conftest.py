@@ -7,8 +7,9 @@ import types
 import pytest
 from support import fake_fa4, fake_fa4_kernels, fake_fa4_masks
 
-from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds, softcap
+from attnreg.backends.fa4 import BACKEND, compiled_kinds, softcap
 from attnreg.backends.fa4 import package as fa4_package
+from attnreg.core.launching import offsets
 
 
 @pytest.fixture(autouse=True)
@@ -61,5 +62,5 @@ def many_are_few(monkeypatch):
 def no_unused_rows(monkeypatch):
     """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
     found = types.SimpleNamespace(no_unused_rows=True)
-    monkeypatch.setattr(adapter, "facts", lambda *arguments: found)
+    monkeypatch.setattr(offsets, "facts", lambda *arguments: found)
     return found

@@ -17,6 +17,7 @@ from support.truth import varlen as true_varlen
 from attnreg import BackendUnavailableError, Call
 from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
+from attnreg.core import launching
 from attnreg.core.launching.offsets import find_unused
 from attnreg.core.torchlib.layout import aligned
 from attnreg.tools.measure import QUICK, measure
@@ -130,7 +131,7 @@ def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kerne
     package.calls.clear()
     queried = []
     known = types.SimpleNamespace(no_unused_rows=True)
-    monkeypatch.setattr(adapter, "facts", lambda *arguments: queried.append(arguments) or known)
+    monkeypatch.setattr(launching.offsets, "facts", lambda *arguments: queried.append(arguments) or known)
     assert all(map(torch.equal, both(kernels, *tensors, call), careful))
     assert queried == [(call, 40, 40, 0)] * 2
     assert_passed_as_they_are(package, *tensors)
