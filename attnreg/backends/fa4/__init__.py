@@ -74,9 +74,8 @@ def _in_both(spec: AttentionSpec) -> Iterator[str]:
         yield f"num_splits must be 1 or None, got {spec.num_splits}"
     if not spec.varlen and spec.batch > GRID:
         yield f"batch of dense tensors must be at most {GRID}, got {spec.batch}"
-    if not (spec.varlen and not spec.key_ranges) and spec.heads_q > GRID:
-        which = "with key_ranges" if spec.varlen else "of dense tensors"
-        yield f"query heads {which} must be at most {GRID}, got {spec.heads_q}"
+    if not spec.varlen and spec.heads_q > GRID:
+        yield f"query heads of dense tensors must be at most {GRID}, got {spec.heads_q}"
     if major in (10, 11) and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
         yield f"head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got {dims}"
     if major == 12 and max(dims) > 128:
@@ -121,6 +120,8 @@ def _with_ranges(spec: AttentionSpec) -> Iterator[str]:
         yield f"key_ranges must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
     if dims[0] != dims[1] or dims[0] > 128:
         yield f"head dims must be equal and up to 128 with key_ranges, got {dims}"
+    if spec.heads_q > GRID:
+        yield f"query heads with key_ranges must be at most {GRID}, got {spec.heads_q}"
     if spec.seqused_k:
         yield "seqused_k must be None with key_ranges, which no test has tried"
     if spec.page_size is not None:

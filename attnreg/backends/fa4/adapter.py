@@ -154,7 +154,7 @@ class _Adapter(NamedTuple):
         seen = visible.derived_of_packed(query, key, call, ranges.MOST)
         options = {"softmax_scale": call.scale, "num_splits": 1, "return_lse": True}
         options |= ranges.options("forward", seen, (len(query), len(key)))
-        if not _none_unused(query, key, call):
+        if not none_unused(query, key, call):
             (value,) = _blanked(find_unused(query, key, call).keys, query.new_zeros(1), value)
         tensors = {"q": query[None], "k": key[None], "v": value[None]}
         package_call = PackageCall("forward", self.run_forward, tensors, options)
@@ -173,7 +173,7 @@ class _Adapter(NamedTuple):
         if call.grad_lse is not None:
             options["dlse"] = call.grad_lse.float().masked_fill(blind, 0.0)[None]
         query, grad_out = _blanked(blind, query.new_zeros(1), query, grad_out)
-        if not _none_unused(query, key, call):
+        if not none_unused(query, key, call):
             key, value = _blanked(find_unused(query, key, call).keys, key.new_zeros(1), key, value)
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
         tensors = {name: x[None] for name, x in tensors.items()}
