@@ -56,6 +56,14 @@ def test_a_case_is_right_in_both_directions(named, name):
     assert outcome.errors.keys() == BOTH, outcome.reasons
 
 
+@pytest.mark.only_for("FA4")
+@pytest.mark.parametrize("dim", [16, 72, 104])
+def test_a_forward_is_right_with_a_head_dim_whose_gradients_are_refused(named, dim):
+    outcome = Conformance(named, "cuda").run(case(dims=(dim, dim)))
+    assert outcome.passed, outcome
+    assert outcome.errors.keys() == {"out", "lse"}, outcome.reasons
+
+
 @ON_BOTH
 def test_branches_with_a_shared_prefix_run_on_it_and_are_as_their_paths(named, routers, ran):
     lengths = [200, 70, 130]
