@@ -108,9 +108,9 @@ def assert_right(named, given, ranges):
     gpu.assert_near(got, wanted(given, ranges))
 
 
-@ON_BOTH
+@pytest.mark.only_for("FA4")
 def test_batches_of_other_lengths_are_right_and_compile_nothing_new(named, routers, ran):
-    """The shortest fit into one block. Their backward is a kind of its own on FA4."""
+    """The shortest fit into one block: their backward is a kind of its own."""
     assert_right(named, *drawn((60,)))
     assert_right(named, *drawn((900, 3, 40)))
     kinds = set(compiled_kinds.have_run)
