@@ -36,7 +36,7 @@ PACKAGE = "nvidia-cudnn-frontend"
 MOST_SCORES = 2**30
 
 
-class _Backward(Capabilities):
+class _CuDNNBackward(Capabilities):
     """The declared fields, and a backward's limits that no field can express."""
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ _BOTH: dict[str, Any] = {
 }
 FORWARD = Capabilities(**_BOTH, deterministic=True)
 # With False cuDNN's backward is never deterministic.
-BACKWARD = _Backward(**_BOTH, deterministic=True, delta_from_out=True)
+BACKWARD = _CuDNNBackward(**_BOTH, deterministic=True, delta_from_out=True)
 
 
 def _unavailable() -> str | None:

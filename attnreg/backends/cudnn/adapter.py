@@ -66,8 +66,8 @@ def backward(
     `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
     """
     if is_empty(query, key, call):
-        inputs = query, key, value, *([_bias_of(call)] if call.bias_gradient else [])
-        return tuple(x.new_zeros(x.shape) for x in inputs)
+        inputs = query, key, value, call.attn_bias if call.bias_gradient else None
+        return tuple(x.new_zeros(x.shape) for x in inputs if x is not None)
     tensors = grad_out, query, key, value, out, lse
     return _run_backward(plans, kind_of("backward", tensors, call), tensors, call)
 
@@ -102,7 +102,7 @@ def _run_backward(
     inputs = query, key, value
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
     query = _laid_out(query, kind.contiguous(Slot.Q)) if kind.packed else query
-    bias = _readable_bias(query, key, call)
+    bias, wanted = _readable_bias(query, key, call), call.attn_bias
     problem, read = _select(plans, kind, (grad_out, query, key, value, out), call, *bias)
     # The weights of a row without a key are 0 with this LSE, whatever cuDNN has for a score there.
     lse = torch.where(lse == -torch.inf, torch.inf, lse) if bias else lse
@@ -113,12 +113,7 @@ def _run_backward(
     _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v, *bias, *of_bias), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not (all_written or shortened):
         rows.clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)
-    return grad_q, grad_k, grad_v, *(x.sum_to_size(_bias_of(call).shape) for x in of_bias)
-
-
-def _bias_of(call: Call) -> Tensor:
-    assert call.attn_bias is not None
-    return call.attn_bias
+    return grad_q, grad_k, grad_v, *(x.sum_to_size(wanted.shape) for x in of_bias if wanted is not None)
 
 
 def _readable_bias(query: Tensor, key: Tensor, call: Call) -> list[Tensor]:
