@@ -128,11 +128,12 @@ def packed(backends: list[str], grad: bool, options: argparse.Namespace) -> list
 
 def decoding(backends: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of decoding with a cache: through SDPA, and by one call that appends a token."""
-    device, dtype = torch.device(options.device), torch.bfloat16
-    query = torch.randn(SEQUENCES, 1, HEADS_Q, DIM_OF_CACHE, device=device, dtype=dtype)
-    keys, values = (
-        torch.randn(SEQUENCES, ROOM, HEADS, DIM_OF_CACHE, device=device, dtype=dtype) for _ in "kv"
-    )
+    device = torch.device(options.device)
+    case = Case(
+        name="decoding", lens_q=(1,) * SEQUENCES, lens_k=(ROOM,) * SEQUENCES, heads=(HEADS_Q, HEADS),
+        dims=(DIM_OF_CACHE, DIM_OF_CACHE), dtype="bfloat16",
+    )  # fmt: skip
+    query, keys, values, *_ = inputs(case, device, drawn_on=device)
     counts = torch.arange(ROOM, dtype=torch.int32, device=device)
     held = [count.expand(SEQUENCES).contiguous() for count in counts - 1]
     new = [(keys[:, n : n + 1].clone(), values[:, n : n + 1].clone()) for n in range(ROOM)]

@@ -329,15 +329,15 @@ def test_a_causal_bias_that_torch_gives_to_an_op_of_a_gpu_is_explained_as_causal
     assert f"torch gives a call with this CausalBias to the op of {name}" in explanation.notes
 
 
-def test_the_gradient_of_a_mask_is_explained_as_that_of_torchs_efficient_kernel(monkeypatch):
+def test_the_gradient_of_a_mask_is_explained_as_of_a_backend_that_declares_it(monkeypatch, fake):
     monkeypatch.setattr(call_spec, "selected", lambda *_: efficient.EFFICIENT)
-    attnreg.register_backend("math")
+    attnreg.register_backend(fake("plain", bias=True).backend)
     inputs, mask = bhsd(1, 2, 8, 8, requires_grad=True), torch.zeros(8, 8)
     explanation = explain(*inputs, attn_mask=mask)
-    assert (explanation.backend, explanation.backward.backend) == ("math", "math")
+    assert (explanation.backend, explanation.backward.backend) == ("plain", "plain")
     explanation = explain(*inputs, attn_mask=mask.requires_grad_())
-    assert (explanation.backend, explanation.backward.backend) == ("math", "efficient")
-    assert explanation.backward.rejected["math"] == (efficient.ALONE[1],)
+    assert (explanation.backend, explanation.backward.backend) == ("plain", "efficient")
+    assert explanation.backward.rejected["plain"] == ("attn_bias must need no gradient",)
 
 
 def test_what_is_explained_of_a_varlen_call_is_what_runs(packed, ran):

@@ -44,7 +44,8 @@ LIMITS: dict[str, Any] = {
     "head_dim_v": Range(4, MOST, 4),
     "heads": Range(0, GRID),
     "gqa": versions.EFFICIENT_SHARES_HEADS,
-    **dict.fromkeys(("causal", "window", "dropout", "bias", "deterministic", "capture"), True),
+    **dict.fromkeys(("causal", "window", "dropout", "bias", "bias_gradient"), True),
+    **dict.fromkeys(("deterministic", "capture"), True),
 }
 FORWARD = Capabilities(**LIMITS)
 BACKWARD = Capabilities(**LIMITS, delta_from_out=True)
@@ -177,13 +178,15 @@ class _Torch:
         out: Tensor,
         lse: Tensor,
         call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value, in their shapes and dtype.
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value, in their shapes and dtype, then the bias's if wanted.
 
         `grad_out` and `out` are like the forward's output, `lse` like its LSE. Raises as `forward` does.
         """
+        wanted = call.attn_bias if call.bias_gradient else None
         if _is_empty(query, key):
-            return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+            inputs = query, key, value, *(() if wanted is None else (wanted,))
+            return tuple(map(torch.zeros_like, inputs))
         bias = _expanded_bias(query, key, call)
         grad_out, query, key, value = map(readable, (grad_out, query, key, value))
         out = out.contiguous()  # the kernel reads only two of its strides
@@ -198,11 +201,13 @@ class _Torch:
             grads = self._backward(
                 grad_out[rows], query[rows], key[rows], value[rows], None if bias is None else bias[rows],
                 out[rows], None, None, call.max_q, call.max_k, lse[rows], call.dropout, *state.unbind(),
-                _mask_type(call), False, scale=call.scale,
+                _mask_type(call), wanted is not None, scale=call.scale,
             )  # fmt: skip
-            parts.append(grads[:3])
-        grad_q, grad_k, grad_v = _joined(parts)
-        return grad_q, grad_k, grad_v
+            parts.append(grads[:3] if wanted is None else grads)
+        grad_q, grad_k, grad_v, *of_bias = _joined(parts)
+        if wanted is not None:
+            of_bias = [of_bias[0].sum_to_size(wanted.shape)]
+        return grad_q, grad_k, grad_v, *of_bias
 
 
 def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -15,7 +15,6 @@ from support.packages import on_cpu
 import attnreg
 from attnreg.backends import efficient as backend
 from attnreg.backends import math
-from attnreg.core.aten.efficient import ALONE
 from attnreg.core.policy import current as policy
 from attnreg.core.times import traces
 from attnreg.core.torchlib import captured, versions
@@ -135,17 +134,34 @@ def test_a_row_that_the_bias_hides_entirely_pairs_with_either_backward(route, ra
     assert_near([result[0], *grads], inputs, truth.dense(*inputs, bias)[0])
 
 
+NO_GRADIENT = "attn_bias must need no gradient"
+
+
+@pytest.fixture
+def without_gradient(fake):
+    """Register a backend with biases and dropout, but without gradients of a bias; returns its name."""
+    attnreg.register_backend(fake("plain", bias=True, dropout=True).backend)
+    return "plain"
+
+
 @pytest.mark.parametrize("enter", [attnreg.register_backend, attnreg.use_backend])
-def test_the_gradient_of_a_bias_comes_from_torchs_kernel_whoever_ran_the_forward(route, ran, enter):
+@pytest.mark.parametrize("name", ["math", "plain"])
+def test_the_gradient_of_a_bias_comes_from_a_backend_that_declares_it(
+    route, ran, enter, name, without_gradient
+):
     route(native_kernels())
     leaf = F.pad(ADDED[:1], (0, 2)).requires_grad_()
     inputs = qkv()
-    with enter("math"):
+    with enter(name):
         out = call(inputs, bias=leaf[..., :6].expand(2, 4, 6, 6))[0]
         got = torch.autograd.grad(out, [*inputs, leaf], random_like(out))
-    fallback = [row for row in attnreg.stats().fallbacks if row.backend == "math"]
-    assert ran() == {"math": (1, 0), "efficient": (0, 1)}
-    assert [(row.reason, row.count) for row in fallback] == [(ALONE[1], 1)]
+    fallback = [row for row in attnreg.stats().fallbacks if row.backend == name]
+    if name == "math":
+        assert ran() == {"math": (1, 1)}
+        assert fallback == []
+    else:
+        assert ran() == {name: (1, 0), "efficient": (0, 1)}
+        assert [(row.reason, row.count) for row in fallback] == [(NO_GRADIENT, 1)]
     expected, _ = truth.dense(*inputs, leaf[..., :6])
     right = torch.autograd.grad(expected, [*inputs, leaf], random_like(out).double())
     for one, other in zip(got, right, strict=True):
@@ -170,28 +186,32 @@ def test_a_bias_may_be_all_that_needs_a_gradient(route, ran, first):
         expected, _ = truth.dense(*inputs, leaf[..., :6])
         (right,) = torch.autograd.grad(expected, leaf, random_like(out).double())
         truth.assert_near(got, right.double())
-    assert ran() == ({"math": (3, 0), "efficient": (0, 3)} if first == "math" else {"efficient": (3, 3)})
+    assert ran() == {first: (3, 3)}
     with torch.no_grad():
         assert call(inputs, bias=leaf[..., :6], lse=False)[1].shape == (2, 4, 0)
 
 
-def test_strict_makes_it_an_error_that_another_backend_gives_the_gradient_of_a_bias(route):
+def test_strict_makes_it_an_error_that_another_backend_gives_the_gradient_of_a_bias(route, without_gradient):
     route(native_kernels())
     attnreg.configure({"strict": True})
-    with attnreg.register_backend("math"):
+    with attnreg.use_backend(without_gradient):
         out = call(qkv(), bias=in_steps(ADDED).requires_grad_())[0]
         with pytest.raises(UnsupportedInputError, match="strict"):
             out.sum().backward()
 
 
-def test_with_dropout_the_gradient_of_a_bias_has_torchs_kernel_run_the_forward_too(route, ran):
+def test_with_dropout_the_gradient_of_a_bias_has_its_backend_run_the_forward_too(
+    route, ran, without_gradient
+):
     kernels = native_kernels()
     route(kernels)
-    attnreg.register_backend("math")
     bias = in_steps(ADDED).requires_grad_()
     call(qkv(), bias=bias, dropout=0.2)[0].sum().backward()
     assert ran() == {"efficient": (1, 1)}
     assert kernels[BACKWARD].calls[0][0][15] is True
+    with attnreg.use_backend("math"):
+        call(qkv(), bias=bias, dropout=0.2)[0].sum().backward()
+    assert ran() == {"math": (1, 1)}
 
 
 def test_dropout_ties_the_backward_to_the_forwards_backend(route, ran):
@@ -240,9 +260,12 @@ def test_a_batch_that_torchs_kernel_cannot_launch_is_cut_by_the_backend(route, r
     assert ran() == {"efficient": (2, 2)}
     for fake in kernels.values():
         assert [args[0].shape[0] for args, _ in fake.calls] == [2, 2, 1] * 2
-    out = call(inputs, bias=bias.clone().requires_grad_())[0]
-    with pytest.raises(UnsupportedInputError, match=r"attn_bias needs a gradient, .* got 5: split the batch"):
-        out.sum().backward()
+    for shape in ((1, 4, 6, 6), (5, 1, 1, 6)):
+        leaf = in_steps(ADDED[:1, : shape[1], : shape[2]]).expand(shape).clone().requires_grad_()
+        given = in_steps(leaf.expand(5, 4, 6, 6))
+        (got,) = torch.autograd.grad(call(inputs, bias=given)[0].sum(), leaf)
+        (right,) = torch.autograd.grad(truth.dense(*inputs, leaf)[0].sum(), leaf)
+        truth.assert_near(got, right.double())
 
 
 def with_shared_keys(**options):

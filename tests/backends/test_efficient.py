@@ -192,7 +192,7 @@ def test_what_the_kernels_do_not_take_is_refused(reason, changes):
 ONLY_HERE = {
     "float32": {},
     **({"shared heads": {"heads_k": 1}} if versions.EFFICIENT_SHARES_HEADS else {}),
-    "a bias": {"dtype": "bfloat16", "bias": True},
+    "a bias": {"dtype": "bfloat16", "bias": True, "device": "sm_80"},
     "head dim 264": {"dtype": "bfloat16", "head_dim": 264},
     "a batch above 65535": {"batch": 70000},
 }

@@ -140,6 +140,7 @@ def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
         False,
         0.0,
         *(None,) * 5,
+        False,
         (),
     )
 

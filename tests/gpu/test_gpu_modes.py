@@ -193,8 +193,8 @@ def deterministic(monkeypatch):
 def test_deterministic_algorithms_repeat_bit_for_bit_or_are_refused(named, deterministic, ran):
     given = gpu.packed((700, 5, 1300))
     step = gpu.on(named)
-    if not registry.find(named).backend.backward.deterministic:
-        with pytest.raises(UnsupportedInputError, match="not deterministic, and deterministic"):
+    if named == "cuDNN" or not registry.find(named).backend.backward.deterministic:
+        with pytest.raises(UnsupportedInputError, match=r"not deterministic, and|must be dense to be determ"):
             step(*given)
         return
     first = gpu.run(step, given)
@@ -205,13 +205,26 @@ def test_deterministic_algorithms_repeat_bit_for_bit_or_are_refused(named, deter
 
 
 @pytest.mark.only_for("cuDNN")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "length", "dim"), [(4, 300, 64), (8, 1024, 128), (2, 256, 256)], ids=str)
+def test_a_dense_backward_of_cudnn_repeats_bit_for_bit(named, deterministic, ran, heads, length, dim, causal):
+    inputs = gpu.bhsd(heads=heads, length=length, dim=dim)
+    with attnreg.register_backend(named):
+        first = gpu.sdpa_and_back(inputs, is_causal=causal)
+        for _ in range(7):
+            assert all(map(torch.equal, gpu.sdpa_and_back(inputs, is_causal=causal), first))
+    assert ran() == {named: (8, 8)}
+    gpu.assert_near(first, gpu.expected_of_sdpa(inputs, window=(-1, 0) if causal else (-1, -1)))
+
+
+@pytest.mark.only_for("cuDNN")
 def test_a_backward_that_is_not_deterministic_goes_elsewhere_with_the_reason(named, deterministic, ran):
     given = gpu.packed((700, 5, 1300))
     with attnreg.register_backend(named):
         got = gpu.run(attnreg.varlen_attn, given)
     reasons = {row.reason for row in attnreg.stats().fallbacks if row.backend == named and row.count}
     calls = ran()
-    assert reasons == {"not deterministic, and deterministic algorithms are on"}
+    assert [reason.partition(",")[0] for reason in reasons] == ["input must be dense to be deterministic"]
     assert calls.get(named, (0, 0))[1] == 0
     assert [sum(counts) for counts in zip(*calls.values(), strict=True)] == [1, 1]
     gpu.assert_near(got, gpu.expected(given)[0])

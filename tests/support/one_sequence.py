@@ -31,15 +31,19 @@ def forward(scores, value):
 
 def backward(scores, lse, delta, query, key, value, grad, scale, softcap=0.0):
     """Return the gradients of query, key and value; `delta` is the sum of output times gradient."""
-    weights, grad = _weights(scores, lse.double()), grad.double()
-    slopes = torch.einsum("qhd,khd->hqk", grad, _for_each_head(value, len(scores))) - delta[..., None]
-    slopes = slopes * weights * scale
+    weights, slopes = _weights(scores, lse.double()), of_scores(scores, lse, delta, value, grad) * scale
     if softcap:
         slopes = slopes * (1 - (scores / softcap).clamp(-1, 1).square())
     grad_q = torch.einsum("hqk,khd->qhd", slopes, _for_each_head(key, len(scores)))
-    of_keys = ((slopes, query.double()), (weights, grad))
+    of_keys = ((slopes, query.double()), (weights, grad.double()))
     grad_k, grad_v = (torch.einsum("hqk,qhd->khd", *each) for each in of_keys)
     return grad_q, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_k, grad_v))
+
+
+def of_scores(scores, lse, delta, value, grad):
+    """Return the gradient of what is added to the scores, (H, S_q, S_k)."""
+    slopes = torch.einsum("qhd,khd->hqk", grad.double(), _for_each_head(value, len(scores)))
+    return (slopes - delta[..., None]) * _weights(scores, lse.double())
 
 
 def _weights(scores, lse):

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from attnreg.backends.cudnn.adapter import backward, forward, specialize
 from attnreg.backends.cudnn.execution_plans import ExecutionPlans
+from attnreg.backends.cudnn.rounding import LEAST_LENGTH
 from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut
@@ -31,24 +32,34 @@ from attnreg.core.contract.spec import AttentionSpec
 
 PACKAGE = "nvidia-cudnn-frontend"
 
-FORWARD = Capabilities(
-    devices=("cuda",),
-    dtypes=("float16", "bfloat16"),
-    compute_capability=((8, 0), (12, 1)),
-    head_dim=Range(8, 256, 8),
-    head_dim_v=Range(8, 256, 8),
-    batch=Range(0, GRID),
-    heads=Range(0, GRID),
-    varlen=True,
-    gqa=True,
-    causal=True,
-    window=True,
-    seqused_k=True,
-    deterministic=True,
-    capture=True,
-)
-# On Hopper cuDNN's deterministic backward allocates B * H * S_q * S_k * 2 bytes.
-BACKWARD = replace(FORWARD, deterministic=False, delta_from_out=True)
+# The most bytes that a deterministic backward may allocate.
+MOST_SCORES = 2**30
+
+
+class _CuDNNBackward(Capabilities):
+    """The declared fields, and a backward's limits that no field can express."""
+
+    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason why `spec` can't run here; empty if it can."""
+        return super().unsupported(spec) or tuple(_against_deterministic(spec))
+
+
+_BOTH: dict[str, Any] = {
+    "devices": ("cuda",),
+    "dtypes": ("float16", "bfloat16"),
+    "compute_capability": ((8, 0), (12, 1)),
+    "head_dim": Range(8, 256, 8),
+    "head_dim_v": Range(8, 256, 8),
+    "batch": Range(0, GRID),
+    "heads": Range(0, GRID),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "capture"), True),
+    # Without these two lines cuDNN runs no call with a bias.
+    "bias": True,
+    "bias_gradient": True,
+}
+FORWARD = Capabilities(**_BOTH, deterministic=True)
+# With False cuDNN's backward is never deterministic.
+BACKWARD = _CuDNNBackward(**_BOTH, deterministic=True, delta_from_out=True)
 
 
 def _unavailable() -> str | None:
@@ -96,7 +107,47 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
         reasons.append(
             f"head_dim above 192 must be the value's too, got {spec.head_dim} and {spec.head_dim_v}"
         )
-    return tuple(reasons)
+    return (*reasons, *_against_bias(spec))
+
+
+def _against_bias(spec: AttentionSpec) -> Iterator[str]:
+    """Yield the reasons against a bias: it was tried on compute capability 9.0 alone."""
+    capability = spec.device.capability
+    if not spec.bias:
+        return
+    if capability is not None and capability[0] != 9:
+        yield f"compute capability must be 9.x with attn_bias, got {capability[0]}.{capability[1]}"
+    if spec.varlen:
+        yield "attn_bias must be None with packed tensors, got a tensor"
+    elif spec.windowed:
+        yield f"window_size must be (-1, -1) or causal with attn_bias, got {spec.window}"
+    elif spec.causal and spec.max_q != spec.max_k:
+        got = f"{spec.max_q} and {spec.max_k}"
+        yield f"query and key must have the same length with attn_bias and a causal mask, got {got}"
+    if spec.head_dim_v != spec.head_dim:
+        got = f"{spec.head_dim} and {spec.head_dim_v}"
+        yield f"head_dim of query and value must be the same with attn_bias, got {got}"
+
+
+def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
+    """Yield the reasons against the same bits in each backward: it was tried on compute capability 9.0 alone.
+
+    Such a backward allocates two bytes for each score.
+    """
+    capability, takes = spec.device.capability, 2 * spec.heads_q * spec.batch * spec.max_q * spec.max_k
+    if not spec.deterministic:
+        return
+    if capability is not None and capability[0] != 9:
+        yield f"compute capability must be 9.x to be deterministic, got {capability[0]}.{capability[1]}"
+    if spec.varlen:
+        yield (
+            "input must be dense to be deterministic, got packed: it would allocate batch * heads * "
+            f"{LEAST_LENGTH}^2 * 2 bytes"
+        )
+    elif takes > MOST_SCORES:
+        yield f"to be deterministic it may allocate {MOST_SCORES} bytes, and would allocate {takes}"
+    if spec.bias:
+        yield "attn_bias must be None where deterministic algorithms are on, got a tensor"
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
@@ -104,7 +155,9 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     if not spec.varlen:
         yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
         if spec.window != (-1, -1):
-            yield Cut(((1, ("max_q",)), (-1, ("max_k",))), at=1)
+            yield from (Cut.beyond("max_q", "max_k", at=step) for step in ((0, 1) if spec.bias else (1,)))
+        if spec.deterministic:
+            yield Cut.of("batch", "max_q", "max_k", at=MOST_SCORES // (2 * spec.heads_q) + 1)
 
 
 def _builds(spec: AttentionSpec) -> bool:

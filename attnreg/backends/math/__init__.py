@@ -47,6 +47,7 @@ EVERYTHING = Capabilities(
     window=True,
     dropout=True,
     bias=True,
+    bias_gradient=True,
     alibi=True,
     seqused_k=True,
     key_ranges=True,
@@ -66,6 +67,8 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
     if spec.batch_invariant and spec.device.type != "cpu":
         # Lengths aren't read there, so each sequence is padded to the batch's longest.
         return (f"device must be cpu to be batch-invariant, got {spec.device.type}",)
+    if spec.seqused_k and not spec.varlen and spec.bias_gradient:
+        return ("seqused_k must be None where attn_bias needs a gradient, got a tensor",)
     return ()
 
 
@@ -98,12 +101,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 def backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, in their shapes and dtypes.
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value, in their shapes and dtypes, then the bias's if wanted.
 
     `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
     """
     work = _working_dtype(q)
+    bias = call.attn_bias if call.bias_gradient else None
+    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=work)
     of_queries = as_rows(grad_out), as_rows(q)
     results = as_rows(out), as_rows(lse.mT[..., None])
     grad_lse = None if call.grad_lse is None else as_rows(call.grad_lse.mT[..., None])
@@ -113,7 +118,7 @@ def backward(
         for group in _groups(q, k, v, call):
             grad, query = (group.queries.gather(x, work) for x in of_queries)
             key, value = (group.keys.gather(x, work) for x in of_keys)
-            mask = Mask(call, group, query.shape[1])
+            mask = Mask(call, group, query.shape[1], grad_bias)
             of_lse = None if grad_lse is None else group.queries.gather(grad_lse, work)
             of_out, of_all = (group.queries.gather(x, work) for x in results)
             # The forward's products may have had other shapes and orders of summation. Scores then differ by
@@ -127,7 +132,8 @@ def backward(
             group.keys.scatter(part_k, grads[1], add=True)
             group.keys.scatter(part_v, grads[2], add=True)
     grad_q, grad_k, grad_v = (grad[:-1].view(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
-    return grad_q, grad_k, grad_v
+    of_bias = () if bias is None or grad_bias is None else (grad_bias.to(bias.dtype),)
+    return grad_q, grad_k, grad_v, *of_bias
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[Group]:
@@ -218,7 +224,9 @@ def _attend_backward(
             queries, grads = (_seen_rows(x, tile) for x in of_rows)
             weights = softmax.weights(scores) * share
             grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grads, k)
-            grad_scores = weights * (grad_weights - delta) * mask.call.scale
+            of_added = weights * (grad_weights - delta)
+            grad_scores = of_added * mask.call.scale
+            mask.add_gradients(of_added, tile)
             grad_scores = _hide(grad_scores if slope is None else grad_scores * slope, tile, 0.0)
             grad_q[:, :, rows] += _times(grad_scores, _seen_keys(k, tile))
             grad_k[:, :, tile.cols] += _summed(grad_scores, queries, k)

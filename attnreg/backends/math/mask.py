@@ -37,10 +37,15 @@ class Tile(NamedTuple):
 
 
 class Mask:
-    """The hidden scores of a group, and what is added to its visible scores."""
+    """The hidden scores of a group, and what is added to its visible scores.
 
-    def __init__(self, call: Call, group: Group, heads: int) -> None:
+    Attributes:
+        grad_bias: what the gradient of the bias is added to, in the bias's shape; None if none is wanted.
+    """
+
+    def __init__(self, call: Call, group: Group, heads: int, grad_bias: Tensor | None = None) -> None:
         self.call = call
+        self.grad_bias = grad_bias
         self.group = group
         self.heads = heads
         self.width_q, self.width_k = group.queries.width, group.keys.width
@@ -82,7 +87,7 @@ class Mask:
 
     def added(self, tile: Tile, dtype: torch.dtype) -> Tensor | None:
         """Return the bias and slopes that are added to the scaled scores of a tile, or None."""
-        bias, slopes = self._bias(tile.rows, tile.cols), self.call.alibi_slopes
+        bias, slopes = self._part_of(self.call.attn_bias, tile.rows, tile.cols), self.call.alibi_slopes
         if bias is not None and bias.dtype == torch.bool:
             bias = None
         if slopes is None:
@@ -125,7 +130,7 @@ class Mask:
         if self.call.mask_mod is not None:
             places = self._places(Tile(rows, cols, None))
             yield elementwise.visible(self.call.mask_mod, self.heads, *places)
-        bias = self._bias(rows, cols)
+        bias = self._part_of(self.call.attn_bias, rows, cols)
         if bias is not None:
             # A key at -inf is hidden, not merely unlikely: its NaN must not reach the output.
             yield bias if bias.dtype == torch.bool else bias != -torch.inf
@@ -154,8 +159,19 @@ class Mask:
             inside |= (places >= low[..., None]) & (places < high[..., None])
         return inside[:, None]
 
-    def _bias(self, rows: slice, cols: slice) -> Tensor | None:
-        bias = self.call.attn_bias
+    def add_gradients(self, of_scores: Tensor, tile: Tile) -> None:
+        """Add the gradients of a tile's scores, (b, H, rows, columns), to that of the bias, if one is wanted.
+
+        They are float32 or float64. Those of hidden scores are set to 0.
+        """
+        part = self._part_of(self.grad_bias, tile.rows, tile.cols)
+        if part is not None:
+            if tile.visible is not None:
+                of_scores.masked_fill_(~tile.visible, 0.0)
+            part += of_scores.sum_to_size(part.shape)
+
+    def _part_of(self, bias: Tensor | None, rows: slice, cols: slice) -> Tensor | None:
+        """Return the part of a bias, or of its gradient, for a tile; a view if no key is padding."""
         if bias is None:
             return None
         bias = bias[(None,) * (4 - bias.dim())]

@@ -10,8 +10,6 @@ it can't produce such an LSE.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,14 +18,10 @@ from attnreg.core.aten import routing
 from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import EfficientBackward, EfficientForward, SdpaCpuForward
 from attnreg.core.contract.backend import Call
-from attnreg.core.contract.capabilities import GRID
 from attnreg.core.contract.lengths import bounds
 from attnreg.core.dispatch import calls
 from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
-from attnreg.core.dispatch.scope import ScopedChoice, make_choice
-from attnreg.core.selection.decision import Preference
-from attnreg.errors import UnsupportedInputError
 
 EFFICIENT = Native("efficient", kernel="torch's efficient_attention kernel")
 OP = "_efficient_attention"
@@ -40,10 +34,6 @@ LSE_STEP = 32  # kAlignLSE of torch's kernel
 LSE = EfficientForward._fields.index("compute_log_sumexp")
 
 TOKEN = 3  # the result that carries a choice: the offset of the random state
-
-# Backwards of the contract return no gradient of the bias.
-ALONE = EFFICIENT.name, "attn_bias needs a gradient, which torch's efficient kernel alone computes"
-FOR_BIAS = Preference("the gradient of attn_bias", (), alone=ALONE)
 
 
 def _forward(arguments: EfficientForward, routed: RoutedCall) -> RouterResult:
@@ -71,9 +61,9 @@ def _run_forward(arguments: EfficientForward, routed: RoutedCall) -> RouterResul
     if why := _only_torchs(arguments):
         return routed.untouched(why)
     dropout, choice = arguments.dropout_p, routed.choice
-    if dropout > 0.0 and arguments.bias is not None and arguments.bias.requires_grad:
-        choice = _with_bias(choice)  # the backward has to draw the same mask
     tensors, call = _in_contract(arguments)
+    if dropout > 0.0 and arguments.bias is not None and arguments.bias.requires_grad:
+        call = call._replace(bias_gradient=True)  # the backward has to draw the same mask
     # Autograd asks for the LSE where it records the call.
     plan = routed.plan_for("forward", tensors, call, choice, routed.native, arguments.compute_log_sumexp)
     choice = forward_choice(choice, plan, dropout)
@@ -105,20 +95,16 @@ def _backward(arguments: EfficientBackward, routed: RoutedCall) -> RouterResult:
     tensors, call = _in_contract(arguments, rng_state)
     choice = routing.backward_choice(routed, dropout)
     if arguments.bias_requires_grad:
-        choice = _with_bias(choice, dropout)
+        call = call._replace(bias_gradient=True)
     plan = routed.plan_for("backward", tensors, call, choice, routed.native)
     if plan.is_native:
         return routed.run_native(plan, call, keeps=dropout == 0.0)
-    if arguments.bias_requires_grad:  # the contract splits a batch above GRID
-        batch = arguments.query.shape[0]
-        raise UnsupportedInputError(
-            f"{ALONE[1]}, for a batch of at most {GRID}, got {batch}: split the batch"
-        )
     grad_out, out = (x if call.cu_seqlens_q is None else x[0] for x in (arguments.grad_out, arguments.out))
-    grads = plan.run(grad_out, *tensors, out, _from_op(arguments.logsumexp, tensors[0], call), call)
+    lse = _from_op(arguments.logsumexp, tensors[0], call)
+    grads = plan.run(grad_out, *tensors, out, lse, call)
     models = arguments.query, arguments.key, arguments.value
-    laid_out = (_laid_out(grad, model) for grad, model in zip(grads, models, strict=True))
-    return (*laid_out, None), None
+    laid_out = (_laid_out(grad, model) for grad, model in zip(grads, models, strict=False))
+    return (*laid_out, _whole(grads[3], arguments.bias) if call.bias_gradient else None), None
 
 
 def _only_torchs(arguments: EfficientForward | EfficientBackward) -> str:
@@ -167,21 +153,6 @@ def _in_contract(
     if causal and not top_left:
         call = call._replace(window=bounds((-1, -1), True, call.max_q, call.max_k))
     return calls.to_bshd(query, key, value, call), call
-
-
-def _with_bias(choice: ScopedChoice | None, drawn: float = 0.0) -> ScopedChoice:
-    """Return the choice for a call that also computes the gradient of the bias.
-
-    `drawn` is the dropout probability of a backward: its mask can only be drawn again by the same backend.
-    Raises UnsupportedInputError if another backend drew it.
-    """
-    preference = FOR_BIAS if choice is None or choice.preference is None else choice.preference
-    if drawn > 0.0 and preference.names != ALONE[:1]:
-        raise UnsupportedInputError(
-            f"{ALONE[1]}, but the mask of dropout_p {drawn} was drawn by {', '.join(preference.names)}: "
-            f"use_backend({EFFICIENT.name!r})"
-        )
-    return make_choice(replace(preference, alone=ALONE))
 
 
 def _to_op(lse: Tensor, call: Call) -> Tensor:
@@ -237,6 +208,11 @@ def _laid_out(grad: Tensor, model: Tensor) -> Tensor:
     if unseen:  # keys that a top-left causal mask hides from every query
         grad = F.pad(grad, (0, 0, 0, 0, 0, unseen))
     return grad.contiguous().view(model.shape)
+
+
+def _whole(grad: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the gradient of a bias, (B, H, S_q, S_k), with 0 for keys that no query sees."""
+    return grad if bias is None else F.pad(grad, (0, bias.shape[-1] - grad.shape[-1]))
 
 
 _FORWARD, _BACKWARD = OpLayout(query=0, token_result=TOKEN), OpLayout(query=1, token_argument=13)

@@ -99,6 +99,8 @@ class Call(NamedTuple):
             function, and multiplies gradients of scores by its derivative.
         mask_mod: `mask_mod(batch, head, query, key)` returns a boolean (): whether a score counts that is in
             the window and in the `key_ranges`.
+        bias_gradient: whether the backward returns the gradient of `attn_bias`, in its shape and dtype, as
+            its fourth result. A forward has it only with dropout, as one backend then runs both directions.
         further: options without a field of their own, sorted by name. Each is read as an attribute. Without
             the option the attribute is `Option.off`.
     """
@@ -124,6 +126,7 @@ class Call(NamedTuple):
     key_ranges: Tensor | None = None
     score_mod: Callable[..., Tensor] | None = None
     mask_mod: Callable[..., Tensor] | None = None
+    bias_gradient: bool = False
     further: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -250,8 +253,8 @@ class Kernels(_Functions, _Kernels):
     Attributes:
         forward: `forward(q, k, v, call)` returns `(out, lse)`.
         backward: `backward(grad_out, q, k, v, out, lse, call)` returns `(grad_q, grad_k, grad_v)`, followed
-            by the gradient of sinks if the call has some. None if the backend has none; another backend's
-            then serves.
+            by the gradient of sinks if the call has some, or of the bias if it is wanted. None if the backend
+            has none; another backend's then serves.
         specialize: `specialize(direction, tensors, call)` is called after `forward` or `backward` has run
             `call` with `tensors`. It returns a launcher for all further calls of the same kind and class of
             lengths. It returns None if it has none yet, or none at all. See `launching.launchers`.

@@ -77,13 +77,13 @@ class Capabilities:
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi` slopes;
     `seqused_k`; `key_ranges`; a `score_mod`; a `mask_mod`; a given number of splits (`num_splits`); a
-    `softcap`; a scale of 0 or below (`any_scale`); in a backward a gradient of the LSE (`grad_lse`).
-    `delta_from_out` is for backwards without `grad_lse`: they compute delta as rowsum(grad_out * out), from
-    the output that they get. So they can get the gradient of the LSE in further columns
-    (`adaptation.lse_columns`). `sinks` says whether it counts the sinks of packed calls itself. If not,
-    results are rescaled, and no call is refused. `deterministic` says whether its results are bitwise
-    repeatable. `batch_invariant` says whether it is batch-invariant if a call asks for that: the bits of a
-    sequence's results depend on no further sequence. `capture` says whether a CUDA graph can capture it.
+    `softcap`; a scale of 0 or below (`any_scale`); in a backward a gradient of the LSE (`grad_lse`); the
+    gradient of a bias (`bias_gradient`). `delta_from_out` is for backwards without `grad_lse`: they compute
+    delta as rowsum(grad_out * out), from the output that they get. So they can get the gradient of the LSE in
+    further columns (`adaptation.lse_columns`). `sinks` says whether it counts the sinks of packed calls
+    itself. If not, results are rescaled, and no call is refused. `deterministic` says whether its results are
+    bitwise repeatable. `batch_invariant` says whether it is batch-invariant if a call asks for that: the bits
+    of a sequence's results depend on no further sequence. `capture` says whether a CUDA graph can capture it.
 
     Raises:
         RegistrationError: a field has the wrong type, or a name that torch doesn't have; the message says
@@ -117,6 +117,7 @@ class Capabilities:
     key_ranges: bool = False
     score_mod: bool = False
     mask_mod: bool = False
+    bias_gradient: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
     capture: bool = False

@@ -183,6 +183,10 @@ OPTIONS: tuple[Option, ...] = (
         reason="attn_bias must be None, got a tensor", label="attn_bias",
     ),
     Option(
+        name="bias_gradient", argument=None, values="integer", off=0, low=0, high=1, expected="0 or 1",
+        reason="attn_bias must need no gradient", label="gradient of attn_bias",
+    ),
+    Option(
         name="alibi_slopes", field="alibi", values="tensor", shapes=("H", "BH"), dtype="float32", in_op=6,
         reason="alibi_slopes must be None, got a tensor", label="alibi",
     ),

@@ -146,6 +146,7 @@ class AttentionSpec:
     key_ranges: bool = False
     score_mod: bool = False
     mask_mod: bool = False
+    bias_gradient: bool = False
     needs_backward: bool = False
     deterministic: bool = False
     batch_invariant: bool = False

@@ -271,6 +271,8 @@ def check_results(results: Any, direction: Direction, arguments: tuple[Any, ...]
     else:
         models = dict(zip(("grad_q", "grad_k", "grad_v"), arguments[1:4], strict=True))
         call = arguments[-1]
+        if call.bias_gradient:
+            models["grad_attn_bias"] = call.attn_bias
         models |= {f"grad_{row.name}": getattr(call, row.name) for row in options_on(call) if row.gradient}
         expected = {name: _Promise(tuple(x.shape), x.dtype, x.device) for name, x in models.items()}
     problems = "; ".join(_differences(results, expected))

@@ -37,12 +37,10 @@ class Preference:
 
     Attributes:
         source: where the preference comes from: `"ATTNREG_BACKEND"`, `"register_backend('FA4')"`.
-        names: the backends, the most preferred first; none if it only says who runs the call `alone`.
+        names: the backends, the most preferred first.
         devices: the settings keys of the devices that it applies to ("cpu", "cuda", "sm_90"); None for all.
         exclusive: whether nothing else may run (`backend=` on a call).
         required: whether it is an error if one of them can't load here.
-        alone: the one backend that can run the call, and the reason against all others; None if its spec
-            says all there is to know.
     """
 
     source: str
@@ -50,7 +48,6 @@ class Preference:
     devices: tuple[str, ...] | None = None
     exclusive: bool = False
     required: bool = True
-    alone: tuple[str, str] | None = None
 
     def applies_to(self, device: Device) -> bool:
         """Whether it is a preference for that device."""
@@ -221,12 +218,10 @@ def _selected(
 ) -> Decision:
     spec = spec.unscaled
     wanted = [one for one in policy.preferences if one.names and one.applies_to(spec.device)]
-    alone = next((one.alone for one in policy.preferences if one.alone), None)
     only = next((preference for preference in wanted if preference.exclusive), None)
 
     def reasons_of(name: str) -> tuple[str, ...]:
-        reasons = _reasons(entries[name], spec, direction, policy, only)
-        return reasons if alone is None or name == alone[0].casefold() else (*reasons, alone[1])
+        return _reasons(entries[name], spec, direction, policy, only)
 
     reasons = _Reasons(reasons_of)
     # Every backend, the first choice first, with the source of its position.

@@ -162,11 +162,11 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     policy = now.policy.with_first(leading)
     native = torchs.name if torchs is not None else ""
     decided = {}
+    with_mask = spec.but(bias_gradient=True) if described.of_mask else spec
     for direction in directions:
-        if direction == "backward":
-            policy = policy.with_first(described.for_backward)
-        able = declined.with_reasons(entries, now.declined.get((direction, spec.of(direction)), {}))
-        decision = decided[direction] = _decision(spec, direction, able, policy, native)
+        own = spec if direction == "forward" and spec.dropout == 0.0 else with_mask
+        able = declined.with_reasons(entries, now.declined.get((direction, own.of(direction)), {}))
+        decision = decided[direction] = _decision(own, direction, able, policy, native)
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))
     # What of attnreg's runs as explained even while nothing asks for a backend.

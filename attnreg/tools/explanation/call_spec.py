@@ -56,7 +56,7 @@ class CallSpec(NamedTuple):
     native: Native | None = None  # the backend whose kernel torch itself was about to run
     elsewhere: Bypassed | None = None  # what torch's own selector takes, if attnreg never sees the call
     notes: tuple[str, ...] = ()
-    for_backward: Preference | None = None  # what the backward alone asks for
+    of_mask: bool = False  # whether the backward computes the gradient of the mask, too
     front: str = SDPA  # the function that makes such a call, "" if none does
     returns_lse: bool = False  # whether the program gets the LSE, so that no forward is given sinks
     inputs: str = ""  # the shapes as the call has them, as text; empty if there are no tensors
@@ -201,10 +201,9 @@ def dense(
             )
         needs_backward = needs_backward or wants_gradient(query, key, attn_mask)
     of_mask = native is efficient.EFFICIENT and attn_mask is not None and attn_mask.requires_grad
-    for_backward = efficient.FOR_BIAS if of_mask else None
     is_rewritten = is_causal and call.window[1] > 0 and elsewhere is None
     notes = (TOP_LEFT.format(call.window),) if is_rewritten else ()
-    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, notes, for_backward)
+    return CallSpec(spec_of(*inputs, needs_backward), native, elsewhere, notes, of_mask)
 
 
 def _is_left_to_broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:

@@ -26,7 +26,8 @@ from attnreg.backends.cudnn import rounding
 from attnreg.core.launching import rows
 from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib.readback import AsyncReadback
-from attnreg.tools.measure import QUICK
+from attnreg.tools import measure
+from attnreg.tools.measure import QUICK, Case
 
 H200 = Device("cuda", (9, 0), simulated=True)
 ENTRY = Entry("cuDNN", "a test", cudnn.BACKEND)
@@ -139,6 +140,7 @@ def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, fa
 # What it refuses
 
 MASKED = "a masked dense call must have no more queries than keys, got 65 and 64"
+SQUARE = "query and key must have the same length with attn_bias and a causal mask, got 64 and 65"
 SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
 
 
@@ -161,7 +163,26 @@ SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
         ({"head_dim": 20, "head_dim_v": 64}, ""),
         ({"head_dim": 260, "head_dim_v": 64}, "head_dim must be 8 to 256 in steps of 8, got 260"),
         ({"dtype": "float32"}, "dtype must be float16 or bfloat16, got float32"),
-        ({"bias": True}, "attn_bias must be None, got a tensor"),
+        ({"bias": True, "max_k": 66}, ""),
+        ({"bias": True, "bias_gradient": True, "max_k": 65}, ""),
+        (
+            {"bias": True, "varlen": True, "max_k": 65},
+            "attn_bias must be None with packed tensors, got a tensor",
+        ),
+        ({"bias": True, "window": (-1, 0), "max_q": 65, "max_k": 65}, ""),
+        ({"bias": True, "window": (-1, 0), "max_k": 65}, SQUARE),
+        (
+            {"bias": True, "window": (4, 0), "max_k": 65},
+            "window_size must be (-1, -1) or causal with attn_bias, got (4, 0)",
+        ),
+        (
+            {"bias": True, "device": "sm_100", "max_k": 65},
+            "compute capability must be 9.x with attn_bias, got 10.0",
+        ),
+        (
+            {"bias": True, "head_dim_v": 64, "max_k": 65},
+            "head_dim of query and value must be the same with attn_bias, got 128 and 64",
+        ),
         ({"batch": 65536}, "batch must be 0 to 65535, got 65536"),
         ({"batch": 65536, "varlen": True}, "batch must be 0 to 65535, got 65536"),
         ({"heads_q": 65536, "heads_k": 8}, "query heads must be 0 to 65535, got 65536"),
@@ -178,13 +199,16 @@ def is_reached(cut, lengths):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)])
 @pytest.mark.parametrize("varlen", [False, True])
-def test_lengths_that_no_cut_parts_are_refused_alike(window, varlen):
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"deterministic": True}], ids=str)
+def test_lengths_that_no_cut_parts_are_refused_alike(monkeypatch, window, varlen, options):
+    monkeypatch.setattr(cudnn, "MOST_SCORES", 2 * 2 * 8 * 64 * 64)
     refusals = {}
     for max_q, max_k in itertools.product((1, 2, 3, 64, 65), repeat=2):
-        spec = gpu_spec(window=window, varlen=varlen, max_q=max_q, max_k=max_k)
-        lengths = {"max_q": max_q, "max_k": max_k}
+        spec = gpu_spec(window=window, varlen=varlen, max_q=max_q, max_k=max_k, **options)
+        lengths = {"batch": 2, "max_q": max_q, "max_k": max_k}
         reached = tuple(is_reached(cut, lengths) for cut in cudnn.BACKEND.cuts(spec))
-        reasons = [re.sub(r"got \d+ and \d+", "got", reason) for reason in cudnn._refuses(spec)]
+        found = *cudnn._refuses(spec), *cudnn._against_deterministic(spec)
+        reasons = [re.sub(r"(got|allocate) \d+( and \d+)?", "", reason) for reason in found]
         assert refusals.setdefault(reached, reasons) == reasons, lengths
     assert (len(refusals) > 1) is not varlen
 
@@ -199,10 +223,42 @@ def test_only_dense_calls_build_an_execution_plan_for_each_shape():
     assert not cudnn.BACKEND.builds(gpu_spec(varlen=True))
 
 
-def test_only_a_backward_is_not_deterministic():
-    spec = gpu_spec(deterministic=True)
+PACKED = (
+    "input must be dense to be deterministic, got packed: it would allocate batch * heads * 4096^2 * 2 bytes"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"max_q": 8192, "max_k": 4096}, ""),
+        (
+            {"max_q": 8192, "max_k": 4097},
+            "to be deterministic it may allocate 1073741824 bytes, and would allocate 1074003968",
+        ),
+        ({"varlen": True}, PACKED),
+        ({"device": "sm_80"}, "compute capability must be 9.x to be deterministic, got 8.0"),
+        (
+            {"bias": True, "max_k": 65},
+            "attn_bias must be None where deterministic algorithms are on, got a tensor",
+        ),
+    ],
+)
+def test_a_backward_is_deterministic_where_a_number_for_each_score_fits(changes, reason):
+    spec = gpu_spec(deterministic=True, **changes)
     assert ENTRY.reasons(spec, "forward") == ()
-    assert ENTRY.reasons(spec, "backward") == ("not deterministic, and deterministic algorithms are on",)
+    assert ENTRY.reasons(spec, "backward") == ((reason,) if reason else ())
+
+
+def test_a_deterministic_call_has_the_algorithm_that_is(kernels, module):
+    q, k, v, grad, call = measure.inputs(Case(name="dense", lens_q=(9, 9), lens_k=(9, 9), dtype="bfloat16"))
+    for deterministic in (False, True):
+        given = call._replace(deterministic=deterministic)
+        out, lse = kernels.forward(q, k, v, given)
+        kernels.backward(grad, q, k, v, out, lse, given)
+    chosen = [graph.options["use_deterministic_algorithm"] for graph in module.graphs]
+    assert chosen == [False, False, True]  # both forwards have the same execution plan
 
 
 @pytest.mark.parametrize(
