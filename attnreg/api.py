@@ -31,7 +31,11 @@ from attnreg.core.policy.sources import keeps_native, transformers, under_a_lock
 from attnreg.core.registry.entry import Entry
 from attnreg.core.settings.other_names import device_meant
 from attnreg.core.times.traces import check_writable
-from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_wrapper_uncompiled
+from attnreg.core.torchlib.frames import (
+    leave_module_uncompiled,
+    leave_wrapper_uncompiled,
+    raise_between_graphs,
+)
 from attnreg.errors import (
     AttnregError,
     BackendUnavailableError,
@@ -288,7 +292,7 @@ class use_backend(_Block, scope.ScopeInGraph):  # noqa: N801 - a context manager
             raise InvalidInputError("use_backend: got no name, expected at least one backend")
         choice = choice_or_error(names)
         if not isinstance(choice, scope.ScopedChoice):
-            raise choice
+            raise_between_graphs(choice)
         self.names, self._choice = names, choice
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, ...]]:

@@ -19,10 +19,11 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ MOST_LISTED, MOST_KNOWN = 10, 50
 __all__ = [
     "AttnregError", "BackendUnavailableError", "BuildError", "ConfigError", "InvalidInputError",
     "RanksDifferError", "RegistrationError", "UnknownBackendError", "UnsupportedInputError", "did_you_mean",
-    "first_ten", "is_of_device", "nearest", "short_repr",
+    "file_errors", "first_ten", "is_of_device", "nearest", "short_repr",
 ]  # fmt: skip
 
 
@@ -106,6 +107,16 @@ _SAYS_UNLOADABLE = (
     r"(?i)no_?binary_?for_?gpu|no[ _]?kernel[ _]?image|(invalid|unsupported)_?(kernel_?image|image|ptx)"
     r"|kernel image is invalid|ptx jit compilation failed|ptx was compiled with an unsupported toolchain"
 )
+
+
+@contextmanager
+def file_errors(file: object, done: str = "written") -> Iterator[None]:
+    """Raise a `ConfigError` where the block can't write (or read) a file; it has the file and the cause."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file}: can't be {done}: {cause}") from error
 
 
 def first_ten(values: Sequence[T], text: Callable[[T], str] = str, most: int = MOST_LISTED) -> list[str]:

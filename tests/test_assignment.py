@@ -355,7 +355,7 @@ def test_what_cannot_be_assigned_says_why_and_changes_nothing(model, patterns, e
     assert before == ([type(module) for module in model.modules()] if model is not None else [])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of 2.15 a FutureWarning
 def test_a_module_of_torchscript_is_refused():
     model = nn.Sequential(torch.jit.trace(nn.ReLU(), torch.ones(1)))
     with pytest.raises(attnreg.InvalidInputError, match="got '0', a module of TorchScript"):

@@ -54,7 +54,7 @@ def masked(
     # Under torch.jit.trace sizes are tensors.
     is_grouped = bool(groups > 1) and versions.EFFICIENT_SHARES_HEADS and not by_scores
     if groups > 1 and not is_grouped:
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        key, value = (_repeat_heads(x, groups) for x in (key, value))
     if by_scores:
         return _by_scores(query, key, value, mask, options).transpose(1, 2)
     with nullcontext() if has_run or not is_captured() else sdpa_kernel(_RECORDABLE):
@@ -82,6 +82,14 @@ def apart(dense: Tensor, starts: Tensor | None) -> Tensor:
     behind = dense.shape[-1] - numbers.shape[-1]  # unused keys of a static cache
     of_keys = torch.nn.functional.pad(numbers, (0, behind))
     return dense.logical_and(numbers[:, None, :, None] == of_keys[:, None, None, :])
+
+
+def _repeat_heads(x: Tensor, times: int) -> Tensor:
+    """Repeat each head of (B, H_k, S, D), any dtype; returns (B, H_k * times, S, D)."""
+    if versions.EXPORTS_REPEATED_HEADS or not torch.compiler.is_exporting():
+        return x.repeat_interleave(times, 1)
+    # In memory the heads come after the tokens, so that no stride of a head depends on the length.
+    return x.transpose(1, 2).repeat_interleave(times, 2).transpose(1, 2)
 
 
 def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: LayerOptions) -> Tensor:

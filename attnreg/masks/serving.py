@@ -28,7 +28,7 @@ from attnreg.core.dispatch.planning import device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import masks
-from attnreg.core.settings.environment import RECOGNISE, REFERENCE
+from attnreg.core.settings.environment import RECOGNISE
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.core.varlen.front import varlen_attn
@@ -154,8 +154,7 @@ def _count(rows: Tensor | None, x: Tensor) -> int:
 def _refused(call: SdpaCall, structure: Structure) -> str:
     """Return why packed calls would be slower than torch's kernels; empty if they wouldn't.
 
-    They would be if the reference, unrequested, or what stands in for it, were the only backend that can run
-    a part.
+    They would be if only a backend that stands in for others could run a part, and nothing asks for it.
     """
     known = registry.entries()
     for part in structure.parts:
@@ -163,8 +162,7 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
             for decision in decisions(spec_of(call, part), scope.current()):
                 name = decision.backend or ""
                 entry = known.get(name.casefold())
-                stands_in = name == REFERENCE or (entry is not None and entry.stands_in)
-                if stands_in and name not in decision.asked_for:
+                if entry is not None and entry.stands_in and name not in decision.asked_for:
                     return f"no backend but {name} can run its packed {decision.direction}"
         except AttnregError:
             return ""  # the call itself raises the error

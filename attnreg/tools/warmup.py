@@ -168,7 +168,7 @@ def run_once(spec: AttentionSpec, direction: Direction, entry: Entry, against: s
     # A call with sinks that a backend doesn't count runs without them, and is rescaled.
     if against := against or "; ".join(entry.reasons(spec.unscaled, direction)):
         return FirstCall(spec, direction, entry.name, None, against, refused=True)
-    device = torch.device(_name_of(spec.device))
+    device = torch.device(spec.device.place)
     try:
         with (
             torch.no_grad(),
@@ -214,7 +214,7 @@ def _kind(described: AttentionSpec | Mapping[str, Any], device: str | torch.devi
         raise InvalidInputError(f"kind: got {described!r}, expected an AttentionSpec or a dict of its fields")
     own = described.device if isinstance(described, AttentionSpec) else described.get("device")
     if isinstance(own, Device):
-        own = own.arch if own.simulated else _name_of(own)
+        own = own.arch if own.simulated else own.place
     place = planning.device_of(_present(own if device is None else device))
     if isinstance(described, AttentionSpec):
         kind = representatives.one_call(replace(described, device=place))
@@ -223,10 +223,6 @@ def _kind(described: AttentionSpec | Mapping[str, Any], device: str | torch.devi
     if not isinstance(getattr(torch, kind.spec.dtype, None), torch.dtype):
         raise InvalidInputError(f"kind: got dtype {kind.spec.dtype!r}, expected that of a tensor")
     return kind
-
-
-def _name_of(device: Device) -> str:
-    return device.type if device.index is None else f"{device.type}:{device.index}"
 
 
 def _present(named: object) -> torch.device:

@@ -82,6 +82,13 @@ def test_a_registration_alone_has_calls_counted(compiled_routers, registered):
     assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
 
 
+def test_calls_without_queries_or_keys_compute_nothing_to_count(compiled_routers, registered):
+    nothing = QUERY[:, :, :0]
+    assert F.scaled_dot_product_attention(nothing, QUERY, QUERY).shape == nothing.shape
+    assert torch.equal(F.scaled_dot_product_attention(QUERY, nothing, nothing), torch.zeros(SHAPE))
+    assert rows() == ()
+
+
 def test_nothing_is_counted_while_nothing_asks_for_a_backend(compiled_routers):
     attend(QUERY)
     assert rows() == ()

@@ -224,6 +224,9 @@ def test_an_unknown_backend_is_the_same_error_as_without_a_graph():
 
     with pytest.raises(attnreg.UnknownBackendError, match="no backend is named 'nix'"):
         torch.compile(program, backend="eager")(torch.randn(1, 2, 5, 8))
+    torch._dynamo.reset()  # the code is skipped by now
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="run the program without"):
+        torch.compile(program, backend="eager", fullgraph=True)(torch.randn(1, 2, 5, 8))
 
 
 def test_an_exported_program_runs_by_the_choice():

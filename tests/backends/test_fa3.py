@@ -13,7 +13,7 @@ from support.packages import SHORT, gpu_spec, on_cpu, verified
 
 import attnreg
 from attnreg.backends import fa3
-from attnreg.core import registry
+from attnreg.core import launching, registry
 from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.cli.info import collected
@@ -30,7 +30,7 @@ FWD = (
     "bool is_causal = False, int window_size_left = -1, int window_size_right = -1, "
     "int attention_chunk = 0, float softcap = 0.0, bool is_rotary_interleaved = False, "
     "Tensor? scheduler_metadata = None, int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
 )
 BWD = (
     "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq = None, "
@@ -60,8 +60,13 @@ class Package(packages.Package):
 
     def fwd(self, given):
         assert given["num_splits"] == 1
-        out, lse = self.attention(given, given["q"], given["k"], given["v"])
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        if given["page_table"] is None:
+            assert given["leftpad_k"] is None
+        else:
+            assert not given["leftpad_k"].any()  # without it, values past the last key are multiplied by 0
+        # Scores are masked, so that only what is in the values spreads.
+        keys = given["k"] if given["page_table"] is not None else given["k"].nan_to_num()
+        out, lse = self.attention(given, given["q"], keys, given["v"])
         if given["cu_seqlens_q"] is not None:  # what comes after the last sequence is never written
             tail = torch.arange(len(out)) >= given["cu_seqlens_q"][-1]
             out[tail], lse[..., tail] = torch.nan, torch.nan
@@ -70,7 +75,8 @@ class Package(packages.Package):
     def bwd(self, given):
         lse = given["softmax_lse"]
         assert lse.dtype == torch.float32
-        assert not (lse == torch.inf).any()
+        if given["cu_seqlens_q"] is None and given["cu_seqlens_k"] is None:
+            given = given | {"seqused_k": None}  # as the kernels do
         leaves = [given[name].double().requires_grad_() for name in "qkv"]
         with torch.enable_grad():
             out, own = self.attention(given, *leaves)
@@ -88,7 +94,10 @@ class Package(packages.Package):
     def attention(self, given, q, k, v):
         """Return output and LSE; NaN in any row that is loaded spreads, as in the kernels' tiles."""
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        cu_q, cu_k, table = (given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "page_table"))
+        integers = [given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k")]
+        assert all(x.is_contiguous() for x in integers if x is not None)
+        cu_q, cu_k, table, _ = integers
+        assert 0 not in (given["max_seqlen_q"], given["max_seqlen_k"])  # a grid of no blocks is an error
         assert (given["max_seqlen_q"] is None) is (cu_q is None)
         assert (given["max_seqlen_k"] is None) is (cu_k is None)
         if table is not None:
@@ -185,6 +194,62 @@ def test_a_dense_call_is_given_no_offsets_and_no_lengths(package):
     assert [given.get(name) for name in names] == [None] * 6
 
 
+def strided(integers):
+    return torch.stack([integers, integers], dim=1)[:, 0]
+
+
+def test_integers_of_any_strides_are_given_without(package):
+    recorded = package()
+    kernels = on_cpu(fa3.BACKEND).load()
+    q, k, v, grad, call = inputs(dataclasses.replace(CASE, seqused_k=(9, 2)))
+    names = "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
+    call = call._replace(**{name: strided(getattr(call, name)) for name in names})
+    kernels.backward(grad, q, k, v, *kernels.forward(q, k, v, call), call)
+    for _, given in recorded.calls:
+        assert [given[name].tolist() for name in names] == [[0, 7, 12], [0, 9, 14], [9, 2]]
+        assert all(given[name].is_contiguous() for name in names)
+
+
+def test_a_dense_backward_that_leaves_out_keys_is_given_packed_ones(package):
+    recorded = package()
+    lens = {"lens_q": (7, 7), "lens_k": (9, 9), "seqused_k": (9, 2)}
+    q, k, v, grad, call = inputs(Case(name="dense", **lens, heads=(4, 2), dims=(16, 16)))
+    kernels = on_cpu(fa3.BACKEND).load()
+    _, grad_k, grad_v = kernels.backward(grad, q, k, v, *kernels.forward(q, k, v, call), call)
+    (_, fwd), (_, bwd) = recorded.calls
+    assert (fwd["k"].shape, fwd["cu_seqlens_k"]) == ((2, 9, 2, 16), None)
+    assert (bwd["k"].shape, bwd["cu_seqlens_k"].tolist()) == ((18, 2, 16), [0, 9, 18])
+    assert (bwd["q"].shape, bwd["cu_seqlens_q"], bwd["max_seqlen_k"]) == ((2, 7, 4, 16), None, 9)
+    assert grad_k.shape == grad_v.shape == k.shape
+    assert not grad_k[1, 2:].any()
+    assert grad_k[1, :2].any(-1).all()
+
+
+def test_rows_of_no_sequence_alone_reach_no_operator(package):
+    recorded = package()
+    kernels = on_cpu(fa3.BACKEND).load()
+    q = torch.ones(3, 2, 8, dtype=torch.bfloat16)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    call = attnreg.Call(1.0, 0, 0, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+    out, lse = kernels.forward(q, q, q, call)
+    assert not out.any()
+    assert lse.tolist() == [[-torch.inf] * 3] * 2
+    assert not any(grad.any() for grad in kernels.backward(q, q, q, q, out, lse, call))
+    assert recorded.calls == []
+
+
+def test_a_batch_without_unused_rows_is_not_copied(package, monkeypatch):
+    recorded = package()
+    monkeypatch.setattr(launching.offsets, "facts", lambda *_: types.SimpleNamespace(no_unused_rows=True))
+    kernels = on_cpu(fa3.BACKEND).load()
+    q, k, v, grad, call = inputs(CASE)
+    out, lse = kernels.forward(q, k, v, call)
+    kernels.backward(grad, q, k, v, out, lse, call)
+    for _, given in recorded.calls:
+        assert [given[name].data_ptr() for name in "qkv"] == [x.data_ptr() for x in (q, k, v)]
+    assert given["dout"].data_ptr() == grad.data_ptr()
+
+
 # What it can't run
 
 NEEDED = "head_dim must be at most 192 with deterministic algorithms, got 256"
@@ -213,6 +278,76 @@ def test_what_it_does_not_run_and_why(changes, forward, backward):
     entry, spec = Entry("FA3", "a test", fa3.BACKEND), gpu_spec(**changes)
     assert entry.reasons(spec, "forward") == ((forward,) if forward else ())
     assert entry.reasons(spec, "backward") == ((backward,) if backward else ())
+
+
+@pytest.fixture
+def built_without(monkeypatch):
+    """Install the record of a build that lacks features; no record at all if it lacks none."""
+
+    def install(*features):
+        config = types.ModuleType("flash_attn_config")
+        known = ("BACKWARD", "FP16", "LOCAL", "VARLEN", "PAGEDKV", "HDIM64", "HDIM192", "HDIM256")
+        config.CONFIG = {
+            "build_flags": {
+                **{f"FLASHATTENTION_DISABLE_{feature}": feature in features for feature in known},
+                "FLASHATTENTION_ENABLE_VCOLMAJOR": True,
+            }
+        }
+        monkeypatch.setitem(sys.modules, "flash_attn_config", config if features else None)
+        fa3._left_out.cache_clear()
+
+    yield install
+    fa3._left_out.cache_clear()
+
+
+SMALL = "HDIM64", "HDIM192", "HDIM256"
+TOO_LARGE = "head_dim must be at most 128, got 136: flash_attn_3 is built without HDIM192 and HDIM256"
+
+
+@pytest.mark.parametrize(
+    ("features", "changes", "forward", "backward"),
+    [
+        (["FP16"], {"dtype": "float16"}, *["dtype must be bfloat16, got float16: {} FP16"] * 2),
+        (["FP16"], {}, "", ""),
+        (
+            ["LOCAL"],
+            {"window": (3, 0)},
+            *["window_size must be (-1, -1) or causal, got (3, 0): {} LOCAL"] * 2,
+        ),
+        (["LOCAL"], {"window": (-1, 0)}, "", ""),
+        (["VARLEN"], {"varlen": True}, *["input must be dense, got packed: {} VARLEN"] * 2),
+        (["VARLEN"], {"seqused_k": True}, *["seqused_k must be None, got a tensor: {} VARLEN"] * 2),
+        (["BACKWARD"], {}, "", "{} BACKWARD"),
+        (SMALL, {"head_dim": 8}, "", ""),
+        (SMALL, {"head_dim": 128, "deterministic": True}, "", ""),
+        (SMALL, {"head_dim": 136}, TOO_LARGE, TOO_LARGE),
+        (
+            ["HDIM192"],
+            {"head_dim": 136, "deterministic": True},
+            "",
+            "head_dim must be at most 128 with deterministic algorithms, got 136",
+        ),
+        ([], {"dtype": "float16", "head_dim": 256}, "", ""),
+    ],
+)
+def test_what_its_build_lacks_is_a_reason(built_without, features, changes, forward, backward):
+    built_without(*features)
+    spec = gpu_spec(**changes)
+    here = spec.but(device=dataclasses.replace(spec.device, simulated=False))
+    entry = Entry("FA3", "a test", dataclasses.replace(fa3.BACKEND, unavailable=lambda: None))
+    built = "flash_attn_3 is built without"
+    for direction, reason in (("forward", forward), ("backward", backward)):
+        assert entry.reasons(here, direction) == ((reason.format(built),) if reason else ())
+        assert entry.reasons(spec, direction) == ()  # a simulated machine may have another build
+
+
+def test_pages_need_a_build_with_them(built_without):
+    built_without("PAGEDKV")
+    spec = gpu_spec(page_size=16, varlen=True, seqused_k=True)
+    assert fa3.BACKEND.refuses(spec) == ()
+    here = spec.but(device=dataclasses.replace(spec.device, simulated=False))
+    expected = "block_table must be None, got a tensor: flash_attn_3 is built without PAGEDKV"
+    assert fa3.BACKEND.refuses(here) == (expected,)
 
 
 def test_it_comes_after_the_kernels_that_are_tested():

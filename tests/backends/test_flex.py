@@ -9,10 +9,10 @@ from support.packages import gpu_spec
 
 import attnreg
 from attnreg.backends import flex
-from attnreg.backends.flex import adapter, programs, tiles, visible
+from attnreg.backends.flex import adapter, programs, tiles
 from attnreg.backends.flex.kinds import layout_of
 from attnreg.core import registry
-from attnreg.core.launching import offsets
+from attnreg.core.launching import offsets, visible
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError
 from attnreg.testing import Conformance
 from attnreg.tools.cli import options
@@ -46,6 +46,9 @@ ALONE = {"varlen": True, "dtype": "float32"}
         ({"varlen": True, "head_dim": 512, "max_q": 4096, "max_k": 4096}, "flex"),
         ({"varlen": True, "device": "sm_75", "dtype": "float16", "max_q": 600, "max_k": 600}, "flex"),
         ({"varlen": True, "max_q": 4096, "max_k": 4096}, "FA4"),
+        ({"varlen": True, "max_q": 4096, "max_k": 4096, "key_ranges": True}, "FA4"),
+        ({"varlen": True, "max_q": 4096, "max_k": 4096, "key_ranges": True, "head_dim": 256}, "flex"),
+        ({"varlen": True, "max_q": 4096, "max_k": 4096, "key_ranges": True, "device": "sm_80"}, "flex"),
         ({"dtype": "float32", "heads_k": 8, "max_q": 4096, "max_k": 4096}, "efficient"),
     ],
 )

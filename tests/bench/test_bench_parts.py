@@ -17,7 +17,7 @@ from attnreg.core.times.table import load
 from attnreg.core.torchlib import captured
 from attnreg.errors import ConfigError
 from attnreg.tools import drawing
-from attnreg.tools.bench import fronts, overhead, overhead_cpu, selection, shapes, sides
+from attnreg.tools.bench import compare, fronts, overhead, overhead_cpu, selection, shapes, sides
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, dense, packed
@@ -174,8 +174,12 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
 
     monkeypatch.setattr(Timer, "back_to_back", clock)
     batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
-    runner = selection.SideTimer(sides.Side(batch.with_attnreg, batch.sets, sides.by_default), True)
-    assert runner.measure(CPU) == {FORWARD: 6.0, BOTH: 2.0, BACKWARD: 2.0}
+    side = sides.Side(batch.with_attnreg, batch.sets, sides.by_default)
+    assert compare.SideTimer(side, True, 0.01, 100, alone=True).measure() == {
+        FORWARD: 6.0,
+        BOTH: 2.0,
+        BACKWARD: 2.0,
+    }
     assert ran == [2, 1] * 3
 
 

@@ -11,7 +11,8 @@ from support.command_line import invoke
 from support.known import know
 
 from attnreg.backends import math as math_backend
-from attnreg.tools.bench import random_shapes
+from attnreg.tools.bench import compare, random_shapes
+from attnreg.tools.bench.compare import SideTimer
 from attnreg.tools.bench.losses import ALL, BY_DEVICE, BY_HOST, losses, percentile, summary, worst_of
 from attnreg.tools.bench.random_shapes import draw
 from attnreg.tools.bench.shapes import BOTH, FORWARD
@@ -74,12 +75,12 @@ def test_a_loss_is_taken_in_each_round_as_a_host_is_slow_for_all_ways():
 
 
 def test_a_time_is_the_least_of_several_bursts(monkeypatch):
-    timer, bursts = Timer(), iter([3.0, 1.0, 2.0] * 2)
+    timer, bursts = Timer(), iter([0.5, 3.0, 1.0, 2.0])  # the first says how many calls a burst has
     monkeypatch.setattr(timer, "back_to_back", lambda run, calls: next(bursts))
-    monkeypatch.setattr(random_shapes, "timer_for", lambda device: timer)
-    monkeypatch.setattr(random_shapes, "_steps", lambda side, backward: [(FORWARD, lambda: None, 1, 0)])
+    monkeypatch.setattr(compare, "timer_for", lambda device: timer)
+    monkeypatch.setattr(SideTimer, "steps", lambda self: [(FORWARD, lambda: None, 1)])
     side = SimpleNamespace(sets=[SimpleNamespace(q=torch.zeros(1))], within=contextlib.nullcontext)
-    assert random_shapes._times(side, False, {FORWARD: 5}) == {FORWARD: 1.0}
+    assert SideTimer(side, False, 1.0, 5, bursts=3).measure() == {FORWARD: 1.0}
 
 
 def test_losses_are_summed_up_by_step_bound_and_way():

@@ -30,6 +30,13 @@ def installed(compiled_routers):
     assert captured.call_cache_in_use is None
 
 
+@pytest.fixture(params=["python_routers", "compiled_routers"])
+def router_kind(request):
+    """Run a test with either kind of routers, which aren't installed yet."""
+    request.getfixturevalue(request.param)
+    aten.restore()
+
+
 @pytest.fixture
 def compiled(compiled_routers):
     """Have the compiled front of `varlen_attn` serve the calls of a test."""

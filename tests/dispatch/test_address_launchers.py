@@ -175,7 +175,7 @@ def test_what_is_derived_of_offsets_is_kept_while_they_are_unchanged(packed, pai
         for _ in range(4):
             packed(given)
         assert packed.kernel.offsets == given.tolist()
-    assert [one[0] is others for one in packed.kernel.derived] == [False, True]
+    assert [one[0] is others for one in packed.kernel.derived] == [False, True, False]
     pair[1] = 1
     assert not packed(pair)
     assert packed.kernel.offsets == [0, 1, 6]
@@ -211,15 +211,6 @@ def test_derived_tensors_that_were_freed_are_derived_anew(packed, pair):
         packed(pair)
     assert len(packed.kernel.derived) == 3
     assert packed.kernel.offsets == [0, 2, 6]
-
-
-def test_it_is_kept_for_the_newest_four_pairs_of_offsets(packed):
-    pairs = [torch.tensor([0, n, 6], dtype=torch.int32) for n in range(1, 6)]
-    packed(pairs[0])
-    for number in (0, 1, 2, 3, 3, 2, 1, 0, 4, 0):
-        assert not packed(pairs[number])
-        assert packed.kernel.offsets == pairs[number].tolist()
-    assert [int(one[0][1]) for one in packed.kernel.derived] == [1, 2, 3, 4, 5, 1]
 
 
 class Written:
@@ -271,9 +262,7 @@ def test_new_offsets_are_derived_by_the_kernel_and_python_is_not_asked(by_kernel
     assert len(written.launched) == 5
 
 
-def test_what_the_kernel_has_written_is_compared_by_python_after_a_while(
-    by_kernel, written, pair, trust_offsets
-):
+def test_what_the_kernel_has_written_is_compared_after_a_while(by_kernel, written, pair, trust_offsets):
     trust_offsets(0.0)
     by_kernel(pair)
     for _ in range(4):
@@ -299,6 +288,36 @@ def test_launchers_that_read_the_same_share_what_was_written(packed_plan, writte
     call(pair)
     assert not call(pair)
     assert len(written.launched) == 3
+
+
+def test_many_pairs_in_turn_are_compared_each(by_kernel, written, trust_offsets):
+    pairs = [torch.tensor([0, 1 + n % 5, 6], dtype=torch.int32) for n in range(60)]
+    by_kernel(pairs[0])
+    for given in pairs:
+        assert not by_kernel(given)
+    assert (by_kernel.kernel.derived, len(written.launched)) == ([], 60)
+    trust_offsets(0.0)
+    others = [torch.tensor([0, 1 + n, 6], dtype=torch.int32) for n in range(5)]
+    for _ in range(3):
+        for given in others:
+            assert not by_kernel(given)
+            assert by_kernel.kernel.offsets == given.tolist()
+    compared = [one[0] for one in by_kernel.kernel.derived]
+    assert [id(given) for given in compared] == [id(given) for given in others] * 2
+    assert len(written.launched) == 65
+
+
+def test_what_was_written_goes_with_its_offsets_and_after_64_others(by_kernel, written):
+    pairs = [torch.tensor([0, 2, 6], dtype=torch.int32) for _ in range(66)]
+    by_kernel(pairs[0])
+    for given in (*pairs, *pairs[2:], pairs[0]):
+        assert not by_kernel(given)
+    assert len(written.launched) == 67
+    del pairs[1:]
+    gc.collect()
+    for given in [torch.tensor([0, 2, 6], dtype=torch.int32) for _ in range(63)] + pairs:
+        assert not by_kernel(given)
+    assert len(written.launched) == 67 + 63
 
 
 def test_offsets_without_a_version_are_derived_by_the_kernel_in_each_call(by_kernel, written):
@@ -328,6 +347,23 @@ def test_a_kernel_that_fails_is_an_error_with_its_number(by_kernel, written, pai
         by_kernel(pair)
     written.error = 0
     assert not by_kernel(pair)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [
+        ([3], "Prepared.kernel: got a list, expected an OffsetsKernel or None"),
+        ((1, 2, 0, 2, 3, (), ()), "Prepared.kernel: expected sizes above 0 and at most 25 words"),
+        ((1, 2, 1, 2, 3, (0,) * 26, ()), "Prepared.kernel: expected sizes above 0 and at most 25 words"),
+        ((1, 2, 1, 2, 3, (), (48,)), "Prepared.kernel returned the place 48 in a tensor of 48 bytes"),
+    ],
+    ids=["no tuple", "no threads", "words", "places"],
+)
+def test_a_description_of_a_kernel_that_is_wrong_is_an_error(packed_plan, pair, kernel, says):
+    call = Packed(packed_plan, kernel=kernel)
+    call(pair)
+    with pytest.raises((TypeError, RuntimeError, IndexError), match=re.escape(says)):
+        call(pair)
 
 
 # ---- a kernel that can't run, and errors

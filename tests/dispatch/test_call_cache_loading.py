@@ -10,7 +10,6 @@ from attnreg.backends.cpu import choice
 from attnreg.core import aten, registry
 from attnreg.core.dispatch import call_cache
 from attnreg.core.policy import current as policy
-from attnreg.core.times.points import Front
 from attnreg.core.torchlib import building, caches, captured
 from attnreg.errors import BuildError, ConfigError
 
@@ -113,8 +112,3 @@ def test_attnreg_routers_alone_asks_for_no_backend(monkeypatch):
     monkeypatch.setenv("ATTNREG_ROUTERS", "python")
     attnreg.reload()
     assert not policy.is_active()
-
-
-def test_a_table_without_the_entry_has_the_times_of_routers_in_python():
-    found = Front.from_dict({"backend": "a", "varlen": True, "direction": "forward", "host_us": 3.0})
-    assert found == Front("a", True, "forward", 3.0, compiled=False, recorded=True)

@@ -15,7 +15,6 @@ from support.dense import assert_right, qkv, with_gradients
 
 import attnreg
 from attnreg.backends import math as math_backend
-from attnreg.core import aten
 from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.core.dispatch.declined import retry_on_decline
@@ -56,12 +55,6 @@ class Choosy:
 
 def forward_only(name, run):
     return attnreg.Backend(name=name, forward=LIMITS, load=lambda: attnreg.Kernels(run))
-
-
-@pytest.fixture(params=["python_routers", "compiled_routers"])
-def router_kind(request):
-    request.getfixturevalue(request.param)
-    aten.restore()
 
 
 def reasons():

@@ -49,12 +49,6 @@ class Failing:
         return run
 
 
-@pytest.fixture(params=["python_routers", "compiled_routers"])
-def router_kind(request):
-    request.getfixturevalue(request.param)
-    aten.restore()
-
-
 @pytest.fixture(params=["sdpa", "varlen"])
 def attend(request, packed):
     """Return a function of a call: output and gradients, which it has checked; and its inputs."""

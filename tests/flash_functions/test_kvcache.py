@@ -210,7 +210,7 @@ def test_explain_says_that_pages_are_read_on_a_cpu_by_its_own_backend():
     assert found.forward.backend == "cpu" and found.spec.page_size == ROOM
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_a_step_of_decoding_compiles_to_one_graph_and_writes_into_the_cache():
     def step(q, k_cache, v_cache, k, v):
         return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=LENGTHS, causal=True)

@@ -240,7 +240,7 @@ def test_wrong_lengths_are_refused_with_slopes_as_without(lengths, problem):
     assert str(error.value) == problem
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
 @pytest.mark.parametrize(
     ("options", "whole"),

@@ -39,21 +39,9 @@ def drawn(seed, *shape, dtype=gpu.BF16):
     return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
 
 
-def true_results(query, key, value, grad, call):
-    """Return output, gradients and LSE in float64."""
-    leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
-    options = {"window": call.window, "scale": call.scale, "softcap": call.softcap}
-    if call.cu_seqlens_q is None:
-        out, lse = truth.dense(*(x.transpose(1, 2) for x in leaves), **options)
-        out = out.transpose(1, 2)
-    else:
-        out, lse = truth.varlen(*leaves, call.cu_seqlens_q.cpu(), call.cu_seqlens_k.cpu(), **options)
-    return (out, *torch.autograd.grad(out, leaves, grad.cpu().double())), lse.detach()
-
-
 def assert_right(out, lse, grads, given):
-    right, right_lse = true_results(*given)
-    gpu.assert_near((out, *grads), right)
+    right, right_lse, *right_grads = truth.of_call(*given)
+    gpu.assert_near((out, *grads), (right, *right_grads))
     truth.assert_near(lse.cpu(), right_lse, torch.float32)
 
 

@@ -63,10 +63,8 @@ CASES = {
     "alibi": case(alibi=True),
     "a gradient of the LSE": case(grad_lse=True),
     "a negative scale": case(scale=-0.1),
-    "a range of keys for each query": case(key_ranges=1, window=(-1, -1)),
     "a function of scores": case(score_mod=True, tail=17, poison=True),
     "functions of scores and of the mask": case(score_mod=True, mask_mod=True, dims=(128, 128), alibi=True),
-    "three ranges in a window": case(key_ranges=3, window=(90, 0), dims=(128, 128)),
     "ranges, float32": case(key_ranges=2, dtype="float32", lens_k=(150, 7, 100, 0), tail=17, poison=True),
     "short": case(lens_q=(5, 1, 9), lens_k=(5, 1, 9)),
     "a length of 1": case(lens_q=(1,), lens_k=(70,)),
@@ -96,21 +94,6 @@ def test_a_packed_call_with_a_head_dim_of_512_runs_on_it_where_it_is_registered(
     assert ran() == {"flex": (1, 1)}
     wanted, _ = gpu.expected(given, window=(-1, 0))
     gpu.assert_near(got, wanted, given.query.dtype)
-
-
-def test_branches_with_a_shared_prefix_run_on_it_and_are_as_their_paths(routers, ran):
-    lengths = [200, 70, 130]
-    given = gpu.packed((400,), heads=(4, 2), dim=128, grad=False)
-    ranges = attnreg.tree_ranges([-1, 0, 0], lengths, device="cuda")
-    whole = attnreg.varlen_attn(*given, enable_gqa=True, key_ranges=ranges, backend="flex")
-    assert ran() == {"flex": (1, 0)}
-    for begin, end in ((200, 270), (270, 400)):
-        path = [torch.cat((x[:200], x[begin:end])) for x in given.qkv]
-        offsets, length = gpu.offsets_of([len(path[0])]), len(path[0])
-        alone = attnreg.varlen_attn(
-            *path, offsets, offsets, length, length, is_causal=True, enable_gqa=True, backend="math"
-        )
-        gpu.assert_near((whole[begin:end],), (alone[200:].cpu().double(),), given.query.dtype)
 
 
 def test_new_lengths_compile_nothing(monkeypatch):

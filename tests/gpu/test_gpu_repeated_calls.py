@@ -201,18 +201,6 @@ CALLS = {
 }
 
 
-def expected_of(query, key, value, grad, call):
-    """Return output and gradients of a kernel in float64, and the LSE."""
-    leaves = [x.cpu().double().requires_grad_() for x in (query, key, value)]
-    options = {"window": call.window, "scale": call.scale}
-    if call.cu_seqlens_q is None:
-        out, lse = truth.dense(*(x.transpose(1, 2) for x in leaves), **options)
-        out = out.transpose(1, 2)
-    else:
-        out, lse = truth.varlen(*leaves, call.cu_seqlens_q.cpu(), call.cu_seqlens_k.cpu(), **options)
-    return (out, *torch.autograd.grad(out, leaves, grad.cpu().double())), lse
-
-
 @pytest.mark.only_for("FA4")
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("window", [(-1, -1), CAUSAL])
@@ -229,9 +217,9 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out(named, case, window
         given = (grad, query, key, value, out, lse, call)
         grads, backward = python_of("flash_attn", kernels.backward, *given)
         torch.cuda.synchronize()  # so that the device has reported on offsets and comparisons
-        right, right_lse = expected_of(query, key, value, grad, call)
-        gpu.assert_near((out, *grads), right)
-        truth.assert_near(lse.cpu(), right_lse.detach(), torch.float32)
+        right, right_lse, *right_grads = truth.of_call(query, key, value, grad, call)
+        gpu.assert_near((out, *grads), (right, *right_grads))
+        truth.assert_near(lse.cpu(), right_lse, torch.float32)
     sums = [SUM_TILES] * (lengths is not None and len(lengths) > MANY)
     assert (forward, backward) == (sums, sums * 2), "the last calls went through the package's Python"
 
@@ -262,7 +250,8 @@ def test_repeated_calls_of_flash_attn_4_leave_its_python_out_in_a_capture_and_on
         for tensor in (query, key, value, grad):
             tensor.copy_(drawn(tensor.shape, seed))
             seed += 1
-        gpu.assert_near(gpu.replay(graph, captured), expected_of(query, key, value, grad, call)[0])
+        right, _, *right_grads = truth.of_call(query, key, value, grad, call)
+        gpu.assert_near(gpu.replay(graph, captured), (right, *right_grads))
 
 
 @pytest.mark.parametrize("freed", ["query", "key", "value", "cu_seq_q", "cu_seq_k"])

@@ -317,9 +317,12 @@ def test_measure_knows_the_contract_only():
 def test_looking_a_call_up_needs_no_torch_and_nothing_that_measures():
     names = ("kinds", "points", "table", "index", "lookup")
     pure = {f"core.times.{name}" for name in names}
-    below = {"errors", "core.contract.spec", "core.contract.options", "core.selection.predictions"}
+    # Tables are files that are written whole.
+    files = "core.torchlib.caches"
+    below = {"errors", "core.contract.spec", "core.contract.options", "core.selection.predictions", files}
     for module in pure:
         assert inner(module, only_at_import=True) <= pure | below, module
+    for module in (*pure, files):
         assert "torch" not in imports(module), module
     # Comparing environments needs none.
     assert "torch" not in imports("core.times.tables", only_at_import=True)

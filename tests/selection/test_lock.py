@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.command_line import NO_SYMBOL, broken_loader, invoke, words
-from support.known import know
+from support.known import know, replace
+from support.policies import put_in_force
 from support.sdpa import attend
 
 import attnreg
@@ -19,7 +20,6 @@ from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
 from attnreg.core.policy import lockfile
 from attnreg.core.policy.lockfile import LockInForce
-from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, tied_to
 from attnreg.core.times import traces
 from attnreg.core.torchlib import background, building
@@ -33,18 +33,6 @@ def known(monkeypatch, fake):
     """Know two fakes, the first preferred, and math."""
     made = [fake(name, priority=rank).backend for name, rank in (("first", 900), ("second", 800))]
     return know(monkeypatch, *made, math_backend.BACKEND)
-
-
-def replace(name, backend=None):
-    """Have another backend of that name, or none."""
-    others = {one: entry for one, entry in registry.entries().items() if one != name}
-    registry._entries = others if backend is None else {**others, name: Entry(name, "a test", backend)}
-    registry.changed()
-
-
-def put_in_force(file, monkeypatch):
-    monkeypatch.setenv("ATTNREG_LOCK", str(file))
-    attnreg.reload()
 
 
 def unread(file, monkeypatch):

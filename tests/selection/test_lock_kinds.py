@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from support.command_line import broken_loader, invoke, words
-from support.known import know
+from support.known import know, replace
+from support.policies import put_in_force
 from support.sdpa import attend
 
 import attnreg
@@ -15,7 +16,6 @@ from attnreg.core.contract.lengths import Cut, Lengths
 from attnreg.core.contract.spec import Device
 from attnreg.core.policy import lockfile, ranges
 from attnreg.core.policy.lockfile import LockInForce
-from attnreg.core.registry.entry import Entry
 from attnreg.core.times.points import Malformed
 from attnreg.errors import UnsupportedInputError
 
@@ -57,17 +57,6 @@ def lock(tmp_path, ran):
         return out
 
     return make
-
-
-def put_in_force(file, monkeypatch):
-    monkeypatch.setenv("ATTNREG_LOCK", str(file))
-    attnreg.reload()
-
-
-def replace(name, backend=None):
-    others = {one: entry for one, entry in registry.entries().items() if one != name}
-    registry._entries = others if backend is None else {**others, name: Entry(name, "a test", backend)}
-    registry.changed()
 
 
 def rows_of(file):
@@ -212,14 +201,12 @@ def test_a_backward_has_a_row_though_an_option_is_its_forwards_alone(lock, packe
         attnreg.reload()
 
 
-# Exact lengths, and earlier files
+# Exact lengths
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_exact_rows_are_for_the_recorded_lengths_alone(lock, ran, monkeypatch, version):
+def test_exact_rows_are_for_the_recorded_lengths_alone(lock, ran, monkeypatch):
     file = lock(lambda: [attend(8), attend(24)], "--exact")
     assert rows_of(file) == [("short", "forward", None)] * 2
-    file.write_text(file.read_text().replace('"version": 2', f'"version": {version}'))
     put_in_force(file, monkeypatch)
     for _ in range(3):
         attend(8)

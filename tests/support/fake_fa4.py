@@ -13,7 +13,7 @@ import types
 from collections import UserDict
 
 import torch
-from support import fake_fa4_kernels, truth
+from support import fake_fa4_kernels, fake_fa4_masks, truth
 from support.fake_fa4_kernels import (
     AuxData,
     SinkTensors,
@@ -27,7 +27,7 @@ from support.fake_fa4_kernels import (
 )
 
 from attnreg import Call, Device
-from attnreg.backends.fa4 import BACKEND, compiled_kinds
+from attnreg.backends.fa4 import BACKEND, compiled_kinds, ranges
 from attnreg.backends.fa4 import package as fa4_package
 
 # The package
@@ -133,7 +133,8 @@ class Package:
             q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
             max_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
             window_size_left=None, window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
-            learnable_sink=None, score_mod=None, tile_mn=None,
+            learnable_sink=None, score_mod=None, tile_mn=None, mask_mod=None, aux_tensors=None,
+            block_sparse_tensors=None, pack_gqa=None,
         ):
             # 0.0 would divide by it.
             assert softcap != 0.0 and num_splits == 1 and return_lse
@@ -150,8 +151,10 @@ class Package:
             assert lse.shape == shape and lse.dtype == torch.float32
             batch, group = len(cu_seqlens_q) - 1 if varlen else 0, q.shape[-2] // k.shape[-2]
             bounded = causal or not window_size_left is window_size_right is None
-            tile = tile_mn[0] if tile_mn else 192 if q.shape[-1] <= 96 else 128
-            fits = max_seqlen_q * group <= tile
+            others = cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, bounded, learnable_sink, pack_gqa
+            table = fake_fa4_masks.checked(mask_mod, aux_tensors, block_sparse_tensors, q, k, others)
+            tile = tile_mn[0] if tile_mn else 192 if q.shape[-1] <= 96 and table is None else 128
+            fits = table is not None or max_seqlen_q * group <= tile
             tiles = None
             if batch > fake_fa4_kernels.MANY:
                 tiles, _ = _compute_tile_cumsum(
@@ -159,12 +162,13 @@ class Package:
                 )
                 _compute_blocks_to_batch(tiles)
             key = q.dtype, q.shape[-1], v.shape[-1], group, causal, bounded, varlen, softcap, factor, fits
-            key = *key, tiles is None
+            key = *key, tiles is None, table and (len(aux_tensors[0]), q.shape[-2] == 1)
             self.launch(
-                _flash_attn_fwd, (*key, strides_of(q, k, v)), forward_kernel(causal, softcap, factor, tile),
+                _flash_attn_fwd, (*key, strides_of(q, k, v)),
+                forward_kernel(causal, softcap, factor, tile, mask_mod),
                 q.detach(), k.detach(), v.detach(), out.detach(), lse, softmax_scale, cu_seqlens_q,
                 cu_seqlens_k, None, seqused_k, page_table, window_size_left, window_size_right,
-                learnable_sink, None, AuxData(), tiles, None,
+                learnable_sink, table, AuxData(aux_tensors), tiles, None,
             )
             self.at_end(out)
             return (out, lse, *self.extra)
@@ -174,7 +178,7 @@ class Package:
             q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
             window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, max_seqlen_q=None,
             max_seqlen_k=None, deterministic=False, dlse=None, dq=None, dk=None, dv=None, learnable_sink=None,
-            score_mod=None, score_mod_bwd=None,
+            score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, block_sparse_tensors=None,
         ):
             assert softcap is not None  # None crashes
             factor = 1.0
@@ -188,7 +192,11 @@ class Package:
             )
             heads, heads_k, dim = q.shape[-2], k.shape[-2], q.shape[-1]
             shared, bounded = heads > heads_k, causal or not window_size_left is window_size_right is None
-            rows = 128 if dim <= 64 else 64 if dim <= 96 or bounded else 80
+            others = cu_seqlens_q, cu_seqlens_k, seqused_k, bounded, deterministic, learnable_sink
+            table = fake_fa4_masks.checked(mask_mod, aux_tensors, block_sparse_tensors, q, k, others)
+            if table is not None:
+                max_seqlen_q, max_seqlen_k = q.shape[1], k.shape[1]
+            rows = 128 if dim <= 64 else 64 if dim <= 96 or bounded or table is not None else 80
             columns = 128
             if dim > 128:
                 rows, columns = 64, 96 if dim <= 192 else 48
@@ -228,15 +236,15 @@ class Package:
                 out, dout, dpsum, lse, lse_log2, dq_sums, cu_seqlens_q, None, dlse, rows, tiles_q
             )
             key = q.dtype, dim, shared, causal, bounded, softcap, factor, deterministic, many
-            key = *key, cu_seqlens_q is None
+            key = *key, cu_seqlens_q is None, table and (len(aux_tensors[0]), q.shape[-2] == 1)
             fits = max_seqlen_q <= rows, max_seqlen_k <= columns
             self.launch(
                 _flash_attn_bwd, (*key, fits, strides_of(q, k, v, dout)),
-                backward_kernel(causal, shared, softcap, factor, deterministic, (rows, columns)),
+                backward_kernel(causal, shared, softcap, factor, deterministic, (rows, columns), mask_mod),
                 q.detach(), k.detach(), v.detach(), dout, lse_log2, dpsum, dq_sums,
                 sums[0] if shared else dk, sums[1] if shared else dv, softmax_scale, cu_seqlens_q,
-                cu_seqlens_k, None, seqused_k, window_size_left, window_size_right, *turns, AuxData(), None,
-                tiles_k,
+                cu_seqlens_k, None, seqused_k, window_size_left, window_size_right, *turns,
+                AuxData(aux_tensors), table, tiles_k,
             )
             of_sinks = None
             if learnable_sink is not None:
@@ -296,6 +304,9 @@ def install(monkeypatch, package=None, version="4.0.0b36", **replaced):
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package.module(**replaced))
+    for name, module in fake_fa4_masks.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    ranges._in_ranges.cache_clear()
     monkeypatch.setattr(fa4_package, "version", lambda name: version)
     return package
 
@@ -367,25 +378,12 @@ def both(kernels, query, key, value, grad, call):
     return out, lse, *kernels.backward(grad, query, key, value, out, lse, call)
 
 
-def true_results(query, key, value, grad, call):
-    """Return output, LSE and the three gradients in float64."""
-    leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
-    options = {"window": call.window, "scale": call.scale}
-    with torch.enable_grad():
-        if call.varlen:
-            out, lse = truth.varlen(*leaves, call.cu_seqlens_q, call.cu_seqlens_k, **options)
-        else:
-            parts = [truth.attention(*each, **options) for each in zip(*leaves, strict=True)]
-            out, lse = (torch.stack(x) for x in zip(*parts, strict=True))
-        return out, lse, *torch.autograd.grad(out, leaves, grad.double())
-
-
 def entered(kernels, package, query, key, value, grad, call):
     """Run both directions, compare with float64, and return which of them entered the package's Python."""
     package.calls.clear()
     package.launched.clear()
     got = both(kernels, query, key, value, grad, call)
-    for one, true in zip(got, true_results(query, key, value, grad, call), strict=True):
+    for one, true in zip(got, truth.of_call(query, key, value, grad, call), strict=True):
         truth.assert_near(one, true, torch.bfloat16)
     return list(dict.fromkeys(name for name, _ in package.calls))
 

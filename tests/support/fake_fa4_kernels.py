@@ -4,7 +4,7 @@ import ctypes
 from typing import NamedTuple
 
 import torch
-from support import one_sequence
+from support import fake_fa4_masks, one_sequence
 
 # Above so many sequences a launch of its own sums up their tiles.
 MANY = 256
@@ -13,8 +13,10 @@ MANY = 256
 # Values
 
 
-def scores(query, key, scale, causal, left, right, softcap):
+def scores(query, key, scale, causal, left, right, softcap, mask=None):
     """Return masked scores as the package reads its arguments: a bound counts unless it is None."""
+    if mask is not None:  # of a mask function
+        return one_sequence.scores(query, key, scale, mask)
     if left is not None and right is not None and left < 0 and right < 0:
         left = right = None
     mask = one_sequence.visible(len(query), len(key), left, 0 if causal else right)
@@ -70,7 +72,7 @@ def unwritten(tensor):
 
 
 class AuxData(NamedTuple):
-    """What the package passes to every kernel and attnreg leaves empty."""
+    """What the package passes to every kernel: bounds of a mask function, and what attnreg leaves empty."""
 
     tensors: tuple | None = None
     scalars: tuple | None = None
@@ -104,7 +106,7 @@ def assert_tiles(sums, cu_seqlens, tile, factor=1):
         assert torch.equal(sums, expected)
 
 
-def forward_kernel(causal, softcap, factor, tile):
+def forward_kernel(causal, softcap, factor, tile, mask_mod=None):
     def run(
         q,
         k,
@@ -125,15 +127,19 @@ def forward_kernel(causal, softcap, factor, tile):
         tiles,
         splits,
     ):
-        assert aux == AuxData() and type(aux) is AuxData
-        assert used_q is sparse is splits is None
+        assert type(aux) is AuxData and aux.scalars is None
+        assert used_q is splits is None
         group = q.shape[-2] // k.shape[-2]
+        mask = None
+        if sparse is not None:
+            mask, read = fake_fa4_masks.visible(mask_mod, aux.tensors, sparse, q.shape[1], k.shape[1])
+            assert v[0, read.any(0)].isfinite().all(), "NaN in a block of keys spreads"
         assert_tiles(tiles, cu_q, tile, group)
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used, pages):
             query, value = q[rows_q], loaded(v, rows_k, length)
             key = (k[rows_k] if isinstance(rows_k, slice) else k[rows_k].flatten(0, -3))[:length]
             part, part_lse = one_sequence.forward(
-                scores(query, key, scale * factor, causal, left, right, softcap), value
+                scores(query, key, scale * factor, causal, left, right, softcap, mask), value
             )
             if sinks is not None:  # of a row without a key it is all of the LSE
                 total = torch.logaddexp(part_lse, sinks.to(part_lse)[:, None])
@@ -174,13 +180,17 @@ def preprocess_kernel(tile):
     return run
 
 
-def backward_kernel(causal, shared, softcap, factor, deterministic, tiles):
+def backward_kernel(causal, shared, softcap, factor, deterministic, tiles, mask_mod=None):
     def run(
         q, k, v, dout, lse, dpsum, dq_sums, dk, dv, scale, cu_q, cu_k, used_q, used, left, right, turns_q,
         turns_k, turns_v, aux, sparse, tiles_k,
     ):  # fmt: skip
-        assert aux == AuxData() and type(aux) is AuxData and q.isfinite().all()
-        assert used_q is sparse is None
+        assert type(aux) is AuxData and aux.scalars is None and q.isfinite().all()
+        assert used_q is None
+        mask = None
+        if sparse is not None:
+            mask, read = fake_fa4_masks.visible(mask_mod, aux.tensors, sparse, q.shape[1], k.shape[1], True)
+            assert all(x[0, read.any(0)].isfinite().all() for x in (k, v)), "NaN in a block of keys spreads"
         assert_tiles(tiles_k, cu_k, tiles[1])
         turns = [x for x in (turns_q, turns_k, turns_v) if x is not None]
         assert len(turns) == (0 if not deterministic else 3 if shared else 1)
@@ -191,7 +201,7 @@ def backward_kernel(causal, shared, softcap, factor, deterministic, tiles):
         for rows_q, rows_k, length in parts(q, k, cu_q, cu_k, used):
             query, grad = q[rows_q], dout[rows_q]
             key, value = (loaded(x, rows_k, length) for x in (k, v))
-            found = scores(query, key, scale * factor, causal, left, right, softcap)
+            found = scores(query, key, scale * factor, causal, left, right, softcap, mask)
             at = (rows_q[0], slice(None), slice(len(query))) if cu_q is None else (slice(None), rows_q)
             grad_q, *grads = one_sequence.backward(
                 found, lse[at], dpsum[at].double(), query, key, value, grad, scale * factor, softcap

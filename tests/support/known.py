@@ -10,3 +10,10 @@ def know(monkeypatch, *backends):
     monkeypatch.setattr(registry, "_entries", entries)
     registry.changed()
     return entries
+
+
+def replace(name, backend=None):
+    """Have another backend of that name, or none."""
+    others = {one: entry for one, entry in registry.entries().items() if one != name}
+    registry._entries = others if backend is None else {**others, name: Entry(name, "a test", backend)}
+    registry.changed()

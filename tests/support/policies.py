@@ -22,3 +22,8 @@ def decided(spec=SPEC):
 
 def sdpa():
     return F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
+
+
+def put_in_force(lock, monkeypatch):
+    monkeypatch.setenv("ATTNREG_LOCK", str(lock))
+    attnreg.reload()

@@ -73,11 +73,13 @@ class Ranks:
 def _serve(pipe, rank, count, store, backend, patience):
     os.environ["ATTNREG_BUILD"] = "off"
     torch.set_num_threads(1)
-    options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=patience)}
+    options = {"rank": rank, "world_size": count, "timeout": datetime.timedelta(seconds=PATIENCE / 2)}
     if backend == "nccl":
         torch.cuda.set_device(rank)
         options["device_id"] = torch.device("cuda", rank)
     dist.init_process_group(backend, init_method=f"file://{store}", **options)
+    # Only now: on a busy machine ranks start seconds apart.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=patience))
     while (given := pipe.recv()) is not None:
         work, arguments, keywords = given
         try:

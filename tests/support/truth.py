@@ -51,6 +51,19 @@ def varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *, used=None, slopes=N
     return out, lse
 
 
+def of_call(query, key, value, grad, call):
+    """Return output, LSE and gradients of a kernel's call, on the CPU, in the shapes of the kernel's."""
+    leaves = [x.detach().cpu().double().requires_grad_() for x in (query, key, value)]
+    options = {"window": call.window, "scale": call.scale, "softcap": call.softcap}
+    with torch.enable_grad():
+        if call.varlen:
+            out, lse = varlen(*leaves, call.cu_seqlens_q.cpu(), call.cu_seqlens_k.cpu(), **options)
+        else:
+            out, lse = dense(*(x.transpose(1, 2) for x in leaves), **options)
+            out = out.transpose(1, 2)
+        return out, lse, *torch.autograd.grad(out, leaves, grad.cpu().double())
+
+
 # How far from float64 a result may be: relative to itself, and in units of its largest element.
 TOLERANCES = {
     torch.float64: (1e-7, 1e-9),

@@ -1,9 +1,11 @@
 """What is said of the versions of torch holds for the one that is installed."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.export import Dim, export
 
 from attnreg.core.torchlib import versions
 
@@ -25,6 +27,17 @@ def test_the_selector_takes_tensors_without_a_batch_where_it_is_said_to():
     choices = [torch._fused_sdp_choice(query, key, key) for key in (query, one)]
     flash, math = torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.MATH
     assert choices == [(flash if versions.SELECTOR_BROADCASTS else math).value] * 2
+
+
+def test_repeated_heads_are_exported_for_any_length_where_they_are_said_to_be():
+    class Repeat(torch.nn.Module):
+        def forward(self, x):
+            return x.repeat_interleave(2, 1)
+
+    lengths = {"x": {2: Dim("length", min=2, max=64)}}
+    refused = pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated")
+    with nullcontext() if versions.EXPORTS_REPEATED_HEADS else refused:
+        export(Repeat(), (torch.randn(2, 2, 6, 8),), dynamic_shapes=lengths)
 
 
 def test_whether_the_selector_goes_by_fa4_is_asked_where_torch_knows_it(monkeypatch):

@@ -138,13 +138,16 @@ ROW = {"device": {"type": "cpu", "capability": None, "name": ""}, "forward": 1, 
     [
         ("hello", "Expecting value: line 1 column 1 (char 0)"),
         ("[]", "the line is no object"),
-        ('{"spec": {}}', "the line has no device"),
+        ('{"spec": {}}', "the line has no 'device'"),
         (json.dumps(ROW | {"device": 3}), "device is no object"),
-        (json.dumps(ROW | {"device": {"type": "cpu", "name": ""}}), "device has no capability"),
-        (json.dumps(ROW | {"device": ROW["device"] | {"capability": 9}}), "device.capability 9 is no list"),
-        (json.dumps(ROW | {"device": ROW["device"] | {"name": []}}), "device.name [] is no text"),
+        (json.dumps(ROW | {"device": {"type": "cpu", "name": ""}}), "device has no 'capability'"),
+        (
+            json.dumps(ROW | {"device": ROW["device"] | {"capability": 9}}),
+            "device.capability is no list or null",
+        ),
+        (json.dumps(ROW | {"device": ROW["device"] | {"name": []}}), "device.name is no text"),
         (json.dumps(ROW | {"forward": -1}), "counts (-1, 0)"),
-        (json.dumps(ROW | {"spec": []}), "spec: got [], expected an object"),
+        (json.dumps(ROW | {"spec": []}), "spec is no object"),
     ],
 )
 def test_a_file_with_something_else_in_it_is_refused_before_anything_runs(tmp_path, text, why):

@@ -1,6 +1,7 @@
 """Fixtures of the tests of `varlen_attn`: its three ways to autograd, and two backends."""
 
 import pytest
+import torch
 
 import attnreg
 from attnreg.core.varlen import front as varlen_front
@@ -18,6 +19,14 @@ def front(request, monkeypatch, no_graph_trees):
     if request.param == "custom op":
         monkeypatch.setattr(varlen_front, "is_plain", lambda *tensors: False)
     return request.param
+
+
+@pytest.fixture
+def nothing_compiled():
+    """Begin and end a test without compiled programs."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture

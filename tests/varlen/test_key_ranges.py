@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import flex_graphs, truth
+from support.three_sequences import OFFSETS, attend, tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,25 +12,6 @@ from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.reference import attention
 from attnreg.tools.measure.rule import errors_of
-
-LENGTHS = (40, 0, 25)
-OFFSETS = torch.tensor([0, 40, 40, 65], dtype=torch.int32)
-
-
-def tensors(tokens=65, heads=(4, 2), dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(tokens, count, 16, generator=generator, dtype=dtype, requires_grad=True)
-        for count in (heads[0], heads[1], heads[1])
-    ]
-
-
-def attend(given, offsets=OFFSETS, **options):
-    longest = int(offsets.diff().max())
-    return attnreg.varlen_attn(
-        *given, offsets, offsets, longest, longest, enable_gqa=True,
-        return_aux=attnreg.AuxRequest(lse=True), **options,
-    )  # fmt: skip
 
 
 def dense(given, seen, scale=None):

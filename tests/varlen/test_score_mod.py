@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from support import flex_graphs, truth
+from support.three_sequences import OFFSETS, attend, tensors
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -22,24 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 
-OFFSETS = torch.tensor([0, 40, 40, 65], dtype=torch.int32)
 TABLE = torch.randn(3, 4, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-
-def tensors(tokens=65, heads=(4, 2), dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(tokens, count, 16, generator=generator, dtype=dtype, requires_grad=True)
-        for count in (heads[0], heads[1], heads[1])
-    ]
-
-
-def attend(given, offsets=OFFSETS, **options):
-    longest = int(offsets.diff().max())
-    return attnreg.varlen_attn(
-        *given, offsets, offsets, longest, longest, enable_gqa=True,
-        return_aux=attnreg.AuxRequest(lse=True), **options,
-    )  # fmt: skip
 
 
 def curved(score, batch, head, query, key):
@@ -408,13 +392,6 @@ def test_transforms_refuse_functions():
 
 
 # Compiled programs
-
-
-@pytest.fixture
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def layer(query, key, value, offsets, slopes, tokens):

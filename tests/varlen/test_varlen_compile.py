@@ -33,20 +33,14 @@ from attnreg.core.varlen import custom_op
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"),
     # Torch warns of what it has deprecated and its own Inductor and export still use.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 
 OP = torch.ops.attnreg._varlen_attn.default
 BACKWARD = torch.ops.attnreg._varlen_attn_backward.default
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Graphs:

@@ -113,7 +113,8 @@ class ExecutionPlans:
         if not problem.kind.packed:
             return plan.prepared
         lengths = rounding.lengths_served(problem, selected, self._first_tokens.of(problem))
-        # All that execution plans read now, so that those of both directions share what is written.
+        # The kernel writes all that execution plans read by now. Both directions share that once each was
+        # prepared after both execution plans were built.
         rows, derive = self.read.now, plan.prepared.derive
         kernel = kernel_of(plan, rows, selected.batch, problem.kind.device)
         derive = None if derive is None else functools.partial(derive, rows)

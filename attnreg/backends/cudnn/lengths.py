@@ -105,8 +105,8 @@ def inputs_of(
     """Return an execution plan's lengths, written once and kept while the offsets exist unchanged.
 
     The offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), are on the current device, and `stream` is a
-    stream of it. `written` is the tensor that the call cache has written for the offsets, if it has: that is
-    compared and returned. The other arguments are described at `BatchLengths`.
+    stream of it. `written` is what the call cache has written for the offsets, if it has. It is compared, and
+    returned where values are kept. The other arguments are described at `BatchLengths`.
     """
     offsets, make = (cu_seqlens_q, cu_seqlens_k, seqused_k), partial(BatchLengths, read, batch, stream)
     purpose: tuple[object, ...] = "cuDNN", batch

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from attnreg.backends.fa2.conventions import Provider, adapt, against_card, against_sums, rounded_dim
+from attnreg.backends.fa2.conventions import (
+    Provider,
+    adapt,
+    against_card,
+    against_size,
+    against_sums,
+    cuts_of_size,
+)
 from attnreg.backends.fa2.flash_attn_package import installed, missing, package
 from attnreg.backends.fa2.native import PAGES, SPLITS, TorchKernels
 from attnreg.core.contract.backend import Backend, Call, Kernels
@@ -103,22 +110,14 @@ def _backward_reasons(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    reasons = []
-    if spec.dropout == 1.0:
-        reasons.append("dropout_p must be below 1, got 1.0")
-    largest = max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim
-    if spec.varlen and largest >= 2**31:
-        reasons.append(f"packed tensors must have fewer than 2**31 elements, got {largest}")
-    return tuple(reasons)
+    of_dropout = ("dropout_p must be below 1, got 1.0",) if spec.dropout == 1.0 else ()
+    return (*of_dropout, *against_size(spec))
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     """Yield the lengths at which this module's reasons or priority change for calls of the spec's kind."""
     yield Cut.of("batch", at=GRID // max(spec.heads_q, 1) + 1)
-    for tokens, heads in (("tokens_q", spec.heads_q), ("tokens_k", spec.heads_k)):
-        yield Cut.of(tokens, at=-(-(2**31) // max(heads * spec.head_dim, 1)))
-    width = spec.heads_q * rounded_dim(spec)
-    yield Cut(((1, ("tokens_q",)), (128, ("batch",))), at=-(-(2**31) // max(width, 1)))
+    yield from cuts_of_size(spec)
     yield from (Cut.of("max_q", at=length) for length in (1, 2))
     yield Cut.of("max_q", at=cut_of_decoding(spec))
 

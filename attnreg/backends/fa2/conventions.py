@@ -12,12 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa2.native import is_empty, keeps_contract
+from attnreg.backends.fa2.native import keeps_contract
 from attnreg.core.contract.backend import Call
+from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec
-from attnreg.core.launching.offsets import empty_results
+from attnreg.core.launching.offsets import empty_results, is_empty
 from attnreg.core.launching.regular import fills
 from attnreg.core.launching.rows import clear_backward, clear_forward
+
+MOST = 2**31  # the number of elements that 32 bits can't count
 
 
 class Provider(Protocol):
@@ -111,6 +114,21 @@ def against_card(spec: AttentionSpec) -> Iterator[str]:
         )
 
 
+def against_size(spec: AttentionSpec) -> Iterator[str]:
+    """Yield the reason against packed tensors whose elements 32 bits can't count."""
+    largest = max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim
+    if spec.varlen and largest >= MOST:
+        yield f"packed tensors must have fewer than 2**31 elements, got {largest}"
+
+
+def cuts_of_size(spec: AttentionSpec) -> Iterator[Cut]:
+    """Yield the lengths at which the reasons of `against_size` and `against_sums` change."""
+    for tokens, heads in (("tokens_q", spec.heads_q), ("tokens_k", spec.heads_k)):
+        yield Cut.of(tokens, at=-(-MOST // max(heads * spec.head_dim, 1)))
+    width = spec.heads_q * rounded_dim(spec)
+    yield Cut(((1, ("tokens_q",)), (128, ("batch",))), at=-(-MOST // max(width, 1)))
+
+
 def against_sums(spec: AttentionSpec, what: str) -> Iterator[str]:
     """Yield the reason against a packed backward whose sums for dq begin beyond 32 bits.
 
@@ -121,7 +139,7 @@ def against_sums(spec: AttentionSpec, what: str) -> Iterator[str]:
     """
     step = 32 if spec.head_dim <= 128 else 64
     sums = (spec.tokens_q + 128 * spec.batch) * spec.heads_q * rounded_dim(spec)
-    if spec.varlen and sums >= 2**31:
+    if spec.varlen and sums >= MOST:
         yield (
             f"(tokens + 128 * sequences) * heads * head dim rounded up to {step} must be below 2**31 for "
             f"a packed backward with {what}, got {sums}"

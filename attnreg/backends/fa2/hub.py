@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnreg.backends.fa2 import hub_package
-from attnreg.backends.fa2.conventions import adapt, against_card, against_sums, rounded_dim
+from attnreg.backends.fa2.conventions import adapt, against_card, against_size, against_sums, cuts_of_size
 from attnreg.backends.fa2.hub_functions import ARGUMENTS, FlashFunctions, Function
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
@@ -22,8 +22,6 @@ from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.settings.hub_names import HubName
 from attnreg.core.torchlib.isolation import raise_if_of_program
-
-MOST = 2**31  # the number of elements that 32 bits can't count
 
 
 class _HubBackward(Capabilities):
@@ -141,16 +139,10 @@ def _refuses(functions: FlashFunctions, spec: AttentionSpec) -> tuple[str, ...]:
             "a window that isn't causal needs at least as many keys as queries, got "
             f"{spec.max_k} for {spec.max_q}"
         )
-    largest = max(spec.tokens_q * spec.heads_q, spec.tokens_k * spec.heads_k) * spec.head_dim
-    if spec.varlen and largest >= MOST:
-        reasons.append(f"packed tensors must have fewer than 2**31 elements, got {largest}")
-    return tuple(reasons)
+    return (*reasons, *against_size(spec))
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     """Yield the lengths at which this module's reasons change for calls of the spec's kind."""
-    for tokens, heads in (("tokens_q", spec.heads_q), ("tokens_k", spec.heads_k)):
-        yield Cut.of(tokens, at=-(-MOST // max(heads * spec.head_dim, 1)))
-    width = spec.heads_q * rounded_dim(spec)
-    yield Cut(((1, ("tokens_q",)), (128, ("batch",))), at=-(-MOST // max(width, 1)))
+    yield from cuts_of_size(spec)
     yield Cut.beyond("max_q", "max_k")

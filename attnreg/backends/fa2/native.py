@@ -10,7 +10,7 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
 from attnreg.core.launching.launchers import MAX_K, MAX_Q, Launcher, OpLauncher
-from attnreg.core.launching.offsets import every_row_sees_a_key
+from attnreg.core.launching.offsets import every_row_sees_a_key, is_empty
 from attnreg.core.launching.regular import fills
 from attnreg.core.torchlib import captured
 from attnreg.core.torchlib.layout import aligned, needs_graph_memory, readable
@@ -66,15 +66,6 @@ def _marks_rows(direction: Direction, call: Call) -> bool:
 def _every_row_counts(query: Tensor, key: Tensor, call: Call) -> bool:
     """Whether each row of a packed query is known to belong to a sequence."""
     return fills(call.cu_seqlens_q, len(query)) or every_row_sees_a_key(query, key, call)
-
-
-def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether a call has no score to compute; the kernels refuse some of these calls.
-
-    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype; the key may be pages.
-    """
-    sequences = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
-    return not (query.numel() and key.numel() and sequences and call.max_q and call.max_k)
 
 
 def keeps_contract(query: Tensor, key: Tensor, call: Call) -> bool:

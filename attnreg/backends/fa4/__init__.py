@@ -57,6 +57,7 @@ _BOTH: dict[str, Any] = {
     "head_dim_v": Range(8, 256, 8),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "num_splits"), True),
     **dict.fromkeys(("softcap", "grad_lse", "sinks", "deterministic", "batch_invariant", "capture"), True),
+    "key_ranges": True,
 }
 FORWARD = _FA4Forward(**_BOTH, page_size=Range(16, 256, 16))
 BACKWARD = _FA4Backward(**_BOTH)
@@ -85,12 +86,15 @@ def _in_both(spec: AttentionSpec) -> Iterator[str]:
 
     if spec.sinks:
         yield from _with_sinks(spec)
+    if spec.key_ranges:
+        yield from _with_ranges(spec)
 
     # tests/gpu/test_gpu_batch_invariant.py got equal bits from these calls with 4.0.0b36 on an H200, and
     # tries no others.
-    tried = major == 9 and not spec.seqused_k and spec.page_size is None and not spec.softcap
+    tried = major == 9 and not (spec.seqused_k or spec.softcap or spec.key_ranges) and spec.page_size is None
     if spec.batch_invariant and not tried:
-        yield "batch-invariant only on compute capability 9.0, without seqused_k, block_table and softcap"
+        others = "seqused_k, block_table, softcap and key_ranges"
+        yield f"batch-invariant only on compute capability 9.0, without {others}"
 
 
 def _with_sinks(spec: AttentionSpec) -> Iterator[str]:
@@ -103,6 +107,27 @@ def _with_sinks(spec: AttentionSpec) -> Iterator[str]:
         yield "sinks must be None with head_dim 256 on sm_10x and sm_11x: no gradient of them"
     if spec.softcap:
         yield f"sinks must be None with a softcap, which no test has tried, got {spec.softcap}"
+    if spec.key_ranges:
+        yield "sinks must be None with key_ranges: a row may see no key"
+
+
+def _with_ranges(spec: AttentionSpec) -> Iterator[str]:
+    """Yield why the package can't run a call with `key_ranges`; README.md has the reasons."""
+    dims = spec.head_dim, spec.head_dim_v
+    if _major(spec) != 9:
+        yield "key_ranges must be None but on compute capability 9.0"
+    elif not spec.device.simulated and installed() not in TESTED_RELEASES:
+        yield f"key_ranges must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
+    if dims[0] != dims[1] or dims[0] > 128:
+        yield f"head dims must be equal and up to 128 with key_ranges, got {dims}"
+    if spec.heads_q > GRID:
+        yield f"query heads with key_ranges must be at most {GRID}, got {spec.heads_q}"
+    if spec.seqused_k:
+        yield "seqused_k must be None with key_ranges, which no test has tried"
+    if spec.page_size is not None:
+        yield "block_table must be None with key_ranges"
+    if spec.softcap:
+        yield f"softcap must be 0 with key_ranges, which no test has tried, got {spec.softcap}"
 
 
 def _pages(spec: AttentionSpec) -> Iterator[str]:
@@ -130,6 +155,8 @@ def _gradients(spec: AttentionSpec) -> Iterator[str]:
         yield f"head_dim must not be {wrong}, whose gradients are wrong, got {dims[0]}"
     if major == 12 and spec.deterministic:
         yield "not deterministic on sm_12x, and deterministic algorithms are on"
+    if spec.key_ranges and spec.deterministic:
+        yield "not deterministic with key_ranges, and deterministic algorithms are on"
     if major == 9 and dims[0] > dims[1] and spec.heads_q != spec.heads_k:
         yield f"head_dim of the value must be the query's where heads are shared, {dims[0]}, got {dims[1]}"
     elif major == 9 and dims[0] > dims[1] and dims not in UNEQUAL:
@@ -141,7 +168,7 @@ def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
     if not spec.capturing or spec.device.simulated:
         return
     family = compiled_kinds.family_of_spec(direction, spec)
-    kind = family, family.class_of(spec.batch, spec.max_q, spec.max_k)
+    kind = family, family.class_of(*compiled_kinds.lengths_of_spec(spec))
     if kind not in compiled_kinds.have_run:
         yield "this kind of call has to run once before it can be recorded in a CUDA graph"
 

@@ -23,16 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.fa4 import compiled_kinds, softcap
+from attnreg.backends.fa4 import compiled_kinds, ranges, softcap
 from attnreg.backends.fa4.compiled_kinds import Family
 from attnreg.backends.fa4.launches import Launch, LauncherArguments
 from attnreg.backends.fa4.package import SINKS, PackageCall, functions, quiet, release, release_is_tested
 from attnreg.backends.fa4.trials import Trials
 from attnreg.core.contract.backend import Call, Kernels, Launcher
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching import visible
 from attnreg.core.launching.memory import inputs_of
-from attnreg.core.launching.offsets import empty_results, facts, find_unused
-from attnreg.core.torchlib.layout import aligned, stream_of
+from attnreg.core.launching.offsets import empty_results, find_unused, none_unused
+from attnreg.core.torchlib.layout import aligned
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
@@ -75,13 +76,16 @@ class _Adapter(NamedTuple):
         (pages, page size, H, D). All are float16 or bfloat16.
 
         Raises:
-            UnsupportedInputError: a CUDA graph is captured, and no call of this kind has run.
+            UnsupportedInputError: a CUDA graph is captured, and no call of this kind has run; or the kernels
+                can't have as many `key_ranges`, or as many tokens with these.
             BackendUnavailableError: the first call of a kind failed, but not by an error of the device.
         """
         inputs = query, key, value
         if query.numel() == 0 or key.numel() == 0:
             return empty_results(query, value, call)
         family = compiled_kinds.family_of("forward", query, key, value, call)
+        if call.key_ranges is not None:
+            return self._forward_in_ranges(family, inputs, call)
         launched = self._try_launch(family, inputs, call)
         if launched is not None:
             out, lse = launched
@@ -89,7 +93,7 @@ class _Adapter(NamedTuple):
         call = _with_dense_integers(call)
         # 0 would let the package choose, and fail on Hopper where it chooses more than one.
         options = self._options(family, call) | {"num_splits": 1, "return_lse": True}
-        if not _none_unused(query, key, call):
+        if not none_unused(query, key, call):
             # Weights of unused keys are zero, whatever is in the keys, so that only the values matter.
             _, unused_keys = find_unused(query, key, call)
             # Filled before the call: clearing unused rows afterwards would take two passes over the output
@@ -122,6 +126,8 @@ class _Adapter(NamedTuple):
         lse = lse.contiguous()  # another backend's forward may give it other strides
         inputs = grad_out, query, key, value, out, lse
         family = compiled_kinds.family_of("backward", query, key, value, call, grad_out, out)
+        if call.key_ranges is not None:
+            return self._backward_in_ranges(family, inputs, call)
         launched = self._try_launch(family, inputs, call)
         if launched is not None:
             return launched
@@ -129,7 +135,7 @@ class _Adapter(NamedTuple):
         options = self._options(family, call) | {"deterministic": call.repeatable}
         if call.grad_lse is not None:
             options["dlse"] = call.grad_lse.float().contiguous()
-        if not _none_unused(query, key, call):
+        if not none_unused(query, key, call):
             # In a backward each row is a factor of a sum over a whole tile: all four tensors have to be
             # finite.
             unused_queries, unused_keys = find_unused(query, key, call)
@@ -139,6 +145,40 @@ class _Adapter(NamedTuple):
         tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
         package_call = PackageCall("backward", self.run_backward, tensors | _sinks_and_offsets(call), options)
         return self._run(family, package_call, inputs, call)
+
+    def _forward_in_ranges(
+        self, family: Family, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, Tensor]:
+        """Run a forward with `key_ranges`, on the packed batch as one sequence. See `ranges`."""
+        query, key, value = inputs
+        seen = visible.derived_of_packed(query, key, call, ranges.MOST)
+        options = {"softmax_scale": call.scale, "num_splits": 1, "return_lse": True}
+        options |= ranges.options("forward", seen, (len(query), len(key)))
+        if not none_unused(query, key, call):
+            (value,) = _blanked(find_unused(query, key, call).keys, query.new_zeros(1), value)
+        tensors = {"q": query[None], "k": key[None], "v": value[None]}
+        package_call = PackageCall("forward", self.run_forward, tensors, options)
+        out, lse = self._run(family, package_call, inputs, call)
+        return out[0], lse[0]
+
+    def _backward_in_ranges(
+        self, family: Family, inputs: tuple[Tensor, ...], call: Call
+    ) -> tuple[Tensor, ...]:
+        """Run a backward with `key_ranges`, on the packed batch as one sequence."""
+        grad_out, query, key, value, out, lse = inputs
+        seen = visible.derived_of_packed(query, key, call, ranges.MOST)
+        options = {"softmax_scale": call.scale} | ranges.options("backward", seen, (len(query), len(key)))
+        # Weights of queries that see no key are 0, and so is the product with a NaN only where that is gone.
+        blind = seen.blind[0]
+        if call.grad_lse is not None:
+            options["dlse"] = call.grad_lse.float().masked_fill(blind, 0.0)[None]
+        query, grad_out = _blanked(blind, query.new_zeros(1), query, grad_out)
+        if not none_unused(query, key, call):
+            key, value = _blanked(find_unused(query, key, call).keys, key.new_zeros(1), key, value)
+        tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "lse": lse}
+        tensors = {name: x[None] for name, x in tensors.items()}
+        package_call = PackageCall("backward", self.run_backward, tensors, options)
+        return tuple(x[0] for x in self._run(family, package_call, inputs, call))
 
     def specialize(self, direction: Direction, tensors: tuple[Tensor, ...], call: Call) -> Launcher | None:
         """Return the launcher of a call's kind; None if the package has to run it. See `launchers`."""
@@ -160,7 +200,7 @@ class _Adapter(NamedTuple):
         """Return the function that launches calls of a kind by their arguments; None if none may."""
         if not (self.tested_release and family.major == 9 and _is_plain(inputs, call)):
             return None
-        of_lengths = family.class_of(compiled_kinds.batch_of(inputs[0], call), call.max_q, call.max_k)
+        of_lengths = family.class_of(*compiled_kinds.lengths_of(*inputs_of(inputs)[:2], call))
         if not self.trials.look(family, of_lengths):
             return None
         return self.trials.launcher(family, _arguments(self._options(family, call), call))
@@ -169,8 +209,8 @@ class _Adapter(NamedTuple):
         self, family: Family, package_call: PackageCall, inputs: tuple[Tensor, ...], call: Call
     ) -> tuple[Tensor, ...]:
         """Call the package, one thread at a time, on the tensors' device; never compile in a CUDA graph."""
-        query = package_call.tensors["q"]
-        of_lengths = family.class_of(compiled_kinds.batch_of(query, call), call.max_q, call.max_k)
+        query, key, _ = inputs_of(inputs)
+        of_lengths = family.class_of(*compiled_kinds.lengths_of(query, key, call))
         new, capturing = (family, of_lengths) not in compiled_kinds.have_run, _capturing(query)
         if new and capturing:
             raise UnsupportedInputError(
@@ -273,7 +313,7 @@ def _launch_arguments(inputs: tuple[Tensor, ...], call: Call) -> list[Any]:
     arguments: list[Any] = [*inputs, *_sinks_and_offsets(call).values()]
     if call.cu_seqlens_q is not None:
         query, key, _ = inputs_of(inputs)
-        known = call.sinks is not None or _none_unused(query, key, call)
+        known = call.sinks is not None or none_unused(query, key, call)
         arguments += call.max_q, call.max_k, known
     return arguments
 
@@ -287,13 +327,6 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(device)
-
-
-def _none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether every row is known to belong to a sequence and to count."""
-    if call.cu_seqlens_q is None:
-        return call.seqused_k is None
-    return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
 
 
 def _blanked(rows: Tensor | None, zeros: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

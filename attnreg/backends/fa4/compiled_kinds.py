@@ -4,6 +4,8 @@ A kind is a family and a class of lengths. The family has everything that the pa
 call except lengths (`compile_key` in its interface.py), and what differs between attnreg's calls. Lengths
 enter the keys in two ways only: whether they fit into a tile, and whether the batch has many sequences. Calls
 of one kind never compile twice; two kinds may share compiled functions.
+
+With `key_ranges` the package gets the whole batch as one sequence, so the tokens of the batch are its length.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.launching import visible
 from attnreg.core.launching.programs import ANY, Bounds
 
 # Above so many sequences a further kernel sums up their tiles.
@@ -48,6 +51,9 @@ class Family(NamedTuple):
         causal, packed, seqused, grad_lse: whether the call has the property or argument.
         deterministic: whether the call is a deterministic backward.
         sinks, repeated: the dtype of sinks, and the `repeated_dims` of tensors. A spec has neither.
+        ranges: of a call with `key_ranges`, how many each query has in the compiled mask, and whether the
+            query has one head, on which the table of blocks depends. False without. A spec has only whether
+            there are any.
     """
 
     direction: str
@@ -68,6 +74,7 @@ class Family(NamedTuple):
     grad_lse: bool
     sinks: torch.dtype | bool | None
     repeated: Repeated = ()
+    ranges: tuple[int, bool] | bool = False
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "windowed" if self.left or self.right else ""
@@ -78,6 +85,7 @@ class Family(NamedTuple):
             f"{self.group} query heads a key head": self.group > 1,
             **{name: getattr(self, name) for name in ("sinks", "seqused", "grad_lse", "deterministic")},
             "pages": self.page_size,
+            "key_ranges": self.ranges,
         }
         dims = self.dim if self.dim == self.dim_v else (self.dim, self.dim_v)
         dtype = str(self.dtype).removeprefix("torch.")
@@ -87,7 +95,7 @@ class Family(NamedTuple):
 
     def as_of_spec(self) -> Family:
         """Return the family without the fields that a spec doesn't have."""
-        return self._replace(sinks=bool(self.sinks), repeated=())
+        return self._replace(sinks=bool(self.sinks), repeated=(), ranges=bool(self.ranges))
 
     def class_of(self, batch: int, max_q: int, max_k: int) -> Class:
         """Return the class of these lengths: the package compiles the same for all lengths of a class."""
@@ -114,6 +122,9 @@ def family_of(
         direction == "backward" and call.repeatable, call.cu_seqlens_q is not None,
         call.seqused_k is not None, call.grad_lse is not None,
         None if call.sinks is None else call.sinks.dtype, repeated_dims(query, key, value, *further),
+        False if call.key_ranges is None else (
+            visible.rounded(call.key_ranges.shape[1]), query.shape[-2] == 1
+        ),
     )  # fmt: skip
 
 
@@ -125,13 +136,24 @@ def family_of_spec(direction: str, spec: AttentionSpec) -> Family:
         getattr(torch, spec.dtype), spec.head_dim, spec.head_dim_v, spec.heads_q // spec.heads_k,
         spec.page_size, spec.softcap, left >= 0, right >= 0 and (left, right) != (-1, 0),
         (left, right) == (-1, 0), direction == "backward" and (spec.deterministic or spec.batch_invariant),
-        spec.varlen, spec.seqused_k, spec.grad_lse, spec.sinks,
+        spec.varlen, spec.seqused_k, spec.grad_lse, spec.sinks, ranges=spec.key_ranges,
     )  # fmt: skip
 
 
-def batch_of(query: Tensor, call: Call) -> int:
-    """Return the number of sequences of a call with a query (B, S, H, D) or (T, H, D), in any dtype."""
-    return query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+def lengths_of(query: Tensor, key: Tensor, call: Call) -> tuple[int, int, int]:
+    """Return the batch and the longest query and key length, as the package gets them.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype.
+    """
+    if call.key_ranges is not None:
+        return 1, query.shape[0], key.shape[0]
+    batch = query.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    return batch, call.max_q, call.max_k
+
+
+def lengths_of_spec(spec: AttentionSpec) -> tuple[int, int, int]:
+    """Return for the calls that a spec describes what `lengths_of` does for a call."""
+    return (1, spec.tokens_q, spec.tokens_k) if spec.key_ranges else (spec.batch, spec.max_q, spec.max_k)
 
 
 def repeated_dims(*tensors: Tensor) -> Repeated:
@@ -190,6 +212,9 @@ def key_tile(dim: int, dim_v: int, bounded: bool, local: bool) -> int:
 @functools.lru_cache(maxsize=1024)
 def cuts(family: Family) -> tuple[tuple[int, ...], ...]:
     """Return the last lengths of each class but the highest, for the batch, the queries and the keys."""
+    if family.ranges:  # tiles that blocks of the table are multiples of
+        rows = visible.BLOCK if family.dim <= 64 else visible.BLOCK // 2
+        return (), *(((rows,), (visible.BLOCK,)) if family.direction == "backward" else ((), ()))
     batch = (MANY,) if family.packed else ()
     if family.major != 9:
         edges = range(TILE, LONGEST + 1, TILE)

@@ -1,8 +1,9 @@
 """flex: torch's FlexAttention, compiled by Inductor, for packed and dense calls that other kernels refuse.
 
 It runs head dims up to 512 and float32 in packed calls, on any card that Triton compiles for. This module
-declares what it can run. Read `adapter` next: it maps the contract's calls to programs. `visible` computes
-which keys each query sees, `graphs` traces torch's ops, `programs` compiles them. README.md has the reasons.
+declares what it can run. Read `adapter` next: it maps the contract's calls to programs. `graphs`
+traces torch's ops, `programs` compiles them. `launching.visible` computes which keys each query sees.
+README.md has the reasons.
 """
 
 from __future__ import annotations

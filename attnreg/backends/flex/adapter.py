@@ -12,17 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.backends.flex import visible
 from attnreg.backends.flex.graphs import TABLE
 from attnreg.backends.flex.kinds import ProgramKind, layout_of
 from attnreg.backends.flex.programs import program_for
-from attnreg.backends.flex.visible import Visible
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
+from attnreg.core.launching import visible
 from attnreg.core.launching.lifted import Lifted, lift
 from attnreg.core.launching.offsets import derived_from, empty_results, facts, find_unused
+from attnreg.core.launching.visible import Visible
 from attnreg.core.torchlib.layout import needs_graph_memory, stream_of
-from attnreg.errors import UnsupportedInputError
 
 # The name of the length of each dimension, by tensor. Other sizes are fixed.
 FUNCTIONS = "score_mod", "mask_mod"
@@ -154,13 +153,8 @@ def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
     rows = query.shape[-3], key.shape[-3]
     masked = call.mask_mod is not None
     masked = masked or (call.attn_bias is not None and call.attn_bias.dtype == torch.bool)
-    if call.key_ranges is not None and call.key_ranges.shape[1] > visible.MOST_RANGES:
-        most, got = visible.MOST_RANGES, call.key_ranges.shape[1]
-        raise UnsupportedInputError(f"key_ranges must have at most {most} ranges a query, got {got}")
     if call.cu_seqlens_q is not None:
-        tensors = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.key_ranges
-        make = partial(visible.of_packed, *rows, call.window, masked)
-        return derived_from(tensors, stream, ("flex", *rows, call.window, masked), make)
+        return visible.derived_of_packed(query, key, call, visible.MOST_RANGES, masked)
     if call.seqused_k is not None:
         make_dense = partial(_of_used, *rows, call.window, masked)
         return derived_from((call.seqused_k,), stream, ("flex", *rows, call.window, masked), make_dense)

@@ -340,4 +340,5 @@ BACKEND = Backend(
     version=_version,
     refuses=_refuses,
     priority=-100,
+    stands_in=True,
 )

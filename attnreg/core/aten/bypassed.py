@@ -107,7 +107,7 @@ def selected(
     """
     has_lengths = query.shape[-2] > 0 and key.shape[-2] > 0
     if not has_lengths or (versions.SDPA_SKIPS_EMPTY and not all(x.numel() for x in (query, key, value))):
-        return Bypassed(MATH, NOTHING_TO_DO)  # whatever the selector chooses: torch returns zeros before it
+        return Bypassed(MATH, NOTHING_TO_DO)  # torch returns zeros, or 2.11 selects math
     # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
     arguments = *_with_batch(query, key, value, attn_mask), dropout_p, is_causal
     choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))

@@ -61,11 +61,12 @@ def count_math(
     try:
         tensors = query, key, value
         # While a graph is traced, a symbolic size that is compared becomes a guard of the graph.
-        why = (
-            bypassed.why_unrouted(*tensors, attn_mask, dropout_p, enable_gqa)
-            if all(type(n) is int for x in tensors for n in (*x.shape, *x.stride()))
-            else "; ".join(bypassed.reasons_of_sizes(dropout_p, 0, 0)) or bypassed.SELECTED
-        )
+        if not all(type(n) is int for x in tensors for n in (*x.shape, *x.stride())):
+            why = "; ".join(bypassed.reasons_of_sizes(dropout_p, 0, 0)) or bypassed.SELECTED
+        elif 0 in (query.shape[-2], key.shape[-2]):
+            return None  # counted above the op, if at all: from torch 2.12 on SDPA doesn't call it
+        else:
+            why = bypassed.why_unrouted(*tensors, attn_mask, dropout_p, enable_gqa)
         return _count(f"aten::{_MATH.op}", bypassed.MATH, why, tensors)
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         log.debug("a call of torch's math kernel isn't counted: %s", error)

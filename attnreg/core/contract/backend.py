@@ -315,7 +315,7 @@ class Backend(_Functions):
         builds: whether it builds something for each new shape of such calls that takes tens of milliseconds.
             Where times decide, that counts for programs that bring ever new shapes.
         experimental: whether it hasn't run on the hardware that it is written for.
-        stands_in: whether it runs, unless asked for, only what no other kernel but the reference can. It
+        stands_in: whether it runs, unless asked for, only what no other kernel can, as the reference does. It
             takes no turns of `policy = "adaptive"`, is measured only if named, and no mask is recognised for
             its sake.
         compiles: whether it compiles each kind of call for seconds and keeps the kernels on disk. `attnreg

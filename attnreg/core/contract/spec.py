@@ -22,7 +22,7 @@ from attnreg.core.contract.options import (
 from attnreg.core.settings.other_names import device_meant
 from attnreg.errors import InvalidInputError
 
-__all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dtype"]
+__all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dtype", "directions_of"]
 
 UNBOUNDED = (-1, -1)
 
@@ -94,11 +94,15 @@ class Device:
         """The settings keys that apply to this device, the most specific first."""
         return (self.arch, self.type) if self.arch else (self.type,)
 
+    @property
+    def place(self) -> str:
+        """What torch calls it: `"cuda:1"`, or `"cuda"` without an index."""
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
     def __str__(self) -> str:
-        place = self.type if self.index is None else f"{self.type}:{self.index}"
         arch = f"simulated {self.arch}" if self.simulated else self.arch
         details = ", ".join(part for part in (self.name, arch) if part)
-        return f"{place} ({details})" if details else place
+        return f"{self.place} ({details})" if details else self.place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,3 +297,8 @@ def _option(spec: AttentionSpec, name: str) -> Any:
 
 # Not in the class, where a type checker would take any name for an attribute.
 AttentionSpec.__getattr__ = _option  # type: ignore[attr-defined]
+
+
+def directions_of(spec: AttentionSpec) -> tuple[Direction, ...]:
+    """Return the directions that kernels run a call in: also backward where its gradient is wanted."""
+    return ("forward", "backward") if spec.needs_backward else ("forward",)

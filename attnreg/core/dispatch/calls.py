@@ -15,7 +15,7 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Lengths, bounds
 from attnreg.core.contract.options import OPTIONS
-from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.contract.spec import AttentionSpec, Direction, directions_of
 from attnreg.core.dispatch.declined import NOBODY, Declined
 from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.dispatch.planning import Native, decide, make_plan, spec_of
@@ -216,6 +216,5 @@ def decisions(spec: AttentionSpec, choice: ScopedChoice | None) -> Iterator[Deci
     """Yield what would be decided now about each direction of a call, the forward first."""
     now = state()
     policy = now.policy.with_first(None if choice is None else choice.preference)
-    directions: tuple[Direction, ...] = ("forward", "backward") if spec.needs_backward else ("forward",)
-    for direction in directions:
+    for direction in directions_of(spec):
         yield decide(spec, direction, now.entries, policy)

@@ -345,11 +345,8 @@ def _in_turn(
     decision, kernel = _settle(spec, direction, entries, policy, native, builders)
     if decision.backend in decision.asked_for:
         return decision, kernel, None
-    able = [
-        name
-        for name in decision.order
-        if name not in decision.rejected and not (name in entries and entries[name].stands_in)
-    ]
+    behind = {entry.name for entry in entries.values() if entry.stands_in}
+    able = [name for name in decision.order if name not in behind and name not in decision.rejected]
     turn = policy.adaptive.turn(spec, direction, able, decision.predicted)
     if turn is not None and turn.backend:
         leading = Preference(turn.source, (turn.backend,), required=False)

@@ -7,16 +7,15 @@ other line, and readers leave it out.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
-import multiprocessing.util
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from attnreg.core.dispatch import counters, timed
+from attnreg.core.torchlib.process_end import call_at_end
 
 log = logging.getLogger("attnreg")
 
@@ -72,11 +71,6 @@ def _ends_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def _write_at_the_end_of_a_worker(_: object) -> None:
-    # A forked worker ends without what `atexit` has; Python's own way out of one are finalizers.
-    multiprocessing.util.Finalize(None, write, exitpriority=0)
-
-
 def _forget_the_parents() -> None:
     global _written
     _written = None
@@ -85,7 +79,4 @@ def _forget_the_parents() -> None:
         timed.forget()
 
 
-atexit.register(write)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_parents)
-    multiprocessing.util.register_after_fork(write, _write_at_the_end_of_a_worker)
+call_at_end(write, _forget_the_parents)

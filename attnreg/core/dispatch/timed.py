@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from attnreg.core import registry
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.times.environments import environment
-from attnreg.core.times.traces import spec_to
+from attnreg.core.times.traces import device_to, spec_to
 from attnreg.core.times.turns import LONGEST_S, SHORTEST_S, SPARE, between_events
 from attnreg.core.torchlib.locks import open_after_fork
 
@@ -125,9 +125,8 @@ class TimedPlan:
         """Return the same as plain data."""
         self._collect(waits=True)
         count, total, shortest, longest = self.times
-        device = {name: getattr(self.spec.device, name) for name in ("type", "capability", "name")}
         return {
-            "device": device, "spec": spec_to(self.spec), "direction": self.direction,
+            "device": device_to(self.spec.device), "spec": spec_to(self.spec), "direction": self.direction,
             "backend": self.backend, "source": self.source, "calls": self.calls,
             "decided_us": self.decided_us, "first_us": self.first_us, "timed": int(count),
             "timed_us": total, "shortest_us": shortest if count else 0.0, "longest_us": longest,

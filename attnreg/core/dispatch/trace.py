@@ -7,11 +7,8 @@ minute in which something ran. So a program that is killed leaves most of its ca
 
 from __future__ import annotations
 
-import atexit
 import collections
 import logging
-import multiprocessing.util
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,6 +25,7 @@ from attnreg.core.dispatch.counters import Counter, collect
 from attnreg.core.times.traces import merge
 from attnreg.core.torchlib.call_sites import call_site
 from attnreg.core.torchlib.locks import open_after_fork
+from attnreg.core.torchlib.process_end import call_at_end
 from attnreg.errors import AttnregError
 
 log = logging.getLogger("attnreg")
@@ -195,18 +193,10 @@ def _forget_the_parents() -> None:
         recording.bypassed.clear()
 
 
-@atexit.register
 def _at_exit() -> None:
     if _followed is not None:
         _write(_followed)
         _followed.say_what_it_lacks()
 
 
-def _write_at_the_end_of_a_worker(_: object) -> None:
-    # A forked worker ends without what `atexit` has; Python's own way out of one are finalizers.
-    multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_parents)
-    multiprocessing.util.register_after_fork(_at_exit, _write_at_the_end_of_a_worker)
+call_at_end(_at_exit, _forget_the_parents)

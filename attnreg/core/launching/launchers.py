@@ -289,13 +289,13 @@ class Prepared(NamedTuple):
             calls' offsets, and places in it. The places, in bytes, belong to the numbers in `operands`. It
             returns None if it can't run any more. `offsets.derived_from` keeps the tensor. While offsets and
             tensor exist unchanged, it is called again only after `offsets.TRUSTED` seconds. None for dense
-            calls. A third argument is the tensor that `kernel` has written for these offsets and that has
-            been read for so long: the device has to compare it.
+            calls. A third argument is a tensor that `kernel` has written for these offsets. Launches have
+            read it for `TRUSTED` seconds, and the device has to compare it.
         lengths: for which other lengths, with the same strides, all of this is the same: of batch, max_q,
             max_k, tokens_q and tokens_k the least and the most. The call cache then doesn't ask again. None
             if it is for just the lengths that were asked for.
-        kernel: writes what `derive` returns, for offsets that are new to the call cache. None if no kernel
-            does.
+        kernel: the kernel that writes the same as `derive`, which the call cache launches for new offsets. If
+            it is None, `derive` is called for them.
     """
 
     launch: Callable[[int, int, int], bool]

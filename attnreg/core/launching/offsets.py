@@ -110,8 +110,8 @@ def derived_from(
     """Return `make(*tensors)`, cached per purpose until the tensors change.
 
     Tensors are offsets, int32 (B + 1,), and `seqused_k`, int32 (B,). `stream` is the CUDA stream that the
-    result is computed on, 0 on a CPU. `make` must not refer to a tensor. `used` was derived elsewhere and has
-    been used for `TRUSTED` seconds: it is compared at once, and returned.
+    result is computed on, 0 on a CPU. `make` must not refer to a tensor. `used` was derived elsewhere, and
+    calls have used it for `TRUSTED` seconds. If nothing is cached, it is cached, and compared at once.
 
     Raises:
         InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile.
@@ -274,6 +274,16 @@ def _compute_facts(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlen
     return Facts(partial(compute_facts, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k))
 
 
+def none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether every row is known to belong to a sequence and to count.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype.
+    """
+    if call.cu_seqlens_q is None:
+        return call.seqused_k is None
+    return facts(call, len(query), len(key), stream_of(query) if query.is_cuda else 0).no_unused_rows
+
+
 class Unused(NamedTuple):
     """Masks of the query rows and key rows that no sequence counts; None if there can't be any."""
 
@@ -319,6 +329,15 @@ def _find(
     # A further end, 0, after the sequences' ends: no row past the last offset counts.
     ends = torch.cat((cu_seqlens_k[:-1] + used, cu_seqlens_k.new_zeros(1)))
     return Unused(queries, rows >= ends[torch.searchsorted(cu_seqlens_k[1:].contiguous(), rows, right=True)])
+
+
+def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
+    """Whether a call has no score to compute; kernels refuse some of these calls.
+
+    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype; the key may be pages.
+    """
+    sequences = 1 if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+    return not (query.numel() and key.numel() and sequences and call.max_q and call.max_k)
 
 
 def empty_results(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -25,11 +25,10 @@ from attnreg.core.times import table
 from attnreg.core.times.environments import environment, matched, matched_simulated
 from attnreg.core.times.points import ANY_TEXT, Malformed, checked, one_of, with_keys
 from attnreg.core.times.traces import DIRECTIONS, spec_from, spec_to
-from attnreg.errors import MOST_LISTED, ConfigError, InvalidInputError, UnsupportedInputError, first_ten
+from attnreg.errors import MOST_LISTED, InvalidInputError, UnsupportedInputError, file_errors, first_ten
 
 FORMAT = "attnreg lockfile"
 VERSION = 2
-EARLIER = (1,)  # of which every row is for exact lengths
 VARIABLE = "ATTNREG_LOCK"
 NOWHERE = Device("cpu")
 
@@ -105,10 +104,8 @@ class Lockfile:
         """Write the file atomically, one row per line; raises `ConfigError` if it can't be written."""
         rows = [row.to_dict() for row in self.rows]
         data = {"device": self.device, "environment": asdict(self.environment), "rows": rows}
-        try:
+        with file_errors(self.path):
             table.write_rows(self.path, {"format": FORMAT, "version": VERSION, **data}, "rows")
-        except OSError as error:
-            raise ConfigError(f"{self.path}: can't be written: {error.strerror or error}") from error
 
 
 def load(path: Path, most: int = MOST_LISTED) -> Lockfile:
@@ -116,9 +113,7 @@ def load(path: Path, most: int = MOST_LISTED) -> Lockfile:
     file = path.absolute()
 
     def read(data: object) -> Lockfile:
-        version = data.get("version") if isinstance(data, dict) else None
-        readable = version if version in EARLIER else VERSION
-        contents = table.of_format(data, FORMAT, readable, "`attnreg lock` writes it", "lock it again")
+        contents = table.of_format(data, FORMAT, VERSION, "`attnreg lock` writes it", "lock it again")
         with_keys(contents, ("format", "version", "device", "environment", "rows"), "")
         a_type = ("a type of device such as 'cuda'", lambda device: isinstance(device, str) and device)
         device = checked(contents["device"], "device", a_type)

@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def stands_in(self) -> bool:
-        """Whether it runs, unless asked for, only what no other kernel but the reference can."""
+        """Whether it runs, unless asked for, only what no other kernel can."""
         return self.backend is not None and self.backend.stands_in
 
     def open(self) -> Backend | None:

@@ -14,7 +14,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ def verdict(name: str, revision: str, device: Device) -> str:
 
     `name` is the backend's, and `revision` says which kernel that is.
     """
-    by_hand = f"`attnreg verify --backend {shlex.quote(name)} --device {device_text(device)}`"
+    by_hand = f"`attnreg verify --backend {shlex.quote(name)} --device {device.place}`"
     try:
         file = file_of(revision, device)
         record = _read(file)
@@ -77,11 +76,6 @@ def _recent_problem(file: Path) -> str:
     return str((_read(attempt) or {"wrong": ""})["wrong"]) if is_recent else ""
 
 
-def device_text(device: Device) -> str:
-    """Return a device as `--device` takes it."""
-    return device.type if device.index is None else f"{device.type}:{device.index}"
-
-
 def file_of(revision: str, device: Device) -> Path:
     """Return the file for what came of a verification."""
     key = "\n".join((revision, device.type, device.name, device.arch, _torch_version(), _attnreg_version()))
@@ -100,11 +94,7 @@ def remember(name: str, revision: str, device: Device, checks: int, wrong: str) 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
     caches.make(file.parent)
-    # Another process reads a whole file, or none.
-    descriptor, made = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        json.dump(record, stream, indent=1)
-    Path(made).replace(file)
+    caches.write_whole(file, json.dumps(record, indent=1))
 
 
 def _attnreg_version() -> str:
@@ -132,9 +122,7 @@ def _run(name: str, device: Device) -> str:
         return "this program has no Python to start for it"
     command = [sys.executable, "-P", "-m", "attnreg", "verify", "--quiet", "--backend", name]
     try:
-        done = children.run(
-            [*command, "--device", device_text(device)], LIMIT, _environment(), str(Path.cwd())
-        )
+        done = children.run([*command, "--device", device.place], LIMIT, _environment(), str(Path.cwd()))
     except subprocess.TimeoutExpired:
         return f"its checks didn't end within {LIMIT:.0f} s"
     except (OSError, AttnregError) as error:

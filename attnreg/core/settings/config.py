@@ -239,7 +239,7 @@ class Settings(_Table):
 
     @model_validator(mode="after")
     def _free_of_contradictions(self) -> Self:
-        if problems := list(_contradictions(_ordered(self), _disabled(self), self.strict)):
+        if problems := list(_contradictions(*_named(self.model_dump()), self.strict)):
             raise refusal(*problems)
         return self
 
@@ -255,20 +255,6 @@ def _contradictions(
             yield key, name, f"a backend that isn't disabled: {text} names it too"
     if REFERENCE in keys and not is_strict:
         yield (*keys[REFERENCE], "another backend, or strict = true: the reference runs what no other can")
-
-
-def _ordered(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
-    for device, table in settings.devices.items():
-        for index, name in enumerate(table.order):
-            yield ("devices", device, "order", index), name
-    for pattern, names in settings.modules.items():
-        for index, name in enumerate(names):
-            yield ("modules", pattern, index), name
-
-
-def _disabled(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
-    for index, name in enumerate(settings.disabled):
-        yield ("disabled", index), name
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,17 +288,18 @@ def check_backends(loaded: LoadedSettings, known: Iterable[str]) -> None:
 
     A `ConfigError` lists the unknown names with their lines, and the known names.
     """
-    named = (*_disabled(loaded.settings), *_ordered(loaded.settings))
-    _raise_if_any(_unknown_names(loaded.origin, named, known), loaded.origin)
+    ordered, disabled = _named(loaded.settings.model_dump())
+    _raise_if_any(_unknown_names(loaded.origin, [*disabled, *ordered], known), loaded.origin)
 
 
 def ordered_names(settings: Settings) -> list[str]:
     """Return the names of all backends that settings ask for."""
-    return [name for _, name in _ordered(settings)]
+    ordered, _ = _named(settings.model_dump())
+    return [name for _, name in ordered]
 
 
 def _named(data: Mapping[str, Any]) -> tuple[list[tuple[KeyPath, str]], list[tuple[KeyPath, str]]]:
-    """Return the backends that the data of a file, which may have any form, orders, and those it disables.
+    """Return the backends that settings, which may have any form, order, and those they disable.
 
     Each name has its key.
     """

@@ -19,7 +19,6 @@ from pathlib import Path
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.predictions import Prediction
-from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.times import job_results
 from attnreg.core.times.environments import environment
 from attnreg.core.times.index import Kinds
@@ -74,13 +73,13 @@ class Learned:
 
     def point_of(self, spec: AttentionSpec, direction: Direction) -> Point | None:
         """Return the measured times of such calls; None before all turns are over."""
-        cell = cell_of(kind_of(spec, direction), size_of(spec))
+        cell = _cell(spec, direction)
         turns = self.turns.get(cell)
         return turns.point if turns is not None else self.known.get(cell)
 
     def is_over(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether there are no further turns of such calls."""
-        cell = cell_of(kind_of(spec, direction), size_of(spec))
+        cell = _cell(spec, direction)
         return self.turns[cell].closed if cell in self.turns else cell in self.known
 
     def collect(self) -> None:
@@ -215,9 +214,9 @@ class AdaptiveTimes:
     ) -> TimedTurn | None:
         """Return the turn that a call is; None if it is none.
 
-        Backends that are `able` to run the call, the first choice first, take turns. Excluded are the
-        reference, which may need too much memory, and backends that a table puts far behind. The caller
-        leaves out what runs only where it is asked for.
+        Backends that are `able` to run the call, the first choice first, take turns, but for backends that a
+        table puts far behind. The caller leaves out those that stand in for others, as the reference does: it
+        may need too much memory.
 
         A turn without a backend is nobody's: the call runs as decided. A forward gets such turns, up to
         `MOST_CALLS`, if its own turns are over and its backward's aren't, because the fastest backend for
@@ -248,7 +247,7 @@ class AdaptiveTimes:
         spec = spec.unscaled.of(direction)
         here = self._here(spec.device)
         with lock:
-            turns = here.turns.get(cell_of(kind_of(spec, direction), size_of(spec)))
+            turns = here.turns.get(_cell(spec, direction))
             if turns is None or turns.closed or not turns.backends:
                 return
             taken = ", ".join(f"{name} {count} of {turns.each}" for name, count in turns.given.items())
@@ -273,6 +272,10 @@ class AdaptiveTimes:
             return _learned[digest]
 
 
+def _cell(spec: AttentionSpec, direction: Direction) -> Cell:
+    return cell_of(kind_of(spec, direction), size_of(spec))
+
+
 def _may_have_turns(spec: AttentionSpec) -> bool:
     """Whether backends may alternate at a call, and whether similar calls are likely to follow.
 
@@ -286,7 +289,7 @@ def _may_have_turns(spec: AttentionSpec) -> bool:
 
 
 def _worth_a_turn(able: Sequence[str], predicted: Prediction | None) -> list[str]:
-    candidates = {name: predicted.of(name) if predicted else None for name in able if name != REFERENCE}
+    candidates = {name: predicted.of(name) if predicted else None for name in able}
     costs = {name: candidate.cost_us for name, candidate in candidates.items() if candidate is not None}
     most = HOPELESS * min((cost for cost in costs.values() if cost is not None), default=0.0)
     return [name for name in candidates if name not in costs or 0 <= (costs[name] or most + 1) <= most]

@@ -120,9 +120,8 @@ class Front(NamedTuple):
     @classmethod
     def from_dict(cls, data: object, place: str = "") -> Front:
         """Return the host time of a row; `place` is the row's key in the file. Raises `Malformed`."""
-        row = checked(data, place, ("a host time", is_dict))
-        row = {"compiled": False, "recorded": True, "shape": MANY, **row}  # absent in older tables
-        return cls(**_fields(with_keys(row, cls._fields, place), cls._fields, place))
+        row = with_keys(data, cls._fields, place, "a host time")
+        return cls(**_fields(row, cls._fields, place))
 
 
 def _measured(data: object, place: str) -> Measured:

@@ -6,13 +6,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from attnreg.core.times.points import ANY_TEXT, Front, Malformed, Point, checked, is_dict, with_keys
-from attnreg.errors import MOST_LISTED, ConfigError, first_ten, short_repr
+from attnreg.core.torchlib import caches
+from attnreg.errors import MOST_LISTED, ConfigError, file_errors, first_ten, short_repr
 
 T = TypeVar("T")
 
@@ -165,41 +165,11 @@ def environment_from(data: object) -> Environment:
 def write_rows(path: Path, data: dict[str, Any], key: str) -> None:
     """Write JSON atomically, a line for each row of `data[key]`; raises `OSError`."""
     rows = ",\n  ".join(json.dumps(row, separators=(",", ":")) for row in data.pop(key))
-    write_whole(path, f'{json.dumps(data, indent=1)[:-2]},\n "{key}": [\n  {rows}\n ]\n}}\n')
-
-
-def _resolved(path: Path) -> Path:
-    """Return a path without links; raises OSError for a loop of links."""
-    from attnreg.core.torchlib import caches  # here, as looking a call up needs none of torchlib
-
-    return caches.resolve(path)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old contents or the new, also after an interruption.
-
-    An existing file keeps its mode, a new one has the umask's. What UTF-8 lacks, as in the names of some
-    files, is written as `\\udcff`.
-    """
-    target = _resolved(path)
-    mode = target.stat().st_mode & 0o777 if target.exists() else None
-    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
-    # To read the umask would be to set it, for all threads.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        if mode is not None:
-            temporary.chmod(mode)
-        temporary.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    caches.write_whole(path, f'{json.dumps(data, indent=1)[:-2]},\n "{key}": [\n  {rows}\n ]\n}}\n')
 
 
 def check_writable(path: Path, mark: str = "") -> None:
-    """Check that `write_whole` can write a file, without changing it.
+    """Check that `caches.write_whole` can write a file, without changing it.
 
     An existing file has to contain `mark` in its first kilobyte, so that files of other programs aren't
     replaced.
@@ -207,17 +177,13 @@ def check_writable(path: Path, mark: str = "") -> None:
     Raises:
         ConfigError: the file can't be written, or hasn't the mark.
     """
-    try:
-        if (
-            path.exists() and not path.is_file()
-        ):  # replacing a device such as /dev/null would break other programs
+    with file_errors(path):
+        if path.exists() and not path.is_file():  # replacing a device such as /dev/null breaks other programs
             raise OSError(0, "is a folder" if path.is_dir() else "isn't a regular file")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(0, "Permission denied")
-        with tempfile.TemporaryFile(dir=_resolved(path).parent):
+        with tempfile.TemporaryFile(dir=caches.resolve(path).parent):
             pass
         begins = path.read_bytes()[:1024] if mark and path.is_file() else b""
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
     if begins and mark.encode() not in begins:
         raise ConfigError(f"{path}: exists, and isn't a file that this command writes: give another file")

@@ -8,12 +8,20 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.times import table
-from attnreg.core.torchlib import locks
-from attnreg.errors import MOST_LISTED, ConfigError, InvalidInputError, first_ten, short_repr
+from attnreg.core.torchlib import caches, locks
+from attnreg.errors import (
+    MOST_LISTED,
+    ConfigError,
+    InvalidInputError,
+    file_errors,
+    first_ten,
+    short_repr,
+)
 
 log = logging.getLogger("attnreg")
 
@@ -58,10 +66,8 @@ def read(path: Path, most: int = MOST_LISTED) -> list[Recorded]:
     Raises:
         ConfigError: the file can't be read, or a line isn't of `attnreg.record`; `most` such lines are named.
     """
-    try:
+    with file_errors(path, "read"):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     return _recorded(lines, path, most)
 
 
@@ -72,15 +78,12 @@ def merge(path: Path, counts: Mapping[tuple[AttentionSpec, Direction], int], sec
         ConfigError: the file can't be written, for instance on a full disk, or isn't a recorded workload. The
             file is unchanged.
     """
-    try:
-        with locks.rewriting(path, seconds):
-            before = read(path) if path.exists() else []
-            known = {call.spec: [call.forward, call.backward] for call in before}
-            for (spec, direction), count in counts.items():
-                known.setdefault(spec, [0, 0])[DIRECTIONS.index(direction)] += count
-            table.write_whole(path, "".join(_line(spec, *both) for spec, both in known.items()))
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
+    with file_errors(path), locks.rewriting(path, seconds):
+        before = read(path) if path.exists() else []
+        known = {call.spec: [call.forward, call.backward] for call in before}
+        for (spec, direction), count in counts.items():
+            known.setdefault(spec, [0, 0])[DIRECTIONS.index(direction)] += count
+        caches.write_whole(path, "".join(_line(spec, *both) for spec, both in known.items()))
 
 
 def check_writable(path: str | os.PathLike[str]) -> Path:
@@ -128,29 +131,58 @@ def _recorded(lines: Iterable[str], path: Path, most: int = MOST_LISTED) -> list
 
 
 def _parsed(line: str) -> Recorded:
-    data = _with_keys("the line", json.loads(line), ("device", "forward", "backward", "spec"))
-    where = _with_keys("device", data["device"], ("type", "capability", "name"))
+    data = json.loads(line)
+    check_form("the line", data, _OF_LINE)
     counts = data["forward"], data["backward"]
-    if not all(isinstance(n, int) and n >= 0 for n in counts):
-        raise ValueError(f"counts {short_repr(counts)}")
-    capability = where["capability"]
-    if not (capability is None or isinstance(capability, list)):
-        raise ValueError(f"device.capability {short_repr(capability)} is no list")
-    if wrong := [name for name in ("type", "name") if not isinstance(where[name], str)]:
-        raise ValueError(f"device.{wrong[0]} {short_repr(where[wrong[0]])} is no text")
-    device = Device(where["type"], None if capability is None else tuple(capability), name=where["name"])
-    return Recorded(spec_from(data["spec"], device), *counts)
+    if min(counts) < 0:
+        raise ValueError(f"counts {counts}")
+    return Recorded(spec_from(data["spec"], device_from(data["device"])), *counts)
 
 
-def _with_keys(place: str, data: object, keys: Iterable[str]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{place} is no object")
-    if missing := [key for key in keys if key not in data]:
-        raise ValueError(f"{place} has no {missing[0]}")
-    return data
+def check_form(place: str, value: Any, form: Any) -> None:
+    """Check a value of JSON: types, lists of one form, objects with at least these keys, or any keys of text.
+
+    Raises ValueError, which says which value is wrong; `place` is the name of `value`.
+    """
+    of_key = form.get(str) if isinstance(form, dict) else None
+    kind = type(form) if isinstance(form, dict | list) else form
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise ValueError(f"{place} is no {' or '.join(_IN_WORDS[each] for each in kinds)}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError(f"{place} is out of range")
+    if isinstance(form, list):
+        for number, item in enumerate(value):
+            check_form(f"{place}[{number}]", item, form[0])
+    elif of_key is not None:
+        for key, item in dict(value).items():
+            check_form(f"{place}.{key}", item, of_key)
+    elif isinstance(form, dict):
+        for key, of_value in dict(form).items():
+            if key not in value:
+                raise ValueError(f"{place} has no {key!r}")
+            check_form(key if place == "the line" else f"{place}.{key}", value[key], of_value)
+
+
+_IN_WORDS = {
+    dict: "object", list: "list", str: "text", int: "whole number", float: "number", NoneType: "null",
+}  # fmt: skip
+OF_DEVICE: dict[Any, Any] = {"type": str, "capability": (list, NoneType), "name": str}
+_OF_LINE: dict[Any, Any] = {"device": OF_DEVICE, "forward": int, "backward": int, "spec": dict}
+
+
+def device_to(device: Device) -> dict[str, Any]:
+    """Return a device as plain data, without its index."""
+    return {name: getattr(device, name) for name in OF_DEVICE}
+
+
+def device_from(data: dict[str, Any]) -> Device:
+    """Return the device of the plain data of `device_to`, which has the form `OF_DEVICE`."""
+    capability = data["capability"] and tuple(data["capability"])
+    return Device(data["type"], capability, name=data["name"])
 
 
 def _line(spec: AttentionSpec, forward: int, backward: int) -> str:
-    device = {name: getattr(spec.device, name) for name in ("type", "capability", "name")}
-    row = {"forward": forward, "backward": backward, "spec": spec_to(spec), "device": device}
+    of_device = device_to(spec.device)
+    row = {"forward": forward, "backward": backward, "spec": spec_to(spec), "device": of_device}
     return json.dumps(row, separators=(",", ":")) + "\n"

@@ -8,8 +8,8 @@
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
   `children` ends the compiler with this process.
-- `caches`: folders of compiled files. `locks`: locks of threads and processes. `isolation`: errors without
-  frames.
+- `caches`: files that are written whole, and folders of compiled files. `locks`: locks of threads and
+  processes. `isolation`: errors without frames. `process_end`: what runs at the end of each process.
 - `subgraphs`: a function that Dynamo traces into a graph of its own.
 - `frames`: keeps Dynamo away from attnreg's Python.
 - `job_store`: the store of a job's process group. `slow`: a log line for a slow step. `replacing`: a function

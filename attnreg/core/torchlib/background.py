@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import json
 import logging
-import os
 import shlex
 import shutil
 import subprocess
@@ -342,9 +341,7 @@ def _write_failure(record: Path, message: str) -> None:
     text = json.dumps(
         {"compiler": libraries.identify_compiler(libraries.find()), "when": now, "message": message}
     )
-    temporary = record.with_suffix(f".{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(record)
+    caches.write_whole(record, text)
 
 
 def earlier_failure(library: Library) -> str:

@@ -1,4 +1,4 @@
-"""Folders on disk for compiled files, and checks that no other user can write there."""
+"""Files that are written whole, folders for compiled files, and checks that no other user can write there."""
 
 from __future__ import annotations
 
@@ -62,6 +62,29 @@ def make(folder: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "a link to nothing, or to itself", str(folder))
         make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: readers see the old contents or the new, also after an interruption.
+
+    An existing file keeps its mode, a new one has the umask's. What UTF-8 lacks, as in the names of some
+    files, is written as `\\udcff`.
+    """
+    target = resolve(path)
+    mode = target.stat().st_mode & 0o777 if target.exists() else None
+    temporary = target.with_name(f".{target.name}.{os.urandom(4).hex()}.part")
+    # To read the umask would be to set it, for all threads.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        if mode is not None:
+            temporary.chmod(mode)
+        temporary.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 @readable_errors()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -57,6 +57,22 @@ def leave_wrapper_uncompiled(function: T) -> T:
     """Mark the code of a wrapper around a program's function, which Dynamo compiles as ever; returns it."""
     _mark_function(function, _SKIP_WRAPPER, with_inner=False)
     return function
+
+
+def raise_between_graphs(error: Exception) -> NoReturn:
+    """Raise an error that exists already; in traced code the graph ends here, and its call raises the error.
+
+    Dynamo can trace `raise error` only if it has traced how the error was made. For others torch 2.11 raises
+    an AssertionError of its own.
+    """
+    raise error
+
+
+# As `torch.compiler.disable` marks a function, which imports all of Dynamo.
+raise_between_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
+raise_between_graphs._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "it raises an error: run the program without torch.compile to see which"
+)
 
 
 def _mark_function(python: Any, strategy: Any, with_inner: bool) -> None:

@@ -28,6 +28,10 @@ SDPA_SKIPS_EMPTY = TORCH_VERSION >= (2, 12)
 # the query heads that share one. Otherwise the selector takes the math kernel for a mask with enable_gqa.
 EFFICIENT_SHARES_HEADS = TORCH_VERSION >= (2, 14) and torch.version.hip is None
 
+# Whether torch.export with a dynamic length takes repeated heads of (B, H, S, D). Torch 2.12 compares their
+# strides, which depend on the length, and refuses the program: "Constraints violated".
+EXPORTS_REPEATED_HEADS = TORCH_VERSION >= (2, 13)
+
 
 def selector_counts_on_fa4() -> bool:
     """Return whether torch's selector was told to choose the flash op by FA4's limits (from torch 2.15 on).

@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from multiprocessing.process import BaseProcess
-from typing import get_args
 
 import torch
 
 from attnreg.core import registry
-from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.contract.spec import AttentionSpec, directions_of
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.kinds import kind_of
 from attnreg.tools.measure.timing import timer_for
@@ -93,6 +92,5 @@ def _work(names: Sequence[str], groups: Sequence[Group]) -> None:
 
 def _call_once(entry: Entry, spec: AttentionSpec, device: torch.device, checks: Checks) -> None:
     """Make a backend compile what a measurement of the call will run: its check, and the call itself."""
-    directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        Measurement(spec, directions, [entry], checks, timer_for(device), device, inf).call_once()
+        Measurement(spec, directions_of(spec), [entry], checks, timer_for(device), device, inf).call_once()

@@ -7,7 +7,8 @@ import inspect
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import cycle
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,25 @@ from torch import Tensor
 from attnreg.core.dispatch.counters import reset_stats
 from attnreg.core.varlen import front
 from attnreg.tools.bench.report import Job, PrintedTable
-from attnreg.tools.bench.shapes import FORWARD, Shape
-from attnreg.tools.bench.sides import STEPS, Side, Tensors, in_words, ran, wrong_backend
+from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape
+from attnreg.tools.bench.sides import (
+    STEPS,
+    WARM_UP,
+    Side,
+    Tensors,
+    forward,
+    in_words,
+    layers,
+    layers_backward,
+    ran,
+    wrong_backend,
+)
 from attnreg.tools.measure import Inputs, Sample, copies, copies_beyond_the_cache
 from attnreg.tools.measure.sample import Verdict
-from attnreg.tools.measure.timing import interleaved, median_ratio
+from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, timer_for
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # A model has some layers, and autograd's thread, once awake, goes through them all.
 LAYERS, LAYERS_BYTES = 8, 2**30
@@ -156,30 +171,21 @@ def checked(
     return right
 
 
-def rows_in_time(
-    shapes: Sequence[Shape],
-    names: Sequence[str],
-    measure: Callable[[Shape, Job], dict[str, Any] | None],
-    job: Job,
-    noun: str,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Measure shapes while there is time, and yield each shape's number and row.
+def measured_in_time(
+    cases: Sequence[T], names: Sequence[str], measure: Callable[[T, Job], R | None], job: Job
+) -> Iterator[tuple[int, R]]:
+    """Measure cases while there is time, and yield each case's number and what was measured.
 
-    A shape without a row is skipped. The job records shapes that raise, by their name, and how many shapes
-    there was no time for.
+    A case of which nothing was measured is skipped. The job records cases that raise, by their name.
     """
-    for number, (shape, name) in enumerate(zip(shapes, names, strict=True)):
-        job.advance(number, len(shapes), str(shape))
-        if job.late:
-            job.leave_out(f"{len(shapes) - number} of {len(shapes)} {noun}", "the time was spent")
-            return
+    for number, case in enumerate(job.in_time(cases)):
         try:
-            row = measure(shape, job)
-        except Exception as problem:  # noqa: BLE001 - the other shapes are worth their figures
-            job.leave_out(name, short(problem))
+            measured = measure(case, job)
+        except Exception as problem:  # noqa: BLE001 - the other cases are worth their figures
+            job.leave_out(names[number], short(problem))
             continue
-        if row is not None:
-            yield number, row
+        if measured:
+            yield number, measured
 
 
 def short(problem: Exception) -> str:
@@ -220,6 +226,53 @@ def timed(
                 }
             )
     return rows
+
+
+class SideTimer:
+    """Times a side in each step, all steps in a round.
+
+    A graph of autograd has a call for each set of tensors, as a model has layers. Autograd's thread wakes up
+    once and runs all of them.
+
+    Args:
+        side: What is timed.
+        backward: Whether it is timed with its backward, too.
+        seconds: As long as a measurement takes, but for calls that take longer.
+        most: The most calls of a measurement.
+        bursts: A measurement is the least of so many in a row.
+        alone: Whether the backward is timed alone as well.
+    """
+
+    def __init__(
+        self, side: Side, backward: bool, seconds: float, most: int, bursts: int = 1, alone: bool = False
+    ) -> None:
+        self._side, self._backward, self._alone = side, backward, alone
+        self._seconds, self._most, self._bursts = seconds / bursts, most, bursts
+        self._often: dict[str, int] = {}  # how often each step is run in a measurement
+
+    def measure(self, clock: str = "back_to_back") -> dict[str, float]:
+        """Return the seconds of a call in each step; the first round is a warm-up as well."""
+        taken, timer = {}, timer_for(self._side.sets[0].q.device)
+        with self._side.within():
+            for step, run, calls in self.steps():
+                for _ in range(-(-WARM_UP // calls)):
+                    run()
+                if step not in self._often:
+                    self._often[step] = calls_for(self._seconds, timer.back_to_back(run, 2), self._most)
+                bursts = (getattr(timer, clock)(run, self._often[step]) for _ in range(self._bursts))
+                taken[step] = min(bursts) / calls
+        return taken
+
+    def steps(self) -> Iterator[tuple[str, Callable[[], object], int]]:
+        """Yield each step, what is timed, and how many calls of attention are in it."""
+        front, sets = self._side.front, self._side.sets
+        in_turn = cycle(sets)
+        yield FORWARD, lambda: forward(front, next(in_turn)), 1
+        if self._backward:
+            yield BOTH, lambda: layers_backward(layers(front, sets), sets), len(sets)
+        if self._backward and self._alone:
+            outs = layers(front, sets)  # isn't timed
+            yield BACKWARD, lambda: layers_backward(outs, sets, retain_graph=True), len(sets)
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> PrintedTable:

@@ -17,8 +17,7 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from itertools import cycle
+from collections.abc import Mapping
 from math import exp, log
 from typing import Any
 
@@ -28,17 +27,16 @@ from attnreg.core.dispatch.counters import reset_stats
 from attnreg.core.times import adaptive
 from attnreg.core.times.kinds import kind_of
 from attnreg.core.times.turns import MOST_TURNS
-from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.ahead import compile_ahead
-from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, rows_in_time
+from attnreg.tools.bench.compare import SideTimer, batch_beyond_the_cache, checked, measured_in_time
 from attnreg.tools.bench.losses import BY_DEVICE, BY_HOST, best_of, summary, tables, worst_of
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.selection import strategies
 from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
 from attnreg.tools.bench.sides import Side
 from attnreg.tools.bench.summary import ADAPTIVE, CHOSEN, FIXED, TORCH
-from attnreg.tools.measure.timing import calls_for, interleaved, timer_for
+from attnreg.tools.measure.timing import interleaved, timer_for
 
 # Seconds of a measurement, unless a call takes longer. With 50 calls of 40 us in each of three rounds, the
 # best backend of a call bound by the host took 1.03 times as long as itself. `FEW_CALLS` is for the host's
@@ -91,11 +89,10 @@ def measure(job: Job, count: int, seed: int) -> None:
     shapes = [draw(seed, number, job.device.type) for number in range(count)]
     names = [f"{number}: {shape}" for number, shape in enumerate(shapes)]
     with adaptive.from_nothing():
-        for number, row in rows_in_time(shapes, names, _row, job, "shapes"):
+        for number, row in measured_in_time(shapes, names, _row, job):
             rows.append({"number": number} | row)
             job.keep({"seed": seed, "table": table, "rows": [*rows]})
-    if not rows:
-        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    job.check_measured(rows)
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
     job.keep({"seed": seed, "table": table, "summary": summed, "worst": worst, "rows": rows})
     job.tables = tables(summed, worst)
@@ -122,7 +119,7 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
     timed = {
-        name: functools.partial(_times, right_side.side, shape.backward, {})
+        name: _timer(right_side.side, shape.backward, MOST_CALLS).measure
         for name, right_side in right.items()
     }
     by_round = _by_round(interleaved(timed, job.rounds))
@@ -162,7 +159,7 @@ def _take_turns(side: Side, backward: bool) -> None:
     """Make the calls in which backends take turns, and one more call after them."""
     timer = timer_for(side.sets[0].q.device)
     with side.within():
-        for _, run, calls, _ in _steps(side, backward):
+        for _, run, calls in _timer(side, backward, 1).steps():
             for count in (-(-MOST_TURNS // calls), 1):
                 for _ in range(count):
                     with contextlib.suppress(Exception):  # the backend gets no more turns
@@ -174,7 +171,7 @@ def _ran(side: Side, backward: bool) -> dict[str, str]:
     """Return the backends of each step. A forward without a gradient may run on another backend."""
     backends = {}
     with side.within():
-        for step, run, _, _ in _steps(side, backward):
+        for step, run, _ in _timer(side, backward, 1).steps():
             reset_stats()
             run()
             forward, *both = sides.ran().values()
@@ -182,36 +179,14 @@ def _ran(side: Side, backward: bool) -> dict[str, str]:
     return backends
 
 
-def _steps(side: Side, backward: bool) -> Iterator[tuple[str, Callable[[], object], int, int]]:
-    """Yield each step, what is timed, how many calls are in it, and how often it is run before."""
-    in_turn = cycle(side.sets)
-    yield FORWARD, lambda: sides.forward(side.front, next(in_turn)), 1, sides.WARM_UP
-    if backward:
-        once = -(-sides.WARM_UP // len(side.sets))
-        sets = side.sets
-        yield BOTH, lambda: sides.layers_backward(sides.layers(side.front, sets), sets), len(sets), once
-
-
-def _times(
-    side: Side, backward: bool, often: dict[str, int], clock: str = "back_to_back", most: int = MOST_CALLS
-) -> dict[str, float]:
-    """Return the seconds of a call in each step; `often` keeps how often each is run for that."""
-    taken, timer = {}, timer_for(side.sets[0].q.device)
-    with side.within():
-        for step, run, calls, before in _steps(side, backward):
-            for _ in range(before):
-                run()
-            if step not in often:
-                often[step] = calls_for(SECONDS / BURSTS, timer.back_to_back(run, 1), most)
-            taken[step] = min(getattr(timer, clock)(run, often[step]) for _ in range(BURSTS)) / calls
-    return taken
+def _timer(side: Side, backward: bool, most: int) -> SideTimer:
+    return SideTimer(side, backward, SECONDS, most, BURSTS)
 
 
 def _bound(side: Side, backward: bool, step: str) -> str:
     """Return whether the host takes as long as the calls do; on a CPU the device is the host."""
     if not side.sets[0].q.is_cuda:
         return BY_DEVICE
-    often: dict[str, int] = {}
-    clocks = "back_to_back", "host"
-    whole, host = (_times(side, backward, often, clock, FEW_CALLS)[step] for clock in clocks)
+    timer = _timer(side, backward, FEW_CALLS)
+    whole, host = (timer.measure(clock)[step] for clock in ("back_to_back", "host"))
     return BY_HOST if host >= HOST_BOUND * whole else BY_DEVICE

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from attnreg.core.times.table import write_whole
-from attnreg.errors import ConfigError
+from attnreg.core.torchlib.caches import write_whole
+from attnreg.errors import BackendUnavailableError, file_errors
 
 T = TypeVar("T")
 
@@ -76,13 +76,13 @@ class Job:
         return time.monotonic() >= self.deadline
 
     def in_time(self, cases: Sequence[T]) -> Iterator[T]:
-        """Yield each case that there is time for, and leave out the others."""
+        """Yield each case that there is time for, and record how many others there are."""
         for number, case in enumerate(cases):
             self.advance(number, len(cases), str(case))
             if self.late:
-                self.leave_out(str(case), "the time was spent")
-            else:
-                yield case
+                self.leave_out(f"{len(cases) - number} of {len(cases)} cases", "the time was spent")
+                return
+            yield case
 
     def wants(self, part: str) -> bool:
         """Whether a part of a benchmark is to be measured."""
@@ -91,6 +91,11 @@ class Job:
     def leave_out(self, what: str, why: str) -> None:
         """Record that something isn't measured, and why."""
         self.left_out.append(f"{what}: {why}")
+
+    def check_measured(self, rows: Sequence[object]) -> None:
+        """Raise `BackendUnavailableError` where there are no rows, with what was left out."""
+        if not rows:
+            raise BackendUnavailableError("; ".join(["nothing could be measured", *self.left_out[:3]]))
 
     def keep(self, results: Any) -> None:
         """Keep the results so far, and write them."""
@@ -108,11 +113,9 @@ def save(path: Path | None, results: Any, left_out: Sequence[str] = ()) -> None:
     """Write the results, and what they were measured on, as JSON; raises `ConfigError` if it can't."""
     if path is None:
         return
-    try:
+    with file_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, _json(document(results, left_out)) + "\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
 def _json(value: Any, indent: str = "") -> str:

@@ -18,28 +18,30 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator
-from itertools import cycle
 from typing import Any
-
-import torch
 
 from attnreg import api
 from attnreg.core import registry
 from attnreg.core.dispatch import counters, planning
-from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench import sides
-from attnreg.tools.bench.compare import Batch, Checked, batch_beyond_the_cache, checked, rows_in_time
+from attnreg.tools.bench.compare import (
+    Batch,
+    Checked,
+    SideTimer,
+    batch_beyond_the_cache,
+    checked,
+    measured_in_time,
+)
 from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
 from attnreg.tools.bench.sides import Side
 from attnreg.tools.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gains, ratios, summary
-from attnreg.tools.measure.timing import calls_for, interleaved, timer_for
+from attnreg.tools.measure.timing import interleaved
 
 QUICK = 6
 DIRECTLY = "called directly, "
-# As long as a measurement takes, but for calls that take longer.
-SECONDS = 0.005
+# Of a measurement: see `SideTimer`.
+SECONDS, MOST_CALLS = 0.005, 100
 
 
 def measure(job: Job) -> None:
@@ -49,14 +51,13 @@ def measure(job: Job) -> None:
     table = sides.table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     results: dict[str, Any] = {}
-    for _, row in rows_in_time(shapes, list(map(str, shapes)), _row, job, "cases"):
+    for _, row in measured_in_time(shapes, list(map(str, shapes)), _row, job):
         rows.append(row)
         summed, gained = summary(rows), gains(rows)
         reached = aims(summed, gained)
         results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": [*rows]}
         job.keep(results)
-    if not rows:
-        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    job.check_measured(rows)
     job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
     for target in results["aims"]:
         word = "reached" if target["reached"] else "MISSED"
@@ -70,15 +71,14 @@ def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
     right = checked(batch, strategies(batch, job), job)
     if CHOSEN not in right:
         return None
-    runners = {name: SideTimer(right_side.side, shape.backward) for name, right_side in right.items()}
+    timed = functools.partial(SideTimer, seconds=SECONDS, most=MOST_CALLS, alone=True)
+    runners = {name: timed(right_side.side, shape.backward) for name, right_side in right.items()}
     for name, (side, backward) in _direct(batch, job).items():
         if wrong := batch.verdict(side.results(backward), side.sets).wrong:
             job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
         else:
-            runners[DIRECTLY + name] = SideTimer(side, backward)
-    measured = interleaved(
-        {name: functools.partial(runner.measure, job.device) for name, runner in runners.items()}, job.rounds
-    )
+            runners[DIRECTLY + name] = timed(side, backward)
+    measured = interleaved({name: runner.measure for name, runner in runners.items()}, job.rounds)
     directions = {}
     for direction in measured[CHOSEN][0]:
         taken = {
@@ -136,41 +136,6 @@ def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
             backward,
         )
     return direct_sides
-
-
-class SideTimer:
-    """Times a side in each direction, all directions in a round.
-
-    A graph of autograd has a call for each set of tensors, as a model has layers. Autograd's thread wakes up
-    once and runs all of them.
-    """
-
-    def __init__(self, side: Side, backward: bool) -> None:
-        self._side, self._backward = side, backward
-        self._times: dict[str, int] = {}  # how often each direction is run in a measurement
-
-    def measure(self, device: torch.device) -> dict[str, float]:
-        """Return the seconds of a call in each direction; the first round is a warm-up as well."""
-        taken, timer = {}, timer_for(device)
-        with self._side.within():
-            for direction, run, calls in self._steps():
-                for _ in range(sides.WARM_UP):
-                    run()
-                if direction not in self._times:
-                    once = timer.back_to_back(run, 2)
-                    self._times[direction] = calls_for(SECONDS, once, most=100)
-                taken[direction] = timer.back_to_back(run, self._times[direction]) / calls
-        return taken
-
-    def _steps(self) -> Iterator[tuple[str, Callable[[], object], int]]:
-        """Yield each direction, what is timed, and how many calls of attention are in it."""
-        front, sets = self._side.front, self._side.sets
-        in_turn = cycle(sets)
-        yield FORWARD, lambda: sides.forward(front, next(in_turn)), 1
-        if self._backward:
-            yield BOTH, lambda: sides.layers_backward(sides.layers(front, sets), sets), len(sets)
-            outs = sides.layers(front, sets)  # isn't timed
-            yield BACKWARD, lambda: sides.layers_backward(outs, sets, retain_graph=True), len(sets)
 
 
 def _tables(results: dict[str, Any]) -> list[PrintedTable]:

@@ -1,4 +1,4 @@
-"""`attnreg check`: all faults of settings and variables, the first of lockfiles, tables and recordings."""
+"""`attnreg check`: the faults of settings and variables, and of the files that they name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from attnreg.errors import AttnregError, ConfigError
+from attnreg.errors import AttnregError, ConfigError, file_errors
 from attnreg.tools.cli.options import AsJson
 from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
 from attnreg.tools.report import BEGIN_OF_LINE
@@ -41,8 +41,8 @@ class Finding(NamedTuple):
 
 def check(files: Files = None, as_json: AsJson = False) -> None:
     """Check files and variables, and show their faults.
+
     All faults of settings and variables are shown, and each wrong row of a lockfile, table or recording.
-    All faults of settings and variables are shown, and the first fault of a lockfile, table or recording.
     The exit code is 2 if there is a fault. The files that variables and settings name are checked as well.
     Notes are about settings that are valid but have no effect. They don't change the exit code.
 
@@ -114,10 +114,8 @@ def _load_json(file: Path) -> object:
     from attnreg.core.policy import lockfile
     from attnreg.core.times import table as measured
 
-    try:
+    with file_errors(file.absolute(), "read"):
         begin = file.read_text("utf-8", "replace")[:4096]
-    except OSError as error:
-        raise ConfigError(f"{file.absolute()}: can't be read: {error.strerror or error}") from error
     name = re.search(r'"format"\s*:\s*"([^"]*)"', begin)
     if name is not None and name[1] == lockfile.FORMAT:
         return lockfile.load(file, sys.maxsize)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnreg.core.settings.environment import REFERENCE
 from attnreg.core.settings.other_names import device_meant
 from attnreg.errors import (
     BackendUnavailableError,
@@ -228,19 +227,16 @@ def candidates(named: tuple[str, ...], device: torch.device, files: bool = True)
 def measurable(named: tuple[str, ...], device: torch.device, files: bool = True) -> list[Entry]:
     """Return the backends to compare: those named, which have to run on the device, else all that do.
 
-    The reference, and what stands in for it, are left out on a GPU, unless they are named or the only ones.
+    Backends that stand in for others are left out on a GPU, unless they are named or the only ones.
     """
-    from attnreg.core import registry
-
     reason_of = candidates(named, device, files)
     for entry, reason in reason_of:
         if named and reason:
             raise BackendUnavailableError(f"--backend: {entry.name} {reason}")
     entries = [entry for entry, reason in reason_of if not reason]
     if not named and device.type == "cuda" and len(entries) > 1:
-        # On a GPU it takes longer than all others together, and is preferred to none of them.
-        reference = registry.find(REFERENCE)
-        entries = [entry for entry in entries if entry is not reference and not entry.stands_in] or entries
+        # There the reference takes longer than all others together, and is preferred to none of them.
+        entries = [entry for entry in entries if not entry.stands_in] or entries
     if not entries:
         raise BackendUnavailableError(f"no backend can be measured on {device}")
     return entries

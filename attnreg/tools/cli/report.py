@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from attnreg import __version__
-from attnreg.errors import ConfigError, InvalidInputError
+from attnreg.errors import InvalidInputError, file_errors
 from attnreg.tools.cli.options import check_writable, valued
 from attnreg.tools.cli.output import console, import_torch, table
 from attnreg.tools.report import BEGIN_OF_LINE
@@ -93,12 +93,10 @@ def write_page(files: list[Path], out: Path) -> None:
 
 
 def _write(run: RunReport, files: list[Path], out: Path) -> None:
-    from attnreg.core.times.table import write_whole
+    from attnreg.core.torchlib.caches import write_whole
     from attnreg.tools.report.page import page
 
     made = ", ".join(map(str, files)) or "a run without attention"
     text = page(run, f"attnreg {__version__}, from {made}")
-    try:
+    with file_errors(out):
         write_whole(out, text)
-    except OSError as error:
-        raise ConfigError(f"{out}: can't be written: {error.strerror or error}") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from attnreg.core.aten.bypassed import SDPA, Bypassed, SdpaCall, why_refused
 from attnreg.core.contract.backend import UNTRIED
 from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.options import options_of
-from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.contract.spec import AttentionSpec, Direction, directions_of
 from attnreg.core.dispatch import counters, declined, scope
 from attnreg.core.dispatch.planning import Native, decide, entries_with_native
 from attnreg.core.dispatch.state import State, state
@@ -154,7 +154,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     now = state()
     shown = now.policy.applied_to(described.spec)
     spec = replace(shown, sinks=False) if described.returns_lse else shown
-    directions: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
+    directions = directions_of(spec)
     if described.elsewhere:
         return _never_seen(described, described.elsewhere, shown, directions, leading)
     torchs = None if spec.batch_invariant else described.native

@@ -8,13 +8,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from attnreg.core.contract.lengths import step_of
-from attnreg.core.contract.spec import LENGTHS, AttentionSpec, Device
-from attnreg.core.times.traces import spec_from
-from attnreg.errors import ConfigError, InvalidInputError, short_repr
+from attnreg.core.contract.spec import LENGTHS, AttentionSpec
+from attnreg.core.times.traces import OF_DEVICE, check_form, device_from, spec_from
+from attnreg.errors import ConfigError, InvalidInputError, file_errors, short_repr
 from attnreg.tools.report import BEGIN_OF_LINE
 
 log = logging.getLogger("attnreg")
@@ -147,10 +146,9 @@ class RunReport:
         ]  # fmt: skip
 
 
-# The form of a line: types, lists of one form, objects with at least these keys, or with any keys of text.
+# The form of a line: see `check_form`.
 _ROW = {"backend": str, "count": int}
 _BOTH = {"forward": int, "backward": int}
-_DEVICE = {"type": str, "capability": (list, NoneType), "name": str}
 _OF_LINE: dict[Any, Any] = {
     "program": str, "pid": int, "calls": {str: _BOTH}, "overridden": [str], "slow_paths": [str],
     "fallbacks": [_ROW | {"reason": str}],
@@ -165,7 +163,7 @@ _TIMES = dict.fromkeys(("decided_us", "first_us", "timed", "timed_us", "shortest
 _OF_REPORT: dict[Any, Any] = {
     "seconds": _NUMBER, "python": str, "platform": str, "environments": [{"backends": {str: str}}],
     "plans": [
-        {"direction": str, "backend": str, "source": str, "device": _DEVICE, "spec": dict, "calls": int}
+        {"direction": str, "backend": str, "source": str, "device": OF_DEVICE, "spec": dict, "calls": int}
         | _TIMES
     ],
     "masks": [{"seen": str, "count": int, "queries": _NUMBER, "keys": _NUMBER}],
@@ -183,7 +181,7 @@ def rows_of(processes: Iterable[Mapping[str, Any]]) -> list[CallRow]:
     rows: dict[tuple[object, ...], CallRow] = {}
     for line in processes:
         for plan in line.get("report", {}).get("plans", ()):
-            spec = _spec_of(plan)
+            spec = spec_from(plan["spec"], device_from(plan["device"]))
             kind = spec.but(**dict.fromkeys(LENGTHS, 1))
             steps = tuple(step_of(getattr(spec, length)) for length in LENGTHS)
             names = plan["direction"], plan["backend"], plan["source"]
@@ -191,17 +189,9 @@ def rows_of(processes: Iterable[Mapping[str, Any]]) -> list[CallRow]:
     return sorted(rows.values(), key=lambda row: -(row.total_us or 0.0))
 
 
-def _spec_of(plan: Mapping[str, Any]) -> AttentionSpec:
-    device = plan["device"]
-    capability = device["capability"] and tuple(device["capability"])
-    return spec_from(plan["spec"], Device(device["type"], capability, name=device["name"]))
-
-
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    try:
+    with file_errors(file, "read"):
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: can't be read: {getattr(error, 'strerror', None) or error}") from error
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -223,36 +213,10 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _check(line: Any) -> None:
     """Raise an error where a line isn't one of a process; it says which value is wrong."""
-    _check_form("the line", line, _OF_LINE)
+    check_form("the line", line, _OF_LINE)
     if "report" in line:
-        _check_form("report", line["report"], _OF_REPORT)
+        check_form("report", line["report"], _OF_REPORT)
         rows_of([line])
-
-
-def _check_form(place: str, value: Any, form: Any) -> None:
-    """Raise ValueError unless a value has a form; see `_OF_LINE`."""
-    of_key = form.get(str) if isinstance(form, dict) else None
-    kind = type(form) if isinstance(form, dict | list) else form
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        names = " or ".join(_IN_WORDS.get(one, one.__name__) for one in kinds)
-        raise ValueError(f"{place} is no {names}")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ValueError(f"{place} is out of range")
-    if isinstance(form, list):
-        for number, item in enumerate(value):
-            _check_form(f"{place}[{number}]", item, form[0])
-    elif of_key is not None:
-        for key, item in dict(value).items():
-            _check_form(f"{place}.{key}", item, of_key)
-    elif isinstance(form, dict):
-        for key, of_value in dict(form).items():
-            if key not in value:
-                raise ValueError(f"{place} has no {key!r}")
-            _check_form(key if place == "the line" else f"{place}.{key}", value[key], of_value)
-
-
-_IN_WORDS = {dict: "object", str: "text", int: "whole number", float: "number", NoneType: "null"}
 
 
 def grouped(rows: Sequence[CallRow], key: Callable[[CallRow], str]) -> dict[str, tuple[int, float]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnreg.core.contract.spec import AttentionSpec, Device, Direction
+from attnreg.core.contract.spec import AttentionSpec, Device, Direction, directions_of
 from attnreg.core.times.traces import Recorded
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.tools import measure
@@ -52,7 +52,7 @@ class RepresentedKind(NamedTuple):
 
 def one_call(spec: AttentionSpec) -> RepresentedKind:
     """Return the kind of a call that is run with its own lengths."""
-    return RepresentedKind(spec, _directions(spec), (spec,))
+    return RepresentedKind(spec, directions_of(spec), (spec,))
 
 
 def without_lengths(given_fields: Mapping[str, Any], device: Device) -> RepresentedKind:
@@ -88,7 +88,7 @@ def without_lengths(given_fields: Mapping[str, Any], device: Device) -> Represen
         for n in USUAL_LENGTHS
         if n >= spec.max_q
     )
-    return RepresentedKind(_with_window(spec), _directions(spec), tuple(calls) or (spec,))
+    return RepresentedKind(_with_window(spec), directions_of(spec), tuple(calls) or (spec,))
 
 
 def recorded_kinds(recorded: Iterable[Recorded], device: Device) -> list[RepresentedKind]:
@@ -144,10 +144,6 @@ def tensors_of(spec: AttentionSpec, device: torch.device) -> Inputs:
         batch_invariant=spec.batch_invariant,
     )
     return measure.inputs(case, device, drawn_on=device if device.type == "cuda" else "cpu")
-
-
-def _directions(spec: AttentionSpec) -> tuple[Direction, ...]:
-    return ("forward", "backward") if spec.needs_backward else ("forward",)
 
 
 def _with_window(spec: AttentionSpec) -> AttentionSpec:

@@ -7,19 +7,18 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import get_args
 
 import torch
 
 from attnreg.core.contract.capabilities import one_line
-from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.contract.spec import AttentionSpec, Direction, directions_of
 from attnreg.core.registry.entry import Entry
 from attnreg.core.times.environments import matched
 from attnreg.core.times.kinds import Kind, Size, kind_of, size_of
 from attnreg.core.times.points import Front, Point
 from attnreg.core.times.table import Environment, Table, load
 from attnreg.core.torchlib import locks
-from attnreg.errors import ConfigError, first_ten
+from attnreg.errors import ConfigError, file_errors, first_ten
 from attnreg.tools.measure.timing import Timer
 from attnreg.tools.tuning.checks import Checks, TimeIsUpError, no_memory, reasons
 from attnreg.tools.tuning.measure import Measurement
@@ -95,20 +94,16 @@ class Session:
 
     def todo(self, spec: AttentionSpec) -> tuple[Direction, ...]:
         """Return the directions of a call that the table lacks from some backend."""
-        wanted: tuple[Direction, ...] = get_args(Direction) if spec.needs_backward else ("forward",)
-        return tuple(direction for direction in wanted if self._misses(spec, direction))
+        return tuple(direction for direction in directions_of(spec) if self._misses(spec, direction))
 
     def save(self) -> None:
         """Add what was measured to the file, in which other sessions may have saved points meanwhile.
 
         Raises `ConfigError` if it can't be written, or is now a table of another environment.
         """
-        try:
-            with locks.rewriting(self.out):
-                self._take_over()
-                self._write()
-        except OSError as error:
-            raise ConfigError(f"{self.out}: can't be written: {error.strerror or error}") from error
+        with file_errors(self.out), locks.rewriting(self.out):
+            self._take_over()
+            self._write()
 
     def _take_over(self) -> None:
         """Take points and host times of the file that this session doesn't have, or has from the file."""
@@ -142,7 +137,7 @@ class Session:
         refused: dict[str, dict[str, None]] = {}
         without = {spec for spec, _ in self.skipped}
         for spec in specs:
-            for direction in get_args(Direction) if spec.needs_backward else ("forward",):
+            for direction in directions_of(spec):
                 for entry in () if spec in without else self.entries:
                     refused.setdefault(entry.name, {}).update(dict.fromkeys(reasons(entry, spec, direction)))
         return {name: one_line(listed) for name, listed in refused.items() if listed}

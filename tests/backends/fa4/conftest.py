@@ -5,10 +5,11 @@ import sys
 import types
 
 import pytest
-from support import fake_fa4, fake_fa4_kernels
+from support import fake_fa4, fake_fa4_kernels, fake_fa4_masks
 
-from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds, softcap
+from attnreg.backends.fa4 import BACKEND, compiled_kinds, softcap
 from attnreg.backends.fa4 import package as fa4_package
+from attnreg.core.launching import offsets
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +36,8 @@ def kernels(package):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Take tensors of a CPU for those of a Hopper; functions of scores compute with torch's operations."""
-    cute = types.ModuleType("cutlass.cute")
-    cute.jit = lambda function: function
-    cute.math = types.SimpleNamespace(tanh=lambda scores, fastmath: scores.tanh())
-    monkeypatch.setitem(sys.modules, "cutlass", types.ModuleType("cutlass"))
-    monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
+    for name, module in fake_fa4_masks.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(compiled_kinds, "major_of", lambda device: 9)
     softcap._on_scores.cache_clear()
     yield
@@ -64,5 +62,5 @@ def many_are_few(monkeypatch):
 def no_unused_rows(monkeypatch):
     """Have it known of packed batches that every row belongs to a sequence, which is never known on a CPU."""
     found = types.SimpleNamespace(no_unused_rows=True)
-    monkeypatch.setattr(adapter, "facts", lambda *arguments: found)
+    monkeypatch.setattr(offsets, "facts", lambda *arguments: found)
     return found

@@ -17,6 +17,7 @@ from support.truth import varlen as true_varlen
 from attnreg import BackendUnavailableError, Call
 from attnreg.backends.fa4 import BACKEND, adapter
 from attnreg.backends.fa4 import package as fa4_package
+from attnreg.core import launching
 from attnreg.core.launching.offsets import find_unused
 from attnreg.core.torchlib.layout import aligned
 from attnreg.tools.measure import QUICK, measure
@@ -39,10 +40,13 @@ def test_every_case_that_it_takes_is_right(kernels, package):
     assert ran.keys() - backwards >= {"pages", "pages of NaN", "dims 64 and 32", "dims 192 and 128"}
     assert backwards >= {
         *("packed tail", "packed tail of NaN", "packed seqused_k", "seqused_k", "heads 6:3", "no batch"),
+        *("packed key_ranges 1", "packed key_ranges 3, window"),
         *("window (0, 0)", "window (-1, 4)", "window (0, -1)", "packed window (8, 2)", "no keys", "dim 256"),
     }
     # A release is refused for want of what a call passes, and of nothing else.
-    listed = {name: {*names, fa4_package.SINKS} for name, names in fa4_package.KEYWORDS.items()}
+    for_tested = {fa4_package.SINKS, "mask_mod", "aux_tensors", "block_sparse_tensors"}
+    listed = {name: {*names, *for_tested} for name, names in fa4_package.KEYWORDS.items()}
+    listed["_flash_attn_fwd"].add("pack_gqa")
     assert package.keywords == listed
 
 
@@ -127,7 +131,7 @@ def test_a_batch_without_unused_rows_is_neither_copied_nor_filled(package, kerne
     package.calls.clear()
     queried = []
     known = types.SimpleNamespace(no_unused_rows=True)
-    monkeypatch.setattr(adapter, "facts", lambda *arguments: queried.append(arguments) or known)
+    monkeypatch.setattr(launching.offsets, "facts", lambda *arguments: queried.append(arguments) or known)
     assert all(map(torch.equal, both(kernels, *tensors, call), careful))
     assert queried == [(call, 40, 40, 0)] * 2
     assert_passed_as_they_are(package, *tensors)

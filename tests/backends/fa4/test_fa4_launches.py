@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from support import fake_fa4_kernels, one_sequence, truth
-from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, entered, packed, true_results
+from support.fake_fa4 import BOTH, NEITHER, both, call_of, dense, dense_call, entered, packed
 
 from attnreg import Call
 from attnreg.backends import fa4
@@ -256,7 +256,7 @@ def test_rows_of_no_sequence_may_hold_nan_and_give_zeros(kernels, package, two):
         assert not any(x[-6:].any() for x in (out, *grads))
         assert (lse[:, -6:] == -torch.inf).all()
         rows = [x[:-6] for x in (query, key, value, grad)]
-        right = true_results(*rows, call)
+        right = truth.of_call(*rows, call)
         for got, true in zip((out[:-6], lse[:, :-6], *(x[:-6] for x in grads)), right, strict=True):
             truth.assert_near(got, true, torch.bfloat16)
 
@@ -310,7 +310,7 @@ def test_launchers_of_packed_calls_run_any_lengths_of_their_class(kernels, packa
         further = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k, known
         out, lse = forward(query, key, value, *further)
         grads = backward(grad, query, key, value, out, lse, *further)
-        for got, true in zip((out, lse, *grads), true_results(query, key, value, grad, call), strict=True):
+        for got, true in zip((out, lse, *grads), truth.of_call(query, key, value, grad, call), strict=True):
             truth.assert_near(got, true, torch.bfloat16)
     assert package.calls == []
 
@@ -323,7 +323,7 @@ def test_launchers_of_dense_calls_run_any_lengths_of_their_class_and_leave_other
         query, key, value, grad, call = dense_call(seed + 2, len_q=len_q, len_k=len_k, batch=batch)
         out, lse = forward(query, key, value)
         grads = backward(grad, query, key, value, out, lse)
-        for got, true in zip((out, lse, *grads), true_results(query, key, value, grad, call), strict=True):
+        for got, true in zip((out, lse, *grads), truth.of_call(query, key, value, grad, call), strict=True):
             truth.assert_near(got, true, torch.bfloat16)
     query, key, value, grad, call = dense_call(9, len_q=200)
     assert forward(query, key, value) is None
@@ -381,6 +381,6 @@ def test_launches_run_in_threads_without_waiting_for_each_other(kernels, package
         thread.join()
     assert not barrier.broken
     for index, tensors in enumerate(given):
-        true = true_results(*tensors, call_of(*tensors[:2]))
+        true = truth.of_call(*tensors, call_of(*tensors[:2]))
         for one, of_it in zip(got[index], true, strict=False):
             truth.assert_near(one, of_it, torch.bfloat16)

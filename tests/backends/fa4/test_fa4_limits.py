@@ -139,6 +139,10 @@ EQUAL_OR = "(192, 128), (256, 128)"
 SM_100 = "head dims must be up to 128, (192, 128) or (256, 256) on sm_10x and sm_11x, got (160, 160)"
 SM_120 = "head dims must be up to 128 on sm_12x, got (136, 136)"
 NOT_REPEATABLE = "not deterministic on sm_12x, and deterministic algorithms are on"
+RANGES = {"varlen": True, "key_ranges": True}
+UP_TO = "head dims must be equal and up to 128 with key_ranges, got"
+OTHERS = "seqused_k, block_table, softcap and key_ranges"
+TRIED = f"batch-invariant only on compute capability 9.0, without {OTHERS}"
 OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
 
 
@@ -168,6 +172,27 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
         ({"device": "sm_120", "head_dim": 136}, SM_120, SM_120),
         ({"device": "sm_120", "deterministic": True}, "", NOT_REPEATABLE),
         ({"deterministic": True}, "", ""),
+        (RANGES, "", ""),
+        ({**RANGES, "window": (90, 0), "heads_k": 2, "head_dim": 128}, "", ""),
+        ({**RANGES, "device": "sm_100"}, *["key_ranges must be None but on compute capability 9.0"] * 2),
+        ({**RANGES, "head_dim": 192, "head_dim_v": 128}, *[f"{UP_TO} (192, 128)"] * 2),
+        ({**RANGES, "head_dim": 256}, *[f"{UP_TO} (256, 256)"] * 2),
+        (
+            {**RANGES, "seqused_k": True},
+            *["seqused_k must be None with key_ranges, which no test has tried"] * 2,
+        ),
+        (
+            {**RANGES, "softcap": 5.0},
+            *["softcap must be 0 with key_ranges, which no test has tried, got 5.0"] * 2,
+        ),
+        ({**RANGES, "sinks": True}, *["sinks must be None with key_ranges: a row may see no key"] * 2),
+        ({**RANGES, "heads_q": 65536}, *["query heads with key_ranges must be at most 65535, got 65536"] * 2),
+        ({**RANGES, "batch_invariant": True}, *[TRIED] * 2),
+        (
+            {**RANGES, "deterministic": True},
+            "",
+            "not deterministic with key_ranges, and deterministic algorithms are on",
+        ),
     ],
 )
 def test_a_limit_is_given_as_a_reason_in_the_directions_that_have_it(fields, forward, backward):
@@ -195,6 +220,7 @@ PAGED = "head dims above 128 must be one of (192, 128), (192, 192), (256, 128), 
         (112, {"head_dim": 192}, KEY_TILE),
         (80, {"head_dim": 256}, KEY_TILE),
         (128, {"device": "sm_100", "head_dim": 192, "head_dim_v": 128}, KEY_TILE),
+        (16, {"key_ranges": True, "seqused_k": False}, "block_table must be None with key_ranges"),
         (16, {"head_dim": 72}, "head dims must be multiples of 16 with pages, got (72, 72)"),
         (16, {"device": "sm_120"}, "block_table must be None on sm_12x: no paged key-value cache"),
     ],

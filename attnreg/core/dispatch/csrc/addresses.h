@@ -3,9 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <optional>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,14 +26,13 @@ struct OffsetsKernel {
   }
 };
 
-struct Derived {  // what was derived of a pair of offsets
+struct Derived {  // what Python has derived of a pair of offsets, and owns
   SeenOffsets offsets;
   Weak tensor;
   std::vector<int64_t> places;
-  at::Tensor own;  // the same tensor if the call cache has derived it; Python owns the others
 };
 
-struct Written {  // what a kernel of ours has written of a pair of offsets
+struct Written {  // what a kernel has written of a pair of offsets
   SeenOffsets offsets;
   OffsetsKernel kernel;
   at::Tensor tensor;
@@ -52,16 +51,15 @@ struct Prepared {  // how a kernel on addresses runs calls of some lengths and s
   int64_t workspace;
   bool lse_token_first;
   std::optional<std::vector<int64_t>> lse_strides;
-  Object derive;                             // none of dense calls
-  std::optional<OffsetsKernel> kernel;       // what derives the same of offsets that are new
-  mutable std::vector<Derived> derived;      // of the last offsets, the newest last; under the interpreter's lock
+  Object derive;                           // none of dense calls
+  std::optional<OffsetsKernel> kernel;     // what derives the same of offsets that are new
+  mutable std::optional<Derived> derived;  // of the last offsets; under the interpreter's lock
 };
 
 constexpr size_t kMostPrepared = 4;  // batches alternate between a few buckets of lengths
-constexpr size_t kMostDerived = 4;   // and between the offsets of a few micro-batches
-constexpr size_t kMostWritten = 8;
+constexpr size_t kMostWritten = 64;  // as `launching.offsets` has: what goes is not compared any more
 
-// The newest last, of all launchers: both directions of a step share them. Under the interpreter's lock.
+// Of all launchers, as both directions and all layers of a step share it; the newest last. Under the interpreter's lock.
 inline auto& all_written = *new std::vector<Written>;
 
 struct AddressLauncher {  // a kernel that is given the addresses of its tensors
@@ -69,15 +67,16 @@ struct AddressLauncher {  // a kernel that is given the addresses of its tensors
   mutable std::vector<std::shared_ptr<const Prepared>> prepared;  // the newest last; under the interpreter's lock
 };
 
-// Whether tensors are in the memory of a CUDA graph, or of Inductor's graph trees: then nothing is kept of offsets. See
-// `needs_graph_memory` in Python. With the interpreter's lock.
+// Whether a capture is under way, or Inductor's graph trees are loaded: then nothing is kept of offsets, as
+// `torchlib.layout.needs_graph_memory` says. With the interpreter's lock.
 inline bool needs_graph_memory(const at::Tensor& tensor) {
   PyObject* const modules = PyImport_GetModuleDict();  // borrowed
   return capturing(tensor).value_or(true) || PyDict_GetItemString(modules, "torch._inductor.cudagraph_trees");
 }
 
-// Launch a kernel on new offsets, without a wait.
+// Launch a kernel on offsets, without a wait and without the interpreter's lock: a launch may wait for the device.
 inline Read written(const OffsetsKernel& kernel, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+  const WithoutGil without;
   const auto options = at::TensorOptions().dtype(at::kLong).device(queries.device());
   Read read{at::empty({kernel.rows, kernel.width}, options), kernel.places};
   c10::SmallVector<int64_t, kMostWords> words{word_of(read.tensor), word_of(queries),     word_of(keys), queries.stride(0),
@@ -88,30 +87,10 @@ inline Read written(const OffsetsKernel& kernel, const at::Tensor& queries, cons
   return read;
 }
 
-// Add to the newest of something. The oldest goes, which the caller destroys last of all: that may run Python.
-template <typename T>
-std::optional<T> keep_newest(std::vector<T>& kept, size_t most, T newest) {
-  std::optional<T> oldest;
-  if (kept.size() >= most) {
-    oldest = std::move(kept.front());
-    kept.erase(kept.begin());
+inline void check_places(const std::vector<int64_t>& places, int64_t bytes, const char* by) {
+  for (const int64_t place : places) {
+    TORCH_CHECK_INDEX(place >= 0 && place < bytes, "attnreg: Prepared.", by, " returned the place ", place, " in a tensor of ", bytes, " bytes");
   }
-  kept.push_back(std::move(newest));
-  return oldest;
-}
-
-// What a kernel has written of these offsets for another launcher, or else writes now; and since when it is used.
-inline std::pair<Read, SeenOffsets> shared_written(
-    const OffsetsKernel& kernel, const at::Tensor& queries, const at::Tensor& keys, SeenOffsets seen) {
-  const auto same = std::find_if(all_written.begin(), all_written.end(), [&](const Written& one) {
-    return one.kernel.writes_as(kernel) && one.offsets.look_like(queries, keys, seen.stream) && one.offsets.is_trusted();
-  });
-  if (same != all_written.end()) {
-    return {Read{same->tensor, kernel.places}, same->offsets};
-  }
-  Read read = written(kernel, queries, keys, seen.stream);
-  const auto oldest = keep_newest(all_written, kMostWritten, Written{seen, kernel, read.tensor});
-  return {std::move(read), std::move(seen)};
 }
 
 // What Python derives of the offsets; nothing if the kernel can't run any more. If the call cache has derived `own` and used
@@ -137,56 +116,82 @@ inline std::optional<Read> derived_by_python(
   Read read{THPVariable_Unpack(tensor), numbers_of(places)};
   TORCH_CHECK(read.tensor.device() == queries.device(), "attnreg: Prepared.derive returned a tensor on ", read.tensor.device(),
               ", expected ", queries.device());
-  const auto bytes = static_cast<int64_t>(read.tensor.nbytes());
-  for (const int64_t place : read.places) {
-    TORCH_CHECK_INDEX(place >= 0 && place < bytes, "attnreg: Prepared.derive returned the place ", place, " in a tensor of ", bytes, " bytes");
-  }
+  check_places(read.places, static_cast<int64_t>(read.tensor.nbytes()), "derive");
   return read;
 }
 
-// What the kernel reads of the offsets; nothing if it can't run any more. It is kept for further calls with these offsets.
-// With the interpreter's lock.
-inline std::optional<Read> derive(
+// What a kernel has written of the offsets, or writes now if they are new. After a while Python has the device compare it:
+// so it stays here, also where the offsets' tensors are written to and counted, until 64 others have come.
+inline std::optional<Read> kept_written(
     const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
-  const bool is_int = queries.scalar_type() == at::kInt && keys.scalar_type() == at::kInt;
-  if (!counts_versions(queries) || !counts_versions(keys) || needs_graph_memory(queries)) {
-    return launcher.kernel && is_int ? written(*launcher.kernel, queries, keys, stream) : derived_by_python(launcher, queries, keys, {});
+  const OffsetsKernel& kernel = *launcher.kernel;
+  const auto find = [&] {
+    return std::find_if(all_written.begin(), all_written.end(), [&](const Written& one) {
+      return one.kernel.writes_as(kernel) && one.offsets.look_like(queries, keys, stream);
+    });
+  };
+  const auto same = find();
+  if (same != all_written.end() && same->offsets.is_trusted()) {
+    return Read{same->tensor, kernel.places};
   }
-  at::Tensor own;
-  const auto last = std::find_if(launcher.derived.begin(), launcher.derived.end(), [&](const Derived& one) {
-    return one.offsets.look_like(queries, keys, stream);
-  });
-  const bool is_new = last == launcher.derived.end();
-  if (!is_new) {
-    auto tensor = last->tensor.lock();
-    if (tensor && last->offsets.is_trusted()) {
-      return Read{at::Tensor(std::move(tensor)), last->places};
-    }
-    own = last->own;
-  }
+  const at::Tensor own = same == all_written.end() ? at::Tensor() : same->tensor;
   // Before anything looks at them: another thread may write to them meanwhile.
   SeenOffsets seen{Seen(queries), Seen(keys), stream};
-  std::optional<Read> read;
-  if (is_new && launcher.kernel && is_int) {
-    std::tie(read, seen) = shared_written(*launcher.kernel, queries, keys, std::move(seen));
-    own = read->tensor;
-  } else {
-    read = derived_by_python(launcher, queries, keys, own);
-  }
-  if (!read) {
+  if (own.defined()) {
+    auto read = derived_by_python(launcher, queries, keys, own);
+    if (const auto again = find(); read && again != all_written.end()) {
+      again->offsets.until = seen.until;
+    }
     return read;
   }
-  // Python may have run meanwhile, so that nothing that was found before holds.
-  auto& kept = launcher.derived;
-  const auto same = std::find_if(kept.begin(), kept.end(), [&](const Derived& one) {
-    return one.offsets.look_like(queries, keys, stream);
+  Read read = written(kernel, queries, keys, stream);
+  std::vector<Written> dropped;  // destroyed last: other threads may run then
+  const auto gone = std::stable_partition(all_written.begin(), all_written.end(), [](const Written& one) {
+    return !one.offsets.have_gone();
   });
-  Derived newest{std::move(seen), Weak(read->tensor.getIntrusivePtr()), read->places, std::move(own)};
-  if (same != kept.end()) {
-    std::swap(*same, newest);
-    return read;
+  std::move(gone, all_written.end(), std::back_inserter(dropped));
+  all_written.erase(gone, all_written.end());
+  if (all_written.size() >= kMostWritten) {
+    dropped.push_back(std::move(all_written.front()));
+    all_written.erase(all_written.begin());
   }
-  const auto oldest = keep_newest(kept, kMostDerived, std::move(newest));
+  all_written.push_back({std::move(seen), kernel, read.tensor});
+  return read;
+}
+
+// What Python derived of the offsets the last time, if neither has changed and its tensor is still alive.
+inline std::optional<Read> kept_derived(
+    const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+  const auto& last = launcher.derived;
+  if (!last || !last->offsets.is_trusted() || !last->offsets.look_like(queries, keys, stream)) {
+    return std::nullopt;
+  }
+  auto tensor = last->tensor.lock();
+  if (!tensor) {
+    return std::nullopt;
+  }
+  return Read{at::Tensor(std::move(tensor)), last->places};
+}
+
+// What the kernel reads of the offsets; nothing if it can't run any more. With the interpreter's lock.
+inline std::optional<Read> derive(
+    const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
+  const bool is_written = launcher.kernel && queries.scalar_type() == at::kInt && keys.scalar_type() == at::kInt;
+  if (!counts_versions(queries) || !counts_versions(keys) || needs_graph_memory(queries)) {
+    return is_written ? written(*launcher.kernel, queries, keys, stream) : derived_by_python(launcher, queries, keys, {});
+  }
+  if (is_written) {
+    return kept_written(launcher, queries, keys, stream);
+  }
+  if (auto kept = kept_derived(launcher, queries, keys, stream)) {
+    return kept;
+  }
+  // Before Python looks at them: another thread may write to them meanwhile.
+  SeenOffsets seen{Seen(queries), Seen(keys), stream};
+  auto read = derived_by_python(launcher, queries, keys, {});
+  if (read) {
+    launcher.derived.emplace(Derived{std::move(seen), Weak(read->tensor.getIntrusivePtr()), read->places});
+  }
   return read;
 }
 
@@ -236,12 +241,14 @@ inline OffsetsKernel read_kernel(PyObject* described) {
   if (!PyTuple_Check(described) ||
       !PyArg_ParseTuple(described, "O!O!LLLO!O!", &PyLong_Type, &launch, &PyLong_Type, &function, &threads, &rows, &width,
                         &PyTuple_Type, &words, &PyTuple_Type, &places)) {
-    throw_error_of_python();
+    PyErr_Clear();
+    TORCH_CHECK_TYPE(false, "attnreg: Prepared.kernel: got a ", Py_TYPE(described)->tp_name, ", expected an OffsetsKernel or None");
   }
   OffsetsKernel kernel{reinterpret_cast<LaunchKernel>(PyLong_AsVoidPtr(launch)), PyLong_AsVoidPtr(function), threads, rows, width,
                        numbers_of(words), numbers_of(places)};
   TORCH_CHECK(threads > 0 && rows > 0 && width > 0 && kernel.words.size() + 7 <= kMostWords,
               "attnreg: Prepared.kernel: expected sizes above 0 and at most ", kMostWords - 7, " words");
+  check_places(kernel.places, 8 * rows * width, "kernel");
   return kernel;
 }
 

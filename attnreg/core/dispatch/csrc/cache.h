@@ -194,6 +194,7 @@ inline void begin_anew_after_fork() {
   const uint64_t generation = cache.generation;
   new (&guard) std::shared_mutex;
   new (&cache) Cache{generation + 1};
+  new (&all_written) std::vector<Written>;
   passing = false;
 }
 

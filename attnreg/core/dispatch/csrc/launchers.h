@@ -80,6 +80,11 @@ struct SeenOffsets {
   bool is_trusted() const {
     return Clock::now() < until;
   }
+
+  // Whether a tensor has gone, so that no call comes with it any more.
+  bool have_gone() const {
+    return queries.tensor.expired() || keys.tensor.expired();
+  }
 };
 
 // cuLaunchKernel.

@@ -3,8 +3,9 @@
 // A router written in Python takes the interpreter's lock and turns every argument into an object, which costs the
 // host more than the decision. Here a call is described by its kind (`key.h`) and the class of its lengths
 // (`lengths.h`). If these are kept (`cache.h`), their launcher runs it (`launchers.h`): one of torch's own kernels, a C
-// function, a kernel on addresses, or a function of Python's. If not, Python runs it by its plan, and returns with the
-// results what is to be kept (`described.h`), or nothing. Whatever changes in settings, registrations or tables drops all of it.
+// function, a kernel on addresses (`addresses.h`), or a function of Python's. If not, Python runs it by its plan, and
+// returns with the results what is to be kept (`described.h`), or nothing. Whatever changes in settings, registrations or
+// tables drops all of it.
 //
 // There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
 // node of its own (`varlen.h`). A step of decoding with a cache (`decode.h`) is one of the second. Below are the functions that Python calls, always with the interpreter's lock.
@@ -73,6 +74,7 @@ PyObject* remove_routers(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   libraries.clear();
   drop_all();
+  const std::vector<Written> dropped = std::exchange(all_written, {});
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -84,8 +86,7 @@ PyObject* enable(PyObject*, PyObject* on) {
 
 PyObject* drop(PyObject*, PyObject*) {
   drop_all();
-  const std::vector<Written> dropped = std::move(all_written);
-  all_written.clear();
+  const std::vector<Written> dropped = std::exchange(all_written, {});  // freed last: other threads may run then
   Py_RETURN_NONE;
 }
 

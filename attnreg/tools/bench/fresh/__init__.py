@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from attnreg.errors import BackendUnavailableError
-from attnreg.tools.bench.compare import short
+from attnreg.tools.bench.compare import measured_in_time
 from attnreg.tools.bench.fresh import attention, llama, tables
 from attnreg.tools.bench.fresh.turns import measured
 from attnreg.tools.bench.report import Job
@@ -33,15 +32,12 @@ def measure(job: Job) -> None:
     if job.device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        for row in job.in_time([*attention.rows(job), *llama.rows(job)]):
-            try:
-                rows += measured(row, job)
-            except Exception as problem:  # noqa: BLE001 - the other rows are worth their figures
-                job.leave_out(str(row), short(problem))
+        wanted = [*attention.rows(job), *llama.rows(job)]
+        for _, figures in measured_in_time(wanted, list(map(str, wanted)), measured, job):
+            rows += figures
             job.keep(results)
     finally:
         torch.set_num_threads(threads)
-    if not rows:
-        raise BackendUnavailableError("; ".join(["nothing could be measured", *job.left_out[:3]]))
+    job.check_measured(rows)
     job.tables = tables.tables(rows)
     job.summary = [f"chosen by: {table}", *tables.lines(rows)]

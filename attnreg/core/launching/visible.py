@@ -1,22 +1,29 @@
-"""Which keys each query sees, and the table of blocks that flex skips, masks or runs whole.
+"""Which keys each query sees, and the table of blocks that kernels skip, mask or run whole.
 
 Offsets, windows and `seqused_k` leave each query one range of keys, and `key_ranges` several. So one kernel
 serves all masks of the contract but a boolean bias. All of it is computed on the device, without a wait.
+The backends whose kernels read it are flex and FA4.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+
+from attnreg.core.contract.backend import Call
+from attnreg.core.launching.offsets import derived_from
+from attnreg.core.torchlib.layout import stream_of
+from attnreg.errors import UnsupportedInputError
 
 # Queries and keys of a block of the table. Larger blocks hide less, and keep the table of long batches small.
 BLOCK, LARGE_BLOCK = 128, 512
 # How many blocks a table of small ones may have: 64 MB for its four lists.
 MOST_BLOCKS = 2**22
 
-# How many ranges a program compares each key with: it has code for each.
+# How many ranges a program of flex compares each key with: it has code for each.
 MOST_RANGES = 32
 
 # Past every key.
@@ -54,6 +61,30 @@ def block_size(tokens_q: int, tokens_k: int) -> int:
     """Return how many queries and keys a block of the table has."""
     small = -(-tokens_q // BLOCK) * -(-tokens_k // BLOCK)
     return BLOCK if small <= MOST_BLOCKS else LARGE_BLOCK
+
+
+def derived_of_packed(query: Tensor, key: Tensor, call: Call, most: int, masked: bool = False) -> Visible:
+    """Return what the queries of a packed call see, derived once for all layers that share their offsets.
+
+    Query and key are (T, H, D). `most` is how many ranges a query may have, `masked` is as in `block_table`.
+
+    Raises:
+        UnsupportedInputError: a query has more ranges than that.
+    """
+    if call.key_ranges is not None and (got := call.key_ranges.shape[1]) > most:
+        raise UnsupportedInputError(f"key_ranges must have at most {most} ranges a query, got {got}")
+    stream, rows = stream_of(query) if query.is_cuda else 0, (query.shape[0], key.shape[0])
+    tensors = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.key_ranges
+    make = partial(of_packed, *rows, call.window, masked)
+    return derived_from(tensors, stream, ("visible", *rows, call.window, masked), make)
+
+
+def rounded(ranges: int) -> int:
+    """Return the number of ranges a query that programs for so many have: a power of two.
+
+    Programs have a fixed number of ranges. So new batches need no new programs.
+    """
+    return 1 << max(ranges - 1, 0).bit_length()
 
 
 def of_packed(
@@ -155,12 +186,9 @@ def _windowed(place: Tensor, length: Tensor, window: tuple[int, int]) -> tuple[T
 
 
 def _in_ranges(low: Tensor, high: Tensor, key_ranges: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what remains of bounds (1, S_q) in each range; empty ranges fill up their number.
-
-    Programs have a fixed number of ranges. So it is a power of two, and new batches need no new programs.
-    """
+    """Return what remains of bounds (1, S_q) in each range; empty ranges fill up their number (`rounded`)."""
     count = key_ranges.shape[1]
-    more = (1 << max(count - 1, 0).bit_length()) - count
+    more = rounded(count) - count
     padded = torch.nn.functional.pad(key_ranges, (0, 0, 0, more))
     first, last = padded.permute(2, 1, 0).unbind(0)
     low = torch.maximum(low, first)
