@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnreg.parallel.layout import Layout, visible_pairs
-from attnreg.parallel.spans import Range, Span, row_count, seen_of_several, united
+from attnreg.parallel.spans import Range, Span, seen_of_several, united
 
 
 class _Meeting(NamedTuple):
@@ -118,10 +118,6 @@ class Needs:
                     common.append((low, high))
                 number += 1
         return united(common)
-
-    def rows(self, rank: int, source: int) -> int:
-        """Return the number of rows of `source`, another rank, that a rank needs."""
-        return row_count(self.of(rank, source))
 
     def whole(self, rank: int) -> list[tuple[Span, bool]]:
         """Return the span of each piece of a rank, and whether all its keys are on that rank."""

@@ -26,6 +26,7 @@ from attnreg.core.torchlib import building
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import InvalidInputError, UnsupportedInputError
+from attnreg.tools.measure.timing import timer_for
 from attnreg.tools.tuning import representatives
 from attnreg.tools.tuning.representatives import RepresentedKind
 
@@ -169,17 +170,18 @@ def run_once(spec: AttentionSpec, direction: Direction, entry: Entry, against: s
     if against := against or "; ".join(entry.reasons(spec.unscaled, direction)):
         return FirstCall(spec, direction, entry.name, None, against, refused=True)
     device = torch.device(spec.device.place)
+    timer = timer_for(device)
     try:
         with (
             torch.no_grad(),
             torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(),
         ):
             calls = list(_calls(spec, direction, entry, device))
-            _synchronize(device)
+            timer.wait()
             started = time.perf_counter()
             for kernel_spec, arguments in calls:
                 entry.kernel(direction, kernel_spec)(*arguments)
-            _synchronize(device)
+            timer.wait()
             took = time.perf_counter() - started
     except UnsupportedInputError as error:
         return FirstCall(spec, direction, entry.name, None, str(error), refused=True)
@@ -241,11 +243,6 @@ def _present(named: object) -> torch.device:
             f"device: got {str(named)!r}, expected one of this machine: cpu, cuda or cuda:N"
         )
     return place
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 leave_module_uncompiled(__name__)

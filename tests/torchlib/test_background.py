@@ -106,7 +106,7 @@ def test_a_program_that_ends_at_once_starts_a_process_that_outlives_it_and_the_n
 
     def run(script):
         # The pipes end with the program: no other process holds them.
-        root = str(Path(building.__file__).parents[2])
+        root = str(Path(building.__file__).parents[3])
         return python("-P", "-c", script, cwd=tmp_path, ATTNREG_BUILD="", PYTHONPATH=root)
 
     first = run(AT_ONCE)

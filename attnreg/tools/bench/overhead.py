@@ -32,7 +32,7 @@ from attnreg.core import registry
 from attnreg.tools.bench import overhead_cpu
 from attnreg.tools.bench.compare import Batch, checked
 from attnreg.tools.bench.fronts import SHAPES
-from attnreg.tools.bench.report import Job, PrintedTable
+from attnreg.tools.bench.report import Job, PrintedTable, reached
 from attnreg.tools.bench.shapes import BOTH, dense, packed
 from attnreg.tools.bench.sides import (
     Front,
@@ -187,11 +187,11 @@ def _rounds(timed_sides: Mapping[str, Side], job: Job) -> Rounds:
 def aim(what: str, step: str, taken: float, torchs: float | None) -> str:
     """Return whether a row through `varlen_attn` reaches its aims on a GPU."""
     limit, of_torchs = AIMS[step]
-    line = f"{what}, {step}: {taken:.1f} µs, aim {limit:.0f}: {_reached(taken <= limit)}"
+    line = f"{what}, {step}: {taken:.1f} µs, aim {limit:.0f}: {reached(taken <= limit)}"
     if torchs is None:
         return line
     share, least = taken / torchs, limit / of_torchs
-    return f"{line}; {share:.2f} of torch's, aim {least:.2f}: {_reached(share <= least)}"
+    return f"{line}; {share:.2f} of torch's, aim {least:.2f}: {reached(share <= least)}"
 
 
 def scoped_aims(front: str, rounds: Rounds) -> list[str]:
@@ -209,14 +209,10 @@ def scoped_aims(front: str, rounds: Rounds) -> list[str]:
             medians = [statistics.median(each) for each in added]
             spread = max(each[-1 - len(each) // 4] - each[len(each) // 4] for each in added)
             words = ", ".join(f"{difference:+.1f}" for difference in medians)
-            verdict = _reached(max(medians) <= SCOPED_AIM)
+            verdict = reached(max(medians) <= SCOPED_AIM)
             if spread > SCOPED_AIM:
                 verdict = f"not decided, as the rounds differ by {spread:.1f} µs"
             lines.append(
                 f"{front}, {name}: {words} µs above registered, aim {SCOPED_AIM:+.0f} at most: {verdict}"
             )
     return lines
-
-
-def _reached(whether: bool) -> str:
-    return "reached" if whether else "MISSED"

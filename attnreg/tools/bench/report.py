@@ -103,6 +103,11 @@ class Job:
         save(self.out, results, self.left_out)
 
 
+def reached(whether: bool) -> str:
+    """Return the word at the end of a line about an aim."""
+    return "reached" if whether else "MISSED"
+
+
 def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return results with what they were measured on."""
     data = {"machine": machine(), "results": results}

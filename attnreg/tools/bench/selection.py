@@ -32,7 +32,7 @@ from attnreg.tools.bench.compare import (
     checked,
     measured_in_time,
 )
-from attnreg.tools.bench.report import Job, PrintedTable
+from attnreg.tools.bench.report import Job, PrintedTable, reached
 from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
 from attnreg.tools.bench.sides import Side
 from attnreg.tools.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gains, ratios, summary
@@ -54,14 +54,13 @@ def measure(job: Job) -> None:
     for _, row in measured_in_time(shapes, list(map(str, shapes)), _row, job):
         rows.append(row)
         summed, gained = summary(rows), gains(rows)
-        reached = aims(summed, gained)
-        results = {"table": table, "aims": reached, "summary": summed, "gains": gained, "rows": [*rows]}
+        judged = aims(summed, gained)
+        results = {"table": table, "aims": judged, "summary": summed, "gains": gained, "rows": [*rows]}
         job.keep(results)
     job.check_measured(rows)
     job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
-    for target in results["aims"]:
-        word = "reached" if target["reached"] else "MISSED"
-        job.summary.append(f"{target['what']}: {target['value']:.3f}, aim {target['aim']}: {word}")
+    for aim in results["aims"]:
+        job.summary.append(f"{aim['what']}: {aim['value']:.3f}, aim {aim['aim']}: {reached(aim['reached'])}")
     job.keep(results)
 
 

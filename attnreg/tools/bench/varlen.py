@@ -22,7 +22,7 @@ from attnreg.core import registry
 from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench.compare import Batch, checked, named, table, timed
-from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.report import Job, reached
 from attnreg.tools.bench.shapes import BOTH, FORWARD, pull_request
 from attnreg.tools.bench.sides import STEPS, Side, Tensors, by_default, torch_alone
 from attnreg.tools.measure import Inputs, Sample
@@ -65,7 +65,7 @@ def _aim(row: dict[str, Any]) -> str:
     if row["yardstick"] != TORCH:
         return line
     aim = AIMS[row["step"]]
-    return f"{line}, aim {aim}: {'reached' if row['times_yardstick'] >= aim else 'MISSED'}"
+    return f"{line}, aim {aim}: {reached(row['times_yardstick'] >= aim)}"
 
 
 def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> dict[str, Side]:

@@ -27,14 +27,17 @@ class Gain(NamedTuple):
         row: the calls.
         backend: the backend.
         now_us, then_us: the predicted times of a call by the backend that ran it, and by this.
-        table: the name of the table.
     """
 
     row: CallRow
     backend: str
     now_us: float
     then_us: float
-    table: str
+
+    @property
+    def saves_us(self) -> float:
+        """What all calls of the row would take less."""
+        return (self.now_us - self.then_us) * self.row.calls
 
 
 class Predicted(NamedTuple):
@@ -68,8 +71,8 @@ def predicted(rows: Iterable[CallRow]) -> Predicted:
         known += 1
         best = min(able, key=lambda one: one.cost_us or 0.0)
         if best.cost_us is not None and best.cost_us < (1 - LEAST) * now.cost_us:
-            gains.append(Gain(row, best.backend, now.cost_us, best.cost_us, prediction.table))
-    gains.sort(key=lambda gain: -(gain.now_us - gain.then_us) * gain.row.calls)
+            gains.append(Gain(row, best.backend, now.cost_us, best.cost_us))
+    gains.sort(key=lambda gain: -gain.saves_us)
     return Predicted(tuple(gains), known, "; ".join(dict.fromkeys(notes)))
 
 

@@ -113,12 +113,12 @@ class RunReport:
         timed = sum(row.calls for row in self.rows if row.total_us is not None)
         return max(sum(map(sum, (both.values() for both in self.calls.values()))) - timed, 0)
 
-    def counted(self, key: str, *names: str) -> list[dict[str, Any]]:
-        """Return the rows of a field of `Stats.to_dict`, joined where `names` are equal, the most first."""
+    def counted(self, key: str) -> list[dict[str, Any]]:
+        """Return the rows of a field of `Stats.to_dict`, those alike in one, the most first."""
         joined: dict[tuple[Any, ...], dict[str, Any]] = {}
         for line in self.processes:
             for row in line[key]:
-                place = tuple(row[name] for name in names)
+                place = tuple(row[name] for name in _ALIKE[key])
                 if place in joined:
                     joined[place]["count"] += row["count"]
                 else:
@@ -145,6 +145,12 @@ class RunReport:
             for seen, n in joined.items() if n["count"]
         ]  # fmt: skip
 
+
+# What rows of all processes are joined by.
+_ALIKE = {
+    "fallbacks": ("backend", "reason"), "failures": ("backend", "direction", "error"),
+    "bypassed": ("op", "kernel", "reason"), "masks": ("seen",),
+}  # fmt: skip
 
 # The form of a line: see `check_form`.
 _ROW = {"backend": str, "count": int}

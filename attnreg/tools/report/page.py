@@ -42,11 +42,11 @@ def page(run: RunReport, of: str) -> str:
 
 def _summary(run: RunReport) -> str:
     counted = sum(sum(both.values()) for both in run.calls.values())
-    passed = sum(row["count"] for row in run.counted("bypassed", "op", "kernel", "reason"))
+    passed = sum(row["count"] for row in run.counted("bypassed"))
     if not counted and not passed:
         return "<p><b>No attention call went through attnreg.</b></p>"
-    fallbacks = sum(row["count"] for row in run.counted("fallbacks", "backend", "reason"))
-    failures = sum(row["count"] for row in run.counted("failures", "backend", "direction", "error"))
+    fallbacks = sum(row["count"] for row in run.counted("fallbacks"))
+    failures = sum(row["count"] for row in run.counted("failures"))
     counts = (
         (counted, "call", "calls"), (passed, "passed by", "passed by"), (fallbacks, "fallback", "fallbacks"),
         (failures, "failure", "failures"), (len(run.processes), "process", "processes"),
@@ -118,13 +118,10 @@ def _deciders(run: RunReport) -> str:
 
 
 def _fallbacks(run: RunReport) -> str:
-    rows = [
-        (row["backend"], row["reason"], f"{row['count']:,}")
-        for row in run.counted("fallbacks", "backend", "reason")
-    ]
+    rows = [(row["backend"], row["reason"], f"{row['count']:,}") for row in run.counted("fallbacks")]
     failed = [
         (row["backend"], row["direction"], f"{row['error']}: {row['message']}", f"{row['count']:,}")
-        for row in run.counted("failures", "backend", "direction", "error")
+        for row in run.counted("failures")
     ]
     text = _table(("backend", "why it couldn't run", "calls"), rows, right=1) if rows else "<p>None.</p>"
     if failed:
@@ -137,7 +134,7 @@ def _bypassed(run: RunReport) -> str:
         (
             row["op"], row["kernel"], row["reason"], _shapes(row["shapes"]), row["site"], f"{row['count']:,}",
         )
-        for row in run.counted("bypassed", "op", "kernel", "reason")
+        for row in run.counted("bypassed")
     ]  # fmt: skip
     heads = ("op", "kernel", "reason", "shapes of the first", "first call at", "calls")
     lead = "<p>PyTorch ran these by kernels that attnreg doesn't replace; they aren't timed.</p>"
@@ -156,7 +153,7 @@ def masks_of(run: RunReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             )
             for row in rows
         ]  # fmt: skip
-    return ("mask", "calls"), [(row["seen"], f"{row['count']:,}") for row in run.counted("masks", "seen")]
+    return ("mask", "calls"), [(row["seen"], f"{row['count']:,}") for row in run.counted("masks")]
 
 
 def _masks(run: RunReport) -> str:
@@ -202,7 +199,7 @@ def _gains(run: RunReport) -> str:
             (
                 gain.row.direction, describe(gain.row.spec), f"{gain.row.backend}, {duration(gain.now_us)}",
                 f"{gain.backend}, {duration(gain.then_us)}",
-                duration((gain.now_us - gain.then_us) * gain.row.calls),
+                duration(gain.saves_us),
             )
             for gain in result.gains
         ]  # fmt: skip
@@ -228,7 +225,7 @@ def _gains(run: RunReport) -> str:
 
 def _of_packing(run: RunReport) -> Iterator[str]:
     """Yield what leaving padding out would save, in products of queries and keys: a count, not a time."""
-    packed = {row["seen"] for row in run.counted("masks", "seen")}  # by masks = "recognise"
+    packed = {row["seen"] for row in run.counted("masks")}  # by masks = "recognise"
     for row in run.masks():
         kept = row["queries"] * row["keys"]
         if "padded" in row["seen"] and 0.0 < kept < 1.0 and row["seen"] not in packed:

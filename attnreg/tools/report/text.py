@@ -72,20 +72,14 @@ def _counted(run: RunReport, where: str) -> Iterator[TextTable]:
     """Yield what `Stats` has."""
     calls = [(name, str(n["forward"]), str(n["backward"])) for name, n in run.calls.items()]
     yield TextTable("What ran", ("backend", "forward", "backward"), calls, right=2)
-    rows = [
-        (row["backend"], str(row["count"]), row["reason"])
-        for row in run.counted("fallbacks", "backend", "reason")
-    ]
+    rows = [(row["backend"], str(row["count"]), row["reason"]) for row in run.counted("fallbacks")]
     yield TextTable("What could not run, and why", ("backend", "calls", "reason"), rows)
     failures = [
         (row["backend"], f"failed {_times(row['count'])} in a {row['direction']}{where}: {_error(row)}")
-        for row in run.counted("failures", "backend", "direction", "error")
+        for row in run.counted("failures")
     ]
     yield TextTable("What failed", ("backend", "error"), failures)
-    passed = [
-        (row["kernel"], str(row["count"]), row["reason"])
-        for row in run.counted("bypassed", "op", "kernel", "reason")
-    ]
+    passed = [(row["kernel"], str(row["count"]), row["reason"]) for row in run.counted("bypassed")]
     yield TextTable("What PyTorch sent past attnreg, and why", ("kernel", "calls", "reason"), passed)
     slow = [("", path) for path in run.sentences("slow_paths")]
     yield TextTable("Slow paths", ("", ""), slow)
@@ -98,7 +92,7 @@ def _outlook(run: RunReport) -> Iterator[TextTable]:
     gains = predicted(run.rows).gains if run.rows else ()
     rows = [
         (
-            duration((gain.now_us - gain.then_us) * gain.row.calls), gain.backend, gain.row.backend,
+            duration(gain.saves_us), gain.backend, gain.row.backend,
             gain.row.direction, describe(gain.row.spec),
         )
         for gain in gains
@@ -125,6 +119,6 @@ def _named(row: CallRow) -> tuple[str, str, str]:
 
 def sites_of(run: RunReport) -> Iterator[str]:
     """Yield where the first call of each kernel that passed by was made, to print below the tables."""
-    for row in run.counted("bypassed", "op", "kernel", "reason"):
+    for row in run.counted("bypassed"):
         if row["site"]:
             yield f"first call of {row['kernel']}: {row['site']}"
