@@ -1,16 +1,18 @@
 """Promises about classes of lengths: what is decided for one call of a class is right for all."""
 
+import itertools
 import random
 import types
 
 import pytest
 import torch
 from support.launcher_kinds import forward_function
-from support.length_kinds import draw_backend, draw_cut, draw_kind
+from support.length_kinds import DEVICES, draw_backend, draw_cut, draw_kind
 
 import attnreg
 from attnreg.core import registry
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
+from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.dispatch import state
 from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.dispatch.planning import decide
@@ -22,6 +24,7 @@ from attnreg.testing.classes import by_class, draw_spec
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CALLS_OF_A_KIND = 60
+WAYS = "forward", "backward"
 
 
 def directions(spec):
@@ -98,6 +101,18 @@ MANY = pytest.param(100_000, marks=pytest.mark.slow)
 def test_built_in_backends_decide_alike_about_all_lengths_of_a_class(built_in, pairs):
     exact = check_many(lambda _: built_in, 0, pairs)
     assert exact <= pairs // 10, "most calls are decided by class"
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+@pytest.mark.parametrize("varlen", [True, False])
+def test_usual_calls_are_decided_by_class(built_in, varlen, window):
+    for device, dtype in itertools.product(DEVICES, ("bfloat16", "float32")):
+        spec = AttentionSpec(
+            device=device, dtype=dtype, batch=8, max_q=300, max_k=300, heads_q=8, heads_k=2, head_dim=64,
+            head_dim_v=64, varlen=varlen, window=window,
+        )  # fmt: skip
+        read = {(name, way): one.unnamed_reads(spec, way) for name, one in built_in.items() for way in WAYS}
+        assert {key: names for key, names in read.items() if names} == {}
 
 
 @pytest.mark.parametrize("pairs", [400, MANY])

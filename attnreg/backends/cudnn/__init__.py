@@ -134,7 +134,7 @@ def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
 
     Such a backward allocates two bytes for each score.
     """
-    capability, takes = spec.device.capability, 2 * spec.heads_q * spec.batch * spec.max_q * spec.max_k
+    capability = spec.device.capability
     if not spec.deterministic:
         return
     if capability is not None and capability[0] != 9:
@@ -144,14 +144,16 @@ def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
             "input must be dense to be deterministic, got packed: it would allocate batch * heads * "
             f"{LEAST_LENGTH}^2 * 2 bytes"
         )
-    elif takes > MOST_SCORES:
+    # Only here: a length that is read and that no cut names has all calls decided by exact lengths.
+    elif (takes := 2 * spec.heads_q * spec.batch * spec.max_q * spec.max_k) > MOST_SCORES:
         yield f"to be deterministic it may allocate {MOST_SCORES} bytes, and would allocate {takes}"
     if spec.bias:
         yield "attn_bias must be None where deterministic algorithms are on, got a tensor"
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield the lengths at which the reasons of `_refuses` change for calls of the spec's kind."""
+    """Yield the lengths at which reasons of `_refuses` and `BACKWARD` change for calls of the spec's kind."""
+    yield Cut.of("batch", at=GRID + 1)
     if not spec.varlen:
         yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
         if spec.window != (-1, -1):
