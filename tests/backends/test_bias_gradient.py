@@ -66,8 +66,14 @@ def assert_right(kernels, q, k, v, grad, bias, window=(-1, -1), model=None):
 
 
 @pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
-def test_it_is_right_for_every_shape_that_broadcasts(kernels, shape):
-    assert_right(kernels, *drawn(shape))
+def test_it_is_right_for_every_shape_that_broadcasts(kernels, shape, request):
+    if "cuDNN" in request.node.name and shape[-1] % 8:
+        with pytest.raises(
+            UnsupportedInputError, match="multiple of 8 for the gradient of attn_bias, got 23"
+        ):
+            assert_right(kernels, *drawn(shape))
+    else:
+        assert_right(kernels, *drawn(shape))
 
 
 def test_it_is_right_under_a_causal_mask_of_a_square(kernels, request):

@@ -87,7 +87,9 @@ def test_a_captured_forward_replays_bit_for_bit(named):
 def deterministic(named, monkeypatch):
     """Ask for gradients that repeat bitwise, of those backends that have them."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    able = registry.find(named).backend.backward.deterministic
+    able = (
+        registry.find(named).backend.backward.deterministic and named != "cuDNN"
+    )  # whose dense calls repeat
     torch.use_deterministic_algorithms(able)
     yield able
     torch.use_deterministic_algorithms(False)

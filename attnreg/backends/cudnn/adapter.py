@@ -100,6 +100,11 @@ def _run_backward(
     """Return the gradients; see `_run_forward`."""
     grad_out, query, key, value, out, lse = tensors
     inputs = query, key, value
+    if kind.bias_gradient and (keys := key.shape[1]) % STEP:
+        # cuDNN 9.19 has no execution plan for a gradient with padded rows, and says so only after a while.
+        raise UnsupportedInputError(
+            f"key length must be a multiple of {STEP} for the gradient of attn_bias, got {keys}"
+        )
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
     query = _laid_out(query, kind.contiguous(Slot.Q)) if kind.packed else query
     bias, wanted = _readable_bias(query, key, call), call.attn_bias
