@@ -21,7 +21,7 @@ CUDNN_LSE_IS_TOKEN_MAJOR = TORCH_VERSION < (2, 14)
 SELECTOR_BROADCASTS = TORCH_VERSION >= (2, 14)
 
 # Whether SDPA runs no kernel for a batch, heads or a head dim of 0. Torch 2.11 runs the kernel that its
-# selector chooses; 2.12 wasn't tried.
+# selector chooses.
 SDPA_SKIPS_EMPTY = TORCH_VERSION >= (2, 12)
 
 # Whether the efficient kernels take fewer key heads than query heads. The backward's op adds the gradients of
