@@ -149,7 +149,6 @@ def test_no_message_shows_a_name_in_braces_instead_of_its_value():
 # of an option, of a cache, or of a module, aren't part of a case; ranks start and end a measurement together;
 # an import takes a process of its own; another checkout may be older than `measure`.
 OWN = {
-    "back_to_back.py": {"randn"},
     "two_checkouts.py": {"randn", "perf_counter"},
     "_clients.py": {"randn", "randn_like"},
     "options.py": {"randn", "rand"},
