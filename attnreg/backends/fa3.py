@@ -1,8 +1,9 @@
 """FA3: FlashAttention 3, the Hopper kernels that the package flash_attn_3 registers with torch.
 
-Forwards of this adapter have run on an H200 (docs/results/accuracy.md). A backward has not: in a build in pieces
-the package could not launch a kernel of it. Layouts, windows and LSE are the contract's, with three differences. Rows past the last offset are never written. A NaN spreads from
-rows that no query may see: in a forward from values. A backward reads `seqused_k` only of packed keys.
+Its forwards have run on an H200. Its backwards failed there: a build of the package in pieces couldn't launch
+one of their kernels (docs/results/accuracy.md). Layouts, windows and LSE are the contract's, with three
+differences. Rows past the last offset are never written. A NaN spreads from rows that no query may see: in a
+forward from values. A backward reads `seqused_k` only of packed keys.
 
 A build of the package may lack kernels. It says so itself, in the module flash_attn_config.
 """

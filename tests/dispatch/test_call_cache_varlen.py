@@ -143,8 +143,9 @@ FIELDS = {
     **{
         row.name: functools.partial(attend, **{row.argument: number_of(row)})
         for row in NUMBERS
-        if row.name in Call._fields
+        if row.name in Call._fields and row.argument
     },
+    "bias_gradient": None,
     "further": None,  # the call cache runs no call with a further option: `test_made_up_option.py`
 }
 FURTHER = {
