@@ -15,6 +15,7 @@ from support.packages import on_cpu
 import attnreg
 from attnreg.backends import efficient as backend
 from attnreg.backends import math
+from attnreg.core.aten import efficient
 from attnreg.core.policy import current as policy
 from attnreg.core.times import traces
 from attnreg.core.torchlib import captured, versions
@@ -116,6 +117,26 @@ def test_a_backend_that_declares_no_bias_runs_no_call_with_one(route, ran, fake)
     reasons = {row.reason for row in attnreg.stats().fallbacks if row.backend == "plain"}
     assert "attn_bias must be None, got a tensor" in reasons
     assert ran() == {"efficient": (1, 1)}
+
+
+@pytest.mark.parametrize("keys", [16, 24, 7, 1000])
+def test_the_gradient_of_a_bias_lies_as_torchs_meta_function_says(keys):
+    q, k = (torch.empty(2, length, 4, 8, dtype=torch.bfloat16, device="meta") for length in (5, keys))
+    bias = torch.empty(2, 4, 5, keys, dtype=torch.bfloat16, device="meta")
+    lse, word = torch.empty(2, 4, 32, device="meta"), torch.empty((), dtype=torch.int64, device="meta")
+    meta = torch.ops.aten._efficient_attention_backward(
+        q, q, k, k, bias, q, None, None, 5, keys, lse, 0.0, word, word, 0, True
+    )[3]
+    grad = torch.randn(2, 4, 5, keys, dtype=torch.bfloat16)
+    for given, missing in (
+        (grad, 0),
+        (grad.transpose(0, 1).contiguous().transpose(0, 1), 0),
+        (grad[..., 1:], 1),
+    ):
+        found = efficient._whole(given, bias)
+        assert (found.shape, found.stride()) == (meta.shape, meta.stride())
+        assert torch.equal(found[..., : keys - missing], given)
+        assert not found[..., keys - missing :].any()
 
 
 @pytest.mark.parametrize("first", ["math", "efficient"])

@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from support import efficient_ops, fake_cudnn, truth
+from support import efficient_ops, truth
 
-from attnreg.backends import cudnn, efficient, math
+from attnreg.backends import efficient, math
 from attnreg.core.contract.backend import Call
 from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib import captured
-from attnreg.errors import UnsupportedInputError
 
 BIASES = {
     "full": (2, 4, 40, 24),
@@ -24,17 +23,14 @@ BIASES = {
 }
 
 
-@pytest.fixture(params=["math", "efficient", "cuDNN"])
+@pytest.fixture(params=["math", "efficient"])
 def kernels(request, monkeypatch):
     """Return a backend's kernels as they run here."""
     if request.param == "math":
         return math.BACKEND.load()
-    if request.param == "efficient":
-        fakes = efficient_ops.native_kernels()
-        monkeypatch.setattr(captured, "kernel", lambda op, key: fakes[op])
-        return efficient.BACKEND.load()
-    fake_cudnn.install(monkeypatch)
-    return cudnn.BACKEND.load()
+    fakes = efficient_ops.native_kernels()
+    monkeypatch.setattr(captured, "kernel", lambda op, key: fakes[op])
+    return efficient.BACKEND.load()
 
 
 def drawn(bias, heads_k=4, dtype=torch.bfloat16):
@@ -66,14 +62,8 @@ def assert_right(kernels, q, k, v, grad, bias, window=(-1, -1), model=None):
 
 
 @pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
-def test_it_is_right_for_every_shape_that_broadcasts(kernels, shape, request):
-    if "cuDNN" in request.node.name and shape[-1] % 8:
-        with pytest.raises(
-            UnsupportedInputError, match="multiple of 8 for the gradient of attn_bias, got 23"
-        ):
-            assert_right(kernels, *drawn(shape))
-    else:
-        assert_right(kernels, *drawn(shape))
+def test_it_is_right_for_every_shape_that_broadcasts(kernels, shape):
+    assert_right(kernels, *drawn(shape))
 
 
 def test_it_is_right_under_a_causal_mask_of_a_square(kernels, request):
@@ -106,24 +96,6 @@ def test_calls_without_queries_have_a_gradient_of_zeros(kernels):
     found = kernels.backward(grad[:, :0], q[:, :0], k, v, out, lse, call)
     assert [x.shape for x in found] == [(2, 0, 4, 16), k.shape, v.shape, (4, 0, 24)]
     assert not any(x.any() for x in found)
-
-
-def test_a_bias_in_another_dtype_is_declined_before_anything_is_built(monkeypatch):
-    module = fake_cudnn.install(monkeypatch)
-    q, k, v, _, bias = drawn((4, 40, 24))
-    call = Call(0.25, 40, 24, attn_bias=bias.float())
-    with pytest.raises(UnsupportedInputError, match=r"attn_bias must be boolean or torch.bfloat16, got"):
-        cudnn.BACKEND.load().forward(q, k, v, call)
-    assert not module.graphs
-
-
-def test_a_bias_that_cudnn_can_read_is_passed_where_it_lies(monkeypatch):
-    module = fake_cudnn.install(monkeypatch)
-    q, k, v, _, bias = drawn((1, 4, 40, 24))
-    cudnn.BACKEND.load().forward(q, k, v, Call(0.25, 40, 24, attn_bias=bias))
-    (graph,) = module.graphs
-    assert graph.options["bias"].stride == [0, 40 * 24, 24, 1]
-    assert graph.running.addresses[graph.options["bias"].uid] == bias.data_ptr()
 
 
 def test_a_backend_that_does_not_declare_it_says_so():

@@ -53,9 +53,6 @@ _BOTH: dict[str, Any] = {
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "capture"), True),
-    # Without these two lines cuDNN runs no call with a bias.
-    "bias": True,
-    "bias_gradient": True,
 }
 FORWARD = Capabilities(**_BOTH, deterministic=True)
 # With False cuDNN's backward is never deterministic.
@@ -107,26 +104,7 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
         reasons.append(
             f"head_dim above 192 must be the value's too, got {spec.head_dim} and {spec.head_dim_v}"
         )
-    return (*reasons, *_against_bias(spec))
-
-
-def _against_bias(spec: AttentionSpec) -> Iterator[str]:
-    """Yield the reasons against a bias: it was tried on compute capability 9.0 alone."""
-    capability = spec.device.capability
-    if not spec.bias:
-        return
-    if capability is not None and capability[0] != 9:
-        yield f"compute capability must be 9.x with attn_bias, got {capability[0]}.{capability[1]}"
-    if spec.varlen:
-        yield "attn_bias must be None with packed tensors, got a tensor"
-    elif spec.windowed:
-        yield f"window_size must be (-1, -1) or causal with attn_bias, got {spec.window}"
-    elif spec.causal and spec.max_q != spec.max_k:
-        got = f"{spec.max_q} and {spec.max_k}"
-        yield f"query and key must have the same length with attn_bias and a causal mask, got {got}"
-    if spec.head_dim_v != spec.head_dim:
-        got = f"{spec.head_dim} and {spec.head_dim_v}"
-        yield f"head_dim of query and value must be the same with attn_bias, got {got}"
+    return tuple(reasons)
 
 
 def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
@@ -147,8 +125,6 @@ def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
     # Only here: a length that is read and that no cut names has all calls decided by exact lengths.
     elif (takes := 2 * spec.heads_q * spec.batch * spec.max_q * spec.max_k) > MOST_SCORES:
         yield f"to be deterministic it may allocate {MOST_SCORES} bytes, and would allocate {takes}"
-    if spec.bias:
-        yield "attn_bias must be None where deterministic algorithms are on, got a tensor"
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
@@ -157,9 +133,9 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     if not spec.varlen:
         yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
         if spec.window != (-1, -1):
-            yield from (Cut.beyond("max_q", "max_k", at=step) for step in ((0, 1) if spec.bias else (1,)))
+            yield Cut.beyond("max_q", "max_k", at=1)
         if spec.deterministic:
-            yield Cut.of("batch", "max_q", "max_k", at=MOST_SCORES // (2 * spec.heads_q) + 1)
+            yield Cut.of("batch", "max_q", "max_k", at=MOST_SCORES // (2 * max(spec.heads_q, 1)) + 1)
 
 
 def _builds(spec: AttentionSpec) -> bool:

@@ -13,7 +13,6 @@ from attnreg.backends.cudnn.execution_plans import ExecutionPlans
 from attnreg.backends.cudnn.lengths import inputs_of
 from attnreg.backends.cudnn.problem import (
     GIVEN,
-    STEP,
     PlanKind,
     Problem,
     Slot,
@@ -21,7 +20,6 @@ from attnreg.backends.cudnn.problem import (
     is_empty,
     kind_of,
     problem_of,
-    strides_of_scores,
 )
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
@@ -29,7 +27,6 @@ from attnreg.core.launching import rows
 from attnreg.core.launching.launchers import LSE, AddressLauncher, Launcher, Prepared
 from attnreg.core.launching.offsets import empty_results
 from attnreg.core.torchlib.layout import aligned, readable, stream_of, with_strides
-from attnreg.errors import UnsupportedInputError
 
 
 def forward(
@@ -60,14 +57,14 @@ def backward(
     out: Tensor,
     lse: Tensor,
     call: Call,
-) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value, in their shapes and dtype, then the bias's if wanted.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, in their shapes and dtype.
 
     `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
     """
     if is_empty(query, key, call):
-        inputs = query, key, value, call.attn_bias if call.bias_gradient else None
-        return tuple(x.new_zeros(x.shape) for x in inputs if x is not None)
+        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
+        return grad_q, grad_k, grad_v
     tensors = grad_out, query, key, value, out, lse
     return _run_backward(plans, kind_of("backward", tensors, call), tensors, call)
 
@@ -80,15 +77,14 @@ def _run_forward(
     Args:
         all_written: whether cuDNN is known to write every row of the results.
     """
-    bias = _readable_bias(tensors[0], tensors[1], call)
-    problem, (query, key, value) = _select(plans, kind, tensors, call, *bias)
+    problem, (query, key, value) = _select(plans, kind, tensors, call)
     *batch, count, heads, _ = query.shape
     out, size = query.new_empty((*query.shape[:-1], value.shape[-1])), (*batch, heads, count)
     lse = query.new_empty_strided(size, problem.lse_strides(size), dtype=torch.float32)
     if call.seqused_k is not None:
         out.zero_()
         lse.fill_(-torch.inf)
-    _run(plans, problem, (query, key, value, out, lse, *bias), call)
+    _run(plans, problem, (query, key, value, out, lse), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not all_written:
         rows.clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)
     return out, lse
@@ -96,65 +92,28 @@ def _run_forward(
 
 def _run_backward(
     plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients; see `_run_forward`."""
     grad_out, query, key, value, out, lse = tensors
     inputs = query, key, value
-    if kind.bias_gradient and (keys := key.shape[1]) % STEP:
-        # cuDNN 9.19 has no execution plan for a gradient with padded rows, and says so only after a while.
-        raise UnsupportedInputError(
-            f"key length must be a multiple of {STEP} for the gradient of attn_bias, got {keys}"
-        )
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
     query = _laid_out(query, kind.contiguous(Slot.Q)) if kind.packed else query
-    bias, wanted = _readable_bias(query, key, call), call.attn_bias
-    problem, read = _select(plans, kind, (grad_out, query, key, value, out), call, *bias)
-    # The weights of a row without a key are 0 with this LSE, whatever cuDNN has for a score there.
-    lse = torch.where(lse == -torch.inf, torch.inf, lse) if bias else lse
+    problem, read = _select(plans, kind, (grad_out, query, key, value, out), call)
     lse = with_strides(lse, problem.lse_strides(tuple(lse.shape)))
     shortened = call.seqused_k is not None
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) if shortened else x.new_empty(x.shape) for x in inputs)
-    of_bias = [_like_scores(x) for x in bias] if kind.bias_gradient else []
-    _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v, *bias, *of_bias), call)
+    _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not (all_written or shortened):
         rows.clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)
-    return grad_q, grad_k, grad_v, *(x.sum_to_size(wanted.shape) for x in of_bias if wanted is not None)
-
-
-def _readable_bias(query: Tensor, key: Tensor, call: Call) -> list[Tensor]:
-    """Return the bias as execution plans read it: (B, H, S_q, S_k), in the query's dtype; empty without one.
-
-    A dimension in which it is broadcast has stride 0. Only a bias that all queries share is copied, a row for
-    each of them, because cuDNN 9.19 computes wrong gradients with one.
-    """
-    bias, size = call.attn_bias, (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    if bias is None:
-        return []
-    if bias.dtype == torch.bool:
-        bias = query.new_zeros(()).masked_fill(~bias, -torch.inf)
-    if bias.dtype != query.dtype:
-        raise UnsupportedInputError(f"attn_bias must be boolean or {query.dtype}, got {bias.dtype}")
-    bias = bias.expand(size)
-    is_for_all = bias.stride(2) == 0 and size[2] > 1
-    in_steps = not (bias.data_ptr() % 16 or any(stride % STEP for stride in bias.stride()[:-1]))
-    if is_for_all or not in_steps or bias.stride(-1) != 1:
-        once = bias[tuple(slice(None if stride else 1) for stride in bias.stride()[:2])]
-        bias = _like_scores(once).copy_(once).expand(size)
-    return [bias]
-
-
-def _like_scores(x: Tensor) -> Tensor:
-    """Return a tensor of the size and dtype of `x`, (B, H, S_q, S_k), with rows of whole sixteen bytes."""
-    return x.new_empty_strided(x.shape, strides_of_scores(tuple(x.shape)))
+    return grad_q, grad_k, grad_v
 
 
 def _select(
-    plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call, *bias: Tensor
+    plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call
 ) -> tuple[Problem, list[Tensor]]:
     """Return the problem whose execution plan runs a call, and the tensors as it reads them."""
     read = [readable(x, repeats=False) for x in tensors]
-    problem = problem_of(kind, read, call)
-    problem, _ = plans.select(problem._replace(bias=bias[0].stride()) if bias else problem)
+    problem, _ = plans.select(problem_of(kind, read, call))
     return problem, [_laid_out(x, strides) for x, strides in zip(read, problem.strides, strict=True)]
 
 
@@ -187,7 +146,7 @@ def specialize(
     and dtypes of `forward` and `backward`: (B, S, H, D) or (T, H, D).
     """
     kind = kind_of(direction, tensors, call)
-    if call.seqused_k is not None or kind.bias or not (kind.heads_q and kind.heads_k):
+    if call.seqused_k is not None or not (kind.heads_q and kind.heads_k):
         return None
     # Without offsets, because the launcher would keep these tensors alive.
     constants = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)

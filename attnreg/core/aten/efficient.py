@@ -22,6 +22,7 @@ from attnreg.core.contract.lengths import bounds
 from attnreg.core.dispatch import calls
 from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
+from attnreg.core.torchlib.layout import contiguous_strides
 
 EFFICIENT = Native("efficient", kernel="torch's efficient_attention kernel")
 OP = "_efficient_attention"
@@ -30,6 +31,9 @@ OP = "_efficient_attention"
 TOP_LEFT, BOTTOM_RIGHT = 1, 2
 
 LSE_STEP = 32  # kAlignLSE of torch's kernel
+BIAS_STEP = (
+    16  # and the rows of a bias's gradient: `_efficient_attention_backward` in torch's attention_backward.cu
+)
 
 LSE = EfficientForward._fields.index("compute_log_sumexp")
 
@@ -211,8 +215,20 @@ def _laid_out(grad: Tensor, model: Tensor) -> Tensor:
 
 
 def _whole(grad: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the gradient of a bias, (B, H, S_q, S_k), with 0 for keys that no query sees."""
-    return grad if bias is None else F.pad(grad, (0, bias.shape[-1] - grad.shape[-1]))
+    """Return the gradient of a bias, (B, H, S_q, S_k), with 0 for keys that no query sees.
+
+    Its rows lie as torch's kernel writes them and as the meta function says, which compiled code relies on.
+    """
+    if bias is None:
+        return grad
+    *sizes, keys = bias.shape
+    apart = *sizes, keys + -keys % BIAS_STEP
+    if grad.shape == bias.shape and grad.stride() == contiguous_strides(apart):
+        return grad
+    rows = grad.new_empty(apart)[..., :keys]
+    rows[..., : grad.shape[-1]] = grad
+    rows[..., grad.shape[-1] :] = 0
+    return rows
 
 
 _FORWARD, _BACKWARD = OpLayout(query=0, token_result=TOKEN), OpLayout(query=1, token_argument=13)

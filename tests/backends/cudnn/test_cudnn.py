@@ -140,7 +140,6 @@ def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, fa
 # What it refuses
 
 MASKED = "a masked dense call must have no more queries than keys, got 65 and 64"
-SQUARE = "query and key must have the same length with attn_bias and a causal mask, got 64 and 65"
 SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
 
 
@@ -163,26 +162,7 @@ SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
         ({"head_dim": 20, "head_dim_v": 64}, ""),
         ({"head_dim": 260, "head_dim_v": 64}, "head_dim must be 8 to 256 in steps of 8, got 260"),
         ({"dtype": "float32"}, "dtype must be float16 or bfloat16, got float32"),
-        ({"bias": True, "max_k": 66}, ""),
-        ({"bias": True, "bias_gradient": True, "max_k": 65}, ""),
-        (
-            {"bias": True, "varlen": True, "max_k": 65},
-            "attn_bias must be None with packed tensors, got a tensor",
-        ),
-        ({"bias": True, "window": (-1, 0), "max_q": 65, "max_k": 65}, ""),
-        ({"bias": True, "window": (-1, 0), "max_k": 65}, SQUARE),
-        (
-            {"bias": True, "window": (4, 0), "max_k": 65},
-            "window_size must be (-1, -1) or causal with attn_bias, got (4, 0)",
-        ),
-        (
-            {"bias": True, "device": "sm_100", "max_k": 65},
-            "compute capability must be 9.x with attn_bias, got 10.0",
-        ),
-        (
-            {"bias": True, "head_dim_v": 64, "max_k": 65},
-            "head_dim of query and value must be the same with attn_bias, got 128 and 64",
-        ),
+        ({"bias": True}, "attn_bias must be None, got a tensor"),
         ({"batch": 65536}, "batch must be 0 to 65535, got 65536"),
         ({"batch": 65536, "varlen": True}, "batch must be 0 to 65535, got 65536"),
         ({"heads_q": 65536, "heads_k": 8}, "query heads must be 0 to 65535, got 65536"),
@@ -199,7 +179,7 @@ def is_reached(cut, lengths):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)])
 @pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_lengths_that_no_cut_parts_are_refused_alike(monkeypatch, window, varlen, options):
     monkeypatch.setattr(cudnn, "MOST_SCORES", 2 * 2 * 8 * 64 * 64)
     refusals = {}
@@ -239,10 +219,6 @@ PACKED = (
         ),
         ({"varlen": True}, PACKED),
         ({"device": "sm_80"}, "compute capability must be 9.x to be deterministic, got 8.0"),
-        (
-            {"bias": True, "max_k": 65},
-            "attn_bias must be None where deterministic algorithms are on, got a tensor",
-        ),
     ],
 )
 def test_a_backward_is_deterministic_where_a_number_for_each_score_fits(changes, reason):
