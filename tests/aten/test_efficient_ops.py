@@ -160,9 +160,18 @@ NO_GRADIENT = "attn_bias must need no gradient"
 
 @pytest.fixture
 def without_gradient(fake):
-    """Register a backend with biases and dropout, but without gradients of a bias; returns its name."""
-    attnreg.register_backend(fake("plain", bias=True, dropout=True).backend)
-    return "plain"
+    """Return a function that registers a backend without gradients of a bias until the test ends.
+
+    A test calls it after `route`: what is installed before isn't taken out any more.
+    """
+    with contextlib.ExitStack() as registered:
+
+        def register():
+            backend = fake("plain", bias=True, dropout=True).backend
+            registered.enter_context(attnreg.register_backend(backend))
+            return backend.name
+
+        yield register
 
 
 @pytest.mark.parametrize("enter", [attnreg.register_backend, attnreg.use_backend])
@@ -171,6 +180,7 @@ def test_the_gradient_of_a_bias_comes_from_a_backend_that_declares_it(
     route, ran, enter, name, without_gradient
 ):
     route(native_kernels())
+    without_gradient()
     leaf = F.pad(ADDED[:1], (0, 2)).requires_grad_()
     inputs = qkv()
     with enter(name):
@@ -215,7 +225,7 @@ def test_a_bias_may_be_all_that_needs_a_gradient(route, ran, first):
 def test_strict_makes_it_an_error_that_another_backend_gives_the_gradient_of_a_bias(route, without_gradient):
     route(native_kernels())
     attnreg.configure({"strict": True})
-    with attnreg.use_backend(without_gradient):
+    with attnreg.use_backend(without_gradient()):
         out = call(qkv(), bias=in_steps(ADDED).requires_grad_())[0]
         with pytest.raises(UnsupportedInputError, match="strict"):
             out.sum().backward()
@@ -226,6 +236,7 @@ def test_with_dropout_the_gradient_of_a_bias_has_its_backend_run_the_forward_too
 ):
     kernels = native_kernels()
     route(kernels)
+    without_gradient()
     bias = in_steps(ADDED).requires_grad_()
     call(qkv(), bias=bias, dropout=0.2)[0].sum().backward()
     assert ran() == {"efficient": (1, 1)}
