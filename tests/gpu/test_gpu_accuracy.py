@@ -164,8 +164,7 @@ def test_further_head_dims_are_right(named, dim):
 @pytest.mark.slow_for("FA4", "cuDNN")
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_windows_are_right_or_refused(named, window):
-    # cuDNN takes no mask over more queries than keys. Of a window that is open to one side FA2's kernels make
-    # another one there.
+    # cuDNN takes no mask over more queries than keys. There FA2 changes a window that is open to a side.
     refused = {"cuDNN": 1, "FA2": int(window == (100, -1))}
     hold(named, [dense(q, k, window=window) for q, k in ((63, 203), (113, 113), (203, 63))], refused)
     hold(named, [ragged(*RAGGED, window=window)])

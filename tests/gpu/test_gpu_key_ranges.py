@@ -81,9 +81,9 @@ def test_branches_with_a_shared_prefix_run_on_it_and_are_as_their_paths(named, r
 
 
 def drawn(lengths, seed=0):
-    """Return packed inputs, and one range of keys a query; no key for a long run of queries, if there is one.
+    """Return packed inputs, and a range of keys for each query.
 
-    So there are blocks of queries without a key, and blocks of keys without a query.
+    A long run of queries has no key, so that blocks of queries have no key, and blocks of keys no query.
     """
     given = gpu.packed(lengths, heads=(4, 2), seed=seed)
     generator = torch.Generator().manual_seed(seed)

@@ -51,9 +51,9 @@ class Family(NamedTuple):
         causal, packed, seqused, grad_lse: whether the call has the property or argument.
         deterministic: whether the call is a deterministic backward.
         sinks, repeated: the dtype of sinks, and the `repeated_dims` of tensors. A spec has neither.
-        ranges: of a call with `key_ranges`, how many each query has in the compiled mask, and whether the
-            query has one head, on which the table of blocks depends. False without. A spec has only whether
-            there are any.
+        ranges: the number of ranges of a query in the compiled mask, and whether the query has a single head:
+            the table of blocks depends on that. False for a call without `key_ranges`. A spec says only
+            whether a call has them.
     """
 
     direction: str

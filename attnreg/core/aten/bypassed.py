@@ -169,7 +169,7 @@ def reasons_of_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[s
 def _with_batch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return tensors (H, S, D) and their mask with a batch of one where torch's selector does so."""
+    """Add a batch of size 1 to tensors (H, S, D) and their mask where torch's selector adds it."""
     if not (versions.SELECTOR_BROADCASTS and query.dim() == key.dim() == value.dim() == 3):
         return query, key, value, mask
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
