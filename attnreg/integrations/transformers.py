@@ -306,7 +306,7 @@ def _dense_with_documents(mask: SharedMask, packing: Packing) -> Tensor:
 
 
 def _fitted(mask: SharedMask, sizes: tuple[int, int, int]) -> SharedMask | Tensor:
-    """Return a mask for tensors of a layer's sizes; a dense one if one row, or one query, stands for all.
+    """Return a mask for tensors of a layer's sizes. It is dense if a single row or query stands for all.
 
     Raises an error if it fits in no such way.
     """

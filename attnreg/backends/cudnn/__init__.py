@@ -33,7 +33,7 @@ from attnreg.core.contract.spec import AttentionSpec
 PACKAGE = "nvidia-cudnn-frontend"
 
 # The most bytes that a deterministic backward may allocate.
-MOST_SCORES = 2**30
+MOST_BYTES = 2**30
 
 
 class _CuDNNBackward(Capabilities):
@@ -55,7 +55,6 @@ _BOTH: dict[str, Any] = {
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "capture"), True),
 }
 FORWARD = Capabilities(**_BOTH, deterministic=True)
-# With False cuDNN's backward is never deterministic.
 BACKWARD = _CuDNNBackward(**_BOTH, deterministic=True, delta_from_out=True)
 
 
@@ -123,8 +122,8 @@ def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
             f"{LEAST_LENGTH}^2 * 2 bytes"
         )
     # Only here: a length that is read and that no cut names has all calls decided by exact lengths.
-    elif (takes := 2 * spec.heads_q * spec.batch * spec.max_q * spec.max_k) > MOST_SCORES:
-        yield f"to be deterministic it may allocate {MOST_SCORES} bytes, and would allocate {takes}"
+    elif (takes := 2 * spec.heads_q * spec.batch * spec.max_q * spec.max_k) > MOST_BYTES:
+        yield f"to be deterministic it may allocate {MOST_BYTES} bytes, and would allocate {takes}"
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
@@ -135,7 +134,7 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
         if spec.window != (-1, -1):
             yield Cut.beyond("max_q", "max_k", at=1)
         if spec.deterministic:
-            yield Cut.of("batch", "max_q", "max_k", at=MOST_SCORES // (2 * max(spec.heads_q, 1)) + 1)
+            yield Cut.of("batch", "max_q", "max_k", at=MOST_BYTES // (2 * max(spec.heads_q, 1)) + 1)
 
 
 def _builds(spec: AttentionSpec) -> bool:

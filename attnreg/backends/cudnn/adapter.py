@@ -17,7 +17,6 @@ from attnreg.backends.cudnn.problem import (
     Problem,
     Slot,
     Strides,
-    is_empty,
     kind_of,
     problem_of,
 )
@@ -25,7 +24,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
 from attnreg.core.launching import rows
 from attnreg.core.launching.launchers import LSE, AddressLauncher, Launcher, Prepared
-from attnreg.core.launching.offsets import empty_results
+from attnreg.core.launching.offsets import empty_results, is_empty
 from attnreg.core.torchlib.layout import aligned, readable, stream_of, with_strides
 
 

@@ -139,16 +139,6 @@ class Problem(NamedTuple):
         )
 
 
-def is_empty(query: Tensor, key: Tensor, call: Call) -> bool:
-    """Whether a call has no score to compute; no graph can describe such a call.
-
-    Query and key are (B, S, H, D) or packed (T, H, D), in any dtype.
-    """
-    if call.cu_seqlens_q is not None and call.cu_seqlens_q.shape[0] < 2:
-        return True
-    return not (query.numel() and key.numel() and call.max_q and call.max_k)
-
-
 def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> PlanKind:
     """Return the kind of a call on a function's tensors.
 

@@ -181,7 +181,7 @@ def is_reached(cut, lengths):
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_lengths_that_no_cut_parts_are_refused_alike(monkeypatch, window, varlen, options):
-    monkeypatch.setattr(cudnn, "MOST_SCORES", 2 * 2 * 8 * 64 * 64)
+    monkeypatch.setattr(cudnn, "MOST_BYTES", 2 * 2 * 8 * 64 * 64)
     refusals = {}
     for max_q, max_k in itertools.product((1, 2, 3, 64, 65), repeat=2):
         spec = gpu_spec(window=window, varlen=varlen, max_q=max_q, max_k=max_k, **options)

@@ -120,8 +120,8 @@ inline std::optional<Read> derived_by_python(
   return read;
 }
 
-// What a kernel has written of the offsets, or writes now if they are new. After a while Python has the device compare it:
-// so it stays here, also where the offsets' tensors are written to and counted, until 64 others have come.
+// What a kernel has written of the offsets, or writes now if they are new. It is kept until the offsets' tensors have gone or
+// 64 others have come: what is dropped earlier would be written anew, and nobody would compare what calls have read.
 inline std::optional<Read> kept_written(
     const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const OffsetsKernel& kernel = *launcher.kernel;
