@@ -237,6 +237,24 @@ def test_only_the_thread_of_the_kit_runs_a_kernel_unverified(kernel):
     assert calls_of(name) == {"forward": 1}
 
 
+@pytest.mark.parametrize("front", ["use_backend", "(backend=)"])
+def test_the_backward_of_a_check_runs_unverified_on_a_gpu_too(front, kernel, verified, monkeypatch):
+    grad = torch.autograd.grad
+
+    def of_a_gpu(*arguments):
+        if torch.autograd.is_multithreading_enabled():  # autograd has a thread for each GPU
+            return run_in_thread(lambda: grad(*arguments))
+        return grad(*arguments)
+
+    monkeypatch.setattr(torch.autograd, "grad", of_a_gpu)
+    kit = Conformance(kernel(), "cpu", ["float32"])
+    checks = [check for check in kit.checks if check.front.endswith(front)]
+    outcomes = [kit.run(check) for check in checks]
+    assert [outcome.failure for outcome in outcomes] == [""] * len(checks)
+    assert any("dq" in outcome.errors for outcome in outcomes)
+    assert verified == []
+
+
 @pytest.mark.parametrize("failure", ["torch.OutOfMemoryError", "MemoryError", "RuntimeError"])
 def test_a_full_device_says_nothing_of_a_kernel(kernel, failure):
     said = "CUDA error: an illegal memory access was encountered" if failure == "RuntimeError" else "full"

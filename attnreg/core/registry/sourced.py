@@ -35,9 +35,14 @@ def under_test(name: str, changed: Callable[[], None]) -> Iterator[None]:
     if not is_hub_name(name):
         yield
         return
+    from torch.autograd import set_multithreading_enabled  # here: recorded calls are decided without torch
+
     token = _tested.set(name)
     try:
-        yield
+        # Autograd has a thread for the backwards of each GPU, which has none of our context variables. On it
+        # the kernel would have to be verified first, by a process that waits for this one.
+        with set_multithreading_enabled(False):
+            yield
     finally:
         _tested.reset(token)
         changed()
