@@ -320,7 +320,7 @@ def choice_or_error(names: tuple[str, ...], source: str = "") -> scope.ScopedCho
     """Return the choice of a block, or the error: Dynamo, which traces calls of this, would wrap it."""
     try:
         choice = scope.preferred(names, source)
-        aten.ensure()
+        aten.ensure_often()
     except AttnregError as error:
         return error
     return choice

@@ -128,6 +128,32 @@ def test_an_override_after_the_routers_is_named_once_and_wherever_users_look(pac
     assert attnreg.stats().overridden == () and caplog.messages == [note]
 
 
+def test_blocks_look_for_overrides_a_hundredth_of_the_time(monkeypatch, caplog):
+    attnreg.install()
+    now, looks, look = [0.0], [], captured.warn_if_shadowed
+
+    def slow_look():
+        now[0] += 1.0
+        looks.append(now[0])
+        look()
+
+    def blocks(count):
+        for _ in range(count):
+            with attnreg.use_backend("math"):
+                now[0] += 1.0
+
+    monkeypatch.setattr(captured, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(captured, "warn_if_shadowed", slow_look)
+    blocks(250)
+    assert looks == [1.0, 101.0, 201.0]
+    other = Override(CPU_OP, "CPU")
+    blocks(47)
+    assert caplog.messages == []
+    blocks(1)
+    assert caplog.messages == [*attnreg.stats().overridden]
+    other.remove()
+
+
 def test_an_implementation_of_torchs_registry_is_named_with_the_ops_that_it_overrides(fa4, monkeypatch):
     def cudnn():
         overrides = [Override(aten.ABOVE[2], "CUDA"), Override(aten.ABOVE[3], "CUDA")]
