@@ -97,7 +97,7 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
 
 
 def ensure_often() -> None:
-    """Register the routers as `ensure` does, for blocks: looking for overrides takes a hundredth of the time."""
+    """Register the routers for a block: as `ensure`, but overrides are looked for a hundredth of the time."""
     if _remove is None:
         ensure()
         return
