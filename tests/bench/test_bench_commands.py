@@ -145,7 +145,7 @@ def test_each_prints_a_table_saves_json_and_draws(bench, command, tmp_path):
     out, plot = tmp_path / "found.json", tmp_path / "found.png"
     ended = bench(command, "--quick", "--rounds", "1", "--out", str(out), "--plot", str(plot))
     assert ended.exit_code == 0, ended.output
-    assert f"torch {torch.__version__}" in words(ended) and "forward" in ended.stdout
+    assert f"torch {torch.__version__}" in ended.stdout and "forward" in ended.stdout
     assert json.loads(out.read_text())["results"]
     picture = imread(plot)
     assert picture.shape[0] > 300 and picture.shape[1] > 600

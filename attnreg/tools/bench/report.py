@@ -7,6 +7,7 @@ import json
 import platform
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -160,8 +161,12 @@ def show(
 
 def show_machine(place: Console | None = None, known: dict[str, str] | None = None) -> None:
     """Print what the figures were measured on, unless that is `known` already."""
-    facts = " · ".join(f"{key} {value}" for key, value in (known or machine()).items())
-    (place or Console(width=110)).print(Text(facts))
+    facts = [f"{key} {value}" for key, value in (known or machine()).items()]
+    place = place or Console(width=110)
+    # A fact stays on a line: only the spaces around the dots may break it.
+    joined = " · ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
+    for line in textwrap.wrap(joined, place.width, break_long_words=False, break_on_hyphens=False):
+        place.print(Text(line.replace("\N{NO-BREAK SPACE}", " ")))
 
 
 def machine() -> dict[str, str]:
