@@ -1,8 +1,9 @@
 """The common part of flash-attn's functions: their options, and calls that `varlen_attn` doesn't support.
 
 A packed call goes to `varlen_attn` unless it has `deterministic=True`. A dense call goes to backends in its
-layout, because flattening a transposed tensor would copy it. Under torch.compile, and for modes, subclasses
-and function transforms, which have to see an op, a dense call becomes a packed call of equal lengths.
+layout, because flattening a transposed tensor would copy it, and by the call cache unless it has options that
+the cache leaves out. Under torch.compile, and for modes, subclasses and function transforms, which have to
+see an op, a dense call becomes a packed call of equal lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from attnreg.core.contract.backend import Call
-from attnreg.core.dispatch import scope
+from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.dispatch.calls import plan_for, wants_deterministic
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_in_memory
@@ -235,13 +236,17 @@ def check_strided(name: str, tensor: Tensor) -> None:
         raise InvalidInputError(f"{name}: got {got}, expected torch.strided")
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True) -> Results:
     """Return the output (B, S_q, H, D_v) and the LSE, float32 (B, H, S_q), of a dense batch.
+
+    Without `with_lse` the LSE may be None.
 
     Raises:
         InvalidInputError: the arguments contradict each other.
         UnsupportedInputError: no backend can run the call.
     """
+    if (results := _attend_kept(q, k, v, options, with_lse)) is not None:
+        return results
     check_dense(q, k, v)
     check_tensors(alibi_slopes=options.alibi_slopes)
     if options.alibi_slopes is not None:
@@ -252,6 +257,28 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Results:
     offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     return unpacked(*attend_packed(q, k, v, (*offsets, length_q, length_k), options), batch, length_q)
+
+
+def _attend_kept(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> Results | None:
+    """Return the results of a dense call as most are, by the call cache.
+
+    None for other calls, and for arguments that contradict each other.
+    """
+    if torch.compiler.is_compiling() or spread.is_on:
+        return None
+    cache = call_cache.active if call_cache.is_loaded else call_cache.load()
+    dropout, scale, causal, window_size, softcap, slopes, deterministic = options
+    is_left_out = dropout != 0 or softcap != 0 or slopes is not None or deterministic
+    if cache is None or is_left_out:
+        return None
+    choice = scope.current()
+    number = 0 if choice is None else choice.number
+    results = cache.varlen(
+        q, k, v, None, None, 0, 0, causal, window_size, scale, True, number, with_lse, None, None
+    )
+    if results is None or not with_lse:
+        return results  # type: ignore[no-any-return]
+    return results[0], results[1].float().contiguous()
 
 
 def unpacked(out: Tensor, lse: Tensor, batch: int, length: int) -> Results:

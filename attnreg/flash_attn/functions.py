@@ -72,7 +72,8 @@ def flash_attn_func(
     if dropout_p and return_attn_probs:
         check_dense(q, k, v)
         return dropped_weights.attend(q, k, v, options, (None, None, q.shape[1], k.shape[1]))
-    return returned(attend_dense(q, k, v, options), return_attn_probs)  # type: ignore[no-any-return]
+    results = attend_dense(q, k, v, options, return_attn_probs)
+    return returned(results, return_attn_probs)  # type: ignore[no-any-return]
 
 
 @naming(_OF_QKV)

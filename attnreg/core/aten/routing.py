@@ -25,13 +25,12 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, bounds
 from attnreg.core.contract.spec import Direction
 from attnreg.core.dispatch import call_cache, calls, counters, scope, trace
-from attnreg.core.dispatch.call_cache import PASSES_ALL, Kept, PassesAll, kept_for
+from attnreg.core.dispatch.call_cache import PASSES_ALL, Kept, PassesAll
 from attnreg.core.dispatch.declined import NOBODY, Declined, retry_on_decline
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.dispatch.state import Plan, state
 from attnreg.core.launching.memory import check_in_memory, inputs_of
-from attnreg.core.launching.offsets import every_row_sees_a_key
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import inductor_is_running, readable, with_last_stride_1
 from attnreg.errors import UnsupportedInputError
@@ -232,10 +231,9 @@ def kept_dense(
     auxiliary: tuple[Any, ...] = (),
     cuts: tuple[Cut, ...] = (),
 ) -> Kept | None:
-    """Return how the call cache runs further calls like this dense call; see `kept_for`.
+    """Return how the call cache runs further calls like this call of a dense op; see `kept_for`.
 
-    None where a call needs more than the kernel: a key that no query sees, a row that sees no key, or the
-    conversion of a float64 LSE.
+    None also where no query sees a key: its gradient is none of the kernel's.
 
     Args:
         plan, call: the call and its plan.
@@ -244,11 +242,9 @@ def kept_dense(
         auxiliary: models of the op's results after output and LSE.
         cuts: where the plan changes with lengths.
     """
-    is_float64 = tensors[0].dtype == torch.float64
-    query, key, _ = inputs_of(tensors)
-    if call.max_k != length_k or is_float64 or not every_row_sees_a_key(query, key, call):
+    if call.max_k != length_k:
         return None
-    return kept_for(plan, tensors, call, auxiliary, cuts)
+    return call_cache.kept_dense(plan, tensors, call, auxiliary, cuts)
 
 
 def with_lasting_offsets(call: Call) -> Call:

@@ -154,6 +154,23 @@ def kept_for(
     return Kept(launcher, plan, is_final, auxiliary, bool(_counted(call)), cuts)
 
 
+def kept_dense(
+    plan: Plan,
+    tensors: tuple[Tensor, ...],
+    call: Call,
+    auxiliary: tuple[Any, ...] = (),
+    cuts: tuple[Cut, ...] = (),
+) -> Kept | None:
+    """Return `kept_for` of a dense call, whose tensors are (B, S, H, D), with the LSE (B, H, S).
+
+    None where a call needs more than the kernel: a row that sees no key, or the conversion of a float64 LSE.
+    """
+    query, key, _ = inputs_of(tensors)
+    if query.dtype == torch.float64 or not every_row_sees_a_key(query, key, call):
+        return None
+    return kept_for(plan, tensors, call, auxiliary, cuts)
+
+
 def _counted(call: Call) -> tuple[str, ...]:
     """Return the options that results would be rescaled for, if the kernel didn't count them."""
     return tuple(row.name for row in options_on(call) if row.rescales)

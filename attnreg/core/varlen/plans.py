@@ -41,7 +41,7 @@ from attnreg.core.varlen.sinks import counted, may_be_counted, rescaled_for, wit
 from attnreg.core.varlen.spread import check_is_whole
 from attnreg.errors import InvalidInputError, UnsupportedInputError
 
-# `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`.
+# `cu_seq_q`, `cu_seq_k`, `max_q` and `max_k`; a dense call has no offsets.
 Lengths = tuple[Tensor, Tensor | None, int, int]
 
 
@@ -265,10 +265,12 @@ def _in_deterministic_mode() -> Iterator[None]:
 
 
 def _kept(ran: Ran, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ...]) -> Kept | None:
-    """Return how the call cache repeats a packed call; `cuts` are as in `Kept`."""
+    """Return how the call cache repeats a call; `cuts` are as in `Kept`."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
+    if cu_seqlens_q is None:
+        return call_cache.kept_dense(ran.plan, tensors, ran.given, cuts=cuts)
     has_keys = cu_seqlens_k is not None or call.block_table is not None
-    if call_cache.load() is None or cu_seqlens_q is None or not has_keys:
+    if call_cache.load() is None or not has_keys:
         return None
     if needs_graph_memory(cu_seqlens_q):
         return None  # what is kept would lie in the graph's memory
@@ -283,6 +285,8 @@ def _kept(ran: Ran, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ..
 def _plan(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
     lengths, (is_causal, window_size, scale, enable_gqa, choice) = rest[:4], rest[4:9]
     needs_backward, sinks, used, table = rest[9:]
+    if lengths[0] is None:  # of a dense call the tensors say the lengths
+        lengths = None, None, query.shape[1], key.shape[1]
     check_is_whole(lengths[0], query)
     if not enable_gqa:
         check_heads(query, key, value, lengths)

@@ -1,4 +1,5 @@
-// The front of `varlen_attn`: looks a call up, runs what is kept or asks Python, and records the call for autograd.
+// The front of `varlen_attn` and of flash-attn's dense function: looks a call up, runs what is kept or asks Python, and
+// records the call for autograd.
 
 #pragma once
 
@@ -37,15 +38,16 @@ inline void record(
   }
   node->saved[3] = torch::autograd::SavedVariable(results[0], true);
   node->saved[4] = torch::autograd::SavedVariable(results[1], returns_lse);
-  node->saved[5] = torch::autograd::SavedVariable(tensors[3], false);
-  node->saved[6] = torch::autograd::SavedVariable(tensors[4], false);
+  for (size_t i = 3; i < 5; i++) {  // none of a dense call
+    node->saved[i + 2] = torch::autograd::SavedVariable(i < tensors.size() ? tensors[i] : at::Tensor(), false);
+  }
   node->saved[7] = torch::autograd::SavedVariable(sinks, false);
 }
 
 // Have Python run a forward by its plan, and count sinks unless they are None; the caller owns the interpreter's lock.
 inline Tensors planned_forward(
     PyObject* const* arguments, bool needs_gradient, PyObject* sinks, PyObject* used, PyObject* table, const Key& key,
-    const Lengths& lengths, uint64_t generation) {
+    const Lengths& lengths, uint64_t generation, size_t tensors = 5) {
   std::vector<PyObject*> given(arguments, arguments + 12);
   given.push_back(needs_gradient ? Py_True : Py_False);
   given.push_back(sinks);
@@ -57,7 +59,7 @@ inline Tensors planned_forward(
     throw_error_of_python();
   }
   Tensors results{tensor_of(out), tensor_of(lse)};
-  keep_described(key, lengths, generation, described, 5, nullptr);
+  keep_described(key, lengths, generation, described, tensors, nullptr);
   return results;
 }
 
@@ -83,7 +85,8 @@ inline bool read_optional(PyObject* argument, at::Tensor& tensor) {
   return is_plain(tensor);
 }
 
-// Return output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd. The last three
+// Return output and LSE of a call of `varlen_attn`, or of a dense call, whose offsets are None. None where Python has to
+// connect it to autograd, or to say what is wrong with a dense call. The last three
 // arguments say whether the program gets the LSE, which is None otherwise, and are checked sinks, or None, and how many
 // keys of each sequence count, or None.
 inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -106,6 +109,14 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   // A kernel isn't given sinks where the program gets the LSE: see `varlen.sinks`.
   const bool returns_lse = arguments[12] == Py_True;
   const at::Tensor to_count = returns_lse ? at::Tensor() : sinks;
+  if (!has_offsets(tensors, 0)) {
+    Lengths dense;
+    if (!read_dense_lengths(tensors, 0, dense) || !std::all_of(tensors.begin(), tensors.end(), is_in_memory)) {
+      Py_RETURN_NONE;
+    }
+    call.max_q = dense.numbers[Lengths::kMaxQ];
+    call.max_k = dense.numbers[Lengths::kMaxK];
+  }
   if (used.defined() && (needs_gradient || sinks.defined())) {
     Py_RETURN_NONE;  // the node keeps no counts, and no launcher is given both
   }
@@ -125,7 +136,7 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     }
     if (!done) {
       PyObject* given = to_count.defined() ? arguments[13] : Py_None;
-      results = planned_forward(arguments, needs_gradient, given, arguments[14], Py_None, key, lengths, found.generation);
+      results = planned_forward(arguments, needs_gradient, given, arguments[14], Py_None, key, lengths, found.generation, tensors.size());
       counted = to_count.defined();
     }
     if (sinks.defined() && !counted) {

@@ -1,8 +1,9 @@
-// The autograd node of `varlen_attn`, for eager calls and for compiled autograd.
+// The autograd node of `varlen_attn` and of dense calls, for eager calls and for compiled autograd.
 
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -36,7 +37,7 @@ auto make_node(Given&&... given) {
 
 // The backward of a call. It keeps what the forward had; torch checks that it hasn't been written to since.
 struct VarlenBackward final : public torch::autograd::Node {
-  std::array<torch::autograd::SavedVariable, 8> saved;  // query, key, value, output, LSE, both offsets, sinks
+  std::array<torch::autograd::SavedVariable, 8> saved;  // query, key, value, output, LSE, both offsets (none of a dense call), sinks
   VarlenCall call{};
   Facts known;  // what was known of the rows
   bool returns_lse = false;  // whether the LSE is a result of the node, too
@@ -68,6 +69,9 @@ struct VarlenBackward final : public torch::autograd::Node {
     tensors[0] = grads[0].defined() ? as_rows(as_memory(grads[0])) : at::zeros_like(tensors[4]);
     const at::Tensor sinks = std::move(tensors.back());
     tensors.pop_back();
+    if (!tensors.back().defined()) {
+      tensors.resize(tensors.size() - 2);
+    }
     torch::autograd::variable_list results(4);
     const bool is_batched = is_batch(grads[0]) || is_batch(grad_lse);
     {
@@ -157,9 +161,19 @@ struct VarlenBackward final : public torch::autograd::Node {
     const auto& p = packed;
     const c10::IValue none;
     const at::Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(p[3].toTensor());
-    torch::jit::Stack stack{grad_out, p[0], p[1], p[2], p[3], p[4], p[5], p[6],
+    const bool is_packed = p[5].isTensor();
+    const auto rows = [&](const c10::IValue& x) -> c10::IValue { return is_packed ? x : c10::IValue(x.toTensor().flatten(0, 1)); };
+    const auto lse = [&](const c10::IValue& x) -> c10::IValue {
+      return is_packed ? x : c10::IValue(x.toTensor().transpose(0, 1).flatten(1));
+    };
+    // The op takes packed calls alone, and a dense call is a packed call of equal lengths.
+    const auto offsets = [&](size_t place, const at::Tensor& dense) -> c10::IValue {
+      return is_packed ? p[place] : c10::IValue(at::arange(0, dense.size(0) + 1, dense.options().dtype(at::kInt)) * dense.size(1));
+    };
+    torch::jit::Stack stack{rows(grad_out), rows(p[0]), rows(p[1]), rows(p[2]), rows(p[3]), lse(p[4]),
+                            offsets(5, p[0].toTensor()), offsets(6, p[1].toTensor()),
                             p[8], p[9], false, none, p[10], p[11], none, none, "", p[12], 0.0,
-                            has_lse ? c10::IValue(grads[1]) : none};
+                            has_lse ? lse(grads[1]) : none};
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("attnreg::_varlen_attn_backward", "");
     const auto& arguments = op.schema().arguments();
     for (size_t number = stack.size(); number < arguments.size(); ++number) {
@@ -167,6 +181,9 @@ struct VarlenBackward final : public torch::autograd::Node {
     }
     op.callBoxed(stack);
     torch::autograd::variable_list results{stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor(), at::Tensor()};
+    for (size_t i = 0; i < 3 && !is_packed; i++) {
+      results[i] = results[i].view_as(p[i].toTensor());
+    }
     if (p[7].isTensor()) {
       const at::Tensor out = p[3].toTensor(), lse = p[4].toTensor(), sinks = p[7].toTensor();
       results[3] = of_sinks(grad_out, out, lse, sinks, has_lse ? grads[1] : at::Tensor());
@@ -207,6 +224,9 @@ struct VarlenBackward final : public torch::autograd::Node {
     std::vector<Object> given;
     for (const at::Tensor& one : tensors) {
       given.push_back(owned(THPVariable_Wrap(one)));
+    }
+    for (size_t i = tensors.size(); i < 8; i++) {
+      given.push_back((Py_INCREF(Py_None), owned(Py_None)));  // a dense call has no offsets
     }
     for (const int64_t number : {call.max_q, call.max_k}) {
       given.push_back(owned(PyLong_FromLongLong(number)));

@@ -22,9 +22,29 @@ struct Further {
   bool fills_queries = false;  // whether every row of the query is known to belong to a sequence
 };
 
+// Whether the tensors of a forward or, behind a gradient (`query` is 1), a backward end in both offsets; those of a dense
+// call, (B, S, H, D), don't.
+inline bool has_offsets(const Tensors& tensors, size_t query) {
+  return tensors.size() == (query == 0 ? 5 : 8);
+}
+
+// The lengths of a dense call; false where they don't fit each other.
+inline bool read_dense_lengths(const Tensors& tensors, size_t query, Lengths& lengths) {
+  const at::Tensor &q = tensors[query], &k = tensors[query + 1], &v = tensors[query + 2];
+  if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || k.size(0) != q.size(0) || v.size(0) != q.size(0) || v.size(1) != k.size(1)) {
+    return false;
+  }
+  const int64_t batch = q.size(0), max_q = q.size(1), max_k = k.size(1);
+  lengths = {{batch, max_q, max_k, batch * max_q, batch * max_k}};
+  return true;
+}
+
 // The lengths of a call, whose tensors are those of a forward or, behind a gradient, a backward; offsets come last.
 // False where they don't fit each other, which Python says.
 inline bool read_lengths(const VarlenCall& call, const Tensors& tensors, size_t query, const Further& further, Lengths& lengths) {
+  if (!has_offsets(tensors, query)) {
+    return read_dense_lengths(tensors, query, lengths);
+  }
   const at::Tensor &used = further.used, &table = further.table;
   const int64_t of_keys = table.defined() ? 4 : 3;
   const at::Tensor &q = tensors[query], &k = tensors[query + 1], &v = tensors[query + 2];
@@ -55,11 +75,16 @@ inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tenso
     return key;
   }
   const size_t count = tensors.size();
-  key.append({site, call.choice, *modes, call.causal | call.gqa << 1 | tensors[count - 2].is_same(tensors[count - 1]) << 2 | used.defined() << 3 | table.defined() << 4,
+  const bool is_packed = has_offsets(tensors, query);
+  // Where torch 2.11 keeps its cuDNN graphs by the strides of all but the gradient, these have to be the output's.
+  const bool last = is_packed ? tensors[count - 2].is_same(tensors[count - 1])
+                              : query == 1 && tensors[0].strides() == tensors[kLse - 1].strides();
+  key.append({site, call.choice, *modes, call.causal | call.gqa << 1 | last << 2 | used.defined() << 3 | table.defined() << 4,
               call.left, call.right, call.scale ? bits_of(*call.scale) : 0, call.scale.has_value()});
   for (size_t i = 0; i < count; i++) {
     const bool is_lse = query == 1 && i == kLse;
-    append(tensors[i], true, is_lse ? kRowsOfLse : kFirst, key, is_lse);
+    const uint32_t rows = is_packed ? (is_lse ? kRowsOfLse : kFirst) : (is_lse ? kBatchHeadsRows : kBatchRows);
+    append(tensors[i], true, rows, key, is_lse);
   }
   if (sinks.defined()) {
     append(sinks, true, kNone, key);
@@ -92,7 +117,11 @@ inline bool run_varlen(
     return false;
   }
   const size_t count = tensors.size();
-  const at::Tensor &queries = tensors[count - 2], &keys = tensors[count - 1];
+  const bool is_packed = has_offsets(tensors, query);
+  if (!is_packed) {
+    known = {true, true};
+  }
+  const at::Tensor &queries = tensors[count - 2], &keys = tensors[count - 1];  // of a dense call nothing asks for them
   const int64_t tokens_q = lengths.numbers[Lengths::kTokensQ], tokens_k = lengths.numbers[Lengths::kTokensK];
   Question question;
   bool fills_queries = further.fills_queries, asks_queries = false;
@@ -108,7 +137,7 @@ inline bool run_varlen(
   }
   fills_queries = fills_queries || known.fills_rows || known.knows_rows;
   const Tensors with_sinks = entry->counts_sinks ? with_sinks_given(tensors, sinks) : Tensors();
-  Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, true, known.knows_rows, known.fills_rows, query == 0};
+  Launch call{entry->counts_sinks ? with_sinks : tensors, lengths, is_packed, known.knows_rows, known.fills_rows, query == 0};
   call.used = used.defined() ? &used : nullptr;
   call.table = further.table.defined() ? &further.table : nullptr;
   call.fills_queries = fills_queries;
