@@ -273,9 +273,7 @@ def _attend_kept(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bo
         return None
     choice = scope.current()
     number = 0 if choice is None else choice.number
-    results = cache.varlen(
-        q, k, v, None, None, 0, 0, causal, window_size, scale, True, number, with_lse, None, None
-    )
+    results = cache.dense(q, k, v, causal, window_size, scale, number, with_lse)
     if results is None or not with_lse:
         return results  # type: ignore[no-any-return]
     return results[0], results[1].float().contiguous()

@@ -112,6 +112,14 @@ def test_tensors_that_do_not_fit_are_the_same_error_as_without_the_cache(compile
     assert said[0] == said[1]
 
 
+def test_offsets_that_a_packed_call_lacks_do_not_make_it_a_dense_call(compiled):
+    q, k, v = batch()
+    for _ in range(3):
+        flash_attn_func(q, k, v)
+    with pytest.raises(InvalidInputError, match="cu_seq_q: got None, expected a tensor"):
+        attnreg.varlen_attn(q, k, v, None, None, 4, 8)
+
+
 def test_a_freed_storage_is_an_error_and_not_read(compiled):
     q, k, v = (x.detach() for x in batch())
     for _ in range(3):

@@ -189,6 +189,7 @@ PyMethodDef functions[] = {
     {"set_device_code", set_device_code, METH_VARARGS, "The kernels for packed calls on a GPU: its index, cuLaunchKernel, those that clear rows of a forward and a backward, state facts, blank rows and append to a cache, and pinned memory for answers."},
     {"offsets_changed", offsets_changed, METH_NOARGS, "Whether offsets were found to have been written to without a trace, since the last call with them."},
     {"varlen", reinterpret_cast<PyCFunction>(varlen), METH_FASTCALL, "Output and LSE of a call of `varlen_attn`; None where Python has to connect it to autograd."},
+    {"dense", reinterpret_cast<PyCFunction>(dense), METH_FASTCALL, "Output and LSE of a dense call, as `varlen`."},
     {"decode", reinterpret_cast<PyCFunction>(decode), METH_FASTCALL, "Output and LSE of a step of decoding with a cache; None where Python has to run it."},
     {"drain", drain, METH_NOARGS, "Return what was counted since the last time, and by which counters."},
     {nullptr, nullptr, 0, nullptr},

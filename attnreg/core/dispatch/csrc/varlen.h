@@ -85,18 +85,16 @@ inline bool read_optional(PyObject* argument, at::Tensor& tensor) {
   return is_plain(tensor);
 }
 
-// Return output and LSE of a call of `varlen_attn`, or of a dense call, whose offsets are None. None where Python has to
-// connect it to autograd, or to say what is wrong with a dense call. The last three
-// arguments say whether the program gets the LSE, which is None otherwise, and are checked sinks, or None, and how many
-// keys of each sequence count, or None.
-inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
+// Return output and LSE of a call; None where Python has to connect it to autograd, or to say what is wrong with a dense
+// call. There are fifteen arguments. The last three say whether the program gets the LSE, which is None otherwise, and are
+// checked sinks, or None, and how many keys of each sequence count, or None.
+inline PyObject* attend(PyObject* const* arguments, bool is_packed) {
   Tensors tensors, results;
   VarlenCall call{};
-  if (count != 15 || !enabled || !plan_forward || is_observed()) {
+  if (!enabled || !plan_forward || is_observed()) {
     Py_RETURN_NONE;
   }
-  if (!read_varlen(arguments, tensors, call)) {
+  if (!read_varlen(arguments, is_packed, tensors, call)) {
     PyErr_Clear();
     Py_RETURN_NONE;
   }
@@ -109,7 +107,7 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   // A kernel isn't given sinks where the program gets the LSE: see `varlen.sinks`.
   const bool returns_lse = arguments[12] == Py_True;
   const at::Tensor to_count = returns_lse ? at::Tensor() : sinks;
-  if (!has_offsets(tensors, 0)) {
+  if (!is_packed) {
     Lengths dense;
     if (!read_dense_lengths(tensors, 0, dense) || !std::all_of(tensors.begin(), tensors.end(), is_in_memory)) {
       Py_RETURN_NONE;
@@ -123,7 +121,7 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   const Further further{to_count, used, at::Tensor(), !returns_lse && !needs_gradient && !sinks.defined()};
   Facts known;
   {
-    RECORD_FUNCTION("attnreg::varlen_attn", std::vector<c10::IValue>({tensors[0], tensors[1], tensors[2]}));
+    RECORD_FUNCTION(is_packed ? "attnreg::varlen_attn" : "attnreg::flash_attn", std::vector<c10::IValue>({tensors[0], tensors[1], tensors[2]}));
     const at::AutoDispatchBelowADInplaceOrView below;
     Lengths lengths;
     const Key key = varlen_key(kVarlenForward, call, tensors, 0, further, lengths);
@@ -151,6 +149,26 @@ inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   const Object out = owned(THPVariable_Wrap(results[0]));
   const Object lse = owned(THPVariable_Wrap(arguments[12] == Py_True ? results[1] : at::Tensor()));
   return out && lse ? PyTuple_Pack(2, out.get(), lse.get()) : nullptr;
+}
+
+// A call of `varlen_attn`.
+inline PyObject* varlen(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 15, "varlen: got ", count, " arguments, expected 15");
+  return attend(arguments, true);
+  END_HANDLE_TH_ERRORS
+}
+
+// A dense call: query, key and value, (B, S, H, D), whether it is causal, window, scale, choice, whether the program gets
+// the LSE.
+inline PyObject* dense(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 8, "dense: got ", count, " arguments, expected 8");
+  const Object zero = owned(PyLong_FromLong(0));  // the tensors say the lengths
+  PyObject* const given[15] = {arguments[0], arguments[1], arguments[2], Py_None,      Py_None,
+                               zero.get(),   zero.get(),   arguments[3], arguments[4], arguments[5],
+                               Py_True,      arguments[6], arguments[7], Py_None,      Py_None};
+  return attend(given, false);
   END_HANDLE_TH_ERRORS
 }
 

@@ -98,10 +98,9 @@ inline bool suits_autocast(const Tensors& tensors) {
   return tensors[0].scalar_type() == wanted && tensors[1].scalar_type() == wanted && tensors[2].scalar_type() == wanted;
 }
 
-// Read the arguments, of a dense call without offsets; false where they aren't as most are.
-inline bool read_varlen(PyObject* const* arguments, Tensors& tensors, VarlenCall& call) {
-  const size_t count = arguments[3] == Py_None && arguments[4] == Py_None ? 3 : 5;
-  for (size_t i = 0; i < count; i++) {
+// Read the arguments, those of a dense call without offsets; false where they aren't as most are.
+inline bool read_varlen(PyObject* const* arguments, bool is_packed, Tensors& tensors, VarlenCall& call) {
+  for (size_t i = 0; i < (is_packed ? 5 : 3); i++) {
     if (!THPVariable_CheckExact(arguments[i]) || !is_plain(THPVariable_Unpack(arguments[i]))) {
       return false;
     }
