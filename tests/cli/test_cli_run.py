@@ -149,10 +149,11 @@ PASSES_BY = """
 """
 
 
-def test_stats_of_all_processes_are_added_to_a_file(here, tmp_path, monkeypatch):
-    monkeypatch.setenv("ATTNREG_ROUTERS", "python")  # the compiled part counts below the function, at the op
+def test_stats_of_all_processes_are_added_to_a_file(here, tmp_path):
     file = here("program.py", PASSES_BY)
-    done = forked(COMMAND, "run", "--stats-to", "stats.jsonl", "--json", "program.py", "2")
+    arguments = "run", "--stats-to", "stats.jsonl", "--json", "program.py", "2"
+    # The compiled part, which may be there or not, counts such calls at the op below the function.
+    done = forked(COMMAND, *arguments, ATTNREG_ROUTERS="python")
     assert done.returncode == 0, done.stderr
     here_alone = json.loads(done.stderr)
     assert here_alone["calls"] == {} and here_alone["fallbacks"] == []
