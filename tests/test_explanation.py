@@ -152,7 +152,7 @@ def test_all_of_a_call_for_another_machine_is_behind_verbose():
 def test_an_experimental_backend_has_one_note_where_it_would_run(known, fake):
     new = fake("new", experimental=True, head_dim=attnreg.Range(64, 64), priority=50).backend
     known["new"] = Entry("new", "a test", new)
-    note = "new is experimental: it hasn't run on the hardware that it is written for"
+    note = "new is experimental: it isn't proven on the hardware that it is written for"
     explanation = explain(spec(head_dim=64, head_dim_v=64, needs_backward=True))
     assert (explanation.backend, explanation.backward.backend) == ("new", "new")
     assert [one for one in explanation.notes if "experimental" in one] == [note]

@@ -28,7 +28,7 @@ def test_info_has_a_row_for_every_state_of_a_backend(call, fake, plugins, monkey
     assert result.exit_code == 0
     found = rows(result)
     states = {name: (row["state"], row["reason"]) for name, row in found.items()}
-    untried = "hasn't run on the hardware that it is written for"
+    untried = "isn't proven on the hardware that it is written for"
     expected = {
         "good": ("ready", ""),
         "new": ("experimental", untried),

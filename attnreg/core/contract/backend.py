@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # limits are looked up without torch
 __all__ = ["UNTRIED", "Backend", "Call", "Kernels", "Launcher"]
 
 # What messages say of an experimental backend: it ...
-UNTRIED = "hasn't run on the hardware that it is written for"
+UNTRIED = "isn't proven on the hardware that it is written for"
 
 # At the end of the version of a backend that has loaded a kernel in C++ of attnreg's.
 COMPILED_KERNEL = " (compiled kernel)"
@@ -314,7 +314,7 @@ class Backend(_Functions):
             but costs a decision for each new length.
         builds: whether it builds something for each new shape of such calls that takes tens of milliseconds.
             Where times decide, that counts for programs that bring ever new shapes.
-        experimental: whether it hasn't run on the hardware that it is written for.
+        experimental: whether it isn't proven on the hardware that it is written for.
         stands_in: whether it runs, unless asked for, only what no other kernel can, as the reference does. It
             takes no turns of `policy = "adaptive"`, is measured only if named, and no mask is recognised for
             its sake.
