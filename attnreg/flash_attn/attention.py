@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ OF_PACKED = OF_DENSE | {
     "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
 }  # fmt: skip
 
-# Output and LSE.
-Results = tuple[Tensor, Tensor]
+# Output and LSE; where a function is told that nobody reads the LSE, it may be None.
+Results = tuple[Tensor, Any]
 
 # Offsets of queries and of keys, int32 (B + 1,), and the longest sequences; dense calls have no offsets.
 Lengths = tuple[Any, Tensor | None, int, int]
@@ -134,6 +134,7 @@ def attend_packed(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     planned: Planned | None = None,
+    with_lse: bool = True,
 ) -> Results:
     """Return the output (T_q, H, D_v) and the LSE, float32 (H, T_q), of packed sequences.
 
@@ -147,6 +148,7 @@ def attend_packed(
         block_table: int32 (B, pages of a sequence).
         num_splits: the number of pieces that the keys are split into.
         planned: the result of `checked_call` for the same arguments, which then aren't checked again.
+        with_lse: whether the LSE is read.
 
     Raises:
         InvalidInputError: the arguments contradict each other.
@@ -164,12 +166,12 @@ def attend_packed(
         attend = _attend_uncompiled if torch.compiler.is_compiling() else _attend_deterministic
         return attend(q, k, v, options, lengths, seqused_k, block_table, num_splits)
     results = varlen_attn(
-        q, k, v, *lengths, options.causal, AuxRequest(lse=True), scale=options.softmax_scale,
+        q, k, v, *lengths, options.causal, AuxRequest(lse=with_lse), scale=options.softmax_scale,
         window_size=options.window_size, enable_gqa=True, seqused_k=seqused_k, block_table=block_table,
         num_splits=num_splits, softcap=options.bound_on_scores, alibi_slopes=options.alibi_slopes,
         dropout_p=options.dropout_p,
     )  # fmt: skip
-    return results[0], results[1]
+    return (results[0], results[1]) if with_lse else (cast("Tensor", results), None)
 
 
 def checked_call(
@@ -238,8 +240,6 @@ def check_strided(name: str, tensor: Tensor) -> None:
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True) -> Results:
     """Return the output (B, S_q, H, D_v) and the LSE, float32 (B, H, S_q), of a dense batch.
-
-    Without `with_lse` the LSE may be None.
 
     Raises:
         InvalidInputError: the arguments contradict each other.

@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
                 "block_table, or dropout_p 0 for the LSE alone"
             )
         return dropped_weights.attend(q, k, v, options, lengths)
-    results = attend_packed(q, k, v, lengths, options, block_table=block_table)
+    results = attend_packed(q, k, v, lengths, options, block_table=block_table, with_lse=return_attn_probs)
     return returned(results, return_attn_probs)  # type: ignore[no-any-return]
 
 

@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
                 "torch.use_deterministic_algorithms(True), which all backends follow"
             )
         alone = flash.Options(dropout_p, softmax_scale, causal, (left, right), softcap, None, deterministic)
-        return flash.attend_packed(q, k, v, lengths, alone)[0]
+        return flash.attend_packed(q, k, v, lengths, alone, with_lse=False)[0]
     options = LayerOptions(dropout_p, softmax_scale, softcap, s_aux)
     return attend(q, k, v, Packing(None, None, *lengths), (left, 0 if causal else right), options)
 
