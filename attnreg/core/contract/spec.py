@@ -217,7 +217,7 @@ class AttentionSpec:
         """
         if self.sinks and (self.capturing or self.grad_lse):
             return self.unscaled.of(direction)
-        others = [row for row in OPTIONS if direction not in row.directions and row.is_on_in(self)]
+        others = [row for row in OPTIONS if row.is_on_in(self) and not row.reaches(direction, self.dropout)]
         return self.without(*others) if others else self
 
     def without(self, *options: Option) -> AttentionSpec:
