@@ -91,6 +91,24 @@ def test_options_reach_the_kernel(mine):
     assert with_gradient.grad_lse.shape == (4, 1024)
 
 
+def test_a_gradient_of_the_bias_is_wanted_of_the_backward_and_with_dropout_of_the_forward_too(fake):
+    recorder = fake("mine", bias_gradient=True)
+    kind = {**KIND, "bias": True, "bias_gradient": True, "needs_backward": True}
+    with attnreg.register_backend(recorder.backend):
+        results = attnreg.warmup(kind, {**kind, "dropout": 0.5})
+    assert [(one.backend, one.direction, one.error) for one in results] == [
+        ("mine", direction, None) for direction in ("forward", "backward") * 2
+    ]
+    assert [call.bias_gradient for *_, call in recorder.forwards] == [False, True]
+    assert [call.bias_gradient for *_, call in recorder.backwards] == [True, True]
+    # A backend without that gradient runs the forward, and the next one the backward.
+    plain = fake("plain")
+    with attnreg.register_backend(plain.backend):
+        results = attnreg.warmup(kind)
+    assert [(one.backend, one.direction) for one in results] == [("plain", "forward"), ("math", "backward")]
+    assert (len(plain.forwards), plain.backwards) == (1, [])
+
+
 def test_sinks_are_given_to_a_kernel_that_counts_them_after_a_call_without(fake):
     counting, other = fake("counting", sinks=True), fake("other")
     kind = {**KIND, "varlen": True, "sinks": True}

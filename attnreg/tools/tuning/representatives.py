@@ -138,6 +138,7 @@ def tensors_of(spec: AttentionSpec, device: torch.device) -> Inputs:
         page_size=spec.page_size,
         one_cu_seqlens=case.one_cu_seqlens and spec.page_size is None,  # pages have no offsets of keys
         bias="additive" if spec.bias else "none",
+        bias_gradient=spec.bias_gradient,
         alibi=spec.alibi,
         dropout=spec.dropout,
         num_splits=spec.num_splits,
