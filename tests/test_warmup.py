@@ -20,7 +20,7 @@ SPEC = attnreg.AttentionSpec(
 @pytest.fixture
 def mine(fake):
     """Register a backend that runs anything and keeps what it was called with."""
-    recorder = fake("mine", page_size=Range(1, 512))
+    recorder = fake("mine", page_size=Range(1, 512), key_ranges=True)
     with attnreg.register_backend(recorder.backend):
         yield recorder
 
@@ -78,8 +78,10 @@ def test_options_reach_the_kernel(mine):
         {**packed, "seqused_k": True, "page_size": 64, "alibi": True, "softcap": 5.0, "num_splits": 3},
         {**KIND, "bias": True, "dropout": 0.5, "positive_scale": False, "needs_backward": True},
         {**packed, "grad_lse": True, "needs_backward": True},
+        {**packed, "key_ranges": True, "ranges": 3},
     )
-    paged, biased, plain = (call for *_, call in mine.forwards)
+    paged, biased, plain, in_ranges = (call for *_, call in mine.forwards)
+    assert in_ranges.key_ranges.shape == (1024, 3, 2)
     assert mine.forwards[0][1].shape[1:] == (64, 2, 16)
     assert paged.block_table is not None and paged.cu_seqlens_k is None
     assert paged.seqused_k.tolist() == [512, 512]
