@@ -20,7 +20,7 @@ SPEC = attnreg.AttentionSpec(
 @pytest.fixture
 def mine(fake):
     """Register a backend that runs anything and keeps what it was called with."""
-    recorder = fake("mine", page_size=Range(1, 512))
+    recorder = fake("mine", page_size=Range(1, 512), key_ranges=True)
     with attnreg.register_backend(recorder.backend):
         yield recorder
 
@@ -78,8 +78,10 @@ def test_options_reach_the_kernel(mine):
         {**packed, "seqused_k": True, "page_size": 64, "alibi": True, "softcap": 5.0, "num_splits": 3},
         {**KIND, "bias": True, "dropout": 0.5, "positive_scale": False, "needs_backward": True},
         {**packed, "grad_lse": True, "needs_backward": True},
+        {**packed, "key_ranges": True, "ranges": 3},
     )
-    paged, biased, plain = (call for *_, call in mine.forwards)
+    paged, biased, plain, in_ranges = (call for *_, call in mine.forwards)
+    assert in_ranges.key_ranges.shape == (1024, 3, 2)
     assert mine.forwards[0][1].shape[1:] == (64, 2, 16)
     assert paged.block_table is not None and paged.cu_seqlens_k is None
     assert paged.seqused_k.tolist() == [512, 512]
@@ -89,6 +91,24 @@ def test_options_reach_the_kernel(mine):
     assert plain.grad_lse is None
     (*_, with_gradient) = mine.backwards[-1]
     assert with_gradient.grad_lse.shape == (4, 1024)
+
+
+def test_a_gradient_of_the_bias_is_wanted_of_the_backward_and_with_dropout_of_the_forward_too(fake):
+    recorder = fake("mine", bias_gradient=True)
+    kind = {**KIND, "bias": True, "bias_gradient": True, "needs_backward": True}
+    with attnreg.register_backend(recorder.backend):
+        results = attnreg.warmup(kind, {**kind, "dropout": 0.5})
+    assert [(one.backend, one.direction, one.error) for one in results] == [
+        ("mine", direction, None) for direction in ("forward", "backward") * 2
+    ]
+    assert [call.bias_gradient for *_, call in recorder.forwards] == [False, True]
+    assert [call.bias_gradient for *_, call in recorder.backwards] == [True, True]
+    # A backend without that gradient runs the forward, and the next one the backward.
+    plain = fake("plain")
+    with attnreg.register_backend(plain.backend):
+        results = attnreg.warmup(kind)
+    assert [(one.backend, one.direction) for one in results] == [("plain", "forward"), ("math", "backward")]
+    assert (len(plain.forwards), plain.backwards) == (1, [])
 
 
 def test_sinks_are_given_to_a_kernel_that_counts_them_after_a_call_without(fake):

@@ -17,7 +17,7 @@ from attnreg.errors import InvalidInputError
 from attnreg.testing.fronts import FRONTS
 from attnreg.tools import measure
 from attnreg.tools.measure import CASES, QUICK, Case, Inputs
-from attnreg.tools.measure.cases import DIMS, FREE_NUMBERS, WITHOUT_OPTIONS, Layout, field_of
+from attnreg.tools.measure.cases import DIMS, FREE_NUMBERS, WITHOUT_OPTIONS, Bias, Layout, field_of
 
 # Most models compute in the first.
 DTYPES_BY_USE = ("bfloat16", "float16", "float32", "float64")
@@ -39,7 +39,8 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
 }
 
 
-# The abilities that only packed calls show.
+# The abilities that only dense calls show, and those that only packed calls show.
+OF_DENSE = ("dense", "bias", "bias_gradient")
 OF_PACKED = ("varlen", "seqused_k", "key_ranges", "score_mod", "mask_mod", "page_size", "sinks")
 
 
@@ -101,8 +102,12 @@ def checks_for(backend: Backend, dtypes: Iterable[str], seed: int, full: bool) -
     wanted = list(dtypes) or [dtype for dtype in DTYPES_BY_USE if dtype in limits.dtypes]
     main = wanted if dtypes or full else wanted[:1]
     matrix = [fitted(case, limits) for case in (CASES if full else QUICK) if case.dtype in main]
-    backward = set(declared(backend.backward))  # only a backward declares either
-    of_both = replace(limits, grad_lse=not backward.isdisjoint(("grad_lse", "delta_from_out")))
+    backward = set(declared(backend.backward))  # only a backward has to declare these
+    of_both = replace(
+        limits,
+        grad_lse=not backward.isdisjoint(("grad_lse", "delta_from_out")),
+        bias_gradient="bias_gradient" in backward,
+    )
     drawn = [_drawn(of_both, wanted, seed, number) for number in range(DRAWN)] if wanted else []
     usual: dict[str, Any] = {"window": (-1, 0)} if limits.causal else {}
     repeated = [
@@ -159,7 +164,7 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
 
     varlen = limits.varlen
     if varlen and limits.dense and in_turn not in OF_PACKED:
-        varlen = in_turn not in ("dense", "bias") and draw.random() < 0.5
+        varlen = in_turn not in OF_DENSE and draw.random() < 0.5
     lens_q, lens_k = _lengths(draw, limits, varlen)
     dim = draw.choice([dim for dim in DIMS if dim in limits.head_dim] or [_nearest(limits.head_dim, 64)])
     heads_k = draw.randint(1, 3)
@@ -191,10 +196,12 @@ def _drawn(limits: Capabilities, dtypes: list[str], seed: int, number: int) -> C
 
 def _dense(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., Any]) -> Case:
     """Return a dense case with an option that packed cases don't have; `maybe` is `_drawn`'s."""
-    bias = draw.choice(("key padding", "additive"))
-    if in_turn == "bias":
+    bias: Bias = draw.choice(("key padding", "additive"))
+    if in_turn in ("bias", "bias_gradient"):
         bias = "additive"  # a small batch may have no padding
-    return replace(case, bias=maybe("bias", bias, "none"))
+    case = replace(case, bias=bias if in_turn == "bias_gradient" else maybe("bias", bias, "none"))
+    has_gradient = maybe("bias_gradient", True, False)
+    return replace(case, bias_gradient=has_gradient and case.bias == "additive")
 
 
 def _packed(draw: random.Random, case: Case, in_turn: str, maybe: Callable[..., Any]) -> Case:

@@ -34,6 +34,8 @@ def draw_spec(draw: random.Random, spec: AttentionSpec, cuts: Sequence[Cut]) -> 
     drawn = with_lengths(
         spec, batch=_number(draw, 2**17), max_q=_number(draw, 2**18), max_k=_number(draw, 2**18)
     )
+    if spec.key_ranges:
+        drawn = with_lengths(drawn, ranges=_number(draw, 64))
     for name, longest in (("tokens_q", drawn.max_q), ("tokens_k", drawn.max_k)):
         drawn = with_lengths(drawn, **{name: draw.randint(longest, max(longest, drawn.batch * longest))})
     if cuts and draw.random() < 0.5:

@@ -196,7 +196,7 @@ def _calls(
 ) -> Iterator[tuple[AttentionSpec, tuple[Any, ...]]]:
     """Yield each call of a kernel that a program makes for such a call, and the kernel's arguments."""
     query, key, value, grad_out, call = representatives.tensors_of(spec, device)
-    call = call._replace(grad_lse=None) if direction == "forward" else call._replace(num_splits=None)
+    call = call.of(direction)
     arguments: tuple[Any, ...] = (query, key, value)
     if direction == "backward":
         heads, rows = spec.heads_q, query.shape[:-2]

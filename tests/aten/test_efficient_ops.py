@@ -20,6 +20,8 @@ from attnreg.core.policy import current as policy
 from attnreg.core.times import traces
 from attnreg.core.torchlib import captured, versions
 from attnreg.errors import UnsupportedInputError
+from attnreg.tools.tuning.representatives import recorded_kinds
+from attnreg.tools.warmup import run_decided
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -344,6 +346,40 @@ def test_recorded_are_the_calls_that_the_op_serves(route, tmp_path):
             call(inputs, bias=in_steps(ADDED))[0].sum().backward()
     (one,) = traces.read(tmp_path / "calls.jsonl")
     assert (one.spec.bias, one.spec.dtype, one.forward, one.backward) == (True, "float32", 2, 2)
+
+
+def test_a_recorded_call_whose_bias_needs_a_gradient_is_warmed_as_it_was_called(route, ran, fake, tmp_path):
+    """A backend that builds something for each kind of call builds nothing more in the calls themselves."""
+    route(native_kernels())
+    inputs, leaf, built = qkv(), in_steps(ADDED).requires_grad_(), set()
+    with attnreg.record(tmp_path / "calls.jsonl"):
+        call(inputs, bias=leaf)[0].sum().backward()
+    recorder = fake("mine", bias_gradient=True)
+
+    def building(kernel):
+        def run(*given):
+            built.add((kernel.__name__, given[-1].attn_bias is not None, given[-1].bias_gradient))
+            return kernel(*given)
+
+        return run
+
+    kernels = attnreg.Kernels(building(recorder.forward), building(recorder.backward))
+    recorded = traces.read(tmp_path / "calls.jsonl")
+    with attnreg.register_backend(fake("mine", bias_gradient=True, load=lambda: kernels).backend):
+        for kind in recorded_kinds(recorded, attnreg.Device("cpu")):
+            for direction in kind.directions:
+                assert [(one.backend, one.error) for one in run_decided(kind, direction)] == [("mine", None)]
+        assert built == {("forward", True, False), ("backward", True, True)}
+        warmed = set(built)
+        attnreg.reset_stats()
+        out = call(inputs, bias=leaf)[0]
+        got = torch.autograd.grad(out, [*inputs, leaf], random_like(out))
+    assert built == warmed
+    assert ran() == {"mine": (1, 1)}
+    expected, _ = truth.dense(*inputs, leaf)
+    right = torch.autograd.grad(expected, [*inputs, leaf], random_like(out).double())
+    for one, other in zip(got, right, strict=True):
+        truth.assert_near(one, other.double())
 
 
 # Packed, as nested tensors call the op

@@ -144,16 +144,13 @@ def test_numbers_of_ranges_share_programs(flex_graphs):
     assert [len(compiled) for compiled in flex_graphs.values()] == [1, 1]
 
 
-def test_more_ranges_than_a_program_has_are_left_to_math(flex_graphs, monkeypatch):
+def test_more_ranges_than_a_program_has_are_left_to_math(flex_graphs, ran):
     q, k, v, _, call = inputs(packed())
-    monkeypatch.setattr(visible, "MOST_RANGES", 2)
-    call = call._replace(key_ranges=ranges_of(3))
-    with pytest.raises(UnsupportedInputError, match="key_ranges must have at most 2 ranges a query, got 3"):
-        adapter.forward(q, k, v, call)
+    offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k
     with attnreg.register_backend(backend()):
-        offsets = call.cu_seqlens_q, call.cu_seqlens_k, call.max_q, call.max_k
-        attnreg.varlen_attn(q, k, v, *offsets, enable_gqa=True, key_ranges=call.key_ranges)
-    assert attnreg.stats().calls == {"math": {"forward": 1, "backward": 0}}
+        for count in (33, 2, 33, 32):
+            attnreg.varlen_attn(q, k, v, *offsets, enable_gqa=True, key_ranges=ranges_of(count))
+            assert ran() == {"flex by graphs" if count <= 32 else "math": (1, 0)}, count
 
 
 def test_each_dense_layout_has_a_program_for_all_its_lengths(flex_graphs):

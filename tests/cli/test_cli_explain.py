@@ -94,6 +94,7 @@ FLAGS = ("bias", "alibi", "seqused-k", "grad-lse", "deterministic")
         *((f"--{name}", {name.replace("-", "_"): True}) for name in FLAGS),
         ("--dropout 0.1", {"dropout": 0.1}),
         ("--paged 16", {"page_size": 16}),
+        ("--varlen --key-ranges 9", {"key_ranges": True, "ranges": 9}),
         ("--head-dim-v 64", {"head_dim": 32, "head_dim_v": 64}),
         ("--num-splits 4", {"num_splits": 4}),
         ("--softcap 30", {"softcap": 30.0}),
@@ -128,7 +129,7 @@ def test_every_field_of_a_spec_has_an_option(call):
     plain = json.loads(call("explain", *CALL, "--json").stdout)["spec"]
     everything = (
         "--q 3,65,8,40 --kv 3,49,4,40 --device sm_90 --dtype fp32 --window 7,3 --varlen --tokens-q 100"
-        " --tokens-k 90 --dropout 0.1 --bias --alibi --paged 16 --seqused-k --key-ranges --head-dim-v 64"
+        " --tokens-k 90 --dropout 0.1 --bias --alibi --paged 16 --seqused-k --key-ranges 2 --head-dim-v 64"
         " --score-mod --mask-mod"
         " --num-splits 4 --softcap 30 --grad-lse --sinks --deterministic --capture --backward --scale 0"
         " --json"

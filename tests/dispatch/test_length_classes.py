@@ -6,11 +6,13 @@ import types
 
 import pytest
 import torch
+from support.dense import with_gradients
 from support.launcher_kinds import forward_function
 from support.length_kinds import DEVICES, draw_backend, draw_cut, draw_kind
 
 import attnreg
 from attnreg.core import registry
+from attnreg.core.contract.capabilities import ANY_SIZE
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.dispatch import state
@@ -76,11 +78,14 @@ def check_pairs(entries, spec, draw, pairs):
     return compared, exact
 
 
-def check_many(entries_of, seed, pairs):
-    """Check so many pairs of kinds that are drawn; returns how many more are decided by exact lengths."""
+def check_many(entries_of, seed, pairs, **changes):
+    """Check so many pairs of kinds that are drawn; returns how many more are decided by exact lengths.
+
+    All kinds are changed by `changes`.
+    """
     draw, compared, exact = random.Random(seed), 0, 0
     while compared < pairs:
-        more = check_pairs(entries_of(draw), draw_kind(draw), draw, pairs - compared)
+        more = check_pairs(entries_of(draw), draw_kind(draw).but(**changes), draw, pairs - compared)
         compared, exact = compared + more[0], exact + more[1]
     return exact
 
@@ -100,6 +105,13 @@ MANY = pytest.param(100_000, marks=pytest.mark.slow)
 @pytest.mark.parametrize("pairs", [400, MANY])
 def test_built_in_backends_decide_alike_about_all_lengths_of_a_class(built_in, pairs):
     exact = check_many(lambda _: built_in, 0, pairs)
+    assert exact <= pairs // 10, "most calls are decided by class"
+
+
+@pytest.mark.parametrize("pairs", [200, MANY])
+def test_built_in_backends_decide_alike_about_all_numbers_of_ranges_of_a_class(built_in, pairs):
+    given = {"varlen": True, "bias": False, "key_ranges": True}
+    exact = check_many(lambda _: built_in, 3, pairs, **given)
     assert exact <= pairs // 10, "most calls are decided by class"
 
 
@@ -177,6 +189,45 @@ def test_after_a_decline_lengths_of_the_class_are_decided_exactly(packed, fake, 
             assert ran() == {"second" if max(lengths) % 2 else "first": (1, 0)}, lengths
 
 
+@pytest.mark.parametrize("counts", [(3, 9, 2, 8, 3), (9, 3, 8, 2, 9)], ids=["few first", "many first"])
+@pytest.mark.parametrize("declared", [True, False], ids=["by its limits", "by its kernels"])
+def test_calls_with_too_many_ranges_keep_no_others_from_a_backend(packed, fake, ran, declared, counts):
+    """The values, and which backend ran; of a limit that is declared there is a plan on either side."""
+    few, many = fake("few"), fake("many", key_ranges=True)
+    made = few.backend.load()
+
+    def of_four(kernel):
+        def run(*given):
+            if given[-1].key_ranges.shape[1] > 4:
+                raise attnreg.UnsupportedInputError("no kernel for five ranges")
+            return kernel(*given)
+
+        return run
+
+    kernels = made if declared else attnreg.Kernels(of_four(made.forward), of_four(made.backward))
+    allowed = attnreg.Range(0, 4) if declared else ANY_SIZE
+    chosen = fake("few", load=lambda: kernels, key_ranges=True, ranges=allowed).backend
+    inputs, generator = packed([20, 13]), torch.Generator().manual_seed(0)
+    ranges = torch.randint(0, 20, (33, 9, 2), generator=generator, dtype=torch.int32)
+
+    def attend(count, **options):
+        return with_gradients(
+            attnreg.varlen_attn(*inputs, key_ranges=ranges[:, :count], **options), inputs[:3]
+        )
+
+    expected = {count: attend(count, backend="math") for count in counts}
+    ran()
+    with attnreg.register_backend(many.backend), attnreg.register_backend(chosen):
+        for count in counts:
+            torch.testing.assert_close(attend(count), expected[count])
+            assert ran() == {"few" if count <= 4 else "many": (1, 1)}, count
+        assert not declared or len(state.state().plans()) == 4
+        refused = (
+            "key_ranges must have 0 to 4 ranges a query, got 9" if declared else "no kernel for five ranges"
+        )
+        assert attnreg.explain(*inputs, key_ranges=ranges).rejected["few"] == (refused,)
+
+
 # ---- in C++ as in Python
 
 
@@ -195,7 +246,7 @@ def sizes_of(lengths):
 
 def draw_near(draw, cuts):
     """Return small lengths, of which every second lie at a cut or one beside it."""
-    most = {"batch": 12, "max_q": 2**31 - 1, "max_k": 2**31 - 1, "tokens_q": 90, "tokens_k": 90}
+    most = dict(zip(LENGTHS, (12, 2**31 - 1, 2**31 - 1, 90, 90, 0), strict=True))  # the cache has no ranges
     drawn = Lengths(*(draw.randint(0, min(at, draw.choice((3, 12, 100)))) for at in most.values()))
     cut = draw.choice(cuts)
     name = draw.choice(sorted(cut.names))
@@ -233,7 +284,7 @@ def test_the_compiled_cache_tells_the_same_lengths_apart_as_python(packed_plan, 
         assert torch.equal(out, query + 1 if planned else query * 2)
         seen.add((sizes_of(lengths), key))
     assert 20 < len(seen) <= 200
-    assert {name for cut in kind.cuts for name in cut.names} == {*LENGTHS}
+    assert {name for cut in kind.cuts for name in cut.names} >= {*LENGTHS} - {"ranges"}
 
 
 def test_cuts_that_come_later_divide_what_was_kept(packed_plan):

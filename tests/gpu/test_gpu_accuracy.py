@@ -60,8 +60,9 @@ def run(named, cases):
         spec = outcome.case.spec(place)
         assert outcome.reasons == (entry.reasons(spec, "forward") or entry.reasons(spec, "backward"))
         assert all(map(gpu.REFUSAL.match, outcome.reasons)), outcome.reasons
-        of_sinks = {"dsinks"} if outcome.case.counts_sinks else set()
-        assert outcome.reasons or outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"} | of_sinks
+        further = {"dsinks"} if outcome.case.counts_sinks else set()
+        further |= {"dbias"} if outcome.case.bias_gradient else set()
+        assert outcome.reasons or outcome.errors.keys() == {"out", "lse", "dq", "dk", "dv"} | further
     return outcomes
 
 

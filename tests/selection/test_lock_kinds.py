@@ -113,6 +113,28 @@ def test_a_batch_that_is_shorter_than_the_window_has_the_row_of_the_window(lock,
         train(packed, (20, 25), window=(-1, 0))  # another mask, unless the window reaches all keys
 
 
+def test_calls_with_other_numbers_of_ranges_are_locked_on_either_side_of_a_limit(
+    lock, packed, fake, ran, monkeypatch
+):
+    replace("short", fake("short", priority=900, key_ranges=True, ranges=attnreg.Range(0, 4)).backend)
+    replace("rest", fake("rest", priority=800, key_ranges=True).backend)
+
+    def attend_in(*counts):
+        query, key, value, *lengths = packed((5, 9), grad=False)
+        for count in counts:
+            ranges = torch.tensor([0, 9], dtype=torch.int32).expand(14, count, 2)
+            attnreg.varlen_attn(query, key, value, *lengths, key_ranges=ranges)
+
+    file = lock(lambda: attend_in(2, 7))
+    assert rows_of(file) == [
+        ("short", "forward", {"ranges": [None, 4]}),
+        ("rest", "forward", {"ranges": [5, None]}),
+    ]
+    put_in_force(file, monkeypatch)
+    attend_in(9, 1, 4, 5, 3)
+    assert ran() == {"short": (3, 0), "rest": (2, 0)}
+
+
 def test_a_cache_that_outgrows_the_recording_is_locked(lock, ran, monkeypatch):
     file = lock(lambda: decode(5, 6, 7))
     put_in_force(file, monkeypatch)

@@ -58,7 +58,7 @@ def _place(draw, most):
 
 
 UNDECLARED = (
-    lambda spec, number: getattr(spec, NAMES[number % 5]) % 8 == 3,
+    lambda spec, number: getattr(spec, NAMES[number % len(NAMES)]) % 8 == 3,
     lambda spec, number: spec.tokens_q * spec.max_k > 2 ** (10 + number % 30),
     lambda spec, number: bool(spec.max_k & spec.max_q & 1),
     lambda spec, number: spec.batch >= 2 ** (number % 17),

@@ -1,6 +1,7 @@
 """Promises of the conformance kit: what it runs, what it says, and that refusing everything isn't passing."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -159,6 +160,60 @@ def test_a_backend_that_declares_sinks_is_given_them_and_held_by_the_rule_in_all
     # A backend that doesn't declare them is asked for nothing.
     report = check_backend(fake("mine").backend, device="cpu", cases=["packed sinks", "packed counted sinks"])
     assert report.refused == {"sinks must be None": 3}
+
+
+def with_bias_gradient(fake, change=lambda of_bias: (of_bias,), **options):
+    """Return a made-up backend that declares the gradient of a bias in its backward, and what it gives."""
+    recorder = fake("mine")
+
+    def backward(*given):
+        *grads, last = recorder.backward(*given)
+        return (*grads, *change(last)) if given[-1].bias_gradient else (*grads, last)
+
+    kernels = attnreg.Kernels(recorder.forward, backward)
+    backend = fake("mine", load=lambda: kernels, **options).backend
+    limits = dataclasses.replace(backend.forward, bias_gradient=True)
+    return dataclasses.replace(backend, backward=limits), recorder
+
+
+def test_a_backend_that_declares_the_gradient_of_a_bias_is_held_by_the_rule_in_it(fake):
+    backend, ran = with_bias_gradient(fake)
+    report = check_backend(backend, device="cpu", cases=["gradient of a bias", "drawn"])
+    of_bias = [outcome for outcome in report.outcomes if outcome.case.bias_gradient]
+    assert {outcome.case.name.split()[0] for outcome in of_bias} == {"gradient", "drawn"}
+    assert all([*outcome.errors] == ["out", "lse", "dq", "dk", "dv", "dbias"] for outcome in of_bias)
+    assert any(call.bias_gradient for *_, call in ran.backwards)
+    assert not any(call.bias_gradient for *_, call in ran.forwards)  # which has it with dropout alone
+
+
+@pytest.mark.parametrize(
+    ("change", "failure"),
+    [
+        (
+            lambda of_bias: (of_bias * 0.5,),
+            r"gradient of a bias bfloat16: dbias .* > .*first dbias\[0, 1, 2\] \(head 0, row 1, key 2\): ",
+        ),
+        (lambda of_bias: (), r"got 3 values, expected the tuple \(grad_q, grad_k, grad_v, grad_attn_bias\)"),
+        (lambda of_bias: (of_bias[None],), r"grad_attn_bias: got \(1, 2, 63, 113\) torch.bfloat16, expected"),
+    ],
+    ids=["wrong", "none", "shape"],
+)
+def test_a_wrong_gradient_of_a_bias_is_found(fake, change, failure):
+    backend, _ = with_bias_gradient(fake, change)
+    with pytest.raises(AssertionError, match=re.compile(failure, re.DOTALL)):
+        check_backend(backend, device="cpu", cases=["gradient of a bias bfloat16"])
+
+
+def test_a_gradient_of_a_bias_that_is_declared_and_refused_never_ran(fake):
+    reason = "attn_bias must have no gradient, got one"
+    backend, _ = with_bias_gradient(fake, refuses=lambda spec: (reason,) if spec.bias_gradient else ())
+    kit = Conformance(backend, "cpu", ["float32"])
+    asked = [check for check in kit.checks if check.case.bias_gradient]
+    outcomes = dict(zip(asked, map(kit.run, asked), strict=True))
+    right = kit.run(SMALL)
+    never = kit.never_ran(lambda check: outcomes.get(check, right))
+    assert never == [f"its backward declares bias_gradient, but never ran it: {reason}"]
+    assert all([*outcome.errors] == ["out", "lse"] for outcome in outcomes.values())
 
 
 def test_a_backend_that_refuses_everything_does_not_pass(fake, monkeypatch):

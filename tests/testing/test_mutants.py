@@ -110,6 +110,21 @@ def with_own(choose):
     return backward
 
 
+def with_gradient_of_bias(change):
+    """Return a backward with another gradient of the bias: `change` gets a function of some sequences."""
+
+    def backward(grad_out, *given):
+        def of_bias(sequences):
+            some = torch.zeros_like(grad_out)
+            some[sequences] = grad_out[sequences]
+            return MATH.backward(some, *given)[3]
+
+        results = MATH.backward(grad_out, *given)
+        return (*results[:3], change(of_bias, given[-1])) if given[-1].bias_gradient else results
+
+    return backward
+
+
 def with_noise(*gradients):
     """Return gradients of other bits each time, as those of atomic additions are."""
     return tuple(x + torch.randn_like(x) * 1e-3 * x.abs() for x in gradients)
@@ -330,6 +345,21 @@ FIELDS = {
     ),
     "bias": ("attn_bias", without("attn_bias"), "additive bias"),
     "boolean mask": ("attn_bias", without("attn_bias"), "key padding mask"),
+    "no gradient of the bias": (
+        "bias_gradient",
+        only("backward", called_with(bias_gradient=lambda call: False)),
+        "gradient of a bias ",
+    ),
+    "gradient of the bias by the scale": (
+        "bias_gradient",
+        {"backward": with_gradient_of_bias(lambda of_bias, call: of_bias(slice(None)) * call.scale)},
+        "gradient of a bias ",
+    ),
+    "gradient of the bias of one sequence": (
+        "bias_gradient",
+        {"backward": with_gradient_of_bias(lambda of_bias, call: of_bias(slice(1)))},
+        "gradient of a bias ",
+    ),
     "slopes": ("alibi_slopes", without("alibi_slopes"), "alibi"),
     "slopes of one sequence": (
         "alibi_slopes",
@@ -440,7 +470,7 @@ FIELDS = {
     ),
     "pieces that aren't merged": (
         "num_splits",
-        first_keys(lambda call: call.max_k // call.num_splits),
+        only("forward", first_keys(lambda call: call.max_k // call.num_splits)),
         "packed num_splits",
     ),
     "other bits beside others": (
@@ -526,9 +556,8 @@ def outcomes(kernels, texts, seed=0):
 
 
 def test_every_field_of_a_call_has_a_mutant():
-    # The kit has no case of an option that has no field of its own, nor of a bias with a gradient
-    # (`backends/test_bias_gradient.py`).
-    assert {field for field, *_ in FIELDS.values()} == KEYED_BY.keys() - {"further", "bias_gradient"}
+    # The kit has no case of an option that has no field of its own.
+    assert {field for field, *_ in FIELDS.values()} == KEYED_BY.keys() - {"further"}
 
 
 @pytest.mark.parametrize(("kernels", "text"), [row[-2:] for row in (*FIELDS.values(), *RESULTS.values())],

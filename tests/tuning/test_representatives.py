@@ -53,6 +53,9 @@ def test_calls_that_differ_in_anything_else_are_several_kinds():
     ]  # fmt: skip
     specs = [spec_with(**change) for change in changes]
     assert [kind.spec for kind in kinds(*specs)] == [small(spec) for spec in specs]
+    # Kernels are compiled for powers of two of ranges.
+    ranges = [spec_with(varlen=True, key_ranges=True, ranges=count) for count in (3, 4, 5, 8, 1)]
+    assert [len(kind.calls) for kind in kinds(*ranges)] == [2, 2, 1]
     # How much is dropped, whether a gradient is needed or a graph was captured decides about no kernel.
     same = [{"dropout": 0.2}, {"dropout": 0.1}, {"dropout": 0.1, "needs_backward": True}]
     assert len(kinds(*(spec_with(**one) for one in (*same, {"dropout": 0.1, "capturing": True})))) == 1

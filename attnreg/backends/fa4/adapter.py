@@ -77,7 +77,7 @@ class _Adapter(NamedTuple):
 
         Raises:
             UnsupportedInputError: a CUDA graph is captured, and no call of this kind has run; or the kernels
-                can't have as many `key_ranges`, or as many tokens with these.
+                can't have as many tokens with `key_ranges`.
             BackendUnavailableError: the first call of a kind failed, but not by an error of the device.
         """
         inputs = query, key, value
@@ -151,7 +151,7 @@ class _Adapter(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Run a forward with `key_ranges`, on the packed batch as one sequence. See `ranges`."""
         query, key, value = inputs
-        seen = visible.derived_of_packed(query, key, call, ranges.MOST)
+        seen = visible.derived_of_packed(query, key, call)
         options = {"softmax_scale": call.scale, "num_splits": 1, "return_lse": True}
         options |= ranges.options("forward", seen, (len(query), len(key)))
         if not none_unused(query, key, call):
@@ -166,7 +166,7 @@ class _Adapter(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """Run a backward with `key_ranges`, on the packed batch as one sequence."""
         grad_out, query, key, value, out, lse = inputs
-        seen = visible.derived_of_packed(query, key, call, ranges.MOST)
+        seen = visible.derived_of_packed(query, key, call)
         options = {"softmax_scale": call.scale} | ranges.options("backward", seen, (len(query), len(key)))
         # Weights of queries that see no key are 0, and so is the product with a NaN only where that is gone.
         blind = seen.blind[0]

@@ -20,9 +20,6 @@ from attnreg.core.launching import visible
 from attnreg.core.launching.visible import Visible
 from attnreg.errors import UnsupportedInputError
 
-# How many ranges a kernel compares each key with. It has code for each, so more take longer to compile.
-MOST = 8
-
 
 def options(direction: Direction, seen: Visible, rows: tuple[int, int]) -> dict[str, Any]:
     """Return the keywords of one of the package's functions that say what each query sees.

@@ -33,6 +33,7 @@ LIMITS: dict[str, Any] = {
     "head_dim_v": Range(16, 512, 8),
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
+    "ranges": Range(0, 32),  # with which programs compare each key: they have code for each
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "alibi", "seqused_k", "key_ranges"), True),
     **dict.fromkeys(("any_scale", "softcap", "deterministic", "score_mod", "mask_mod"), True),
 }

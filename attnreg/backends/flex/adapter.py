@@ -58,7 +58,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
 
     Raises:
         BackendUnavailableError: torch can't compile the kernel.
-        UnsupportedInputError: there are more `key_ranges` than a program has, or a function can't be traced.
+        UnsupportedInputError: a function can't be traced.
     """
     if not (query.numel() and key.numel()):
         return empty_results(query, value, call)
@@ -154,7 +154,7 @@ def _visible(query: Tensor, key: Tensor, call: Call) -> Visible:
     masked = call.mask_mod is not None
     masked = masked or (call.attn_bias is not None and call.attn_bias.dtype == torch.bool)
     if call.cu_seqlens_q is not None:
-        return visible.derived_of_packed(query, key, call, visible.MOST_RANGES, masked)
+        return visible.derived_of_packed(query, key, call, masked)
     if call.seqused_k is not None:
         make_dense = partial(_of_used, *rows, call.window, masked)
         return derived_from((call.seqused_k,), stream, ("flex", *rows, call.window, masked), make_dense)

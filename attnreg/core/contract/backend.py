@@ -159,6 +159,11 @@ class Call(NamedTuple):
         on = {row.name for row in OPTIONS if row.is_on(others.get(row.name))}
         return self._replace(**own, further=tuple(pair for pair in sorted(others.items()) if pair[0] in on))
 
+    def of(self, direction: Direction) -> Self:
+        """Return the call of one direction, without options that only the opposite direction has."""
+        others = (row for row in OPTIONS if not row.reaches(direction, self.dropout))
+        return self.with_options({row.name: row.off for row in others})
+
     def kind(self) -> tuple[object, ...]:
         """Return what a decision about this call may depend on, but for lengths; see `KEYED_BY`."""
         tensors = [None if x is None else (x.dim(), x.dtype, x.device) for x in _tensors_of(self)]

@@ -72,6 +72,7 @@ class Capabilities:
         page_size: page sizes of a paged key-value cache; None if it can't read one.
         batch, heads: numbers of sequences and query heads. Many kernels map them to a dimension of their CUDA
             grid, which `GRID` limits.
+        ranges: how many `key_ranges` a query may have.
         options: names of the options that it runs and that have no field here: see `contract.options`.
 
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
@@ -98,6 +99,7 @@ class Capabilities:
     page_size: Range | None = None
     batch: Range = ANY_SIZE
     heads: Range = ANY_SIZE
+    ranges: Range = ANY_SIZE
     options: tuple[str, ...] = ()
     dense: bool = True
     varlen: bool = False
@@ -153,12 +155,17 @@ class Capabilities:
             return bool(getattr(self, option.field))
         return option.name in self.options
 
-    def cuts(self) -> tuple[Cut, ...]:
+    def of_lengths(self, spec: AttentionSpec) -> dict[str, Range]:
+        """Return the limits of lengths that calls of a spec's kind may be beyond."""
+        limits = {"batch": self.batch, "ranges": self.ranges if spec.key_ranges else ANY_SIZE}
+        return {name: allowed for name, allowed in limits.items() if allowed != ANY_SIZE}
+
+    def cuts(self, spec: AttentionSpec) -> tuple[Cut, ...]:
         """Return where the limits of lengths lie; none of a range in steps, which no cut can say."""
-        low, high, step = self.batch
-        if step > 1 or self.batch == ANY_SIZE:
-            return ()
-        return Cut.of("batch", at=low), Cut.of("batch", at=high + 1)
+        limits = [(name, *allowed) for name, allowed in self.of_lengths(spec).items()]
+        return tuple(
+            Cut.of(name, at=at) for name, low, high, step in limits if step == 1 for at in (low, high + 1)
+        )
 
     def has_dims(self, spec: AttentionSpec) -> bool:
         """Whether each head dim of `spec` is declared; the value's maybe not together with the query's."""
@@ -182,8 +189,11 @@ class Capabilities:
             yield "block_table must be None: no paged key-value cache"
         if spec.page_size is not None and self.page_size is not None and spec.page_size not in self.page_size:
             yield f"page size must be {self.page_size}, got {spec.page_size}"
+        # Of lengths none is read that isn't limited: see `reads_of`.
         if self.batch != ANY_SIZE and spec.batch not in self.batch:
             yield f"batch must be {self.batch}, got {spec.batch}"
+        if spec.key_ranges and self.ranges != ANY_SIZE and spec.ranges not in self.ranges:
+            yield f"key_ranges must have {self.ranges} ranges a query, got {spec.ranges}"
         if spec.heads_q not in self.heads:
             yield f"query heads must be {self.heads}, got {spec.heads_q}"
 
@@ -234,7 +244,7 @@ def _badly_typed(name: str, value: object) -> str:
             if value is None or _is_version_range(value)
             else "((major, minor), (major, minor)), the lowest first, or None"
         )
-    if name in ("head_dim", "head_dim_v", "page_size", "batch", "heads"):
+    if name in ("head_dim", "head_dim_v", "page_size", "batch", "heads", "ranges"):
         optional = value is None and name in ("head_dim_v", "page_size")
         return (
             ""

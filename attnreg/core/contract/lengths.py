@@ -21,7 +21,7 @@ __all__ = ["LENGTHS", "Cut", "Lengths", "reads_of"]
 MOST_SEQUENCES, LONGEST, MOST_TOKENS = 2**20, 2**31 - 1, 2**40
 LIMITS = {
     "batch": MOST_SEQUENCES,
-    **dict.fromkeys(("max_q", "max_k"), LONGEST),
+    **dict.fromkeys(("max_q", "max_k", "ranges"), LONGEST),
     **dict.fromkeys(("tokens_q", "tokens_k"), MOST_TOKENS),
 }
 
@@ -30,18 +30,19 @@ LARGEST_LIMIT = 2**53
 
 
 class Lengths(NamedTuple):
-    """The lengths of a call: sequences, the longest of each side, and all tokens of each side."""
+    """The lengths of a call: sequences, the longest and all tokens of each side, `key_ranges` of a query."""
 
     batch: int
     max_q: int
     max_k: int
     tokens_q: int
     tokens_k: int
+    ranges: int = 0
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Self:
         """Return the lengths of a spec."""
-        return cls(spec.batch, spec.max_q, spec.max_k, spec.tokens_q, spec.tokens_k)
+        return cls(*(getattr(spec, name) for name in LENGTHS))
 
 
 # Pairs of a coefficient and the lengths that are multiplied, by their names in `LENGTHS`: their sum.
@@ -153,7 +154,7 @@ def step_of(length: int) -> int:
 
 # A call of nothing is decided by itself; the mask of a single row, or of more rows than keys, by lengths.
 OF_ALL = (
-    *(Cut.of(name, at=1) for name in LENGTHS),
+    *(Cut.of(name, at=1) for name in LENGTHS if name != "ranges"),
     Cut.of("max_q", at=2),
     Cut.of("max_k", at=2),
     Cut.beyond("max_q", "max_k", at=0),

@@ -49,6 +49,7 @@ class Option:
         shapes, dtype: the shapes that its tensor may have, of B sequences and H heads of the query, and the
             dtype; empty where other code checks them.
         directions: the directions whose kernels get it.
+        tied: whether a forward with dropout gets it as well, because one backend then runs both directions.
         gradient: whether the tensor has a gradient. Backwards return it after the gradient of the value.
         rescales: whether attnreg rescales the results of kernels that don't count it. No backend is refused
             for it: only times depend on it. A backward needs it for its own gradient alone.
@@ -74,6 +75,7 @@ class Option:
     shapes: tuple[str, ...] = ()
     dtype: str = ""
     directions: tuple[Direction, ...] = BOTH
+    tied: bool = False
     gradient: bool = False
     rescales: bool = False
     distance: float | None = None
@@ -108,6 +110,10 @@ class Option:
         if self.rescales or self.values == "function":
             return "presence"
         return "tensor" if self.is_tensor else "value"
+
+    def reaches(self, direction: str, dropout: float) -> bool:
+        """Whether kernels of a direction get it in a call with that dropout."""
+        return direction in self.directions or (self.tied and dropout > 0.0)
 
     def is_on(self, value: object) -> bool:
         """Whether a value of `Call`'s field, or of the argument, means a call with the option."""
@@ -184,6 +190,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         name="bias_gradient", argument=None, values="integer", off=0, low=0, high=1, expected="0 or 1",
+        directions=("backward",), tied=True,
         reason="attn_bias must need no gradient", label="gradient of attn_bias",
     ),
     Option(

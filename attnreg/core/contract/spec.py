@@ -27,7 +27,7 @@ __all__ = ["LEAST_SCALE", "AttentionSpec", "Device", "Direction", "canonical_dty
 UNBOUNDED = (-1, -1)
 
 # The lengths of a call. All else of a spec is its kind.
-LENGTHS = ("batch", "max_q", "max_k", "tokens_q", "tokens_k")
+LENGTHS = ("batch", "max_q", "max_k", "tokens_q", "tokens_k", "ranges")
 
 # A length that every backend can run if it can run any.
 USUAL = 1024
@@ -37,7 +37,7 @@ FEW_ROWS = 1024
 
 # The minimum of each number; None means that the call doesn't have it.
 LEAST = {
-    **dict.fromkeys(("batch", "max_q", "max_k", "heads_q", "heads_k", "head_dim", "head_dim_v"), 0),
+    **dict.fromkeys(("batch", "max_q", "max_k", "heads_q", "heads_k", "head_dim", "head_dim_v", "ranges"), 0),
     "page_size": 1,
     "num_splits": 0,
 }
@@ -111,9 +111,10 @@ class AttentionSpec:
 
     Lengths count tokens. No sequence of the batch is longer than `max_q` and `max_k` (each has that length
     where the batch is dense); `tokens_q` and `tokens_k` the packed totals, `batch * max`
-    unless given. `window` is (left, right) in tokens, -1 unbounded, aligned bottom-right;
-    `(-1, 0)` is causal. `dtype` takes a `torch.dtype` or any usual name of one. `further` has the options
-    without a field of their own (`contract.options`), as pairs or a mapping; each is read as an attribute.
+    unless given. `ranges` is how many `key_ranges` a query has, 0 in a call without. `window` is (left,
+    right) in tokens, -1 unbounded, aligned bottom-right; `(-1, 0)` is causal. `dtype` takes a `torch.dtype`
+    or any usual name of one. `further` has the options without a field of their own (`contract.options`), as
+    pairs or a mapping; each is read as an attribute.
 
     Raises:
         InvalidInputError: a number is out of range, `heads_q` isn't a multiple of `heads_k`, the device is no
@@ -131,6 +132,7 @@ class AttentionSpec:
     head_dim_v: int
     tokens_q: int = -1
     tokens_k: int = -1
+    ranges: int = 0
     varlen: bool = False
     window: tuple[int, int] = UNBOUNDED
     dropout: float = 0.0
@@ -172,6 +174,8 @@ class AttentionSpec:
             object.__setattr__(self, "tokens_q", self.batch * self.max_q)
         if self.tokens_k < 0:
             object.__setattr__(self, "tokens_k", self.batch * self.max_k)
+        if not self.key_ranges:
+            object.__setattr__(self, "ranges", 0)
         if self.heads_k == 0 or self.heads_q % self.heads_k:
             raise InvalidInputError(
                 f"heads: got {self.heads_q} for the query and {self.heads_k} for the key, "
@@ -217,7 +221,7 @@ class AttentionSpec:
         """
         if self.sinks and (self.capturing or self.grad_lse):
             return self.unscaled.of(direction)
-        others = [row for row in OPTIONS if direction not in row.directions and row.is_on_in(self)]
+        others = [row for row in OPTIONS if row.is_on_in(self) and not row.reaches(direction, self.dropout)]
         return self.without(*others) if others else self
 
     def without(self, *options: Option) -> AttentionSpec:
@@ -232,7 +236,7 @@ class AttentionSpec:
         Whether a gradient will be wanted, or a CUDA graph is captured, is left out, too.
         """
         return replace(
-            self, batch=1, max_q=USUAL, max_k=USUAL, tokens_q=USUAL, tokens_k=USUAL,
+            self, batch=1, max_q=USUAL, max_k=USUAL, tokens_q=USUAL, tokens_k=USUAL, ranges=1,
             heads_q=self.heads_q // self.heads_k, heads_k=1, needs_backward=False, capturing=False,
         )  # fmt: skip
 

@@ -286,12 +286,16 @@ def set_plans(
 
 @functools.lru_cache(maxsize=256)
 def _cuts_as_numbers(cuts: tuple[Cut, ...]) -> tuple[tuple[object, ...], ...]:
-    """Return cuts as plain tuples: the lengths of a product as bits, numbers as the module computes them."""
+    """Return cuts as plain tuples: the lengths of a product as bits, numbers as the module computes them.
+
+    The module runs no call with `key_ranges`, so that a product with their number is 0.
+    """
     return tuple(
         (
             tuple(
                 (float(coefficient), sum(1 << LENGTHS.index(name) for name in product))
                 for coefficient, product in cut.terms
+                if "ranges" not in product
             ),
             float(cut.at),
         )

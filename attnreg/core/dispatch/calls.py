@@ -136,7 +136,8 @@ def lengths_of(query: Tensor, key: Tensor, call: Call) -> Lengths:
         return Lengths(batch, call.max_q, call.max_k, batch * call.max_q, batch * call.max_k)
     batch = call.cu_seqlens_q.shape[0] - 1
     tokens_k = key.shape[0] if call.block_table is None else batch * call.max_k
-    return Lengths(batch, call.max_q, call.max_k, query.shape[0], tokens_k)
+    ranges = 0 if call.key_ranges is None else call.key_ranges.shape[1]
+    return Lengths(batch, call.max_q, call.max_k, query.shape[0], tokens_k, ranges)
 
 
 def to_bshd(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:

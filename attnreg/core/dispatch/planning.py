@@ -255,6 +255,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, call: Call, needs_backwar
         head_dim=query.shape[-1], head_dim_v=value.shape[-1],
         tokens_q=query.shape[0] if varlen else batch * call.max_q,
         tokens_k=batch * call.max_k if paged or not varlen else key.shape[0],
+        ranges=0 if call.key_ranges is None else call.key_ranges.shape[1],
         varlen=varlen,
         window=call.window,
         page_size=key.shape[1] if paged else None,

@@ -16,15 +16,11 @@ from torch import Tensor
 from attnreg.core.contract.backend import Call
 from attnreg.core.launching.offsets import derived_from
 from attnreg.core.torchlib.layout import stream_of
-from attnreg.errors import UnsupportedInputError
 
 # Queries and keys of a block of the table. Larger blocks hide less, and keep the table of long batches small.
 BLOCK, LARGE_BLOCK = 128, 512
 # How many blocks a table of small ones may have: 64 MB for its four lists.
 MOST_BLOCKS = 2**22
-
-# How many ranges a program of flex compares each key with: it has code for each.
-MOST_RANGES = 32
 
 # Past every key.
 _BEYOND = 2**31 - 1
@@ -63,16 +59,11 @@ def block_size(tokens_q: int, tokens_k: int) -> int:
     return BLOCK if small <= MOST_BLOCKS else LARGE_BLOCK
 
 
-def derived_of_packed(query: Tensor, key: Tensor, call: Call, most: int, masked: bool = False) -> Visible:
+def derived_of_packed(query: Tensor, key: Tensor, call: Call, masked: bool = False) -> Visible:
     """Return what the queries of a packed call see, derived once for all layers that share their offsets.
 
-    Query and key are (T, H, D). `most` is how many ranges a query may have, `masked` is as in `block_table`.
-
-    Raises:
-        UnsupportedInputError: a query has more ranges than that.
+    Query and key are (T, H, D). `masked` is as in `block_table`.
     """
-    if call.key_ranges is not None and (got := call.key_ranges.shape[1]) > most:
-        raise UnsupportedInputError(f"key_ranges must have at most {most} ranges a query, got {got}")
     stream, rows = stream_of(query) if query.is_cuda else 0, (query.shape[0], key.shape[0])
     tensors = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.key_ranges
     make = partial(of_packed, *rows, call.window, masked)

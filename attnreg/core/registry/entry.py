@@ -175,7 +175,7 @@ class Entry:
         backend, limits = self.backend, self._limits(direction)
         if backend is None or limits is None or spec.device.type not in limits.devices:
             return ()
-        cuts = [*limits.cuts()]
+        cuts = [*limits.cuts(spec)]
         for variant in self._variants(spec.of(direction), direction):
             cuts += known_issues.cuts(self.name, variant)[0]
             cuts += self._declared(variant) or ()  # if they can't be had, the calls are decided exactly
@@ -198,12 +198,12 @@ class Entry:
                 return frozenset(LENGTHS)
             if backend.cuts is not None and (of_cuts := reads_of(backend.cuts, variant)):
                 return of_cuts
-            named = {name for cut in declared for name in cut.names}
+            named = {name for cut in (*declared, *limits.cuts(variant)) for name in cut.names}
             for look in self._looks(backend, limits, direction, ranks_only):
                 reads |= reads_of(look, variant) - named
             reads |= frozenset() if ranks_only else known_issues.cuts(self.name, variant)[1]
-        if limits.batch.step > 1 and not ranks_only:
-            reads.add("batch")
+        if not ranks_only:
+            reads |= {name for name, allowed in limits.of_lengths(spec).items() if allowed.step > 1}
         return frozenset(reads)
 
     def _declared(self, spec: AttentionSpec) -> tuple[Cut, ...] | None:
@@ -345,6 +345,6 @@ def _or(default: T, function: Callable[[], T]) -> T:
 def _without_lengths(spec: AttentionSpec, direction: Direction) -> tuple[Direction, AttentionSpec]:
     """Return what calls have in common but for lengths, how far a window reaches, and how much is dropped."""
     left, right = spec.window
-    alike = spec.of(direction).but(batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1)
+    alike = spec.of(direction).but(**dict.fromkeys(LENGTHS, 1))
     dropout = float(spec.dropout > 0.0)
     return direction, alike.but(window=(min(left, 1), min(right, 1)), dropout=dropout, needs_backward=False)

@@ -51,8 +51,8 @@ def explain(
         bool, typer.Option("--seqused-k", help="With seqused_k: the number of keys of each sequence.")
     ] = False,
     key_ranges: Annotated[
-        bool, typer.Option("--key-ranges", help="With key_ranges: the keys that each query sees.")
-    ] = False,
+        int, valued("--key-ranges", "N", "With key_ranges: N ranges of keys that each query sees.", min=0)
+    ] = 0,
     score_mod: Annotated[
         bool, typer.Option("--score-mod", help="With score_mod: a function of each score.")
     ] = False,
@@ -104,9 +104,9 @@ def explain(
     spec = options.spec_of(
         q, kv or q, device, dtype, window, causal, head_dim_v, varlen=varlen,
         tokens_q=-1 if tokens_q is None else tokens_q, tokens_k=-1 if tokens_k is None else tokens_k,
-        dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k, key_ranges=key_ranges,
-        score_mod=score_mod, mask_mod=mask_mod, num_splits=num_splits, softcap=softcap, grad_lse=grad_lse,
-        sinks=sinks,
+        dropout=dropout, bias=bias, alibi=alibi, page_size=paged, seqused_k=seqused_k,
+        key_ranges=bool(key_ranges), ranges=key_ranges, score_mod=score_mod, mask_mod=mask_mod,
+        num_splits=num_splits, softcap=softcap, grad_lse=grad_lse, sinks=sinks,
         needs_backward=backward or grad_lse, deterministic=deterministic, capturing=capture,
         positive_scale=scale is None or scale >= LEAST_SCALE,
     ).but(**options.further(option))  # fmt: skip

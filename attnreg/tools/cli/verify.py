@@ -29,7 +29,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 _OF_DEVICE = re.compile(r"MemoryError|out of memory|can't allocate|CUDA error: (?!no kernel image)")
 FEW = 8  # cases and reasons: so many are shown though nothing is wrong
 TENSORS = ("out", "lse", "dq", "dk", "dv")
-OF_SINKS = "dsinks"  # shown where a case has it
+FURTHER = ("dsinks", "dbias")  # shown where a case has it
 LEGEND = """\
 numbers: the largest error, divided by that of plain PyTorch in the same dtype;
          not divided where PyTorch's error is 0; - where nothing was computed
@@ -242,7 +242,8 @@ def _print(backends: list[dict[str, Any]], device: torch.device, most: int) -> N
         explained = explained or bool(shown)
         for dtype, grouped in groupby(shown, key=lambda row: row["dtype"]):
             rows = list(grouped)
-            tensors = (*TENSORS, *{OF_SINKS for row in rows if OF_SINKS in row["errors"]})
+            further = (name for name in FURTHER if any(name in row["errors"] for row in rows))
+            tensors = (*TENSORS, *further)
             lines = [_line(row, tensors) for row in rows]
             output.table(f"{backend['name']} on {device}, {dtype}", lines, ("case", *tensors, ""))
     skipped = [row for backend in backends for row in _skipped(backend, most)]

@@ -164,9 +164,8 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
     decided = {}
     with_mask = spec.but(bias_gradient=True) if described.of_mask else spec
     for direction in directions:
-        own = spec if direction == "forward" and spec.dropout == 0.0 else with_mask
-        able = declined.with_reasons(entries, now.declined.get((direction, own.of(direction)), {}))
-        decision = decided[direction] = _decision(own, direction, able, policy, native)
+        able = declined.with_reasons(entries, now.declined.get((direction, with_mask.of(direction)), {}))
+        decision = decided[direction] = _decision(with_mask, direction, able, policy, native)
         if spec.dropout > 0.0 and decision.backend is not None:
             policy = policy.with_first(tied_to(decision.backend))
     # What of attnreg's runs as explained even while nothing asks for a backend.

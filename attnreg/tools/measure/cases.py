@@ -36,6 +36,7 @@ class Case:
         one_cu_seqlens: Query and key share one tensor of offsets, as in self-attention. Some backends check
             for that.
         bias: The kind of `attn_bias`.
+        bias_gradient: An additive `attn_bias` has a gradient, too.
         seqused_k: The number of keys of each sequence that count.
         page_size: Tokens in a page of the key-value cache.
         tail: Rows past the last sequence of a packed call.
@@ -73,6 +74,7 @@ class Case:
     grad_layout: Literal["plain", "bhsd", "expanded"] = "plain"
     one_cu_seqlens: bool = False
     bias: Bias = "none"
+    bias_gradient: bool = False
     alibi: bool = False
     seqused_k: tuple[int, ...] | None = None
     page_size: int | None = None
@@ -305,6 +307,9 @@ SHAPES: tuple[Case, ...] = (
     _dense("key padding mask", 63, 113, bias="key padding"),
     _dense("additive bias", 63, 113, bias="additive", heads=(4, 2)),
     _dense("additive bias, causal", 113, 63, bias="additive", window=CAUSAL),
+    _dense("gradient of a bias", 63, 113, 3, bias="additive", bias_gradient=True),
+    _dense("gradient of a bias, causal", 63, 63, bias="additive", bias_gradient=True, window=CAUSAL),
+    _dense("gradient of a bias, shared heads", 113, 63, bias="additive", bias_gradient=True, heads=(4, 2)),
     _dense("alibi", 113, 203, alibi=True, heads=(4, 2), window=CAUSAL),
     _varlen("packed alibi", *RAGGED_UNEQUAL, alibi=True),
     _varlen("packed tail", *RAGGED, tail=17),

@@ -18,7 +18,7 @@ from attnreg.errors import RegistrationError
 from attnreg.tools.measure import promises
 from attnreg.tools.measure.inputs import Inputs
 from attnreg.tools.measure.places import first_difference
-from attnreg.tools.measure.reference import Results
+from attnreg.tools.measure.reference import Results, names_of
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -32,7 +32,7 @@ def check_batch_invariant(kernels: Kernels, inputs: Inputs, results: Sequence[tu
     repeated = {
         name: first_difference(name, y, x)
         for other in results[1:]
-        for name, x, y in zip(Results._fields, results[0], other, strict=False)
+        for name, x, y in zip(names_of(inputs.call), results[0], other, strict=False)
         if not _same(x, y)
     }
     if repeated:
@@ -138,10 +138,10 @@ def _offsets(side: str, rows: list[slice], order: Sequence[int], like: Tensor) -
 
 
 def _by_sequence(kernels: Kernels, inputs: Inputs) -> list[tuple[Tensor, ...]]:
-    """Run a batch; returns the results of each sequence."""
+    """Run a batch; returns the results of each sequence. A bias may be of all, and so its gradient."""
     results, (of_queries, of_keys) = promises.results(kernels, inputs), _rows(inputs)
     lse = results[1] if inputs.call.cu_seqlens_q is None else results[1].T
-    by_query, by_key = [results[0], lse, *results[2:3]], results[3:] if of_keys else ()
+    by_query, by_key = [results[0], lse, *results[2:3]], results[3:5] if of_keys else ()
     return [
         (*(x[rows] for x in by_query), *(x[of_keys[number]] for x in by_key))
         for number, rows in enumerate(of_queries)

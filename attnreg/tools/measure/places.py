@@ -27,7 +27,8 @@ def describe_faults(case: Case, name: str, got: Tensor, truth: Tensor, allowed: 
         name: the result's name, a field of `Results`.
         got, truth: the result and the right one, of the same shape; any dtype. `out` and `dq` are
             (B, S, H, D) or packed (T, H, D), `lse` is (B, H, S) or (H, T), `dk` and `dv` are like
-            the key, also (pages, page size, H, D), `dsinks` is (H,).
+            the key, also (pages, page size, H, D), `dsinks` is (H,), and `dbias` broadcasts to
+            (B, H, S_q, S_k).
         allowed: the largest difference that passes.
         lse: the right LSE (B, H, S) or (H, T), which is -inf in rows that see no key.
     """
@@ -43,6 +44,8 @@ def describe_faults(case: Case, name: str, got: Tensor, truth: Tensor, allowed: 
     text = f"{_first(case, name, wrong, wide, right)}; {counted}"
     if name == "dsinks":
         return f"{text}; {_numbers('head', _indices(wrong), case.heads[0])}"
+    if name == "dbias":
+        return text
     by_row = wrong.transpose(-1, -2) if name == "lse" else wrong.any(-1)  # (B, S, H) or (T, H)
     heads = _numbers("head", _indices(by_row.flatten(0, -2).any(0)), by_row.shape[-1])
     rows = by_row.any(-1)
@@ -69,7 +72,7 @@ def first_difference(name: str, got: Tensor, before: Tensor) -> str:
 def _first(case: Case, name: str, wrong: Tensor, got: Tensor, truth: Tensor) -> str:
     """Return the first wrong element, what its indices mean, and both values."""
     index = tuple(wrong.nonzero()[0].tolist())
-    meaning = [f"{axis} {number}" for axis, number in zip(_axes(case, name), index, strict=True)]
+    meaning = [f"{axis} {number}" for axis, number in zip(_axes(case, name, len(index)), index, strict=True)]
     if case.varlen and name != "dsinks" and not _paged(case, name):
         at = 1 if name == "lse" else 0
         meaning[at] = _in_sequence(case, name, index[at])
@@ -77,9 +80,12 @@ def _first(case: Case, name: str, wrong: Tensor, got: Tensor, truth: Tensor) -> 
     return f"first {name}{[*index]} ({', '.join(meaning)}): {values}"
 
 
-def _axes(case: Case, name: str) -> tuple[str, ...]:
+def _axes(case: Case, name: str, dims: int) -> tuple[str, ...]:
+    """Return the names of a result's dimensions, of which there are `dims`."""
     if name == "dsinks":
         return ("head",)
+    if name == "dbias":
+        return ("sequence", "head", "row", "key")[-dims:]
     if _paged(case, name):
         return "page", "row of the page", "head", "dim"
     row = "key" if name in OF_KEYS else "row"

@@ -21,7 +21,7 @@ from attnreg.errors import RegistrationError
 from attnreg.tools.measure.cases import Case
 from attnreg.tools.measure.inputs import Guarded, Inputs
 from attnreg.tools.measure.places import first_difference
-from attnreg.tools.measure.reference import Results, kept_weights
+from attnreg.tools.measure.reference import Results, kept_weights, names_of
 
 
 def checked(kernels: Kernels) -> Kernels:
@@ -61,10 +61,10 @@ def results(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
 @torch.no_grad()
 def _results(kernels: Kernels, inputs: Inputs) -> tuple[Tensor, ...]:
     q, k, v, grad_out, call = inputs
-    out, lse = kernels.forward(q, k, v, call._replace(grad_lse=None))
+    out, lse = kernels.forward(q, k, v, call.of("forward"))
     if kernels.backward is None:
         return out, lse
-    return out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call)
+    return out, lse, *kernels.backward(grad_out, q, k, v, out, lse, call.of("backward"))
 
 
 @contextmanager
@@ -98,7 +98,8 @@ def check_memory(guarded: Guarded, results: list[tuple[Tensor, ...]]) -> None:
     """
     if where := guarded.written():
         raise RegistrationError(f"the kernel has written to its inputs or around them: {where}")
-    named = [pair for several in results for pair in zip(Results._fields, several, strict=False)]
+    names = names_of(guarded.inputs.call)
+    named = [pair for several in results for pair in zip(names, several, strict=False)]
     if shared := {name for name, result in named if guarded.holds(result)}:
         raise RegistrationError(f"{', '.join(sorted(shared))}: got memory of an input, expected new tensors")
 
@@ -110,7 +111,7 @@ def check_new(kernels: Kernels, inputs: Inputs) -> None:
     """
     earlier, later = run_both(kernels, inputs), run_both(kernels, inputs)
     kept = {x.untyped_storage().data_ptr() for x in earlier if x.numel()}
-    named = zip(Results._fields, later, strict=False)
+    named = zip(names_of(inputs.call), later, strict=False)
     if shared := {name for name, x in named if x.numel() and x.untyped_storage().data_ptr() in kept}:
         raise RegistrationError(
             f"{', '.join(sorted(shared))}: got memory of an earlier call's result, expected new tensors"
@@ -143,7 +144,8 @@ def check_seen_nan(kernels: Kernels, case: Case, inputs: Inputs) -> None:
 def check_repeatable(kernels: Kernels, inputs: Inputs) -> None:
     """Check that a call with `deterministic` has the same bits each time; else raises `RegistrationError`."""
     first, *others = (results(kernels, inputs) for _ in range(3))
-    pairs = [pair for other in others for pair in zip(Results._fields, first, other, strict=False)]
+    names = names_of(inputs.call)
+    pairs = [pair for other in others for pair in zip(names, first, other, strict=False)]
     if differing := {name: first_difference(name, y, x) for name, x, y in pairs if not torch.equal(x, y)}:
         raise RegistrationError(
             f"{', '.join(sorted(differing))}: got other bits for the same deterministic call; "

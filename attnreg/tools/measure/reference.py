@@ -28,6 +28,13 @@ class Results(NamedTuple):
     dk: Tensor
     dv: Tensor
     dsinks: Tensor | None = None
+    dbias: Tensor | None = None
+
+
+def names_of(call: Call) -> tuple[str, ...]:
+    """Return the fields of `Results` that kernels may return for a call, in their order."""
+    *names, dsinks, dbias = Results._fields
+    return *names, dbias if call.bias_gradient else dsinks
 
 
 def attend(
@@ -108,7 +115,9 @@ def attend(
 
 
 # The options of a call that aren't in the formula: those who call `attend` handle them, or nothing has to.
-NOT_IN_FORMULA = ("dropout", "num_splits", "seqused_k", "block_table", "grad_lse", "sinks")
+NOT_IN_FORMULA = (
+    "dropout", "num_splits", "seqused_k", "block_table", "grad_lse", "sinks", "bias_gradient",
+)  # fmt: skip
 
 
 def options_of_part(case: Case, call: Call, sequences: Tensor, heads: slice, rows: Tensor) -> dict[str, Any]:
@@ -153,7 +162,11 @@ def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     call = inputs.call
     sinks = None if call.sinks is None else call.sinks.detach().to(dtype).requires_grad_()
-    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    further: dict[str, Tensor] = {} if sinks is None else {"dsinks": sinks}
+    if call.bias_gradient and call.attn_bias is not None:
+        further["dbias"] = call.attn_bias.detach().to(dtype).requires_grad_()
+        call = call._replace(attn_bias=further["dbias"])
+    sums = {name: torch.zeros_like(leaf) for name, leaf in further.items()}
     grad_lse = None if call.grad_lse is None else _rows(call.grad_lse.mT[..., None])[..., 0].to(dtype)
     # No row belongs to two groups, so each has gradients of its own: rows of no sequence keep zeros.
     for batch, rows_q, rows_k in _same_lengths(case, inputs):
@@ -169,14 +182,14 @@ def attention(case: Case, inputs: Inputs, dtype: torch.dtype, kept: Tensor | Non
         if grad_lse is not None:
             results.append(part[1].mT)
             of_results.append(grad_lse[rows_q].masked_fill(results[1] == -torch.inf, 0.0))
-        leaves = (query, key, value) if sinks is None else (query, key, value, sinks)
-        dq[rows_q], dk[rows_k], dv[rows_k], *of_sinks = torch.autograd.grad(results, leaves, of_results)
-        if dsinks is not None:
-            dsinks += of_sinks[0]
+        leaves = query, key, value, *further.values()
+        dq[rows_q], dk[rows_k], dv[rows_k], *others = torch.autograd.grad(results, leaves, of_results)
+        for total, part_of_total in zip(sums.values(), others, strict=True):
+            total += part_of_total
         out[rows_q], lse[rows_q] = part[0].detach(), part[1].detach().mT
     like = inputs.grad_out, inputs.q, inputs.k, inputs.v
     out, dq, dk, dv = (x.view(like_x.shape) for x, like_x in zip((out, dq, dk, dv), like, strict=True))
-    return Results(out, lse.view(inputs.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, dsinks)
+    return Results(out, lse.view(inputs.q.shape[:-1]).transpose(-1, -2), dq, dk, dv, **sums)
 
 
 def sinks_of(lse: Tensor) -> Tensor:

@@ -140,11 +140,10 @@ def located(
     `results` are results for the same inputs, and `truth` the right results, in the contract's shapes. The
     place is in the first wrong result. `others` says what made all results but the first.
     """
-    fields = Results._fields
-    for name, error in errors.items():
+    for place_of_result, (name, error) in enumerate(errors.items()):
         right = getattr(truth, name)
         for number, result in enumerate(results if not error.passed else ()):
-            got = result[fields.index(name)]
+            got = result[place_of_result]
             if place := describe_faults(case, name, got, right, error.allowed, truth.lse):
                 errors = errors | {name: error._replace(place=(others if number else "") + place)}
                 break
@@ -163,8 +162,9 @@ def errors_of(
 
     `results`, `plain` and `truth` have the contract's shapes; `dtype` is the dtype of the inputs.
     """
-    names = zip(Results._fields, zip(*results, strict=True), strict=False)
-    return {name: compare(got, getattr(plain, name), getattr(truth, name), dtype) for name, got in names}
+    names = (name for name, right in truth._asdict().items() if right is not None)
+    named = zip(names, zip(*results, strict=True), strict=False)
+    return {name: compare(got, getattr(plain, name), getattr(truth, name), dtype) for name, got in named}
 
 
 def compare(got: Iterable[Tensor], plain: Tensor, truth: Tensor, dtype: torch.dtype) -> Error:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnreg.core.contract.spec import AttentionSpec, Device, Direction, directions_of
+from attnreg.core.contract.spec import LENGTHS, AttentionSpec, Device, Direction, directions_of
+from attnreg.core.launching.visible import rounded
 from attnreg.core.times.traces import Recorded
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.tools import measure
@@ -138,7 +139,9 @@ def tensors_of(spec: AttentionSpec, device: torch.device) -> Inputs:
         page_size=spec.page_size,
         one_cu_seqlens=case.one_cu_seqlens and spec.page_size is None,  # pages have no offsets of keys
         bias="additive" if spec.bias else "none",
+        bias_gradient=spec.bias_gradient,
         alibi=spec.alibi,
+        key_ranges=max(spec.ranges, int(spec.key_ranges)),
         dropout=spec.dropout,
         num_splits=spec.num_splits,
         batch_invariant=spec.batch_invariant,
@@ -156,9 +159,10 @@ def _with_window(spec: AttentionSpec) -> AttentionSpec:
 def _alike(spec: AttentionSpec) -> tuple[object, ...]:
     """Return what calls with one representative have in common."""
     left, right = spec.window
-    rest = replace(
-        spec, batch=1, max_q=1, max_k=1, tokens_q=1, tokens_k=1, needs_backward=False,
-        window=(min(left, WIDEST), min(right, WIDEST)), dropout=float(spec.dropout > 0.0),
+    lengths = dict.fromkeys(LENGTHS, 1) | {"ranges": rounded(spec.ranges)}
+    rest = spec.but(
+        **lengths, needs_backward=False, window=(min(left, WIDEST), min(right, WIDEST)),
+        dropout=float(spec.dropout > 0.0),
     )  # fmt: skip
     queries, keys = (sum(length > most for most in CLASSES) for length in (spec.max_q, spec.max_k))
     fewer_keys = (spec.max_q > spec.max_k) - (spec.max_q < spec.max_k)

@@ -1,15 +1,20 @@
 """Promises of the FA4 backend: which calls it refuses, and in CUDA graphs until their kind is compiled."""
 
 import dataclasses
+import types
 
 import pytest
 from support.fake_fa4 import call_of, dense, offered
 from support.packages import gpu_spec
 
+import attnreg
 from attnreg import Device, UnsupportedInputError
 from attnreg.backends.fa4 import BACKEND, adapter, compiled_kinds
-from attnreg.core.contract.lengths import Cut
+from attnreg.core import registry
+from attnreg.core.contract.lengths import Cut, Lengths
+from attnreg.core.dispatch.kinds import kind_of
 from attnreg.core.registry.entry import Entry
+from attnreg.core.selection.decision import Policy
 from attnreg.tools.measure import QUICK
 from attnreg.tools.measure.inputs import inputs
 
@@ -173,6 +178,8 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
         ({"device": "sm_120", "deterministic": True}, "", NOT_REPEATABLE),
         ({"deterministic": True}, "", ""),
         (RANGES, "", ""),
+        ({**RANGES, "ranges": 8}, "", ""),
+        ({**RANGES, "ranges": 9}, *["key_ranges must have 0 to 8 ranges a query, got 9"] * 2),
         ({**RANGES, "window": (90, 0), "heads_k": 2, "head_dim": 128}, "", ""),
         ({**RANGES, "device": "sm_100"}, *["key_ranges must be None but on compute capability 9.0"] * 2),
         ({**RANGES, "head_dim": 192, "head_dim_v": 128}, *[f"{UP_TO} (192, 128)"] * 2),
@@ -198,6 +205,21 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
 def test_a_limit_is_given_as_a_reason_in_the_directions_that_have_it(fields, forward, backward):
     assert reasons("forward", **fields) == ((forward,) if forward else ())
     assert reasons("backward", **fields) == ((backward,) if backward else ())
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_number_of_ranges_is_a_class_of_its_own_above_eight_only_in_calls_with_some(direction):
+    found, plain = gpu_spec(**RANGES, heads_k=4), gpu_spec(varlen=True, heads_k=4)
+    now = types.SimpleNamespace(entries=registry.entries(), policy=Policy())
+    kind = kind_of(now, found, direction)
+    places = [kind.key(Lengths.of(found.but(ranges=count))) for count in (1, 8, 9, 32, 33)]
+    assert places[0] == places[1] != places[2] == places[3] != places[4]
+    backends = [
+        attnreg.explain(found.but(max_q=600, max_k=600, ranges=count)).backend for count in (8, 9, 33)
+    ]
+    assert backends == ["FA4", "flex", "math"]
+    assert registry.find("FA4").unnamed_reads(found, direction) == frozenset()
+    assert "ranges" not in {name for cut in kind_of(now, plain, direction).cuts for name in cut.names}
 
 
 KEY_TILE = "page size must not be that of a key tile, got {}"
