@@ -7,6 +7,7 @@ the first router.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import threading
@@ -128,6 +129,12 @@ def watch(ops: Iterable[str]) -> None:
     global _watched, _next_look
     _next_look = 0.0
     _watched = {op: torch._C._dispatch_dump(op) for op in (f"aten::{op}" for op in ops)}
+
+
+@atexit.register
+def _watch_nothing_at_exit() -> None:
+    """Watch nothing: the end of the process removes the routers, and torch's own kernels are no overrides."""
+    watch(())
 
 
 def overridden() -> dict[str, list[str]]:
