@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 import warnings
 from importlib.machinery import ModuleSpec
@@ -36,7 +37,9 @@ _IMPORT_UTILS = "transformers.utils.import_utils"
 _BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
 
 _warned: dict[Any, Any] = {}  # what Python keeps of warnings, to give each once
-_said: set[str] = set()  # variables in lower case that a warning has named
+_said: set[str] = set()  # variables without effect that a warning has named
+# What names of variables with a misspelt prefix have in common; few programs have such names.
+_NEAR_OURS = re.compile("ATTN|[NT]_?REG", re.IGNORECASE)
 _is_offered = False  # whether transformers is told of the name "attnreg" when it is imported
 
 # The names under which transformers runs attnreg, or will once it is imported.
@@ -64,6 +67,8 @@ def activate() -> None:
     ours = {name: value for name, value in os.environ.items() if name.upper().startswith("ATTNREG_")}
     if others := [name for name, value in ours.items() if not name.startswith("ATTNREG_") and value.strip()]:
         _hint_at_case(others)
+    if near := [name for name in os.environ if _NEAR_OURS.search(name) and name not in ours]:
+        _hint_at_prefix(near)
     if not any(
         value.strip() and name not in others and not (name == _BUILD and _is_way(value))
         for name, value in ours.items()
@@ -105,6 +110,21 @@ def _hint_at_case(names: list[str]) -> None:
         if name.upper() in VARIABLES and name not in _said:
             _said.add(name)
             _warn(f"attnreg: {name} has no effect, expected {name.upper()}: variables are in upper case")
+
+
+def _hint_at_prefix(names: list[str]) -> None:
+    """Say which variables have no effect because their prefix is misspelt; else such a setting is lost."""
+    from difflib import SequenceMatcher
+
+    from attnreg.core.settings.environment import PREFIX, VARIABLES
+
+    for name in names:
+        for variable in VARIABLES:
+            prefix = name.upper().removesuffix(variable.removeprefix(PREFIX))
+            is_near = prefix != name.upper() and SequenceMatcher(None, prefix, PREFIX).ratio() > 0.85
+            if is_near and os.environ[name].strip() and name not in _said:
+                _said.add(name)
+                _warn(f"attnreg: {name} has no effect, expected {variable}")
 
 
 def _without_effect() -> str:

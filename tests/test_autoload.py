@@ -154,6 +154,31 @@ def test_a_variable_in_lower_case_is_a_hint_at_the_import_and_nothing_else():
     ]
 
 
+def test_a_variable_with_a_misspelt_prefix_is_a_hint_at_the_import_and_nothing_else():
+    misspelt = {
+        "ATNREG_BACKEND": "ATTNREG_BACKEND",
+        "ATTREG_STRICT": "ATTNREG_STRICT",
+        "ATTN_REG_AS_FLASH_ATTN": "ATTNREG_AS_FLASH_ATTN",
+        "ATTNREGPOLICY": "ATTNREG_POLICY",
+        "AttnReg.Lock": "ATTNREG_LOCK",
+    }
+    others = {
+        "ATTN_BACKEND": "math",
+        "ATTN_TRANSFORMERS": "1",
+        "MY_ATTNREG_BACKEND": "cpu",
+        "ATNREG_HOME": "/opt",
+    }
+    blank = {"ATNREG_STATS": " "}
+    (_, _, error, installed, calls), said = run(
+        **dict.fromkeys(misspelt, "math"), **others, **blank, anew=False
+    )
+    assert (error, installed, calls) == ("", False, {})
+    warned = [line.partition("Warning: ")[2] for line in said if "Warning" in line]
+    assert sorted(warned) == sorted(
+        f"attnreg: {name} has no effect, expected {variable}" for name, variable in misspelt.items()
+    )
+
+
 def test_a_bad_value_fails_no_import_of_torch_even_where_warnings_are_errors():
     # The last thing that `import torch` does, here in a process that has imported it.
     program = "import warnings, torch; warnings.simplefilter('error'); torch._import_device_backends()\n"

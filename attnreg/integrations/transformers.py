@@ -124,7 +124,7 @@ def attention(
         The output (B, S_q, H, D_v), and None, because there are no weights.
 
     Raises:
-        InvalidInputError: the arguments contradict each other.
+        InvalidInputError: the arguments contradict each other, or the name of one is misspelt.
         UnsupportedInputError: the layer passes an argument that isn't supported, or no backend can run the
             call.
     """
@@ -380,10 +380,17 @@ _REFUSED = {
     "sinks": "attn_implementation='eager'",
     "block_table": "attn_implementation='flash_attention_2' without attnreg",
 }
+# Offsets under other names, such as flash-attn's, which nothing reads: documents would see each other.
+_MISSPELT = {
+    f"{name}_{of}": f"cu_seq_lens_{of}" for name in ("cu_seqlens", "cu_seq_len", "cu_seqlen") for of in "qk"
+}
 
 
 def _refuse(others: dict[str, Any]) -> None:
     """Raise an error if a layer passes an argument that changes the result and isn't supported here."""
+    for name, got in others.items():
+        if name in _MISSPELT and got is not None:
+            raise InvalidInputError(f"{name}: got offsets under this name, expected {_MISSPELT[name]}")
     for name, instead in _REFUSED.items():
         got = others.get(name)
         if got is not None and got is not False:

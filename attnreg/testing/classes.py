@@ -17,16 +17,42 @@ from attnreg.core.contract.lengths import (
     Cut,
     Lengths,
     changes_at,
+    check_cuts,
     cuts_of_window,
+    reads_of,
     with_lengths,
 )
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.dispatch.state import CallKind
 from attnreg.core.registry.entry import Entry
+from attnreg.core.torchlib.isolation import raise_if_temporary
 from attnreg.tools.measure import Case
 
 # How many factors are drawn for a shorter and for a longer case of the same class.
 DRAWS = 4
+
+
+def failure(entry: Entry, spec: AttentionSpec) -> str:
+    """Return how a backend's `cuts` or `builds` fails for a spec; empty if they don't.
+
+    A program goes on without what they return: it decides about each new length, and says nothing.
+    """
+    backend = entry.backend
+    if backend is None:
+        return ""
+    spec, function = entry.adapted(spec, "forward"), "cuts"
+    try:
+        if backend.cuts is not None:
+            check_cuts(backend.cuts(spec), backend.name)
+            if reads := reads_of(backend.cuts, spec):
+                return f"cuts() reads {', '.join(sorted(reads))} of the spec, expected no length"
+        function = "builds"
+        if backend.builds is not None:
+            backend.builds(spec)
+    except BaseException as error:  # noqa: BLE001 - a fault in a backend's function is what is looked for
+        raise_if_temporary(error)
+        return f"{function}() failed: {type(error).__name__}: {error}"
+    return ""
 
 
 def draw_spec(draw: random.Random, spec: AttentionSpec, cuts: Sequence[Cut]) -> AttentionSpec:
@@ -87,8 +113,9 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
 
 
 def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bool, int]:
-    """Return what a backend's limits decide about a call: whether it runs it, and its rank."""
-    return not entry.reasons(spec, direction), entry.priority(spec)
+    """Return what a backend's limits decide about a call: whether it runs it, and with which rank."""
+    runs = not entry.reasons(spec, direction)
+    return runs, entry.priority(spec) if runs else 0
 
 
 def of_same_class(entry: Entry, case: Case, spec: AttentionSpec, seed: int) -> list[Case]:

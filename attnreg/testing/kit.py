@@ -22,7 +22,7 @@ from attnreg.core.registry.sourced import under_test
 from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
-from attnreg.testing.classes import difference, of_same_class
+from attnreg.testing.classes import difference, failure, of_same_class
 from attnreg.testing.fronts import against, measure_front
 from attnreg.tools.measure import Case, Error, inputs, measure_taken
 from attnreg.tools.measure.inputs import Guarded
@@ -179,7 +179,8 @@ class Conformance:
         kernels = self._entry.kernels(spec)
         forward = self._entry.reasons(spec, "forward")
         backward = self._entry.reasons(spec, "backward")
-        unclear = self._unclear(spec, (*forward, *backward)) or difference(self._entry, spec, self.seed)
+        unclear = self._unclear(spec, (*forward, *backward))
+        unclear = unclear or failure(self._entry, spec) or difference(self._entry, spec, self.seed)
         if forward := forward or against(check.front, check.case, self.device):
             return Outcome(check, {}, forward, unclear)
         try:

@@ -154,6 +154,40 @@ def test_blocks_look_for_overrides_a_hundredth_of_the_time(monkeypatch, caplog):
     other.remove()
 
 
+def test_the_first_plans_look_for_overrides_and_further_plans_a_hundredth_of_the_time(
+    monkeypatch, caplog, packed, ran
+):
+    heads, now, looks, look = itertools.count(1), [0.0], [], captured.warn_if_shadowed
+
+    def slow_look():
+        now[0] += 1.0
+        looks.append(now[0])
+        look()
+
+    def plans(count):
+        for _ in range(count):
+            now[0] += 1.0
+            attnreg.varlen_attn(*packed([3, 2], heads=next(heads)), backend="math")
+
+    monkeypatch.setattr(captured, "PROMPT_LOOKS", 3)
+    monkeypatch.setattr(captured, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(captured, "warn_if_shadowed", slow_look)
+    attnreg.install()
+    captured._next_look = 1000.0  # as after a look of a block
+    looks.clear()
+    plans(3)
+    assert len(looks) == 3
+    other = Override(CPU_OP, "CPU")
+    plans(5)
+    assert len(looks) == 3 and caplog.messages == []
+    now[0] = 1000.0
+    plans(20)
+    assert looks[3:] == [1002.0]
+    assert caplog.messages == [*attnreg.stats().overridden]
+    assert ran() == {"math": (28, 0)}
+    other.remove()
+
+
 def test_an_implementation_of_torchs_registry_is_named_with_the_ops_that_it_overrides(fa4, monkeypatch):
     def cudnn():
         overrides = [Override(aten.ABOVE[2], "CUDA"), Override(aten.ABOVE[3], "CUDA")]

@@ -273,6 +273,23 @@ def test_offsets_of_a_text_are_refused_in_its_vision_tower():
         tower(patches, grid_thw=grids, **offsets)
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seq_len"])
+def test_offsets_under_another_name_are_refused_as_documents_would_see_each_other(name):
+    docs = models.documents()
+    batch = models.packed(docs, True)
+    one = models.model("Llama", "attnreg")
+    with torch.no_grad():
+        out = models.results(one, batch | {"use_cache": False})
+    assert_close(models.by_document(out, batch, docs), alone("Llama", docs)[0])
+    before = attnreg.stats().calls
+    renamed = {key.replace("cu_seq_lens", name): value for key, value in batch.items()}
+    assert {f"{name}_q", f"{name}_k"} <= renamed.keys()
+    with pytest.raises(InvalidInputError) as error:
+        models.results(one, renamed | {"use_cache": False})
+    assert str(error.value) == f"{name}_q: got offsets under this name, expected cu_seq_lens_q"
+    assert attnreg.stats().calls == before == {"cpu": {"forward": 2, "backward": 0}}
+
+
 def test_layers_that_run_again_for_checkpoints_read_nothing_back(read_backs):
     docs = models.documents()
     _, expected = alone("Llama", docs)

@@ -345,6 +345,34 @@ def test_a_process_may_end_with_everything_registered_and_says_nothing():
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
+LAST_OF_ALL = """
+import atexit
+
+@atexit.register
+def show():
+    F.scaled_dot_product_attention(x, x, x)
+    print(attnreg.stats().calls, attnreg.stats().overridden)
+
+import torch
+import torch.nn.functional as F
+import attnreg
+
+attnreg.register_backend("math")
+x = torch.randn(1, 2, 8, 16)
+F.scaled_dot_product_attention(x, x, x)
+atexit.register(show)
+"""
+
+
+@pytest.mark.parametrize("routers", ["", "python"], ids=["whatever is built", "python"])
+def test_at_the_end_of_a_process_torchs_kernels_are_no_overrides(routers):
+    """Functions that run after the routers were removed, as of a program that registers them first."""
+    run = python("-c", LAST_OF_ALL, ATTNREG_ROUTERS=routers)
+    assert run.stderr == ""
+    assert {line.partition("}} ")[2] for line in run.stdout.splitlines()} == {"()"}
+    assert run.stdout.count("'math': {'forward':") == 2
+
+
 # Pickles
 
 # Each error, and the built-in that a caller would expect it to be.

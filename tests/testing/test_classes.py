@@ -1,9 +1,11 @@
 """Promises of the conformance kit about cuts: it finds a backend that decides otherwise within a class."""
 
+import dataclasses
 import re
 
 import pytest
 
+import attnreg
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import Device
 from attnreg.core.registry.entry import Entry
@@ -66,6 +68,48 @@ def test_a_rank_that_changes_within_a_class_is_found_too(fake):
     ).backend
     with pytest.raises(AssertionError, match=r"none, and rank [56] for .*none, and rank [56] for "):
         check_backend(mine, device="cpu", cases=CASES)
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_the_rank_of_a_direction_that_a_backend_does_not_have_is_no_difference(fake, has_backward):
+    mine = fake(
+        "mine", backward=has_backward, priority=lambda spec: 5 + (spec.max_q >= 1000),
+        cuts=lambda _: [Cut.of("max_q", at=1000)],
+    ).backend  # fmt: skip
+    assert (mine.backward is not None) is has_backward
+    assert check_backend(mine, device="cpu", cases=CASES).passed
+    assert difference(Entry("mine", "a test", mine), SMALL.spec(Device("cpu")), 0, 200) == ""
+
+
+FAILING = {
+    "a name that is no length": (
+        {"cuts": lambda _: [Cut.of("maxk", at=4096)]},
+        "cuts() failed: RegistrationError: cuts() of mine: got Cut(terms=((1, ('maxk',)),), at=4096), "
+        "expected a Cut of batch, max_q, max_k, tokens_q, tokens_k at a whole number",
+    ),
+    "none": (
+        {"cuts": lambda _: None},
+        "cuts() failed: RegistrationError: cuts() of mine: got None, expected",
+    ),
+    "an error": ({"cuts": lambda _: [] + ()}, "cuts() failed: TypeError: can only concatenate list"),
+    "of a length": (
+        {"cuts": lambda spec: [Cut.of("max_k", at=spec.max_q)]},
+        "cuts() reads max_q of the spec, expected no length",
+    ),
+    "builds": ({"builds": lambda spec: spec.max}, "builds() failed: AttributeError: AttentionSpec has no"),
+}
+
+
+@pytest.mark.parametrize(("functions", "said"), FAILING.values(), ids=FAILING)
+def test_cuts_and_builds_that_fail_are_told_as_a_program_goes_on_without_them(
+    fake, ran, packed, functions, said
+):
+    mine = dataclasses.replace(fake("mine", refuses=below).backend, **functions)
+    with pytest.raises(AssertionError, match=re.escape(said)):
+        check_backend(mine, device="cpu", cases=CASES)
+    with attnreg.register_backend(mine):
+        attnreg.varlen_attn(*packed([3, 2]))
+    assert ran() == {"mine": (1, 0)}
 
 
 def test_the_difference_names_the_direction_the_reason_and_both_lengths(fake):

@@ -108,7 +108,7 @@ def make_plan(
 def _prepare(now: State, spec: AttentionSpec) -> None:
     """Do what a process that serves calls needs, whatever the call."""
     building.ensure_built()  # the next start of the program has the compiled part
-    captured.warn_if_shadowed()
+    captured.warn_if_shadowed_in_plan()
     ranks.agree(now.policy, now.entries, spec.device)
 
 

@@ -7,6 +7,7 @@ the first router.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import threading
@@ -40,6 +41,8 @@ _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
 _watched: dict[str, str] = {}  # torch's dump of each op after the routers had been installed
 _warned_of: tuple[str, ...] = ()  # what lay above the routers at the last look
 _next_look = 0.0  # when a block may look again, in the seconds of `time.monotonic`
+PROMPT_LOOKS = 64  # how many plans look for overrides whatever it takes, after the routers were installed
+_prompt_looks = 0
 
 # Torch's own ops for packed calls, above the routers.
 VARLEN_OPS = tuple(f"torch_attn::_varlen_attn{suffix}" for suffix in ("", "_out", "_backward"))
@@ -125,9 +128,15 @@ def _get_kernel(op: str, key: str) -> Callable[..., Any] | None:
 
 def watch(ops: Iterable[str]) -> None:
     """Have `overridden` find whatever is registered over these ops from now on; none ends that."""
-    global _watched, _next_look
-    _next_look = 0.0
+    global _watched, _next_look, _prompt_looks
+    _next_look, _prompt_looks = 0.0, PROMPT_LOOKS
     _watched = {op: torch._C._dispatch_dump(op) for op in (f"aten::{op}" for op in ops)}
+
+
+@atexit.register
+def _watch_nothing_at_exit() -> None:
+    """Watch nothing: the end of the process removes the routers, and torch's own kernels are no overrides."""
+    watch(())
 
 
 def overridden() -> dict[str, list[str]]:
@@ -208,3 +217,16 @@ def warn_if_shadowed_lately() -> None:
     warn_if_shadowed()
     ended = time.monotonic()
     _next_look = ended + 99 * (ended - began)
+
+
+def warn_if_shadowed_in_plan() -> None:
+    """Warn as `warn_if_shadowed` does: the first plans always look, further plans as seldom as blocks.
+
+    A program whose calls all differ makes a plan for each, for example while it records a growing cache.
+    """
+    global _prompt_looks
+    if _prompt_looks > 0:
+        _prompt_looks -= 1
+        warn_if_shadowed()
+    else:
+        warn_if_shadowed_lately()
