@@ -1,5 +1,6 @@
 """Promises about calls that torch sends past the routers: seen where somebody asks, and only there."""
 
+import collections
 import json
 
 import pytest
@@ -312,6 +313,28 @@ def test_torchs_functions_are_looked_at_only_while_somebody_asks(tmp_path, monke
     monkeypatch.delenv("ATTNREG_RECORD")
     attnreg.reload()
     assert F.scaled_dot_product_attention is SDPA
+
+
+def test_where_a_backend_is_asked_for_ops_count_and_the_selector_is_not_asked(tmp_path, monkeypatch, ran):
+    asked = []
+    selected = bypassed.selected
+    monkeypatch.setattr(bypassed, "selected", lambda *given: asked.append(given) or selected(*given))
+    query = torch.randn(1, 2, 8, 16)
+    empty = query[:, :, :0]
+    with attnreg.record(tmp_path / "recorded.json"), attnreg.register_backend("math"):
+        for _ in range(3):
+            F.scaled_dot_product_attention(query, query, query)
+            F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        is_left = bypassed.ops_are_observed
+        assert len(asked) == (0 if is_left else 6)
+        F.scaled_dot_product_attention(empty, empty, empty)  # which no op shows
+        with torch.inference_mode():
+            F.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+        rows = attnreg.stats().bypassed
+    assert len(asked) == (2 if is_left else 8)
+    assert ran() == {"math": (3, 0)}
+    counted = collections.Counter(row.reason for row in rows for _ in range(row.count))
+    assert counted == {"dropout_p must be 0 on a CPU, got 0.5": 4, bypassed.NOTHING_TO_DO: 1}
 
 
 def test_what_other_code_has_put_there_stays(tmp_path, monkeypatch):

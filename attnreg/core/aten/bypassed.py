@@ -279,7 +279,7 @@ def _first_looks(
         if not torch.compiler.is_compiling():
             if takes_masks and _recognises and (result := _run_recognised(arguments, options)) is not None:
                 return result
-            if _observes:
+            if _observes and not (takes_masks and _is_left_to_ops(arguments)):
                 with contextlib.suppress(Exception):  # wrong arguments are an error of the call itself
                     bypass = look(*arguments, **options)
         if bypass is not None:
@@ -295,6 +295,22 @@ def _first_looks(
         builtins: Any = torch.jit._builtins
         builtins._register_builtin(replacement, builtins._find_builtin(torchs))
     return replacement
+
+
+def _is_left_to_ops(arguments: tuple[Any, ...]) -> bool:
+    """Whether a call of SDPA needs no look: a router or an observed op counts it, and nothing refuses it.
+
+    A look asks torch's selector, and takes 55 calls of Python: as long as a small call itself.
+    """
+    now, choice = state(), scope.current()
+    preferences = now.policy.preferences if choice is None else (choice.preference, *now.policy.preferences)
+    if not (now.active or choice is not None) or not ops_are_observed or len(arguments) < 3:
+        return False
+    may_refuse = now.policy.strict or any(one is not None and one.exclusive for one in preferences)
+    return not (may_refuse or torch.is_inference_mode_enabled()) and all(
+        isinstance(x, Tensor) and x.device.type in ("cpu", "cuda") and not x.is_nested and x.numel()
+        for x in arguments[:3]
+    )
 
 
 def _is_counted_here(bypassed: Bypassed) -> bool:
