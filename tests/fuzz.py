@@ -1,4 +1,4 @@
-"""Makes random calls of `varlen_attn` and SDPA as programs do, and compares each with float64.
+"""Makes random calls of `varlen_attn`, SDPA and `flash_attn_func`, and compares each with float64.
 
     python tests/fuzz.py [--seconds 60] [--calls N] [--seed S] [--device cuda] [--backends FA2,FA4,math]
     python tests/fuzz.py --seed S --only N      repeats one call
@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 import attnreg
 from attnreg.core.selection.decision import tied_to
 from attnreg.errors import UnsupportedInputError
+from attnreg.flash_attn import flash_attn_func
 from attnreg.tools.measure.inputs import Inputs, inputs
 from attnreg.tools.measure.rule import Error
 
@@ -81,6 +82,8 @@ def call_once(drawn: Drawn, given: Given, leaves: tuple[Tensor, ...]) -> tuple[T
             score_mod=call.score_mod, mask_mod=call.mask_mod,
         )  # fmt: skip
         return result if isinstance(result, tuple) else (result,)
+    if drawn.flash:
+        return (flash_attn_func(q, k, v, softmax_scale=scale, causal=case.window == (-1, 0)),)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, further.get("dbias", call.attn_bias), dropout_p=drawn.dropout,
@@ -206,7 +209,7 @@ def check(drawn: Drawn, seed: int, number: int, device: str, alone: bool = True)
         found = Found("wrong", "; ".join(f"{name} of {ran() or 'torch'}: {e}" for name, e in beyond.items()))
     if not alone:
         return found
-    if found.wrong and not case.varlen:
+    if found.wrong and not (case.varlen or drawn.flash):
         if device == "cuda" and _is_torchs_alone(now, given):
             return Found("torch chose an op that isn't routed, and failed")
         torchs_may_run = drawn.request == "nothing" or ran() == "efficient"
@@ -295,7 +298,7 @@ def _explained(drawn: Drawn, given: Given) -> Found:
     if drawn.request == "nothing" or (counted.calls and not others):
         return Found(f"{drawn.backend} ran" if counted.calls and not others else "nothing asked for")
     if not counted.calls:
-        if not drawn.case.varlen and not _reaches_an_op(drawn, given):
+        if not (drawn.case.varlen or drawn.flash or _reaches_an_op(drawn, given)):
             return Found("torch chose no op that is routed")
         return Found("unexplained", "nothing ran that is counted")
     passed_over = {row.backend.casefold() for row in counted.fallbacks}

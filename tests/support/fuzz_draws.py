@@ -35,7 +35,8 @@ MODES_OF_THREADS = ("plain", "no_grad", "inference", "autocast", "checkpoint")
 class Drawn(NamedTuple):
     """A call and how it is made, and what a `Case` lacks: sinks, a bias with a gradient, dropout, strides.
 
-    `change` says what the lengths of its repeats are, `in_place` whether they go to the same offsets.
+    `change` says what the lengths of its repeats are, `in_place` whether they go to the same offsets, `flash`
+    whether a dense call is one of `flash_attn_func`.
     """
 
     case: Case
@@ -48,6 +49,7 @@ class Drawn(NamedTuple):
     change: str = REORDERED
     in_place: bool = True
     strides: tuple[str, ...] = ()
+    flash: bool = False
 
     def __str__(self) -> str:
         shown = {name: getattr(self.case, name) for name in self.case.__slots__ if name != "name"}
@@ -113,6 +115,10 @@ def draw(seed: int, number: int | str, backends: list[str], device: str) -> Draw
         drawn = drawn._replace(
             strides=_strides(rng, has_function or drawn.dropout > 0.0, mode not in WITHOUT_GRADIENT)
         )
+    # Its causal mask is aligned bottom-right, SDPA's top-left.
+    is_aligned = case.window == (-1, -1) or case.lens_q == case.lens_k
+    if not varlen and is_aligned and case.bias == "none" and not drawn.dropout:
+        drawn = drawn._replace(flash=rng.random() < 0.4)
     return drawn
 
 
