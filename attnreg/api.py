@@ -222,15 +222,7 @@ _LATER = (
 class _Block(ContextDecorator, AbstractContextManager[None]):
     """A `with` block that decorates functions as well, if their bodies run inside of it."""
 
-    _has_effect = True  # False from the constructor until it is entered, or decorates something
-
-    def __del__(self) -> None:
-        if not self._has_effect:
-            name = type(self).__name__
-            log.warning("attnreg.%s(...) had no effect, expected `with attnreg.%s(...):`", name, name)
-
     def __call__(self, func: F) -> F:
-        self._has_effect = True
         if isinstance(func, staticmethod | classmethod):
             return type(func)(self(func.__func__))
         self._check(func)
@@ -301,13 +293,12 @@ class use_backend(_Block, scope.ScopeInGraph):  # noqa: N801 - a context manager
         choice = choice_or_error(names)
         if not isinstance(choice, scope.ScopedChoice):
             raise_between_graphs(choice)
-        self.names, self._choice, self._has_effect = names, choice, False
+        self.names, self._choice = names, choice
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, ...]]:
         return type(self), self.names  # choices have other numbers in another process
 
     def __enter__(self) -> None:
-        self._has_effect = True
         if torch.compiler.is_compiling() or scope.backends_in_graph():
             scope.enter_in_graph(self.names)
             return
@@ -353,10 +344,8 @@ class record(_Block):  # noqa: N801 - a context manager, named as it is used
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
         self._recordings: list[trace.Recording] = []  # one for each time that the block is open
-        self._has_effect = False
 
     def __enter__(self) -> None:
-        self._has_effect = True
         file = check_writable(self._path)
         aten.ensure()
         self._recordings.append(trace.start(file))

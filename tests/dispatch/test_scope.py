@@ -1,7 +1,6 @@
 """Promises of scoped choices: for which calls they hold, and how a forward's reaches its backward."""
 
 import contextlib
-import gc
 import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -403,23 +402,3 @@ def test_a_cache_of_the_current_choice_is_reset_even_where_entering_or_leaving_i
         with pytest.raises(KeyboardInterrupt):
             change(None)
     assert calls == [True, True]
-
-
-@pytest.mark.parametrize("name", ["use_backend", "record"])
-def test_a_block_that_nothing_enters_says_so(name, tmp_path, caplog):
-    made = {
-        "use_backend": lambda: attnreg.use_backend("math"),
-        "record": lambda: attnreg.record(tmp_path / "a"),
-    }
-    make = made[name]
-    make()
-    gc.collect()
-    assert caplog.messages == [f"attnreg.{name}(...) had no effect, expected `with attnreg.{name}(...):`"]
-    caplog.clear()
-    with make():
-        pass
-    make()(len)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(make())
-    gc.collect()
-    assert not [message for message in caplog.messages if "no effect" in message]
