@@ -72,7 +72,7 @@ def flash_attn_func(
     if dropout_p and return_attn_probs:
         check_dense(q, k, v)
         return dropped_weights.attend(q, k, v, options, (None, None, q.shape[1], k.shape[1]))
-    results = attend_dense(q, k, v, options, return_attn_probs)
+    results = attend_dense(q, k, v, options, with_lse=bool(return_attn_probs))
     return returned(results, return_attn_probs)  # type: ignore[no-any-return]
 
 
@@ -161,7 +161,8 @@ def flash_attn_varlen_func(
                 "block_table, or dropout_p 0 for the LSE alone"
             )
         return dropped_weights.attend(q, k, v, options, lengths)
-    results = attend_packed(q, k, v, lengths, options, block_table=block_table, with_lse=return_attn_probs)
+    with_lse = bool(return_attn_probs)
+    results = attend_packed(q, k, v, lengths, options, block_table=block_table, with_lse=with_lse)
     return returned(results, return_attn_probs)  # type: ignore[no-any-return]
 
 

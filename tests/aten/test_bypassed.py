@@ -337,6 +337,25 @@ def test_where_a_backend_is_asked_for_ops_count_and_the_selector_is_not_asked(tm
     assert counted == {"dropout_p must be 0 on a CPU, got 0.5": 4, bypassed.NOTHING_TO_DO: 1}
 
 
+class OnlySdpa(torch.Tensor):
+    """A subclass that knows SDPA and nothing else."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not torch._C._nn.scaled_dot_product_attention:
+            raise NotImplementedError(function)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*(x.as_subclass(torch.Tensor) for x in args))
+
+
+def test_a_subclass_that_knows_nothing_but_sdpa_runs_while_calls_are_recorded(tmp_path, ran):
+    query = torch.randn(1, 2, 8, 16)
+    expected, mine = F.scaled_dot_product_attention(query, query, query), query.as_subclass(OnlySdpa)
+    with attnreg.record(tmp_path / "recorded.json"), attnreg.use_backend("math"):
+        torch.testing.assert_close(F.scaled_dot_product_attention(mine, mine, mine), expected)
+    assert ran() == {"math": (1, 0)}
+
+
 def test_what_other_code_has_put_there_stays(tmp_path, monkeypatch):
     def others(*arguments, **options):
         return SDPA(*arguments, **options)

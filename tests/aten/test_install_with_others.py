@@ -142,7 +142,7 @@ def test_blocks_look_for_overrides_a_hundredth_of_the_time(monkeypatch, caplog):
             with attnreg.use_backend("math"):
                 now[0] += 1.0
 
-    monkeypatch.setattr(captured, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(captured, "time", SimpleNamespace(monotonic=lambda: now[0] / 128))
     monkeypatch.setattr(captured, "warn_if_shadowed", slow_look)
     blocks(250)
     assert looks == [1.0, 101.0, 201.0]
@@ -152,6 +152,18 @@ def test_blocks_look_for_overrides_a_hundredth_of_the_time(monkeypatch, caplog):
     blocks(1)
     assert caplog.messages == [*attnreg.stats().overridden]
     other.remove()
+    looks.clear()
+    now[0] += 1000  # a look that takes long, as in a process that was stopped, makes blocks blind for 5 s
+
+    def very_slow_look():
+        slow_look()
+        now[0] += 9999
+
+    monkeypatch.setattr(captured, "warn_if_shadowed", very_slow_look)
+    blocks(int(captured.LONGEST_WAIT * 128))
+    assert len(looks) == 1
+    blocks(1)
+    assert len(looks) == 2
 
 
 def test_the_first_plans_look_for_overrides_and_further_plans_a_hundredth_of_the_time(
@@ -170,10 +182,10 @@ def test_the_first_plans_look_for_overrides_and_further_plans_a_hundredth_of_the
             attnreg.varlen_attn(*packed([3, 2], heads=next(heads)), backend="math")
 
     monkeypatch.setattr(captured, "PROMPT_LOOKS", 3)
-    monkeypatch.setattr(captured, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(captured, "time", SimpleNamespace(monotonic=lambda: now[0] / 128))
     monkeypatch.setattr(captured, "warn_if_shadowed", slow_look)
     attnreg.install()
-    captured._next_look = 1000.0  # as after a look of a block
+    captured._next_look = 1000 / 128  # as after a look of a block
     looks.clear()
     plans(3)
     assert len(looks) == 3

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import attnreg
 from attnreg.core.dispatch import call_cache
 from attnreg.errors import InvalidInputError
-from attnreg.flash_attn import flash_attn_func
+from attnreg.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_graph_trees")
 
@@ -110,6 +110,19 @@ def test_tensors_that_do_not_fit_are_the_same_error_as_without_the_cache(compile
             flash_attn_func(*(torch.randn(shape) for shape in shapes))
         said.append(str(error.value))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("function", ["dense", "packed"])
+def test_whether_the_lse_is_returned_is_read_as_a_truth_value(compiled, function):
+    q, k, v = batch()
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    for asked in (1, "yes", None, 0):
+        if function == "dense":
+            found = flash_attn_func(q, k, v, return_attn_probs=asked)
+        else:
+            given = k[0], k[0], v[0], offsets, offsets, 8, 8
+            found = flash_attn_varlen_func(*given, return_attn_probs=asked)
+        assert isinstance(found, tuple) is bool(asked)
 
 
 def test_offsets_that_a_packed_call_lacks_do_not_make_it_a_dense_call(compiled):

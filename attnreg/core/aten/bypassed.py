@@ -279,9 +279,10 @@ def _first_looks(
         if not torch.compiler.is_compiling():
             if takes_masks and _recognises and (result := _run_recognised(arguments, options)) is not None:
                 return result
-            if _observes and not (takes_masks and _is_left_to_ops(arguments)):
+            if _observes:
                 with contextlib.suppress(Exception):  # wrong arguments are an error of the call itself
-                    bypass = look(*arguments, **options)
+                    if not (takes_masks and _is_left_to_ops(arguments)):
+                        bypass = look(*arguments, **options)
         if bypass is not None:
             _refuse_if_strict(*bypass)
         result = torchs(*arguments, **options)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adaptation
 from attnreg.core.contract.backend import Backend, Kernels
-from attnreg.core.contract.capabilities import Capabilities
+from attnreg.core.contract.capabilities import ANY_SIZE, Capabilities
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry import known_issues
@@ -198,7 +198,7 @@ class Entry:
                 return frozenset(LENGTHS)
             if backend.cuts is not None and (of_cuts := reads_of(backend.cuts, variant)):
                 return of_cuts
-            named = {name for cut in (*declared, *limits.cuts(variant)) for name in cut.names}
+            named = {name for cut in declared for name in cut.names}
             for look in self._looks(backend, limits, direction, ranks_only):
                 reads |= reads_of(look, variant) - named
             reads |= frozenset() if ranks_only else known_issues.cuts(self.name, variant)[1]
@@ -228,7 +228,7 @@ class Entry:
         if ranks_only:
             return
         if type(limits) is not Capabilities:  # whose own limits of lengths are cuts already
-            yield limits.unsupported
+            yield replace(limits, batch=ANY_SIZE, ranges=ANY_SIZE).unsupported
         if backend.refuses is not None:
             yield backend.refuses
         if self._kernels is not None and self._kernels.replaces_native is not None:

@@ -40,6 +40,7 @@ _lock = open_after_fork(threading.RLock())
 _captured: dict[tuple[str, str], Callable[..., Any] | None] = {}
 _watched: dict[str, str] = {}  # torch's dump of each op after the routers had been installed
 _warned_of: tuple[str, ...] = ()  # what lay above the routers at the last look
+LONGEST_WAIT = 5.0  # seconds: a look may have taken long because the process was stopped
 _next_look = 0.0  # when a block may look again, in the seconds of `time.monotonic`
 PROMPT_LOOKS = 64  # how many plans look for overrides whatever it takes, after the routers were installed
 _prompt_looks = 0
@@ -216,7 +217,7 @@ def warn_if_shadowed_lately() -> None:
         return
     warn_if_shadowed()
     ended = time.monotonic()
-    _next_look = ended + 99 * (ended - began)
+    _next_look = ended + min(99 * (ended - began), LONGEST_WAIT)
 
 
 def warn_if_shadowed_in_plan() -> None:
