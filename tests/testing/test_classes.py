@@ -85,7 +85,7 @@ FAILING = {
     "a name that is no length": (
         {"cuts": lambda _: [Cut.of("maxk", at=4096)]},
         "cuts() failed: RegistrationError: cuts() of mine: got Cut(terms=((1, ('maxk',)),), at=4096), "
-        "expected a Cut of batch, max_q, max_k, tokens_q, tokens_k at a whole number",
+        "expected a Cut of batch, max_q, max_k, tokens_q, tokens_k, ranges at a whole number",
     ),
     "none": (
         {"cuts": lambda _: None},
