@@ -38,8 +38,9 @@ _BUILD, _WAYS = "ATTNREG_BUILD", ("background", "now", "off")
 
 _warned: dict[Any, Any] = {}  # what Python keeps of warnings, to give each once
 _said: set[str] = set()  # variables without effect that a warning has named
-# What names of variables with a misspelt prefix have in common; few programs have such names.
-_NEAR_OURS = re.compile("ATTN|[NT]_?REG", re.IGNORECASE)
+# How names of variables with a misspelt prefix begin. Looking closer takes imports, and nearly every machine
+# has a variable such as AWS_DEFAULT_REGION.
+_NEAR_OURS = re.compile(".{0,2}ATTN|.{0,3}[NT]_?REG", re.IGNORECASE)
 _is_offered = False  # whether transformers is told of the name "attnreg" when it is imported
 
 # The names under which transformers runs attnreg, or will once it is imported.
@@ -67,7 +68,7 @@ def activate() -> None:
     ours = {name: value for name, value in os.environ.items() if name.upper().startswith("ATTNREG_")}
     if others := [name for name, value in ours.items() if not name.startswith("ATTNREG_") and value.strip()]:
         _hint_at_case(others)
-    if near := [name for name in os.environ if _NEAR_OURS.search(name) and name not in ours]:
+    if near := [name for name in os.environ if _NEAR_OURS.match(name) and name not in ours]:
         _hint_at_prefix(near)
     if not any(
         value.strip() and name not in others and not (name == _BUILD and _is_way(value))
