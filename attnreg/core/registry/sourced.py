@@ -103,7 +103,7 @@ class SourcedEntry(Entry):
         return super().unavailable()
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        """Return every reason against running a direction of `spec` here, a failed verification among them."""
+        """Return every reason against one direction of `spec` here, a failed verification among them."""
         self.open()
         against = super().reasons(spec, direction)
         if against or _tested.get() == self.name or spec.device.simulated:
