@@ -387,6 +387,12 @@ def few_lengths(monkeypatch):
 
 
 @pytest.fixture
+def no_other_lengths(monkeypatch):
+    """Have the kit compare no lengths: test_length_classes.py does that for attnreg's own backends."""
+    monkeypatch.setattr(kit, "difference", functools.partial(classes.difference, count=0))
+
+
+@pytest.fixture
 def hasty():
     """Switch threads as often as can be, so that a race shows itself."""
     interval = sys.getswitchinterval()

@@ -192,9 +192,7 @@ def test_a_pickled_model_loads_where_its_backend_does_not_and_raises_when_called
             loaded(torch.randn(1, 2, 5, 8))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "reentrant"), [("*.self_attn", True), ("*.self_attn", False), ("layers.?", False), ("", True)]
-)
+@pytest.mark.parametrize(("pattern", "reentrant"), [("*.self_attn", True), ("layers.?", False), ("", True)])
 def test_a_forward_that_a_checkpoint_repeats_gets_the_same_backend(ran, pattern, reentrant):
     model = Model(reentrant)
     with attnreg.assign(model, {pattern: "math"}):

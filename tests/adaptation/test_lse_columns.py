@@ -18,7 +18,7 @@ from attnreg.testing import Conformance
 from attnreg.tools.measure import Case
 from attnreg.tools.measure.reference import attention
 
-pytestmark = pytest.mark.usefixtures("few_lengths")
+pytestmark = pytest.mark.usefixtures("no_other_lengths")
 
 FORWARD, BACKWARD = (
     getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")

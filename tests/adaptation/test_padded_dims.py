@@ -17,7 +17,7 @@ from attnreg.testing import Conformance
 from attnreg.tools.explanation.call_spec import ODD_DIMS
 from attnreg.tools.measure import Case
 
-pytestmark = pytest.mark.usefixtures("few_lengths")
+pytestmark = pytest.mark.usefixtures("no_other_lengths")
 
 STEPS = {"head_dim": Range(8, 256, 8), "head_dim_v": Range(8, 256, 8)}
 TENSORS = {"out", "lse", "dq", "dk", "dv"}

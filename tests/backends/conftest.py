@@ -10,7 +10,7 @@ from attnreg.core.contract.backend import Kernels
 
 
 @pytest.fixture(autouse=True)
-def once_on_one_thread(references_once, one_thread, few_lengths):
+def once_on_one_thread(references_once, one_thread, no_other_lengths):
     pass
 
 

@@ -241,13 +241,13 @@ FLOAT64 = [
 ]
 
 
-# One case of each set of options, with empty sequences and without, and with each window of packed calls.
+# One case of each set of options, with empty sequences and without, and with each form of a packed window.
 KINDS = {
     (
         case.varlen,
         0 in (*case.lens_q, *case.lens_k),
         case.bias,
-        case.window if case.varlen else case.window == (-1, -1),
+        tuple(side < 0 for side in case.window) if case.varlen else case.window == (-1, -1),
         *(case.has(row) for row in OPTIONS),
     ): case
     for case in FLOAT64

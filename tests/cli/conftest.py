@@ -10,7 +10,7 @@ from attnreg.core.registry import discovery
 
 
 @pytest.fixture(autouse=True)
-def eighty_columns(monkeypatch, one_thread, references_once, few_lengths):
+def eighty_columns(monkeypatch, one_thread, references_once, no_other_lengths):
     """Print for 80 columns, whatever terminal runs the tests."""
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):

@@ -185,9 +185,8 @@ def test_a_second_derivative_is_an_error(compiled):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("heads_k", [4, 2])
-def test_compiled_autograd_computes_the_same_gradients(compiled, ran, heads_k):
-    inputs = batch(heads_k=heads_k)
+def test_compiled_autograd_computes_the_same_gradients(compiled, ran):
+    inputs = batch(heads_k=2)
     ran()
     for scale in (0.25, 0.5):  # a scale is part of the graph that compiled autograd keeps
         with attnreg.use_backend("math"):

@@ -425,19 +425,16 @@ OUT_OF_RANGE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "given"), [(name, given) for name, cases in OUT_OF_RANGE.items() for given in cases]
-)
-def test_compiled_on_a_cpu_a_place_out_of_range_is_an_error_before_anything_is_written(name, given):
-    def step(q, k_cache, v_cache, k, v):
-        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **given)
-
+@pytest.mark.parametrize(("name", "cases"), OUT_OF_RANGE.items(), ids=OUT_OF_RANGE)
+def test_compiled_on_a_cpu_a_place_out_of_range_is_an_error_before_anything_is_written(name, cases):
     torch._dynamo.reset()
+    step = torch.compile(flash_attn_with_kvcache, backend="aot_eager")
     (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
     before = k_cache.clone()
-    with pytest.raises(RuntimeError, match=f"^{name}: got a number below 0, or one that is too large"):
-        torch.compile(step, backend="aot_eager")(q, k_cache, v_cache, TENSOR, TENSOR)
-    assert torch.equal(k_cache, before)
+    for given in cases:
+        with pytest.raises(RuntimeError, match=f"^{name}: got a number below 0, or one that is too large"):
+            step(q, k_cache, v_cache, TENSOR, TENSOR, **given)
+        assert torch.equal(k_cache, before)
     torch._dynamo.reset()
 
 

@@ -18,7 +18,7 @@ MODULES = {
 PROGRAM = """\
 import json, sys
 sys.path.insert(0, {folder!r})
-import torch
+{begin}
 early = sorted(name for name in sys.modules if name.partition(".")[0] == "transformers")
 finders = len(sys.meta_path)
 from transformers import masking_utils, modeling_utils
@@ -27,12 +27,12 @@ print(json.dumps([early, names, finders - len(sys.meta_path), modeling_utils.__s
 """
 
 
-def run(tmp_path, **variables):
+def run(tmp_path, begin="import torch", **variables):
     folder = tmp_path / "transformers"
     folder.mkdir()
     for name, text in MODULES.items():
         (folder / f"{name}.py").write_text(text)
-    done = forked(PROGRAM.format(folder=str(tmp_path)), **variables)
+    done = forked(PROGRAM.format(folder=str(tmp_path), begin=begin), **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -44,18 +44,32 @@ def test_the_name_is_registered_as_soon_as_transformers_is_imported_and_not_befo
     assert (removed, module, said) == (2, "transformers.modeling_utils", "")
 
 
-SETTINGS = {"off": "", "attnreg": "attnreg", "flash_attention_2": "attnreg flash_attention_2"}
-
-
-@pytest.mark.parametrize(("setting", "names"), SETTINGS.items(), ids=SETTINGS)
-@pytest.mark.parametrize("by", ["ATTNREG_CONFIG", "configure"])
-def test_a_settings_file_asks_for_names_as_well(tmp_path, by, setting, names):
+def settings_file(tmp_path, by, setting):
+    """Return the line and the variables by which a program has a settings file say `transformers = ...`."""
     file = tmp_path / "site.toml"
     file.write_text(f'transformers = "{setting}"\n')
-    begin = f"import attnreg; attnreg.configure({str(file)!r})" if by == "configure" else "import torch"
-    program = f"{begin}\n{BEHIND}"
-    done = forked(program, **({} if by == "configure" else {by: str(file)}))
-    assert (done.stdout.strip(), done.returncode) == (names, 0), done.stderr
+    if by == "configure":
+        return f"import torch, attnreg; attnreg.configure({str(file)!r})", {}
+    return "import torch", {by: str(file)}
+
+
+by_each_way = pytest.mark.parametrize("by", ["ATTNREG_CONFIG", "configure"])
+
+
+@by_each_way
+@pytest.mark.parametrize(("setting", "count"), [("off", 0), ("attnreg", 1)])
+def test_a_settings_file_asks_for_the_name_as_well(tmp_path, by, setting, count):
+    begin, variables = settings_file(tmp_path, by, setting)
+    (_, names, _, _), said = run(tmp_path, begin, **variables)
+    assert names == [{"attnreg": name} if count else {} for name in ("attention", "shared_mask")]
+    assert said == ""
+
+
+@by_each_way
+def test_a_settings_file_asks_for_flash_attention_2_as_well(tmp_path, by):
+    begin, variables = settings_file(tmp_path, by, "flash_attention_2")
+    done = forked(f"{begin}\n{BEHIND}", **variables)
+    assert (done.stdout.strip(), done.returncode) == ("attnreg flash_attention_2", 0), done.stderr
 
 
 BEHIND = """

@@ -37,9 +37,9 @@ def test_batches_of_the_same_lengths_are_told_apart(two_ranks, what):
 
 def test_a_rank_that_turns_to_another_batch_alone_waits_for_the_timeout_as_the_others_do(tmp_path):
     """The first to give up closes its connections."""
-    started = Ranks(2, tmp_path / "store", patience=2.0)
+    started = Ranks(2, tmp_path / "store", patience=1.0)
     said = started.run(work.another_batch_alone)
-    assert all(re.search("Timed out waiting 2000ms|timeout caused|closed by peer", one) for one in said), said
+    assert all(re.search("Timed out waiting 1000ms|timeout caused|closed by peer", one) for one in said), said
     compared = "context parallel: this rank compares its forward with the others', and not all came: "
     assert sum(one.startswith(compared) for one in said) == 1
     started.close()
@@ -66,7 +66,7 @@ def test_ranks_that_compare_wait_as_long_as_the_group_does(two_ranks):
 
 def test_ranks_compare_where_a_gather_of_the_others_does_not_reach(tmp_path):
     """Gloo takes a message that is shorter than what is awaited: rows would be those of the comparison."""
-    started = Ranks(2, tmp_path / "store", patience=2.0)
+    started = Ranks(2, tmp_path / "store", patience=1.0)
     said = started.run(work.another_batch_alone, gathers=True)
-    assert all(re.search("Timed out waiting 2000ms|timeout caused|closed by peer", one) for one in said), said
+    assert all(re.search("Timed out waiting 1000ms|timeout caused|closed by peer", one) for one in said), said
     started.close()

@@ -241,10 +241,10 @@ def test_a_backend_without_a_backward_serves_where_no_gradient_is_recorded(ranks
 
 
 def test_a_rank_whose_kernel_raises_gets_its_error_and_the_others_the_timeout(tmp_path):
-    started = work.Ranks(2, tmp_path / "store", patience=2.0)
+    started = work.Ranks(2, tmp_path / "store", patience=1.0)
     waiting, failing = started.run(work.a_kernel_raises)
     assert failing == "out of memory, or so"
-    assert "Timed out waiting 2000ms" in waiting
+    assert "Timed out waiting 1000ms" in waiting
     started.close()
 
 

@@ -20,7 +20,7 @@ from attnreg.testing.cases import ABILITIES, declared
 from attnreg.tools.measure import Case, measure
 
 # What it finds in decisions about lengths is in test_classes.py.
-pytestmark = pytest.mark.usefixtures("few_lengths")
+pytestmark = pytest.mark.usefixtures("no_other_lengths")
 
 MATH = math_backend.BACKEND.load()
 SMALL = Case(name="small", lens_q=(5,), lens_k=(7,), dtype="float32")

@@ -14,7 +14,7 @@ from attnreg.core.contract.backend import KEYED_BY, Backend
 from attnreg.testing import Conformance
 from attnreg.testing.cases import selected
 
-pytestmark = pytest.mark.usefixtures("few_lengths")
+pytestmark = pytest.mark.usefixtures("no_other_lengths", "references_once")
 
 # Both count sinks, which those of math itself don't.
 MATH = math_backend.BACKEND.load()._replace(forward=Counting().forward, backward=Counting().backward)

@@ -53,8 +53,8 @@ def log(monkeypatch):
 
 @pytest.fixture
 def working(compiler, copying):
-    """Return a compiler that takes half a second and makes what was compiled before."""
-    compiler.does("sleep 0.5", copying)
+    """Return a compiler that takes a fifth of a second and makes what was compiled before."""
+    compiler.does("sleep 0.2", copying)
     return compiler
 
 
@@ -142,7 +142,7 @@ print([os.waitpid(child, 0)[1] for child in children])
 
 
 def test_several_processes_that_start_together_compile_once(cache, compiler):
-    compiler.does("sleep 0.3", "exit 1")
+    compiler.does("sleep 0.1", "exit 1")
     done = forked(SEVERAL, ATTNREG_BUILD="background")
     assert (done.stdout, done.stderr) == (f"{[0] * 6}\n", "")
     # The one that compiles may not have begun when they have ended.

@@ -461,12 +461,13 @@ def test_query_key_and_value_may_be_parts_of_one_tensor(nothing_compiled, backen
 
 
 OF_SIZES = {
-    "flatten": lambda x: lambda score, batch, head, query, key: score + x[None].flatten()[query],
-    "a part": lambda x: lambda score, *_: score + x.tensor_split(2)[0].sum(),
-    "its length": lambda x: lambda score, batch, head, query, key: score + x[x.shape[0] - 1 - key],
-    "a factor": lambda x: lambda score, *_: score / x.numel(),
+    "indices, a part and the length": lambda x: (
+        lambda score, batch, head, query, key: (
+            score + x[None].flatten()[query] + x.tensor_split(2)[0].sum() + x[x.shape[0] - 1 - key]
+        )
+    ),
     "the sizes of a row": lambda x: (
-        lambda score, batch, head, query, key: score + (x[:, None] * query).reshape(-1)[key]
+        lambda score, batch, head, query, key: score / x.numel() + (x[:, None] * query).reshape(-1)[key]
     ),
     "its own tensor": lambda x: (
         lambda score, batch, head, *_: score * torch.tensor([1.0, 0.5, 2.0, 3.0])[head] + x.mean()

@@ -61,14 +61,21 @@ def of_backward(given, results):
 
 PAGES = {"pages": integers(5, 2, 0, 1).view(2, 2), "seqused_k": integers(7, 4)}
 SAMPLES = {
-    "causal": ((LENGTHS_Q, LENGTHS_K), {"is_causal": True}),
-    "causal by the window": ((LENGTHS_Q, LENGTHS_K), {"window_size": [-1, 0]}),
-    "window and scale": ((LENGTHS_Q, LENGTHS_K), {"window_size": [2, 1], "scale": 0.3}),
-    "grouped heads and narrow values": ((LENGTHS_Q, LENGTHS_K), {"heads_k": 2, "dim_v": 8}),
-    "seqused_k": ((LENGTHS_Q, LENGTHS_K), {"seqused_k": integers(3, 0, 8, 1)}),
+    "causal, grouped heads and narrow values": (
+        (LENGTHS_Q, LENGTHS_K),
+        {"is_causal": True, "heads_k": 2, "dim_v": 8},
+    ),
+    "window, scale, slopes and seqused_k": (
+        (LENGTHS_Q, LENGTHS_K),
+        {
+            "window_size": [2, 1],
+            "scale": 0.3,
+            "alibi_slopes": torch.ones(4),
+            "seqused_k": integers(3, 0, 8, 1),
+        },
+    ),
     "pages": (((5, 1), (5, 1)), PAGES),
     "num_splits and backend": ((LENGTHS_Q, LENGTHS_K), {"num_splits": 2, "backend": "math"}),
-    "slopes": ((LENGTHS_Q, LENGTHS_K), {"alibi_slopes": torch.ones(4)}),
     "an empty sequence": (((3, 0, 4), (3, 2, 0)), {}),
     "one token": (((1,), (1,)), {"softcap": 0.8}),
 }

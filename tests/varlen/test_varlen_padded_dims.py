@@ -36,10 +36,8 @@ def given_dims(recorder):
 
 OPTIONS = {
     "none": ({}, {}),
-    "causal": ({"is_causal": True}, {"window": CAUSAL}),
-    "scale": ({"scale": 0.7}, {"scale": 0.7}),
-    "softcap": ({"softcap": 0.8}, {"softcap": 0.8}),
-    "backend": ({"backend": "mine"}, {}),
+    "causal and backend": ({"is_causal": True, "backend": "mine"}, {"window": CAUSAL}),
+    "scale and softcap": ({"scale": 0.7, "softcap": 0.8}, {"scale": 0.7, "softcap": 0.8}),
 }
 
 
