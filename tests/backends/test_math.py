@@ -142,7 +142,7 @@ def test_an_lse_that_was_summed_in_another_order_is_not_that_of_more_keys():
     assert all(torch.equal(*pair) for pair in grads)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize(("window", "dim"), [((0, 0), 64), (CAUSAL, 128)])
 def test_gradients_are_right_after_a_forward_that_summed_its_scores_in_another_order(

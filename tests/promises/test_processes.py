@@ -364,7 +364,10 @@ atexit.register(show)
 """
 
 
-@pytest.mark.parametrize("routers", ["", "python"], ids=["whatever is built", "python"])
+# Most machines have built nothing, so that these are the same.
+@pytest.mark.parametrize(
+    "routers", ["", pytest.param("python", marks=pytest.mark.slow)], ids=["whatever is built", "python"]
+)
 def test_at_the_end_of_a_process_torchs_kernels_are_no_overrides(routers):
     """Functions that run after the routers were removed, as of a program that registers them first."""
     run = python("-c", LAST_OF_ALL, ATTNREG_ROUTERS=routers)
