@@ -14,7 +14,7 @@ from support.length_kinds import DEVICES, draw_backend, draw_cut, draw_kind
 import attnreg
 from attnreg.core import registry
 from attnreg.core.contract.capabilities import ANY_SIZE
-from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths
+from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut, Lengths, changes_at, with_lengths
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.dispatch import state
 from attnreg.core.dispatch.kinds import kind_of
@@ -22,6 +22,7 @@ from attnreg.core.dispatch.planning import decide
 from attnreg.core.dispatch.state import CallKind, Detail
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
+from attnreg.testing import classes
 from attnreg.testing.classes import by_class, draw_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +104,7 @@ def built_in():
 MANY = pytest.param(100_000, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("pairs", [400, MANY])
+@pytest.mark.parametrize("pairs", [200, MANY])
 def test_built_in_backends_decide_alike_about_all_lengths_of_a_class(built_in, pairs):
     exact = check_many(lambda _: built_in, 0, pairs)
     assert exact <= pairs // 10, "most calls are decided by class"
@@ -114,6 +115,29 @@ def test_built_in_backends_decide_alike_about_all_numbers_of_ranges_of_a_class(b
     given = {"varlen": True, "bias": False, "key_ranges": True}
     exact = check_many(lambda _: built_in, 3, pairs, **given)
     assert exact <= pairs // 10, "most calls are decided by class"
+
+
+def beside(spec, cut):
+    """Yield calls whose lengths lie at a cut and on both sides of it."""
+    for name in sorted(cut.names):
+        at = changes_at(spec, cut, name)
+        if at is not None:
+            yield [with_lengths(spec, **{name: max(at + further, 0)}) for further in (-2, -1, 0, 1)]
+
+
+@pytest.mark.parametrize("name", registry.entries())
+def test_beside_each_of_its_cuts_a_built_in_backend_decides_as_the_class_says(built_in, name):
+    entry, draw = built_in[name], random.Random(name)
+    for _ in range(100):
+        spec = draw_kind(draw)
+        for direction in directions(spec):
+            if entry.reasons(spec, direction):
+                continue
+            cuts = entry.cuts(spec, direction)
+            for calls in itertools.chain.from_iterable(beside(spec, cut) for cut in cuts):
+                for group in by_class(calls, (*OF_ALL, *cuts)):
+                    found = [classes.decided(entry, call, direction) for call in group]
+                    assert len({*found}) <= 1 or looks_at_lengths({name: entry}, group[0]), group
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
