@@ -10,6 +10,7 @@ from support.packages import gpu_spec
 import attnreg
 from attnreg.backends import flex
 from attnreg.backends.flex import adapter, programs, tiles
+from attnreg.backends.flex.graphs import float32_product
 from attnreg.backends.flex.kinds import layout_of
 from attnreg.core import registry
 from attnreg.core.launching import offsets, visible
@@ -435,3 +436,18 @@ def test_a_function_that_cannot_be_traced_is_left_to_math_each_time_or_refused(f
     torch.testing.assert_close(out, attnreg.varlen_attn(*given, enable_gqa=True, scale=64**-0.5 * 2))
     with attnreg.register_backend(backend()), pytest.raises(UnsupportedInputError, match="by item"):
         attnreg.varlen_attn(*given, enable_gqa=True, score_mod=score_mod, backend="flex by graphs")
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [("cuda", (9, 0), "tf32x3"), ("cuda", (8, 0), "tf32x3"), ("cuda", (7, 5), "ieee"), ("cpu", None, "ieee")],
+)
+def test_float32_is_multiplied_by_tensor_cores_that_have_tf32_and_not_by_one_product(
+    monkeypatch, device, capability, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    torch.set_float32_matmul_precision("high")  # of torch's own products
+    try:
+        assert float32_product(torch.device(device)) == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
