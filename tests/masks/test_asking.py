@@ -108,6 +108,16 @@ def test_other_programs_keep_their_masks(settings, seen):
     assert (seen(), F.scaled_dot_product_attention) == ({}, SDPA)
 
 
+def test_without_routers_masks_are_torchs(seen, recognise):
+    attend()
+    attnreg.uninstall()
+    attend()
+    assert (seen(), F.scaled_dot_product_attention) == ({"padded keys": 1}, SDPA)
+    attnreg.install()
+    attend()
+    assert seen() == {"padded keys": 1}
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_lockfile_knows_calls_with_their_masks(tmp_path):
     trace, lock = tmp_path / "trace.jsonl", tmp_path / "lock.json"

@@ -221,6 +221,7 @@ run_recognised: Callable[[SdpaCall], Tensor | None] | None = None
 _recognises = False
 # How masks are handled; a value of the setting `masks`.
 mask_mode = AS_GIVEN
+routers_are_in = False  # without routers masks are torch's, too
 
 
 def observe(more: int) -> None:
@@ -252,7 +253,7 @@ def looks_at_masks() -> bool:
 
 def _mask_mode() -> str:
     """Return how settings in force have masks handled; large calls are those of a GPU."""
-    mode = masks(policy.sources())[0] if policy.are_read() else AS_GIVEN
+    mode = masks(policy.sources())[0] if routers_are_in and policy.are_read() else AS_GIVEN
     return AS_GIVEN if mode == LARGE and torch.version.cuda is None else mode
 
 
