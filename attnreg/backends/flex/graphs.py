@@ -37,6 +37,10 @@ OF_SCORES = ("place", "sequence", "slopes", "bias")
 LN_2 = math.log(2.0)
 
 
+# How float32 is multiplied by tensor cores, as three products of TF32, and by other cores.
+TENSOR_CORES, OTHER_CORES = "tf32x3", "ieee"
+
+
 def float32_product(device: torch.device) -> str:
     """Return how float32 is multiplied on a device, by the name that Triton's `dot` has for it.
 
@@ -44,7 +48,7 @@ def float32_product(device: torch.device) -> str:
     of TF32 have about that accuracy. Tensor cores compute them, from compute capability 8.0 on.
     """
     has_tf32 = device.type == "cuda" and torch.version.hip is None
-    return "tf32x3" if has_tf32 and torch.cuda.get_device_capability(device) >= (8, 0) else "ieee"
+    return TENSOR_CORES if has_tf32 and torch.cuda.get_device_capability(device) >= (8, 0) else OTHER_CORES
 
 
 def traced(
