@@ -80,7 +80,12 @@ def test_training_is_timed_with_a_backward_and_without(part, case):
 
 def test_a_llama_is_timed_by_name_and_below_sdpa_with_new_documents_and_new_totals():
     rows = {(row["side"], row["stream"]): row["ran"] for row in measured("--part", "transformers")}
-    ways = {"torch's sdpa": "torch", "attnreg": "cpu", "attnreg, sdpa, measured": "cpu"}
+    ways = {
+        "torch's sdpa": "torch",
+        "attnreg": "cpu",
+        "attnreg, sdpa, measured": "cpu",
+        "no attention": "torch",
+    }
     assert {side: ran for (side, _), ran in rows.items()} == ways
     assert {stream for _, stream in rows} == {"same", "new", "new total"}
 
