@@ -149,6 +149,7 @@ def test_on_a_gpu_the_rows_are_those_of_programs():
         "decoding, flash_attn_with_kvcache, 8 sequences, heads 32:8 of 128, 600 keys and more",
         "decoding, varlen_attn, 8 sequences, heads 32:8 of 128, 600 keys and more",
         "dense SDPA, batch 2, 100 to 1000 tokens, 8 heads of 64",
+        "dense flash_attn_func, batch 2, 100 to 1000 tokens, 8 heads of 64",
     ]
     for case, shape in found.items():
         assert shape.dtype == "bfloat16" and shape.varlen == ("packed" in case or "varlen" in case)
