@@ -58,7 +58,7 @@ class Way:
         prepared: returns the call for a batch; it returns what `FreshRow.verdict` takes.
         within: the context of a turn.
         wanted: the backend that has to run every call, if only one may.
-        is_control: whether it computes no attention: it says what all else takes, and isn't compared.
+        is_control: whether it computes no attention. Its results aren't compared.
     """
 
     prepared: Callable[[Any], Run]
