@@ -174,10 +174,12 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
     """Return why packed calls would be slower than torch's kernels; empty if they wouldn't.
 
     They would be if only a backend that stands in for others could run a part, and nothing asks for it.
-    Several short calls may be, too, and run only where the setting says "recognise".
+    Several short calls may be, too. These run only where the setting says "recognise". So do calls that no
+    preferred backend can run packed.
     """
+    is_asked_for = bypassed.mask_mode == RECOGNISE
     is_short = min(call.query.shape[2], call.key.shape[2]) < LARGE_IN_PARTS
-    if bypassed.mask_mode == LARGE and len(structure.parts) > 1 and is_short:
+    if not is_asked_for and len(structure.parts) > 1 and is_short:
         return f"{len(structure.parts)} packed calls may take longer than torch's kernel"
     known = registry.entries()
     for part in structure.parts:
@@ -187,6 +189,8 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
                 entry = known.get(name.casefold())
                 if entry is not None and entry.stands_in and name not in decision.asked_for:
                     return f"no backend but {name} can run its packed {decision.direction}"
+                if not is_asked_for and decision.asked_for and name not in decision.asked_for:
+                    return f"{' and '.join(decision.asked_for)} can't run its packed {decision.direction}"
         except AttnregError:
             return ""  # the call itself raises the error
     return ""

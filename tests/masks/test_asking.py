@@ -108,6 +108,18 @@ def test_other_programs_keep_their_masks(settings, seen):
     assert (seen(), F.scaled_dot_product_attention) == ({}, SDPA)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_preferred_backend_that_takes_no_packed_calls_gets_the_mask(fake, seen, strict):
+    backend = fake("dense only", varlen=False, bias=True).backend
+    attnreg.configure({"policy": "measured", "strict": strict})
+    with attnreg.register_backend(backend):
+        attend()
+        attend()
+        assert attnreg.stats().calls == {"dense only": {"forward": 2, "backward": 0}}
+        assert seen() == {"as given: dense only can't run its packed forward": 2}
+
+
 def test_without_routers_masks_are_torchs(seen, recognise):
     attend()
     attnreg.uninstall()
