@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLEX, MATH, BY_HAND, DENSE = "attnreg, flex", "attnreg, math", "flex by hand", "SDPA, dense mask"
+CHOSEN = "attnreg, its choice"
 # Tiles for the calls by hand with a head dim of 512: torch's own don't fit a GPU's shared memory.
 TILES = tiles.LARGE["forward", True][0] | tiles.LARGE["backward", True][0]
 
@@ -236,7 +237,10 @@ def packed(part: Part, options: argparse.Namespace) -> dict[str, Side]:
 
 
 def prefix(options: argparse.Namespace) -> dict[str, Side]:
-    """Measure branches that share a prefix: `key_ranges`, flex by hand, and SDPA with the dense mask."""
+    """Measure branches that share a prefix: `key_ranges`, flex by hand, and SDPA with the dense mask.
+
+    What attnreg chooses is shown once the calls have run.
+    """
     device, draw = torch.device(options.device), random.Random(0)
     first, branches, longest = (20, 3, 16) if options.small else (PREFIX, BRANCHES, BRANCH)
     part = Part("prefix", (16, 16), 128, torch.bfloat16, 0, 0, {})
@@ -252,22 +256,27 @@ def prefix(options: argparse.Namespace) -> dict[str, Side]:
             yield (first, drawn_lengths), drawn(part, [first + sum(drawn_lengths)], device, number)
 
     makes = {
-        FLEX: lambda batch: tree_by_attnreg(*batch, device),
+        FLEX: lambda batch: tree_by_attnreg("flex", *batch, device),
+        CHOSEN: lambda batch: tree_by_attnreg(None, *batch, device),
         BY_HAND: lambda batch: tree_by_hand(*batch, device, options.small),
         DENSE: lambda batch: tree_by_sdpa(*batch, device),
     }
-    return measure(makes, batches(), options)
+    before = attnreg.stats()
+    sides = measure(makes, batches(), options)
+    others = {name: calls for name, calls in attnreg.stats().calls.items() if name != "flex"}
+    print(f"{CHOSEN}: {others}, before {before.calls}")
+    return sides
 
 
-def tree_by_attnreg(first: int, lengths: list[int], device: torch.device) -> Layer:
-    """Return a layer over a prefix tree by `key_ranges`."""
+def tree_by_attnreg(backend: str | None, first: int, lengths: list[int], device: torch.device) -> Layer:
+    """Return a layer over a prefix tree by `key_ranges`, on a backend or on what attnreg chooses."""
     parents, total = [-1, *[0] * len(lengths)], first + sum(lengths)
     ranges = attnreg.tree_ranges(parents, [first, *lengths], device=device)
     offsets = offsets_of([total], device)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out: Tensor = attnreg.varlen_attn(  # type: ignore[assignment]
-            query, key, value, offsets, offsets, total, total, key_ranges=ranges, backend="flex"
+            query, key, value, offsets, offsets, total, total, key_ranges=ranges, backend=backend
         )
         return out
 

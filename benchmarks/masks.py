@@ -56,7 +56,11 @@ class Sizes(NamedTuple):
 
 SIZES = {
     "cpu": [Sizes(8, 8, 512, 64, "float32"), Sizes(8, 8, 512, 64, "bfloat16")],
-    "cuda": [Sizes(16, 16, 1024, 128, "bfloat16"), Sizes(8, 16, 4096, 128, "bfloat16")],
+    "cuda": [
+        Sizes(16, 16, 1024, 128, "bfloat16"),
+        Sizes(8, 16, 2048, 128, "bfloat16"),
+        Sizes(8, 16, 4096, 128, "bfloat16"),
+    ],
 }
 
 

@@ -39,6 +39,7 @@ from attnreg.core.times import adaptive, tables
 from attnreg.core.torchlib import background, building, caches, layout, libraries, locks
 from attnreg.core.varlen import front
 from attnreg.errors import BuildError
+from attnreg.flash_attn import kvcache
 from attnreg.testing import classes, kit
 from attnreg.tools.measure import rule
 
@@ -146,7 +147,7 @@ def no_graph_trees(monkeypatch):
     Their module stays in sys.modules. torch 2.11 keeps objects of it without a reference of its own, which a
     second import lets go: freed memory, and a crash in a later test (pytorch/pytorch#173568).
     """
-    for module in (layout, front):
+    for module in (layout, front, kvcache):
         monkeypatch.setattr(module, "GRAPH_TREES", "hidden by a test")
 
 

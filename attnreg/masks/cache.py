@@ -1,38 +1,29 @@
-"""The structures of the masks in use: each mask is read once for all layers, until torch writes to it.
+"""The structures of the masks in use: each mask is read once for all layers, until it is written to.
 
 The key is the mask's tensor, or the tensor that it is a view of, with its version. So layers that cut the
-same view out of a mask share the structure. A write that torch doesn't count isn't noticed:
-`mask.data.copy_()`, a collective, a kernel of the user's, a graph's replay.
+same view out of a mask share the structure. On a GPU writes that torch doesn't count are looked for, as
+`launching.offsets` does for offsets. On a CPU they aren't noticed, because a look takes as long as a small
+call.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from attnreg.core.launching.offsets import derived_from
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.layout import stream_of
-from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.masks.structure import Sizes, Structure, describe, structure_of
 
-# Enough for the masks of a model's kinds of layers in a few micro-batches. A structure has a few numbers for
-# each token.
-_MOST_KEPT = 64
-
-
-class _KeptStructure(NamedTuple):
-    owner: weakref.ref[Tensor]
-    storage: object  # kept alive, because the address of a freed storage is reused
-    structure: Structure | str
-
-
-_lock = open_after_fork(threading.RLock())
-_kept: dict[tuple[object, ...], _KeptStructure] = {}
+CHANGED = (
+    "attn_mask was written to in a way that torch doesn't count (a collective, `.data`, a kernel of your "
+    "own, a graph's replay), and calls since then may have used the old mask: after such a write call "
+    "torch.autograd.graph.increment_version(attn_mask), or make a new mask"
+)
 
 
 def read(numbers: Tensor) -> Tensor:
@@ -43,48 +34,78 @@ def read(numbers: Tensor) -> Tensor:
     return numbers.cpu()
 
 
+def is_compared(mask: Tensor) -> bool:
+    """Whether writes to a mask, bool of any shape, that torch doesn't count are looked for."""
+    return mask.is_cuda
+
+
+class Look:
+    """A look at a mask: what it holds, on its device. The host reads that when it asks for the structure."""
+
+    def __init__(self, layout: tuple[torch.Size, tuple[int, ...], int], sizes: Sizes, owner: Tensor) -> None:
+        """Describe a mask; waits for nothing.
+
+        Args:
+            layout: shape, strides and offset of the mask in its storage.
+            sizes: the call's (B, S_q, S_k).
+            owner: the mask, bool, or the tensor that it is a view of.
+        """
+        mask = owner.as_strided(*layout)[(None,) * (4 - len(layout[0]))]
+        # All elements of an expanded dimension are the same.
+        for dim, stride in enumerate(mask.stride()):
+            if stride == 0:
+                mask = mask.narrow(dim, 0, 1)
+        self._sizes, self._device, self._of_mask = sizes, mask.device, mask[:, 0].shape
+        self._numbers = describe(mask[:, 0]) if mask.shape[1] == 1 else None
+
+    def differs(self, newer: Self) -> Tensor:
+        """Return on the device whether the mask holds something else now."""
+        if self._numbers is None or newer._numbers is None:
+            return torch.zeros((), dtype=torch.bool, device=self._device)  # such a mask is passed on as it is
+        return (self._numbers != newer._numbers).any()
+
+    @cached_property
+    def structure(self) -> Structure | str:
+        """The mask's structure, or why it has none."""
+        if self._numbers is None:
+            return "heads have masks of their own"
+        batch, queries, keys = self._of_mask
+        # On a GPU copying the rows that count is faster than sequences of queries or keys alone, whose rows
+        # have to be cleared first.
+        in_place = self._device.type == "cpu"
+        structure = structure_of(read(self._numbers), (batch, queries, keys), self._sizes, in_place=in_place)
+        return structure if isinstance(structure, str) else structure.to(self._device)
+
+
 def find(mask: Tensor, sizes: Sizes) -> Structure | str:
     """Return the structure of a mask in a call, or why it has none.
 
     Args:
         mask: bool, of 2 to 4 dimensions, expandable to (B, H, S_q, S_k).
         sizes: the call's (B, S_q, S_k).
+
+    Raises:
+        InvalidInputError: the mask has changed in a way that torch doesn't count, and was used meanwhile.
     """
     if mask.is_inference():
         return "an inference tensor, which may change unnoticed"
-    owner: Tensor = mask if mask._base is None else mask._base
     stream = stream_of(mask) if mask.is_cuda else 0  # another stream wouldn't wait for the indices
-    view = mask.data_ptr(), mask.shape, mask.stride()
-    key = id(owner), mask._version, *view, sizes, stream
-    kept = _kept.get(key)
-    if kept is not None and kept.owner() is owner:
-        return kept.structure
+    layout = mask.shape, mask.stride(), int(mask.storage_offset())
     # A structure made in inference mode couldn't serve later calls with gradients. A program's default
     # device, which is a torch function mode, doesn't apply to the tensors made here.
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
-        structure = _look(mask, sizes)
-    with _lock:
-        for oldest in [*_kept][: max(len(_kept) + 1 - _MOST_KEPT, 0)]:
-            _kept.pop(oldest, None)
-        gone: Callable[[Any], object] = lambda _: _kept.pop(key, None)  # noqa: E731 - it needs no name
-        _kept[key] = _KeptStructure(weakref.ref(owner, gone), owner.untyped_storage(), structure)
-    return structure
+        return derived_from(
+            (_owner(mask),), stream, ("mask", layout, sizes), partial(Look, layout, sizes),
+            said=CHANGED, is_compared=is_compared(mask),
+        ).structure  # fmt: skip
 
 
-def _look(mask: Tensor, sizes: Sizes) -> Structure | str:
-    mask = mask[(None,) * (4 - mask.dim())]
-    # All elements of an expanded dimension are the same.
-    for dim, stride in enumerate(mask.stride()):
-        if stride == 0:
-            mask = mask.narrow(dim, 0, 1)
-    if mask.shape[1] > 1:
-        return "heads have masks of their own"
-    mask = mask[:, 0]
-    batch, queries, keys = mask.shape
-    # On a GPU copying the rows that count is faster than sequences of queries or keys alone, whose rows have
-    # to be cleared first.
-    structure = structure_of(read(describe(mask)), (batch, queries, keys), sizes, in_place=mask.is_cpu)
-    return structure if isinstance(structure, str) else structure.to(mask.device)
+def _owner(mask: Tensor) -> Tensor:
+    """Return the tensor that a mask is a view of. After `mask.data = x` it is a view of none any more."""
+    owner: Tensor | None = mask._base
+    if owner is None or owner.untyped_storage().data_ptr() != mask.untyped_storage().data_ptr():
+        return mask
+    return owner
 
 
 leave_module_uncompiled(__name__)

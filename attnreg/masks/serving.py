@@ -26,9 +26,7 @@ from attnreg.core.dispatch.calls import (
 )
 from attnreg.core.dispatch.planning import device_of
 from attnreg.core.dispatch.state import state
-from attnreg.core.policy import current as policy
-from attnreg.core.policy.sources import masks
-from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.settings.environment import LARGE, RECOGNISE
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.torchlib.modes import autocast, is_plain
 from attnreg.core.varlen.front import varlen_attn
@@ -42,6 +40,13 @@ LEFT = "as given: "
 # The most kinds of calls remembered for one mask: enough for a model's layers.
 MOST_KINDS = 64
 
+# Pairs of a query and a key, B * S_q * S_k, from which on calls on a GPU are large. A look at their mask
+# takes the host a few ms, in which it waits for the device. Two layers save more.
+LARGE_PAIRS = 2**24
+# Where a mask takes several packed calls, the least number of queries and of keys. At 1,024 such calls took
+# up to 1.35 times as long as torch's (H200; `benchmarks/masks.py`).
+LARGE_IN_PARTS = 2048
+
 
 def follow() -> None:
     """Route calls here if the settings in force ask for recognised masks."""
@@ -54,13 +59,14 @@ def serve(call: SdpaCall) -> Tensor | None:
 
     For a report alone masks are only counted. torch itself raises the errors of a wrong call.
     """
-    structure = recognised(call)
+    is_served = serves(call)
+    structure = recognised(call) if is_served or timed.is_on else None
     if structure is None:
         return None
     if timed.is_on:
         known = structure if isinstance(structure, Structure) else None
         timed.count_mask(known.seen if known else str(structure), known.shares if known else None)
-    if masks(policy.sources()) != RECOGNISE:
+    if not is_served:
         return None
     if isinstance(structure, str):
         counters.mask_seen(LEFT + structure)
@@ -74,6 +80,19 @@ def serve(call: SdpaCall) -> Tensor | None:
         )  # fmt: skip
     counters.mask_seen(structure.seen)
     return out
+
+
+def serves(call: SdpaCall) -> bool:
+    """Whether the settings have a call's mask recognised."""
+    return bypassed.mask_mode == RECOGNISE or (bypassed.mask_mode == LARGE and is_large(call))
+
+
+def is_large(call: SdpaCall) -> bool:
+    """Whether a call is on a GPU, and has so many scores that a look at its mask is worth it."""
+    query, key = call.query, call.key
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.is_cuda):
+        return False
+    return query.dim() == key.dim() == 4 and query.shape[0] * query.shape[2] * key.shape[2] >= LARGE_PAIRS
 
 
 def recognised(call: SdpaCall) -> Structure | str | None:
@@ -155,7 +174,13 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
     """Return why packed calls would be slower than torch's kernels; empty if they wouldn't.
 
     They would be if only a backend that stands in for others could run a part, and nothing asks for it.
+    Several short calls may be, too. These run only where the setting says "recognise". So do calls that no
+    preferred backend can run packed.
     """
+    is_asked_for = bypassed.mask_mode == RECOGNISE
+    is_short = min(call.query.shape[2], call.key.shape[2]) < LARGE_IN_PARTS
+    if not is_asked_for and len(structure.parts) > 1 and is_short:
+        return f"{len(structure.parts)} packed calls may take longer than torch's kernel"
     known = registry.entries()
     for part in structure.parts:
         try:
@@ -164,6 +189,8 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
                 entry = known.get(name.casefold())
                 if entry is not None and entry.stands_in and name not in decision.asked_for:
                     return f"no backend but {name} can run its packed {decision.direction}"
+                if not is_asked_for and decision.asked_for and name not in decision.asked_for:
+                    return f"{' and '.join(decision.asked_for)} can't run its packed {decision.direction}"
         except AttnregError:
             return ""  # the call itself raises the error
     return ""

@@ -20,8 +20,8 @@ from attnreg.masks.sequences import Sequences, sequences
 
 Sizes = tuple[int, int, int]  # of the batch, the queries and the keys
 
-# Elements of a mask described at a time: a few temporary tensors are as large.
-MOST_ELEMENTS = 2**27
+# Elements of a mask described at a time: a temporary tensor has as many bytes.
+MOST_ELEMENTS = 2**26
 
 
 class MaskPart(NamedTuple):
@@ -95,20 +95,24 @@ def describe(mask: Tensor) -> Tensor:
     - (B, S_q): each query's first key.
     - (B, S_q): each query's last key; -1 for a query that sees none.
     """
-    pieces = torch.split(mask, max(MOST_ELEMENTS // max(mask[0].numel(), 1), 1))
-    whole, keys, first, last = zip(*map(_describe, pieces), strict=True)
-    numbers = torch.stack(whole).all().view(1), *keys, *first, *last
-    return torch.cat([x.flatten().int() for x in numbers])
+    batch, queries, keys = mask.shape
+    rows = mask.view(torch.uint8).flatten(0, 1)
+    pieces = [_describe(piece) for piece in torch.split(rows, max(MOST_ELEMENTS // max(keys, 1), 1))]
+    first, last, seen = (torch.cat(part).view(batch, queries) for part in zip(*pieces, strict=True))
+    counts = mask.any(-2)
+    # A query sees keys that some query sees, from its first to its last. If it sees as many as there are
+    # between these two, it sees all of them.
+    before = torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
+    between = before.gather(-1, last.long() + 1) - before.gather(-1, first.long())
+    whole = (between == seen).all().view(1)
+    return torch.cat([x.flatten().int() for x in (whole, counts, first, last)])
 
 
-def _describe(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    length = mask.shape[-1]
-    numbers, places = mask.to(torch.uint8), torch.arange(length, device=mask.device)
-    keys, sees = mask.any(-2), mask.any(-1)
-    first = numbers.argmax(-1)
-    last = torch.where(sees, length - 1 - numbers.flip(-1).argmax(-1), -1)
-    rebuilt = (places >= first[..., None]) & (places <= last[..., None]) & keys[:, None]
-    return (rebuilt == mask).all(), keys, first, last
+def _describe(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's first key that is seen, its last, and how many; -1 is the last of none."""
+    count, length = rows.sum(-1, dtype=torch.int32), rows.shape[-1]
+    last = torch.where(count > 0, length - 1 - rows.flip(-1).argmax(-1), -1)
+    return rows.argmax(-1), last, count
 
 
 def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) -> Structure | str:

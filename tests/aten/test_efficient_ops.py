@@ -1,11 +1,12 @@
 """Promises about the efficient ops, which torch has for CUDA alone: values, layouts, and who runs them."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import truth
+from support import fake_cudnn, truth
 from support.cuda_ops import LENGTHS_K, LENGTHS_Q
 from support.dense import ADDED, CAUSAL, OPEN, assert_near, qkv, random_like, with_gradients
 from support.efficient_ops import BACKWARD, FORWARD, call, native_kernels, rounded, varlen
@@ -13,8 +14,8 @@ from support.known import know
 from support.packages import on_cpu
 
 import attnreg
+from attnreg.backends import cudnn, math
 from attnreg.backends import efficient as backend
-from attnreg.backends import math
 from attnreg.core.aten import efficient
 from attnreg.core.policy import current as policy
 from attnreg.core.times import traces
@@ -199,6 +200,87 @@ def test_the_gradient_of_a_bias_comes_from_a_backend_that_declares_it(
     right = torch.autograd.grad(expected, [*inputs, leaf], random_like(out).double())
     for one, other in zip(got, right, strict=True):
         truth.assert_near(one, other.double())
+
+
+@pytest.fixture
+def with_cudnn(route, monkeypatch):
+    """Have cuDNN, efficient and math run calls on the CPU, by fakes of their packages."""
+    kernels = native_kernels()
+    route(kernels)
+    monkeypatch.setattr(captured, "kernel", lambda op, key: kernels[op])
+    fake_cudnn.install(monkeypatch)
+    of_h200 = dataclasses.replace(on_cpu(cudnn.BACKEND), version=lambda: "9.19.0")
+    know(monkeypatch, math.BACKEND, on_cpu(backend.BACKEND), of_h200)
+
+
+# What runs a call with a bias of a shape where cuDNN is asked for, and the reason against cuDNN.
+SERVED_BY_CUDNN = {
+    "for each sequence": ((2, 4, 6, 8), {"cuDNN": (1, 1)}, ""),
+    "for all sequences": ((1, 4, 6, 8), {"cuDNN": (1, 1)}, ""),
+    "for all heads": ((2, 1, 6, 8), {"cuDNN": (1, 1)}, ""),
+    "for all queries": (
+        (2, 1, 1, 8),
+        {"cuDNN": (1, 0), "efficient": (0, 1)},
+        "attn_bias must have a row for each query in a backward, got one row for 6 queries",
+    ),
+    "seven keys": (
+        (2, 4, 6, 7),
+        {"cuDNN": (1, 0), "efficient": (0, 1)},
+        "max_k must be a multiple of 8 for the gradient of attn_bias, got 7",
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "runs", "reason"), SERVED_BY_CUDNN.values(), ids=SERVED_BY_CUDNN)
+def test_cudnn_adds_a_bias_where_it_is_asked_for(with_cudnn, ran, shape, runs, reason):
+    inputs = qkv(len_k=shape[-1], dtype=torch.bfloat16)
+    leaf = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+    for _ in range(3):
+        with attnreg.register_backend("cuDNN"):
+            rows = F.pad(leaf, (0, -shape[-1] % 8))[..., : shape[-1]]
+            out = call(inputs, bias=rows.expand(2, 4, 6, shape[-1]))[0]
+            got = torch.autograd.grad(out, [*inputs, leaf], random_like(out))
+        assert [row.reason for row in attnreg.stats().fallbacks if row.backend == "cuDNN"] == [reason] * bool(
+            reason
+        )
+        assert ran() == runs
+        expected, _ = truth.dense(*inputs, leaf)
+        right = torch.autograd.grad(expected, [*inputs, leaf], random_like(out).double())
+        for one, other in zip(got, right, strict=True):
+            truth.assert_near(one, other.double())
+
+
+def test_a_bias_that_all_queries_share_does_not_keep_cudnn_from_other_lengths(with_cudnn, ran):
+    with attnreg.register_backend("cuDNN"):
+        for length, rows, runs in (
+            (6, 1, {"cuDNN": (1, 0), "efficient": (0, 1)}),
+            (5, 5, {"cuDNN": (1, 1)}),
+            (6, 1, {"cuDNN": (1, 0), "efficient": (0, 1)}),
+        ):
+            inputs = qkv(len_q=length, len_k=8, dtype=torch.bfloat16)
+            bias = ADDED[:, :, :rows, :1].bfloat16().expand(2, 4, rows, 8).contiguous()
+            call(inputs, bias=bias.expand(2, 4, length, 8))[0].sum().backward()
+            assert ran() == runs
+
+
+def test_where_nothing_asks_for_cudnn_torchs_kernel_adds_the_bias(with_cudnn, ran):
+    policy.activate(True)
+    inputs = qkv(len_k=8, dtype=torch.bfloat16)
+    bias = torch.ones(2, 4, 6, 8, dtype=torch.bfloat16, requires_grad=True)
+    call(inputs, bias=bias)[0].sum().backward()
+    assert ran() == {"efficient": (1, 1)}
+    with attnreg.register_backend("math"), attnreg.use_backend("efficient"):
+        call(inputs, bias=bias)[0].sum().backward()
+    assert ran() == {"efficient": (1, 1)}
+
+
+def test_strict_makes_a_backward_that_cudnn_declines_an_error(with_cudnn):
+    attnreg.configure({"strict": True})
+    inputs, bias = qkv(len_k=8, dtype=torch.bfloat16), torch.ones(2, 4, 1, 8, dtype=torch.bfloat16)
+    with attnreg.use_backend("cuDNN"):
+        out = call(inputs, bias=bias.expand(2, 4, 6, 8))[0]
+        with pytest.raises(UnsupportedInputError, match="attn_bias must have a row for each query"):
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("first", ["math", "efficient"])

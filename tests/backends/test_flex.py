@@ -10,6 +10,7 @@ from support.packages import gpu_spec
 import attnreg
 from attnreg.backends import flex
 from attnreg.backends.flex import adapter, programs, tiles
+from attnreg.backends.flex.graphs import TENSOR_CORES, float32_product
 from attnreg.backends.flex.kinds import layout_of
 from attnreg.core import registry
 from attnreg.core.launching import offsets, visible
@@ -194,14 +195,30 @@ def test_tiles_that_the_gpu_cannot_hold_are_followed_by_smaller_ones(flex_graphs
     def too_large(graph, fakes):
         (node,) = (node for node in graph.graph.nodes if "flex_attention" in str(node.target))
         tried.append({name: x for name, x in node.args[6].items() if name.startswith("fwd_")})
-        if len(tried) < 3:
+        if len(tried) < 2:
             raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory")
         return graph
 
     monkeypatch.setattr(programs, "compile_graph", too_large)
     q, k, v, _, call = inputs(packed())
     adapter.forward(q, k, v, call)
-    assert tried == [{}, *tiles.LARGE["forward", False]][:3]
+    assert tried == [{}, *tiles.LARGE["forward", False]]
+
+
+@pytest.mark.parametrize(("dim", "first"), [(64, tiles.FLOAT32["forward"]), (256, {})])
+def test_float32_on_tensor_cores_has_tiles_of_its_own(flex_graphs, monkeypatch, dim, first):
+    tried = []
+
+    def kept(graph, fakes):
+        (node,) = (node for node in graph.graph.nodes if "flex_attention" in str(node.target))
+        tried.append({name: x for name, x in node.args[6].items() if name.startswith("fwd_")})
+        return graph
+
+    monkeypatch.setattr(programs, "compile_graph", kept)
+    monkeypatch.setattr(tiles, "float32_product", lambda _: TENSOR_CORES)
+    q, k, v, _, call = inputs(packed(dims=(dim, dim)))
+    adapter.forward(q, k, v, call)
+    assert tried == [first]
 
 
 def test_an_error_of_the_compiler_leaves_the_call_to_the_next_backend(flex_graphs, monkeypatch):
@@ -437,3 +454,18 @@ def test_a_function_that_cannot_be_traced_is_left_to_math_each_time_or_refused(f
     torch.testing.assert_close(out, attnreg.varlen_attn(*given, enable_gqa=True, scale=64**-0.5 * 2))
     with attnreg.register_backend(backend()), pytest.raises(UnsupportedInputError, match="by item"):
         attnreg.varlen_attn(*given, enable_gqa=True, score_mod=score_mod, backend="flex by graphs")
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [("cuda", (9, 0), "tf32x3"), ("cuda", (8, 0), "tf32x3"), ("cuda", (7, 5), "ieee"), ("cpu", None, "ieee")],
+)
+def test_float32_is_multiplied_by_tensor_cores_that_have_tf32_and_not_by_one_product(
+    monkeypatch, device, capability, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    torch.set_float32_matmul_precision("high")  # of torch's own products
+    try:
+        assert float32_product(torch.device(device)) == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")

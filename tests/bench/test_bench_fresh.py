@@ -80,7 +80,12 @@ def test_training_is_timed_with_a_backward_and_without(part, case):
 
 def test_a_llama_is_timed_by_name_and_below_sdpa_with_new_documents_and_new_totals():
     rows = {(row["side"], row["stream"]): row["ran"] for row in measured("--part", "transformers")}
-    ways = {"torch's sdpa": "torch", "attnreg": "cpu", "attnreg, sdpa, measured": "cpu"}
+    ways = {
+        "torch's sdpa": "torch",
+        "attnreg": "cpu",
+        "attnreg, sdpa, measured": "cpu",
+        "no attention": "torch",
+    }
     assert {side: ran for (side, _), ran in rows.items()} == ways
     assert {stream for _, stream in rows} == {"same", "new", "new total"}
 
@@ -144,6 +149,7 @@ def test_on_a_gpu_the_rows_are_those_of_programs():
         "decoding, flash_attn_with_kvcache, 8 sequences, heads 32:8 of 128, 600 keys and more",
         "decoding, varlen_attn, 8 sequences, heads 32:8 of 128, 600 keys and more",
         "dense SDPA, batch 2, 100 to 1000 tokens, 8 heads of 64",
+        "dense flash_attn_func, batch 2, 100 to 1000 tokens, 8 heads of 64",
     ]
     for case, shape in found.items():
         assert shape.dtype == "bfloat16" and shape.varlen == ("packed" in case or "varlen" in case)

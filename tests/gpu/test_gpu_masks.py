@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from support import gpu
 
 import attnreg
-from attnreg.masks import cache
+from attnreg.core.launching import offsets
+from attnreg.errors import InvalidInputError
 from attnreg.masks.serving import LEFT
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ MASKS = {
 
 @pytest.fixture
 def recognise():
-    cache._kept.clear()
+    offsets._cache.clear()
     attnreg.configure({"masks": "recognise"})
     attnreg.reset_stats()
 
@@ -85,7 +86,7 @@ def test_each_stream_looks_at_a_mask_itself():
         second = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
     torch.cuda.synchronize()
     assert torch.equal(first, second)
-    assert len(cache._kept) == 2
+    assert sum(key[1][0] == "mask" for key in offsets._cache) == 2
 
 
 @pytest.mark.usefixtures("recognise")
@@ -97,3 +98,40 @@ def test_dropout_of_a_masked_call_runs_as_dropout_of_the_packed_one(ran):
     # Each weight is kept with probability 0.75 and divided by it.
     assert abs(out.float().mean().item() - 1.0) < 0.02
     assert out.float().std().item() > 0.01
+
+
+def test_a_measured_policy_has_large_masks_recognised_and_no_others(ran):
+    """As transformers passes packed documents to SDPA: 4,096 tokens are 16,777,216 pairs."""
+    attnreg.configure({"policy": "measured"})
+    ends = torch.tensor([300, 1400, 2000, 4096])
+    document = torch.searchsorted(ends, torch.arange(4096), right=True)
+    places = torch.arange(4096)
+    mask = (document[:, None] == document) & (places[:, None] >= places)
+    inputs = gpu.bhsd(batch=1, heads=2, length=4096)
+    results = gpu.sdpa_and_back(inputs, attn_mask=mask.cuda()[None, None])
+    assert [(row.seen, row.count) for row in attnreg.stats().masks] == [("causal, documents", 1)]
+    assert set(ran()) <= {"FA2", "FA4", "cuDNN"}
+    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    gpu.assert_near(results, gpu.expected_of_sdpa(inputs, bias=bias[None, None]))
+    attnreg.reset_stats()
+    short = [x[:, :, :4000].contiguous().detach().requires_grad_() for x in inputs]
+    gpu.sdpa_and_back(short, attn_mask=mask.cuda()[None, None, :4000, :4000])
+    assert attnreg.stats().masks == ()
+
+
+@pytest.mark.usefixtures("recognise")
+def test_a_write_that_torch_does_not_count_is_an_error_after_a_while(trust_offsets):
+    trust_offsets(0.0)
+    inputs, mask = gpu.bhsd(length=LENGTH, grad=False), KEYS.cuda()
+    for _ in range(3):
+        F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+        torch.cuda.synchronize()
+    mask.data[0] = True
+    with pytest.raises(InvalidInputError, match="attn_mask was written to"):
+        for _ in range(3):
+            F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+            torch.cuda.synchronize()
+    out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    whole = mask.cpu().expand(2, 1, LENGTH, LENGTH)
+    bias = torch.zeros(whole.shape, dtype=torch.float64).masked_fill(~whole, -torch.inf)
+    gpu.assert_near([out], gpu.expected_of_sdpa([x.requires_grad_() for x in inputs], bias=bias)[:1])

@@ -3,13 +3,14 @@
 import pytest
 
 import attnreg
+from attnreg.core.launching import offsets
 from attnreg.masks import cache
 
 
 @pytest.fixture
 def recognise(routers):
     """Recognise masks."""
-    cache._kept.clear()
+    offsets._cache.clear()
     attnreg.configure({"masks": "recognise"})
     attnreg.reset_stats()
 

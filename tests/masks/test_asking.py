@@ -11,6 +11,7 @@ from support.processes import COMMAND, forked
 
 import attnreg
 from attnreg.errors import ConfigError
+from attnreg.masks import serving
 from attnreg.tools.cli.run import _print_stats
 
 SDPA = F.scaled_dot_product_attention
@@ -71,10 +72,89 @@ def test_settings_switch_it_on_and_off_and_the_environment_is_stronger(monkeypat
     attnreg.reload()
     attend()
     assert seen() == {"padded keys": 1}
-    with pytest.raises(ConfigError, match="masks: got 'always', expected 'as_given' or 'recognise'"):
+    with pytest.raises(ConfigError, match="masks: got 'always', expected 'as_given', 'large' or 'recognise'"):
         attnreg.configure({"masks": "always"})
     attend()
     assert seen() == {"padded keys": 1}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, routers):
+    """Have calls of at least two sequences be large, and torch be a build for CUDA."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(serving, "is_large", lambda call: len(call.query) > 1)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("policy", ["measured", "adaptive"])
+def test_a_program_that_asks_for_measured_choices_gets_large_masks_recognised(policy, seen, ran):
+    attnreg.configure({"policy": policy})
+    for size, expected in ((2, {"padded keys": 1}), (1, {})):
+        inputs = dense.qkv(batch=size)
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=PADDED[:size])
+        torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(*inputs, PADDED[:size]))
+        assert seen() == expected
+    found = attnreg.explain(*dense.qkv(), attn_mask=PADDED)
+    assert any(note.startswith("attn_mask is recognised as padded keys") for note in found.notes)
+    in_force = json.loads(invoke("info", "--json").stdout)["settings"]["in_force"]
+    assert {"setting": "masks", "value": "large", "source": "the policy"} in in_force
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("settings", [{"policy": "order"}, {"policy": "measured", "masks": "as_given"}, {}])
+def test_other_programs_keep_their_masks(settings, seen):
+    attnreg.configure(settings)
+    attend()
+    assert (seen(), F.scaled_dot_product_attention) == ({}, SDPA)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_preferred_backend_that_takes_no_packed_calls_gets_the_mask(fake, seen, strict):
+    backend = fake("dense only", varlen=False, bias=True).backend
+    attnreg.configure({"policy": "measured", "strict": strict})
+    with attnreg.register_backend(backend):
+        attend()
+        attend()
+        assert attnreg.stats().calls == {"dense only": {"forward": 2, "backward": 0}}
+        assert seen() == {"as given: dense only can't run its packed forward": 2}
+
+
+def test_without_routers_masks_are_torchs(seen, recognise):
+    attend()
+    attnreg.uninstall()
+    attend()
+    assert (seen(), F.scaled_dot_product_attention) == ({"padded keys": 1}, SDPA)
+    attnreg.install()
+    attend()
+    assert seen() == {"padded keys": 1}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_lockfile_knows_calls_with_their_masks(tmp_path):
+    trace, lock = tmp_path / "trace.jsonl", tmp_path / "lock.json"
+    with attnreg.record(trace), attnreg.use_backend("cpu"):
+        F.scaled_dot_product_attention(*dense.qkv())
+    assert invoke("lock", "--from", trace, "--out", lock).exit_code == 0
+    attnreg.configure({"policy": "measured", "lock": str(lock)})
+    assert F.scaled_dot_product_attention is SDPA
+
+
+@pytest.mark.usefixtures("routers")
+def test_without_cuda_no_mask_is_large(seen):
+    attnreg.configure({"policy": "measured"})
+    attend()
+    assert (seen(), F.scaled_dot_product_attention) == ({}, SDPA)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_several_short_packed_calls_run_only_where_all_masks_are_recognised(seen):
+    mask = PADDED & torch.ones(6, 6).tril().bool()  # queries in the padding see all keys
+    for masks, words in (("large", "as given: 2 packed calls may take longer than torch's kernel"),
+                         ("recognise", "padded keys, causal")):  # fmt: skip
+        attnreg.configure({"masks": masks})
+        F.scaled_dot_product_attention(*dense.qkv(), attn_mask=mask)
+        assert seen() == {words: 1}
 
 
 def test_what_others_have_put_in_place_of_torchs_function_stays(monkeypatch, routers):

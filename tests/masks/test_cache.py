@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
+from attnreg.core.launching import offsets
+from attnreg.errors import InvalidInputError
 from attnreg.masks import cache, serving
 from attnreg.masks.serving import LEFT
 
@@ -201,25 +203,41 @@ def test_nothing_is_read_where_a_cuda_graph_may_be_captured(monkeypatch, reads, 
     assert seen() == {f"{LEFT}it is in a CUDA graph, or may be": 1}
 
 
+@pytest.mark.parametrize("write", [lambda mask: mask.data.zero_(), lambda mask: mask.numpy().fill(False)])
+def test_a_write_that_torch_does_not_count_is_an_error_after_a_while(monkeypatch, trust_offsets, write):
+    """As on a GPU, where a write of that kind costs an error."""
+    monkeypatch.setattr(cache, "is_compared", lambda _: True)
+    trust_offsets(0.0)
+    mask = padded(4, 6).clone()
+    right = expected(mask)
+    torch.testing.assert_close(attend(mask), right)
+    torch.testing.assert_close(attend(mask), right)  # compared, and nothing has changed
+    write(mask[1])
+    with pytest.raises(InvalidInputError, match=r"attn_mask was written to .*increment_version\(attn_mask\)"):
+        for _ in range(2):
+            attend(mask)
+    torch.testing.assert_close(attend(mask), expected(mask))
+
+
 def test_what_is_kept_goes_with_its_mask():
     mask = padded(4, 6)
     attend(mask)
-    assert len(cache._kept) == 1
+    assert len(offsets._cache) == 1
     del mask
     gc.collect()
-    assert not cache._kept
+    assert not offsets._cache
 
 
 def test_what_is_kept_is_bounded():
     masks = [padded(4, 6) for _ in range(100)]
     for mask in masks:
         attend(mask)
-    assert 0 < len(cache._kept) <= 64
+    assert 0 < len(offsets._cache) <= 64
     one = masks[0]
     for _ in range(100):  # a mask that is written to for each batch
         one.logical_not_()
         attend(one)
-    assert len(cache._kept) <= 64
+    assert len(offsets._cache) <= 64
     found = cache.find(one, (2, 6, 6))
     for length in range(2 * serving.MOST_KINDS):
         attend(one, dense.qkv(dim=length + 1))
@@ -248,5 +266,5 @@ def test_threads_share_masks_that_come_and_go():
     for thread in threads:
         thread.join()
     assert not failures
-    assert len(cache._kept) <= 64
+    assert len(offsets._cache) <= 64
     assert attnreg.stats().masks[0].count == 6 * 30 * 2

@@ -25,8 +25,8 @@ BOUNDS = ("diagonal_band_left_bound", "diagonal_band_right_bound")
 # The options of both builders that are computed here, with their defaults. The frontend's Python takes any
 # keyword, and 1.32 refuses those that it doesn't know when it describes the graph to cuDNN; it knows these.
 OPTIONS = dict.fromkeys(("name", "attn_scale", "seq_len_q", "seq_len_kv", *TOTALS, *BOUNDS))
-OPTIONS |= {"use_padding_mask": False, "diagonal_alignment": "TOP_LEFT"}
-OF_BACKWARD = {"use_deterministic_algorithm": False}
+OPTIONS |= {"use_padding_mask": False, "diagonal_alignment": "TOP_LEFT", "bias": None}
+OF_BACKWARD = {"dBias": None, "use_deterministic_algorithm": False}
 
 HANDLES = {}
 
@@ -74,7 +74,10 @@ class Graph:
 
     def tensor(self, *, dim, stride, data_type, uid, name):
         assert uid not in self.tensors
-        if data_type in ("HALF", "BFLOAT16") and any(step == 0 or step % 8 for step in stride[:-1]):
+        shared = name == "BIAS"  # broadcast by strides
+        if data_type in ("HALF", "BFLOAT16") and any(
+            step % 8 or not (step or shared) for step in stride[:-1]
+        ):
             raise GraphNotSupportedError("strides have to be multiples of sixteen bytes")
         self.tensors[uid] = Described(uid, dim, stride, data_type, name)
         return self.tensors[uid]
@@ -89,6 +92,8 @@ class Graph:
         self._take(q, k, OF_BACKWARD | options)
         totals = [self.options[name] for name in TOTALS]
         assert q.ragged_offset is None or None not in totals, "its workspace would be that of a full batch"
+        if self.options["dBias"] is not None and k.dim[2] % 8:
+            raise GraphNotSupportedError("No valid execution plans built.")
         if q.dim[2] == k.dim[2] == 1:
             raise GraphNotSupportedError("s_q = s_kv = 1 is not supported.")
         self.inputs, self.results = (q, k, v, o, dO, stats), (Described(), Described(), Described())
@@ -108,6 +113,16 @@ class Graph:
         assert packed or all(given[name] is None for name in TOTALS)
         if not packed and (left, right) != (None, None) and q.dim[2] > k.dim[2]:
             raise GraphNotSupportedError("bottom right with more queries than keys")
+        top_left = given["diagonal_alignment"] == "TOP_LEFT"
+        if given["bias"] is not None and (left, right) != (None, None) and not top_left:
+            raise GraphNotSupportedError("Bottom right causal mask is only supported with is_bias=False")
+        if given["bias"] is not None and left is not None:
+            raise GraphNotSupportedError("Left and right bounds are only supported with is_bias=False")
+        for scores in filter(None, (given["bias"], given["dBias"])):
+            assert scores.dim == [*q.dim[:3], k.dim[2]]
+            assert scores.stride[-1] == 1
+            assert scores.data_type == self.io_data_type
+            assert not packed
 
     def create_execution_plans(self, modes):
         assert modes == ["A", "FALLBACK"]
@@ -184,7 +199,10 @@ class Graph:
         left, right = (self.options[name] for name in BOUNDS)
         top_left = self.options["diagonal_alignment"] == "TOP_LEFT"
         mask = one_sequence.visible(*lengths, left and left - 1, right, top_left)
-        return one_sequence.scores(q, k, self.scale, mask), q, k, v
+        scores = one_sequence.scores(q, k, self.scale, mask)
+        if self.options["bias"] is not None:
+            scores += self._view(self.options["bias"], entry, lengths[0]).double()
+        return scores, q, k, v
 
     def _forward(self, entry):
         (rows, keys), (out, stats) = self._lengths(entry), self.results
@@ -209,7 +227,18 @@ class Graph:
         scores, *qkv = self._scores(entry, rows, keys)
         out, grad, lse = (self._view(x, entry, rows).double() for x in self.inputs[3:])
         delta = (out * grad).sum(-1)
+        bias = self.options["bias"]
+        # Scores past the last key aren't -inf (pytorch#196678), so that exp(score - LSE) may be inf.
+        assert bias is None or not (lse == -torch.inf).any()
+        if bias is not None and bias.stride[2] == 0 and rows > 1:
+            scores = scores + 1.0  # wrong gradients with one row for all queries
         grads = one_sequence.backward(scores, lse[..., 0], delta, *qkv, grad.transpose(0, 1), self.scale)
+        if self.options["dBias"] is not None:
+            of_scores = one_sequence.of_scores(scores, lse[..., 0], delta, qkv[2], grad.transpose(0, 1))
+            shown = self._view(self.options["dBias"], entry, rows)
+            # The gradient of a score that a mask hides is left as it was, which is the worst that may happen.
+            hidden = one_sequence.visible(rows, keys, None, self.options[BOUNDS[1]], True).logical_not()
+            shown.copy_(torch.where(hidden, shown.double(), of_scores))
         for result, value, length in zip(self.results, grads, (rows, keys, keys), strict=True):
             self._view(result, entry, length).copy_(value.transpose(0, 1))
         packed, (_, heads, _, dim) = self.inputs[0].ragged_offset is not None, self.inputs[0].dim

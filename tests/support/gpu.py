@@ -206,7 +206,7 @@ def owners(names):
 # How many cases of `QUICK` the limits of each backend admit in both directions on an H200, those with a known
 # issue included: a backend that came to refuse more than that would pass by running less. Torch's FA2 takes
 # pages from torch 2.12 on.
-ADMITTED = {"FA2": 318 if PAGES else 316, "FA3": 312, "FA4": 314, "cuDNN": 280, "flex": 522}
+ADMITTED = {"FA2": 318 if PAGES else 316, "FA3": 312, "FA4": 314, "cuDNN": 288, "flex": 522}
 ADMITTED["math"] = sum(not (case.counts_sinks or case.batch_invariant) for case in QUICK)
 HEAVY_ADMITTED = {"FA2": 10, "FA3": 10, "FA4": 10, "cuDNN": 10, "flex": 12, "math": 32}
 
@@ -214,10 +214,14 @@ HEAVY_ADMITTED = {"FA2": 10, "FA3": 10, "FA4": 10, "cuDNN": 10, "flex": 12, "mat
 # In reasons of FA3, whose package may be built without some kernels: no limit of its own.
 NOT_BUILT = "flash_attn_3 is built without "
 
+# In reasons of cuDNN, which declines a backward by what its bias is like.
+SHARED_BIAS = "attn_bias must have a row for each query in a backward, "
+
 
 def admitted(reasons):
-    """Whether nothing but known issues, and what a package is built without, is against a case."""
-    return all("; see https://" in reason or NOT_BUILT in reason for reason in reasons)
+    """Whether nothing is against a case but known issues, missing kernels, and what the tensors are like."""
+    further = "; see https://", NOT_BUILT, SHARED_BIAS
+    return all(any(words in reason for words in further) for reason in reasons)
 
 
 # Everything that a backend may give as a reason against a case of the input matrix.
@@ -242,6 +246,12 @@ REFUSAL = re.compile(
             r"scale must be above 0$",
             r"a masked dense call must have no more queries than keys, got \d+ and \d+$",
             r"query and key must have the same length with attn_bias and a causal mask, got \d+ and \d+$",
+            r"compute capability must be 9\.x with attn_bias, got \d+\.\d+$",
+            r"attn_bias must be None (with packed tensors|where deterministic algorithms are on), got a ",
+            r"window_size must be \(-1, -1\) or causal with attn_bias, got \(-?\d+, -?\d+\)$",
+            r"head_dim of query and value must be the same with attn_bias, got \d+ and \d+$",
+            r"max_k must be a multiple of 8 for the gradient of attn_bias, got \d+$",
+            rf"{SHARED_BIAS}got one row for \d+ queries$",
             r"input must be dense to be deterministic, got packed: it would allocate ",
             r"query and key must not both have length 1, got 1 and 1$",
             r"batch of dense tensors must be at most 65535, got \d+$",

@@ -24,6 +24,7 @@ import torch
 
 from attnreg.backends.cudnn.adapter import backward, forward, specialize
 from attnreg.backends.cudnn.execution_plans import ExecutionPlans
+from attnreg.backends.cudnn.problem import STEP
 from attnreg.backends.cudnn.rounding import LEAST_LENGTH
 from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
@@ -41,7 +42,7 @@ class _CuDNNBackward(Capabilities):
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why `spec` can't run here; empty if it can."""
-        return super().unsupported(spec) or tuple(_against_deterministic(spec))
+        return super().unsupported(spec) or (*_against_deterministic(spec), *_against_bias_gradient(spec))
 
 
 _BOTH: dict[str, Any] = {
@@ -52,10 +53,10 @@ _BOTH: dict[str, Any] = {
     "head_dim_v": Range(8, 256, 8),
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
-    **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "capture"), True),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "seqused_k", "capture"), True),
 }
 FORWARD = Capabilities(**_BOTH, deterministic=True)
-BACKWARD = _CuDNNBackward(**_BOTH, deterministic=True, delta_from_out=True)
+BACKWARD = _CuDNNBackward(**_BOTH, bias_gradient=True, deterministic=True, delta_from_out=True)
 
 
 def _unavailable() -> str | None:
@@ -103,7 +104,36 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
         reasons.append(
             f"head_dim above 192 must be the value's too, got {spec.head_dim} and {spec.head_dim_v}"
         )
-    return tuple(reasons)
+    return (*reasons, *_against_bias(spec))
+
+
+def _against_bias(spec: AttentionSpec) -> Iterator[str]:
+    """Yield the reasons against a bias: it was tried on compute capability 9.0 alone.
+
+    Of the bias itself a spec knows nothing. What cuDNN can't take of it the adapter declines.
+    """
+    capability = spec.device.capability
+    if not spec.bias:
+        return
+    if capability is not None and capability[0] != 9:
+        yield f"compute capability must be 9.x with attn_bias, got {capability[0]}.{capability[1]}"
+    if spec.varlen:
+        yield "attn_bias must be None with packed tensors, got a tensor"
+    elif spec.windowed:
+        # The frontend refuses a left bound beside a bias, and every mask that is aligned bottom-right.
+        yield f"window_size must be (-1, -1) or causal with attn_bias, got {spec.window}"
+    elif spec.causal and spec.max_q != spec.max_k:
+        got = f"{spec.max_q} and {spec.max_k}"
+        yield f"query and key must have the same length with attn_bias and a causal mask, got {got}"
+    if spec.head_dim_v != spec.head_dim:
+        got = f"{spec.head_dim} and {spec.head_dim_v}"
+        yield f"head_dim of query and value must be the same with attn_bias, got {got}"
+
+
+def _against_bias_gradient(spec: AttentionSpec) -> Iterator[str]:
+    """Yield the reason against the gradient of a bias: there is no execution plan for padded rows of it."""
+    if spec.bias_gradient and spec.max_k % STEP:
+        yield f"max_k must be a multiple of {STEP} for the gradient of attn_bias, got {spec.max_k}"
 
 
 def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
@@ -124,17 +154,25 @@ def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
     # Only here: a length that is read and that no cut names has all calls decided by exact lengths.
     elif (takes := 2 * spec.heads_q * spec.batch * spec.max_q * spec.max_k) > MOST_BYTES:
         yield f"to be deterministic it may allocate {MOST_BYTES} bytes, and would allocate {takes}"
+    if spec.bias:
+        yield "attn_bias must be None where deterministic algorithms are on, got a tensor"
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     """Yield the lengths at which reasons of `_refuses` and `BACKWARD` change for calls of the spec's kind."""
     yield Cut.of("batch", at=GRID + 1)
-    if not spec.varlen:
+    # With that gradient the number of keys has no cut: whether it is a multiple is decided for each.
+    if not (spec.varlen or spec.bias_gradient):
         yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
         if spec.window != (-1, -1):
-            yield Cut.beyond("max_q", "max_k", at=1)
+            yield from (Cut.beyond("max_q", "max_k", at=step) for step in ((0, 1) if spec.bias else (1,)))
         if spec.deterministic:
             yield Cut.of("batch", "max_q", "max_k", at=MOST_BYTES // (2 * max(spec.heads_q, 1)) + 1)
+
+
+def _priority(spec: AttentionSpec) -> int:
+    """Return the priority: behind efficient with a bias, as each new shape has to be built first."""
+    return -10 if spec.bias else 20
 
 
 def _builds(spec: AttentionSpec) -> bool:
@@ -163,7 +201,7 @@ BACKEND = Backend(
     version=_version,
     refuses=_refuses,
     install="pip install 'attnreg[cudnn]'",
-    priority=20,
+    priority=_priority,
     cuts=_cuts,
     builds=_builds,
 )

@@ -13,12 +13,14 @@ from attnreg.backends.cudnn.execution_plans import ExecutionPlans
 from attnreg.backends.cudnn.lengths import inputs_of
 from attnreg.backends.cudnn.problem import (
     GIVEN,
+    STEP,
     PlanKind,
     Problem,
     Slot,
     Strides,
     kind_of,
     problem_of,
+    strides_of_scores,
 )
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.spec import Direction
@@ -26,6 +28,7 @@ from attnreg.core.launching import rows
 from attnreg.core.launching.launchers import LSE, AddressLauncher, Launcher, Prepared
 from attnreg.core.launching.offsets import empty_results, is_empty
 from attnreg.core.torchlib.layout import aligned, readable, stream_of, with_strides
+from attnreg.errors import UnsupportedInputError
 
 
 def forward(
@@ -56,14 +59,14 @@ def backward(
     out: Tensor,
     lse: Tensor,
     call: Call,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, in their shapes and dtype.
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value, in their shapes and dtype, then the bias's if wanted.
 
     `grad_out` and `out` are like a forward's output, `lse` like its LSE. Raises as `forward` does.
     """
     if is_empty(query, key, call):
-        grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
-        return grad_q, grad_k, grad_v
+        inputs = query, key, value, call.attn_bias if call.bias_gradient else None
+        return tuple(x.new_zeros(x.shape) for x in inputs if x is not None)
     tensors = grad_out, query, key, value, out, lse
     return _run_backward(plans, kind_of("backward", tensors, call), tensors, call)
 
@@ -76,14 +79,15 @@ def _run_forward(
     Args:
         all_written: whether cuDNN is known to write every row of the results.
     """
-    problem, (query, key, value) = _select(plans, kind, tensors, call)
+    bias = _readable_bias(tensors[0], tensors[1], call)
+    problem, (query, key, value) = _select(plans, kind, tensors, call, *bias)
     *batch, count, heads, _ = query.shape
     out, size = query.new_empty((*query.shape[:-1], value.shape[-1])), (*batch, heads, count)
     lse = query.new_empty_strided(size, problem.lse_strides(size), dtype=torch.float32)
     if call.seqused_k is not None:
         out.zero_()
         lse.fill_(-torch.inf)
-    _run(plans, problem, (query, key, value, out, lse), call)
+    _run(plans, problem, (query, key, value, out, lse, *bias), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not all_written:
         rows.clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)
     return out, lse
@@ -91,28 +95,67 @@ def _run_forward(
 
 def _run_backward(
     plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call, all_written: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the gradients; see `_run_forward`."""
     grad_out, query, key, value, out, lse = tensors
     inputs = query, key, value
     # cuDNN 9.19 writes a wrong gradient of packed queries that aren't contiguous.
     query = _laid_out(query, kind.contiguous(Slot.Q)) if kind.packed else query
-    problem, read = _select(plans, kind, (grad_out, query, key, value, out), call)
+    bias = _readable_bias(query, key, call)
+    if bias and bias[0].stride(2) == 0 and (queries := query.shape[1]) > 1:
+        # cuDNN 9.19 computes wrong gradients with such a bias, even of the value.
+        raise UnsupportedInputError(
+            f"attn_bias must have a row for each query in a backward, got one row for {queries} queries"
+        )
+    problem, read = _select(plans, kind, (grad_out, query, key, value, out), call, *bias)
+    # The weights of a row without a key are 0 with this LSE, whatever cuDNN has for a score there.
+    lse = torch.where(lse == -torch.inf, torch.inf, lse) if bias else lse
     lse = with_strides(lse, problem.lse_strides(tuple(lse.shape)))
     shortened = call.seqused_k is not None
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) if shortened else x.new_empty(x.shape) for x in inputs)
-    _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v), call)
+    of_bias = [x.new_empty(x.shape) for x in bias] if kind.bias_gradient else []
+    _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v, *bias, *of_bias), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not (all_written or shortened):
         rows.clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, *(_gradient_of_bias(x, call) for x in of_bias)
+
+
+def _readable_bias(query: Tensor, key: Tensor, call: Call) -> list[Tensor]:
+    """Return the bias as execution plans read it: (B, H, S_q, S_k), in the query's dtype; empty without one.
+
+    A dimension in which it is broadcast has stride 0. The last dimension has stride 1, the others have
+    strides of whole sixteen bytes: else the bias is copied.
+    """
+    bias, size = call.attn_bias, (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    if bias is None:
+        return []
+    if bias.dtype == torch.bool:
+        bias = query.new_zeros(()).masked_fill(~bias, -torch.inf)
+    if bias.dtype != query.dtype:
+        raise UnsupportedInputError(f"attn_bias must be boolean or {query.dtype}, got {bias.dtype}")
+    bias = bias.expand(size)
+    in_steps = not (bias.data_ptr() % 16 or any(stride % STEP for stride in bias.stride()[:-1]))
+    if not in_steps or bias.stride(-1) != 1:
+        once = bias[tuple(slice(None if stride else 1) for stride in bias.stride()[:-1])]
+        copied = once.new_empty_strided(once.shape, strides_of_scores(tuple(once.shape)))
+        bias = copied.copy_(once).expand(size)
+    return [bias]
+
+
+def _gradient_of_bias(grad: Tensor, call: Call) -> Tensor:
+    """Return the gradient of the bias in its shape, from the gradient of all scores, (B, H, S_q, S_k)."""
+    if call.window[1] == 0:
+        grad.tril_()  # nothing says that cuDNN writes the gradients of scores that the mask hides
+    return grad if call.attn_bias is None else grad.sum_to_size(call.attn_bias.shape)
 
 
 def _select(
-    plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call
+    plans: ExecutionPlans, kind: PlanKind, tensors: Sequence[Tensor], call: Call, *bias: Tensor
 ) -> tuple[Problem, list[Tensor]]:
     """Return the problem whose execution plan runs a call, and the tensors as it reads them."""
     read = [readable(x, repeats=False) for x in tensors]
-    problem, _ = plans.select(problem_of(kind, read, call))
+    problem = problem_of(kind, read, call)
+    problem, _ = plans.select(problem._replace(bias=bias[0].stride()) if bias else problem)
     return problem, [_laid_out(x, strides) for x, strides in zip(read, problem.strides, strict=True)]
 
 
@@ -145,7 +188,7 @@ def specialize(
     and dtypes of `forward` and `backward`: (B, S, H, D) or (T, H, D).
     """
     kind = kind_of(direction, tensors, call)
-    if call.seqused_k is not None or not (kind.heads_q and kind.heads_k):
+    if call.seqused_k is not None or kind.bias or not (kind.heads_q and kind.heads_k):
         return None
     # Without offsets, because the launcher would keep these tensors alive.
     constants = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)

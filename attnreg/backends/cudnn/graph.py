@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from attnreg.backends.cudnn.problem import GIVEN, OF_KEYS, OF_VALUES, Problem, RaggedOffset, Slot
+from attnreg.backends.cudnn.problem import (
+    GIVEN,
+    OF_KEYS,
+    OF_VALUES,
+    Problem,
+    RaggedOffset,
+    Slot,
+    strides_of_scores,
+)
 from attnreg.core.launching.launchers import Prepared
 from attnreg.errors import BackendUnavailableError, UnsupportedInputError, is_of_device
 
@@ -111,16 +119,17 @@ class _Description:
         )  # fmt: skip
 
     def _forward(self) -> None:
-        inputs = self._inputs(q=Slot.Q, k=Slot.K, v=Slot.V)
+        inputs = self._inputs(q=Slot.Q, k=Slot.K, v=Slot.V, **self._bias())
         out, stats = self._graph.sdpa(**inputs, **self._options(), generate_stats=True, name="forward")
         self._result(out, Slot.OUT)
         self._result(stats, Slot.STATS)
 
     def _backward(self) -> None:
         problem = self._problem
-        inputs: dict[str, Any] = self._inputs(
-            q=Slot.Q, k=Slot.K, v=Slot.V, o=Slot.OUT, dO=Slot.GRAD_OUT, stats=Slot.STATS
-        )
+        of_results = {"o": Slot.OUT, "dO": Slot.GRAD_OUT, "stats": Slot.STATS}
+        inputs = self._inputs(q=Slot.Q, k=Slot.K, v=Slot.V, **of_results, **self._bias())
+        if problem.kind.bias_gradient:
+            inputs |= self._inputs(dBias=Slot.GRAD_BIAS)
         if problem.kind.deterministic:
             inputs["use_deterministic_algorithm"] = True
         # Without these totals the workspace would have room for a batch of longest sequences.
@@ -130,6 +139,9 @@ class _Description:
         )
         for grad, slot in zip(grads, (Slot.GRAD_Q, Slot.GRAD_K, Slot.GRAD_V), strict=True):
             self._result(grad, slot)
+
+    def _bias(self) -> dict[str, Slot]:
+        return {"bias": Slot.BIAS} if self._problem.kind.bias else {}
 
     def _options(self) -> dict[str, Any]:
         left, right = self._problem.kind.window
@@ -169,6 +181,10 @@ class _Description:
     def _layout(self, slot: Slot) -> tuple[list[int], list[int], Any]:
         """Return dims and strides of a tensor, as (batch, head, token, head dim), and its dtype."""
         problem, float32 = self._problem, self._cudnn.data_type.FLOAT
+        if slot in (Slot.BIAS, Slot.GRAD_BIAS):
+            scores = problem.batch, problem.kind.heads_q, problem.max_q, problem.max_k
+            of_scores = problem.bias if slot is Slot.BIAS else strides_of_scores(scores)
+            return [*scores], [*of_scores], self._dtype
         kind, of_keys = problem.kind, slot in OF_KEYS
         heads, length = (kind.heads_k, problem.max_k) if of_keys else (kind.heads_q, problem.max_q)
         size = 1 if slot is Slot.STATS else kind.head_dim_v if slot in OF_VALUES else kind.head_dim

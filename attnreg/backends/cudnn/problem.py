@@ -18,7 +18,9 @@ from attnreg.core.contract.spec import Direction
 from attnreg.core.torchlib.layout import contiguous_strides
 
 # The tensors of a graph; the numbers, from 1 on, are their uids.
-Slot = enum.IntEnum("Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K")
+Slot = enum.IntEnum(
+    "Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K BIAS GRAD_BIAS"
+)
 
 # The arguments and results of each direction's function, in the contract's order.
 GIVEN = {
@@ -29,6 +31,10 @@ RESULTS = {"forward": (Slot.OUT, Slot.STATS), "backward": (Slot.GRAD_Q, Slot.GRA
 
 OF_KEYS = frozenset({Slot.K, Slot.V, Slot.GRAD_K, Slot.GRAD_V})
 OF_VALUES = frozenset({Slot.V, Slot.OUT, Slot.GRAD_OUT, Slot.GRAD_V})  # with the head dim of the value
+
+
+# How many 16-bit numbers have sixteen bytes.
+STEP = 8
 
 
 class RaggedOffset(NamedTuple):
@@ -53,6 +59,8 @@ class PlanKind(NamedTuple):
     Attributes:
         one_offsets: whether this is a masked backward of packed tensors whose queries and keys share a
             tensor of offsets.
+        bias: whether a bias is added to the scores, which dense tensors alone have.
+        bias_gradient: whether this is a backward that computes the gradient of the bias, too.
         deterministic: whether this is a backward with the same bits at each run.
     """
 
@@ -67,6 +75,8 @@ class PlanKind(NamedTuple):
     window: tuple[int, int]
     packed: bool
     one_offsets: bool
+    bias: bool = False
+    bias_gradient: bool = False
     deterministic: bool = False
 
     def contiguous(self, slot: Slot) -> Strides:
@@ -89,7 +99,8 @@ class PlanKind(NamedTuple):
             return Problem(
                 self, batch, max_q, max_k, tokens_q, tokens_k, strides[:5], self.one_offsets, False
             )
-        square = backward and max_q == max_k and self.window != (-1, -1)
+        # With a bias cuDNN has no mask that is aligned bottom-right.
+        square = (backward or self.bias) and max_q == max_k and self.window != (-1, -1)
         return Problem(self, batch, max_q, max_k, 0, 0, strides[:5], square, False)
 
 
@@ -102,10 +113,12 @@ class Problem(NamedTuple):
         tokens_q, tokens_k: the largest number of tokens of packed tensors. `tokens_k` is 0 in a forward,
             whose workspace doesn't depend on the keys.
         strides: the strides of the function's tensors without the LSE, in the order of `GIVEN`.
-        square: whether this is a masked backward in which each sequence has as many keys as queries. Then
-            both alignments of the mask are equal, and cuDNN 9.19 skips hidden scores only top-left.
+        square: whether this is a masked call, a backward or one with a bias, in which each sequence has as
+            many keys as queries. Then both alignments of the mask are equal. Top-left cuDNN 9.19 skips hidden
+            scores, and takes a bias.
         exact: whether the execution plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T).
             A shared execution plan is for any number of tokens, and its LSE has the token first, (T, H).
+        bias: the strides of the bias, (B, H, S_q, S_k); empty without one.
     """
 
     kind: PlanKind
@@ -117,6 +130,7 @@ class Problem(NamedTuple):
     strides: tuple[Strides, ...]
     square: bool = False
     exact: bool = False
+    bias: Strides = ()
 
     @property
     def token_first(self) -> bool:
@@ -139,6 +153,11 @@ class Problem(NamedTuple):
         )
 
 
+def strides_of_scores(size: tuple[int, ...]) -> Strides:
+    """Return the strides of a tensor (B, H, S_q, S_k) whose rows begin at multiples of sixteen bytes."""
+    return contiguous_strides((*size[:-1], size[-1] + -size[-1] % STEP))
+
+
 def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> PlanKind:
     """Return the kind of a call on a function's tensors.
 
@@ -152,6 +171,7 @@ def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> Plan
         direction, query.get_device(), query.dtype, query.shape[-2], key.shape[-2],
         query.shape[-1], value.shape[-1], float(call.scale), call.window, packed,
         packed and one_offsets and direction == "backward" and call.window != (-1, -1),
+        call.attn_bias is not None, direction == "backward" and bool(call.bias_gradient),
         direction == "backward" and call.deterministic,
     )  # fmt: skip
 

@@ -56,7 +56,7 @@ def _step_of(batch: int, tokens: int) -> tuple[float, int, int]:
 
 def exact(problem: Problem) -> Problem:
     """Return a packed problem with rounded lengths, still for exactly its tokens."""
-    kind, batch, max_q, max_k, tokens_q, tokens_k, strides, square, _ = problem
+    kind, batch, max_q, max_k, tokens_q, tokens_k, strides, square, *_ = problem
     sizes = round_lengths(batch, max_q, max_k, tokens_q)
     return Problem(kind, *sizes, tokens_q, tokens_k, strides, square, True)
 
@@ -66,7 +66,7 @@ def shared(problem: Problem) -> Problem:
 
     A problem whose number of query tokens is a budget keeps its exact execution plan.
     """
-    kind, batch, max_q, max_k, tokens_q, tokens_k, strides, square, _ = problem
+    kind, batch, max_q, max_k, tokens_q, tokens_k, strides, square, *_ = problem
     budget = tokens_q >= BUDGET and tokens_q & (tokens_q - 1) == 0
     if budget and tokens_k in (tokens_q, 0):
         return problem

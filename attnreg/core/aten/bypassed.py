@@ -31,7 +31,7 @@ from attnreg.core.policy import current as policy
 from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
-from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.settings.environment import AS_GIVEN, LARGE
 from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
@@ -219,6 +219,9 @@ _UNOBSERVED = frozenset({NOTHING_TO_DO, NOTHING_ASKS})
 # `masks`.
 run_recognised: Callable[[SdpaCall], Tensor | None] | None = None
 _recognises = False
+# How masks are handled; a value of the setting `masks`.
+mask_mode = AS_GIVEN
+routers_are_in = False  # without routers masks are torch's, too
 
 
 def observe(more: int) -> None:
@@ -245,16 +248,20 @@ def is_observed() -> bool:
 
 def looks_at_masks() -> bool:
     """Whether settings in force have boolean masks looked at, to recognise them or to report them."""
-    if not policy.are_read():
-        return False
-    now = policy.sources()
-    return masks(now) == RECOGNISE or now.environment.report is not None
+    return _mask_mode() != AS_GIVEN or (policy.are_read() and policy.sources().environment.report is not None)
+
+
+def _mask_mode() -> str:
+    """Return how settings in force have masks handled; large calls are those of a GPU."""
+    mode = masks(policy.sources())[0] if routers_are_in and policy.are_read() else AS_GIVEN
+    return AS_GIVEN if mode == LARGE and torch.version.cuda is None else mode
 
 
 def follow() -> None:
     """Install or remove the wrappers, as the observers and the settings now require."""
-    global _observes, _recognises
+    global _observes, _recognises, mask_mode
     _observes = nested.is_looked_at = is_observed()
+    mask_mode = _mask_mode()
     _recognises = run_recognised is not None and looks_at_masks()
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
@@ -272,6 +279,8 @@ def _first_looks(
     def looking(*arguments: Any, **options: Any) -> Any:
         bypass = None
         mask: Any = arguments[3] if len(arguments) > 3 else options.get("attn_mask")
+        if mask is None and not _observes:
+            return torchs(*arguments, **options)
         if takes_masks and is_causal_bias(mask):
             # Its class knows torch's function by its name in F, where this one is. With torch's own it would
             # read the memory of the mask, which nobody has written.

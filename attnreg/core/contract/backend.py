@@ -310,9 +310,9 @@ class Backend(_Functions):
             reason is torch's own ("torch finds no CUDA GPU here").
         priority: rank in the default order, the highest first. Or a function that returns the rank for a
             spec, where further backends are known to be faster at some calls. attnreg's own: `cpu` 100; `FA2`
-            40 where it decodes fastest, else 10; `FA4` 30, 15 where it decodes; `cuDNN` 20; `FA3` 5;
-            `efficient` 0; `flex` -50 for long sequences, else -200; `math` -100. Backends that entry points
-            bring are all behind these, and their priorities rank them among each other.
+            40 where it decodes fastest, else 10; `FA4` 30, 15 where it decodes; `cuDNN` 20, -10 with a
+            bias; `FA3` 5; `efficient` 0; `flex` -50 for long sequences, else -200; `math` -100. Backends that
+            entry points bring are all behind these, and their priorities rank them among each other.
         cuts: `cuts(spec)` returns where the reasons of `refuses`, the rank of `priority`, and
             `Kernels.replaces_native` change with lengths, for calls of the spec's kind. It reads no length
             itself. Without `cuts`, calls whose length a function reads are decided one by one. That is right,

@@ -1,4 +1,4 @@
-"""Values derived from the offsets of packed sequences, cached for as long as the offsets exist unchanged.
+"""Values derived from offsets of packed sequences, or from a mask, kept for as long as these exist unchanged.
 
 The layers of a model share their offsets, so a backend derives each value once per batch, not once per layer.
 
@@ -59,10 +59,10 @@ log = logging.getLogger("attnreg")
 
 
 class Derived(Protocol):
-    """What is derived from offsets."""
+    """What is derived from tensors."""
 
     def differs(self, newer: Self) -> Tensor:
-        """Return on the device whether calls that used this were wrong, if the offsets give `newer`."""
+        """Return on the device whether calls that used this were wrong, if the tensors give `newer`."""
 
 
 T = TypeVar("T", bound=Derived)
@@ -70,12 +70,16 @@ T = TypeVar("T", bound=Derived)
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """What was derived, of which tensors and how; when it was last compared, and the comparison under way."""
+    """What was derived, of which tensors and how; when it was last compared, and the comparison under way.
+
+    `said` is the error where they differ.
+    """
 
     tensors: tuple[weakref.ref[Tensor] | None, ...]
     storages: object  # ids and addresses are reused once a storage has gone
     make: Callable[..., Any]
     value: Any
+    said: str
     compared: float
     comparison: AsyncReadback | None = None
 
@@ -106,15 +110,19 @@ def derived_from(
     purpose: tuple[object, ...],
     make: Callable[..., T],
     used: T | None = None,
+    said: str = CHANGED,
+    is_compared: bool = True,
 ) -> T:
     """Return `make(*tensors)`, cached per purpose until the tensors change.
 
-    Tensors are offsets, int32 (B + 1,), and `seqused_k`, int32 (B,). `stream` is the CUDA stream that the
-    result is computed on, 0 on a CPU. `make` must not refer to a tensor. `used` was derived elsewhere, and
-    calls have used it for `TRUSTED` seconds. If nothing is cached, it is cached, and compared at once.
+    Tensors are offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), or a boolean mask. `stream` is the CUDA
+    stream that the result is computed on, 0 on a CPU. `make` must not refer to a tensor. `used` was derived
+    elsewhere, and calls have used it for `TRUSTED` seconds. If nothing is cached, it is cached, and compared
+    at once. Without `is_compared` writes that torch doesn't count aren't looked for.
 
     Raises:
-        InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile.
+        InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile. The
+            message is `said`.
     """
     there = [x for x in tensors if x is not None]
     if needs_graph_memory(there[0]):
@@ -125,7 +133,7 @@ def derived_from(
         return make(*tensors)  # an inference tensor has no version counter
     cached = _cache.get(source)
     if cached is not None and all(map(operator.is_, cached.given(), tensors)):
-        if cached.comparison is not None or time.monotonic() - cached.compared > TRUSTED:
+        if is_compared and (cached.comparison is not None or time.monotonic() - cached.compared > TRUSTED):
             _compare(cached)
         return cached.value  # type: ignore[no-any-return]
     storages, now = [x.untyped_storage() for x in there], time.monotonic()
@@ -134,7 +142,7 @@ def derived_from(
         for oldest in _sources()[: max(len(_cache) + 1 - _MOST_CACHED, 0)]:
             _cache.pop(oldest, None)
         alive = [None if x is None else weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors]
-        kept = _cache[source] = _Kept(tuple(alive), storages, make, made, now)
+        kept = _cache[source] = _Kept(tuple(alive), storages, make, made, said, now)
     if used is not None:
         kept.compared, kept.comparison = now, AsyncReadback(kept.changed())
     return made
@@ -156,17 +164,17 @@ def _compare(kept: _Kept) -> None:
             return
         kept.comparison = None
         if numbers[0]:
-            raise_changed()
+            raise_changed(kept.said)
     if time.monotonic() - kept.compared > TRUSTED:
         kept.compared, kept.comparison = time.monotonic(), AsyncReadback(kept.changed())
 
 
-def raise_changed() -> NoReturn:
-    """Raise the error of offsets that were written to without a trace, after all has forgotten them."""
+def raise_changed(said: str = CHANGED) -> NoReturn:
+    """Raise the error of tensors that were written to without a trace, after all has forgotten them."""
     _cache.clear()
     for forget in on_changed:
         forget()
-    raise InvalidInputError(CHANGED)
+    raise InvalidInputError(said)
 
 
 @atexit.register
@@ -176,7 +184,7 @@ def _say_at_exit() -> None:
         for kept in list(_cache.values()):
             numbers = None if kept.comparison is None else kept.comparison.read()
             if numbers is not None and numbers[0]:
-                return log.error(CHANGED)
+                return log.error(kept.said)
 
 
 class Facts:

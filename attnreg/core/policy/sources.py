@@ -20,7 +20,14 @@ from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.lockfile import Lockfile
 from attnreg.core.policy.lockfile import load as load_lock
 from attnreg.core.settings import environment
-from attnreg.core.settings.environment import AS_GIVEN, NATIVE, ON_ERROR, REFERENCE, EnvironmentSettings
+from attnreg.core.settings.environment import (
+    AS_GIVEN,
+    LARGE,
+    NATIVE,
+    ON_ERROR,
+    REFERENCE,
+    EnvironmentSettings,
+)
 from attnreg.core.settings.hub_names import canonical, is_hub_name, is_well_formed
 from attnreg.core.times.table import check_writable as check_file
 from attnreg.core.times.table import load as load_table
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("attnreg")
 
 UNSET = EnvironmentSettings()
+# The source of a setting that follows from the policy.
+BY_POLICY = "the policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +272,20 @@ def policy(now: Sources) -> tuple[str, str]:
     return chosen or "measured", source
 
 
-def masks(now: Sources) -> str:
-    """Return how boolean masks are handled: a value of the setting `masks`."""
-    return now.environment.masks or _strongest(now, "masks")[0] or "as_given"
+def masks(now: Sources) -> tuple[str, str]:
+    """Return how boolean masks are handled, a value of the setting `masks`, and the source; empty by default.
+
+    A program that asks for measured choices gets the masks recognised that are worth it. Calls of a lockfile
+    keep their masks, because it knows them so.
+    """
+    if now.environment.masks:
+        return now.environment.masks, "ATTNREG_MASKS"
+    chosen, source = _strongest(now, "masks")
+    if chosen:
+        return chosen, source
+    by, source = policy(now)
+    is_measured = source and by in ("measured", "adaptive") and locked_by(now)[0] is None
+    return (LARGE, BY_POLICY) if is_measured else (AS_GIVEN, "")
 
 
 def modules(now: Sources) -> dict[str, tuple[tuple[str, ...], str]]:

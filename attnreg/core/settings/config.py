@@ -196,10 +196,11 @@ class Settings(_Table):
         "calls, at which the backends take turns. batch_invariant: the default order of the backends whose "
         "results for a sequence don't depend on its batch.",
     )
-    masks: Literal["as_given", "recognise"] = Field(
+    masks: Literal["as_given", "large", "recognise"] = Field(
         default="as_given",
         description="recognise: calls of F.scaled_dot_product_attention whose boolean mask is padding, "
-        "causal, a window or documents run packed, without the mask.",
+        "causal, a window or documents run packed, without the mask. large: only large calls on a GPU do; "
+        "the default where the policy measured or adaptive is set, and no lockfile.",
     )
     on_error: Literal["raise", "native"] = Field(
         default="raise",

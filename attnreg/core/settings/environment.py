@@ -21,7 +21,7 @@ PREFIX = "ATTNREG_"
 # The backend that runs the calls that no other backend can run.
 REFERENCE = "math"
 
-AS_GIVEN, RECOGNISE = "as_given", "recognise"
+AS_GIVEN, LARGE, RECOGNISE = "as_given", "large", "recognise"
 
 ON_ERROR, RAISE, NATIVE = "ATTNREG_ON_ERROR", "raise", "native"
 
@@ -138,9 +138,10 @@ VARIABLES = {
         "results for a sequence don't depend on its batch)",
     ),
     "ATTNREG_MASKS": Variable(
-        _one_of(AS_GIVEN, RECOGNISE),
+        _one_of(AS_GIVEN, LARGE, RECOGNISE),
         "recognise: calls of F.scaled_dot_product_attention whose boolean mask is padding, causal, a window "
-        "or documents run packed, without the mask; as_given (the default): no mask is looked at",
+        "or documents run packed, without the mask; large: only large calls on a GPU do (the default where "
+        "the policy measured or adaptive is set); as_given (else the default): no mask is looked at",
     ),
     "ATTNREG_RECORD": Variable(
         _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"

@@ -39,7 +39,6 @@ ORDER = (
     "core.torchlib.captured._lock",
     "core.torchlib.device_code._lock",  # NVRTC compiles behind it
     "core.launching.offsets._lock",
-    "masks.cache._lock",
     "core.dispatch.timed._lock",
     "core.registry.loading._changed",
 )

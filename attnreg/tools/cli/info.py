@@ -159,7 +159,7 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
     """Yield the settings in force, highest precedence first: name, value, source."""
     from attnreg.core import registry
     from attnreg.core.policy import current as policy
-    from attnreg.core.policy.sources import locked_by
+    from attnreg.core.policy.sources import BY_POLICY, locked_by, masks
 
     for preference in in_force.preferences:
         where = f" on {', '.join(preference.devices)}" if preference.devices else ""
@@ -178,6 +178,8 @@ def _settings(in_force: Policy) -> Iterator[tuple[str, str, str]]:
     for key in ("policy", "masks", "on_error", "record"):
         if value := getattr(sources.environment, key):
             yield key, str(value), f"ATTNREG_{key.upper()}"
+    if masks(sources)[1] == BY_POLICY:
+        yield "masks", masks(sources)[0], BY_POLICY
     for loaded in sources.loaded:
         for key in ("log_level", "policy", "masks", "on_error", "tuned", "build", "transformers"):
             if (value := getattr(loaded.settings, key)) and key in loaded.settings.model_fields_set:

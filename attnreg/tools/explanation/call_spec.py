@@ -33,13 +33,13 @@ from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import masks
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Preference
-from attnreg.core.settings.environment import RECOGNISE
+from attnreg.core.settings.environment import LARGE, RECOGNISE
 from attnreg.core.torchlib import versions
 from attnreg.core.torchlib.modes import autocast
 from attnreg.core.varlen.front import Mask
 from attnreg.core.varlen.plans import Lengths, call_of, check_heads, window
 from attnreg.errors import InvalidInputError
-from attnreg.masks.serving import LEFT, recognised
+from attnreg.masks.serving import LEFT, recognised, serves
 from attnreg.masks.serving import spec_of as spec_of_part
 from attnreg.masks.structure import Structure
 
@@ -63,8 +63,8 @@ class CallSpec(NamedTuple):
 
 
 NO_MASK_TO_READ = (
-    "a boolean mask with structure is recognised, and the call then runs without it: attnreg.explain, given "
-    "the call's own tensors, says on which backend"
+    "a boolean mask with structure is recognised (with masks = 'large' only if the call is large), and the "
+    "call then runs without it: attnreg.explain, given the call's own tensors, says on which backend"
 )
 SHARED_HEADS = (
     "with a mask and enable_gqa the selector of torch before 2.14 takes its math kernel on a GPU, so that "
@@ -137,7 +137,8 @@ def _is_left_to_math(spec: AttentionSpec) -> bool:
 def described(spec: AttentionSpec) -> CallSpec:
     """Return what selection sees of a call without its tensors."""
     front, notes = _front_of(spec)
-    if spec.bias and not spec.varlen and masks(policy.sources()) == RECOGNISE:
+    looks = {RECOGNISE: True, LARGE: spec.device.type == "cuda"}.get(masks(policy.sources())[0], False)
+    if spec.bias and not spec.varlen and looks:
         notes.append(NO_MASK_TO_READ)
     if spec.window == (-1, 0) and not spec.varlen and spec.max_q != spec.max_k:
         notes.append(BOTTOM_RIGHT)
@@ -309,7 +310,7 @@ def _with_note(described: CallSpec, note: str) -> CallSpec:
 
 
 def _masked(call: SdpaCall) -> CallSpec:
-    structure = recognised(call) if masks(policy.sources()) == RECOGNISE else None
+    structure = recognised(call) if serves(call) else None
     if not isinstance(structure, Structure):
         described = dense(*call)
         if structure is None:

@@ -1,7 +1,8 @@
 """Promises of the cuDNN backend: right values, what it refuses, how it is loaded.
 
 Which execution plans it builds and keeps is in test_cudnn_execution_plans.py, what it runs further calls of a
-kind by in test_cudnn_launchers.py, what it reads of offsets in test_cudnn_lengths.py.
+kind by in test_cudnn_launchers.py, what it reads of offsets in test_cudnn_lengths.py, how it adds a bias in
+test_cudnn_bias.py.
 """
 
 import dataclasses
@@ -38,8 +39,11 @@ def runs(case):
 
 
 # The fake computes heads and sequences one by one; the kernels run the whole matrix on a GPU.
+# The backward of a key padding mask is declined at the call.
 CASES = for_fakes(
-    case for case in QUICK if (case.dtype == "bfloat16" or case.name == "length 33") and runs(case)
+    case
+    for case in QUICK
+    if (case.dtype == "bfloat16" or case.name == "length 33") and runs(case) and case.bias != "key padding"
 )
 
 
@@ -140,6 +144,7 @@ def test_the_device_reports_the_facts_of_a_batch_once(lens_q, lens_k, tokens, fa
 # What it refuses
 
 MASKED = "a masked dense call must have no more queries than keys, got 65 and 64"
+SQUARE = "query and key must have the same length with attn_bias and a causal mask, got 64 and 65"
 SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
 
 
@@ -162,7 +167,25 @@ SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
         ({"head_dim": 20, "head_dim_v": 64}, ""),
         ({"head_dim": 260, "head_dim_v": 64}, "head_dim must be 8 to 256 in steps of 8, got 260"),
         ({"dtype": "float32"}, "dtype must be float16 or bfloat16, got float32"),
-        ({"bias": True}, "attn_bias must be None, got a tensor"),
+        ({"bias": True, "max_k": 66}, ""),
+        (
+            {"bias": True, "varlen": True, "max_k": 65},
+            "attn_bias must be None with packed tensors, got a tensor",
+        ),
+        ({"bias": True, "window": (-1, 0), "max_q": 65, "max_k": 65}, ""),
+        ({"bias": True, "window": (-1, 0), "max_k": 65}, SQUARE),
+        (
+            {"bias": True, "window": (4, 0), "max_k": 65},
+            "window_size must be (-1, -1) or causal with attn_bias, got (4, 0)",
+        ),
+        (
+            {"bias": True, "device": "sm_100", "max_k": 65},
+            "compute capability must be 9.x with attn_bias, got 10.0",
+        ),
+        (
+            {"bias": True, "head_dim_v": 64, "max_k": 65},
+            "head_dim of query and value must be the same with attn_bias, got 128 and 64",
+        ),
         ({"batch": 65536}, "batch must be 0 to 65535, got 65536"),
         ({"batch": 65536, "varlen": True}, "batch must be 0 to 65535, got 65536"),
         ({"heads_q": 65536, "heads_k": 8}, "query heads must be 0 to 65535, got 65536"),
@@ -179,7 +202,7 @@ def is_reached(cut, lengths):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 2)])
 @pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"deterministic": True}], ids=str)
 def test_lengths_that_no_cut_parts_are_refused_alike(monkeypatch, window, varlen, options):
     monkeypatch.setattr(cudnn, "MOST_BYTES", 2 * 2 * 8 * 64 * 64)
     refusals = {}
@@ -219,6 +242,10 @@ PACKED = (
         ),
         ({"varlen": True}, PACKED),
         ({"device": "sm_80"}, "compute capability must be 9.x to be deterministic, got 8.0"),
+        (
+            {"bias": True, "max_k": 65},
+            "attn_bias must be None where deterministic algorithms are on, got a tensor",
+        ),
     ],
 )
 def test_a_backward_is_deterministic_where_a_number_for_each_score_fits(changes, reason):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnreg import api
 from attnreg.core.dispatch import call_cache
-from attnreg.flash_attn import flash_attn_with_kvcache
+from attnreg.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.fresh.turns import NEW, SAME, FreshRow, Stream, Way
 from attnreg.tools.bench.report import Job
@@ -27,7 +27,11 @@ from attnreg.tools.measure.sample import Verdict
 
 OURS, LED, IN_PYTHON = "attnreg", "attnreg, ", "attnreg, Python"
 PACKAGE = "flash-attn-4's own"
-VARLEN, SDPA, KVCACHE = "varlen_attn", "SDPA", "flash_attn_with_kvcache"
+# What a step of decoding can't be faster than on FA2: its kernel, called directly; nothing is written.
+OP_ALONE = "torch's op of FA2, alone"
+VARLEN, SDPA, KVCACHE, DENSE = "varlen_attn", "SDPA", "flash_attn_with_kvcache", "flash_attn_func"
+# The functions that take (B, S, H, D).
+IN_FLASH_LAYOUT = KVCACHE, DENSE
 
 SEQUENCES = 8
 # Keys that a cache has room for, and how many of them it holds at most.
@@ -111,9 +115,10 @@ def settings_of(device: str) -> list[Setting]:
         sizes = list(itertools.product(range(1, 17), range(2, 41)))
     count, dim = (8, 64) if gpu else (2, 16)
     named = "2" if gpu else "1 to 16"
-    case = f"dense SDPA, batch {named}, {sizes[0][1]} to {sizes[-1][1]} tokens, {count} heads of {dim}"
+    case = f"batch {named}, {sizes[0][1]} to {sizes[-1][1]} tokens, {count} heads of {dim}"
     shapes = functools.partial(dense_shapes, sizes, count, count, dim, False, dtype)
-    return [*wanted, Setting("dense", SDPA, case, shapes)]
+    wanted += [Setting("dense", front, f"dense {front}, {case}", shapes) for front in (SDPA, DENSE)]
+    return wanted
 
 
 def rows(job: Job) -> list[FreshRow]:
@@ -139,19 +144,25 @@ def _drawing(shapes: Iterator[Shape], job: Job) -> Callable[[], Batch]:
 
 
 def _verdict(front: str, batch: Batch, results: list[Tensor]) -> Verdict:
-    return batch.verdict(results, batch.sets if front == KVCACHE else batch.front_sets)
+    return batch.verdict(results, batch.sets if front in IN_FLASH_LAYOUT else batch.front_sets)
 
 
 def _sides(setting: Setting, step: str, job: Job) -> dict[str, Way]:
     """Return what is compared: torch's function, the package's own, attnreg by choice, and each backend."""
     front, gpu = setting.front, job.device.type == "cuda"
-    ours: FrontOf = _Cache().front if front == KVCACHE else lambda batch: batch.with_attnreg
+    cache = _Cache()
+    fronts: dict[str, FrontOf] = {KVCACHE: cache.front, DENSE: functools.partial(_dense, flash_attn_func)}
+    ours = fronts.get(front, lambda batch: batch.with_attnreg)
     chosen = functools.partial(settings, "measured", job.table, job.backends) if front == SDPA else by_default
     ways: dict[str, tuple[FrontOf, Any, str]] = {}
     if front == SDPA or (front == VARLEN and gpu):  # there is no kernel for torch's on a CPU
         ways[f"torch's {front}"] = (lambda batch: batch.with_torch), torch_alone, ""
     if front == VARLEN and "FA4" in job.backends:
         ways[PACKAGE] = _of_the_package, torch_alone, ""
+    if front == DENSE and "FA4" in job.backends:
+        ways[PACKAGE] = _dense_of_the_package, torch_alone, ""
+    if front == KVCACHE and gpu and "FA2" in job.backends:
+        ways[OP_ALONE] = cache.op_alone, torch_alone, ""
     ways[OURS] = ours, chosen, ""
     if not gpu and call_cache.load() is not None:
         ways[IN_PYTHON] = ours, functools.partial(_in_python, chosen), ""
@@ -160,7 +171,7 @@ def _sides(setting: Setting, step: str, job: Job) -> dict[str, Way]:
             ways[LED + name] = functools.partial(_by_argument, name), by_default, name
         else:
             ways[LED + name] = ours, functools.partial(api.use_backend, name), name
-    sets = "sets" if front == KVCACHE else "front_sets"
+    sets = "sets" if front in IN_FLASH_LAYOUT else "front_sets"
     return {
         name: Way(
             functools.partial(_prepared, call, sets, step),
@@ -194,6 +205,21 @@ def _of_the_package(batch: Batch) -> Front:
     return run
 
 
+def _dense(function: Callable[..., Any], batch: Batch) -> Front:
+    """Return a function of flash-attn's arguments for tensors (B, S, H, D)."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        results = function(q, k, v, causal=batch.shape.causal)
+        out: Tensor = results[0] if isinstance(results, tuple) else results
+        return out
+
+    return run
+
+
+def _dense_of_the_package(batch: Batch) -> Front:
+    return _dense(import_module("flash_attn.cute.interface").flash_attn_func, batch)
+
+
 class _Cache:
     """Keys and values as decoding keeps them: one memory for all calls, longer than what it holds."""
 
@@ -208,6 +234,24 @@ class _Cache:
         lengths.fill_(held)
         new = keys[:, held:], values[:, held:]
         return lambda q, k, v: flash_attn_with_kvcache(q, key_cache, value_cache, *new, cache_seqlens=lengths)
+
+    def op_alone(self, batch: Batch) -> Front:
+        """Return a function that attends over a cache that already holds the last key and value."""
+        keys, values = (x.detach() for x in batch.sets[0].inputs()[1:])
+        *caches, lengths = self._memory(keys)
+        for cache, held in zip(caches, (keys, values), strict=True):
+            cache[:, : held.shape[1]] = held
+        lengths.fill_(keys.shape[1])
+        sequences = torch.arange(len(keys) + 1, dtype=torch.int32, device=keys.device)
+        rows, of_keys = [cache.flatten(0, 1) for cache in caches], sequences * ROOM
+
+        def run(q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
+            out: Tensor = torch.ops.aten._flash_attention_forward(
+                q.flatten(0, 1), *rows, sequences, of_keys, 1, ROOM, 0.0, False, False, seqused_k=lengths
+            )[0]
+            return out.view(*q.shape[:2], *out.shape[1:])
+
+        return run
 
     def _memory(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self._kept is None:

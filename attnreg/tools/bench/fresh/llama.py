@@ -26,6 +26,8 @@ from attnreg.tools.measure.sample import Verdict
 # Streams: other documents of as many tokens in all, and of another number.
 DOCUMENTS, TOTALS = "new", "new total"
 NAMED, MEASURED, TORCH = OURS, f"{OURS}, sdpa, measured", "torch's sdpa"
+# A model that adds query, key and value in the place of attention: what new lengths cost the rest of it.
+CONTROL, ADDED = "no attention", "attnreg_benchmark_added"
 # Documents of a batch. Each has at least half of their mean and at most half more: the last one is also
 # computed alone, by whole matrices.
 COUNT = 8
@@ -62,11 +64,12 @@ class Model:
     @functools.cached_property
     def model(self) -> Any:
         """The model, in the dtype that a program would train it in."""
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
         from attnreg.integrations.transformers import install
 
         install()
+        AttentionInterface.register(ADDED, _added)
         torch.manual_seed(0)
         config = LlamaConfig(**SIZES[self.device.type], use_cache=False)
         return LlamaForCausalLM(config).to(self.device, self.dtype)
@@ -146,16 +149,25 @@ def _row(model: Model, tokens: int, job: Job) -> FreshRow:
         TORCH: ("sdpa", torch_alone),
         NAMED: ("attnreg", _installed),
         MEASURED: ("sdpa", measured),
+        CONTROL: (ADDED, torch_alone),
     }
     sizes = SIZES[job.device.type]
     layers, width = sizes["num_hidden_layers"], sizes["hidden_size"]
     case = f"a Llama of {layers} layers, {width} wide, {COUNT} packed documents, {tokens:,} tokens"
     return FreshRow(
         "transformers", case, BOTH,
-        {name: Way(functools.partial(model.prepared, how), within) for name, (how, within) in ways.items()},
+        {
+            name: Way(functools.partial(model.prepared, how), within, is_control=name == CONTROL)
+            for name, (how, within) in ways.items()
+        },
         {SAME: Stream(draw, repeats=True), DOCUMENTS: Stream(draw), TOTALS: Stream(draw_total)},
         model.verdict, TORCH,
     )  # fmt: skip
+
+
+def _added(_: Any, query: Tensor, key: Tensor, value: Tensor, *_mask: Any, **__: Any) -> tuple[Tensor, None]:
+    """Return (B, S, H, D) from three tensors (B, H, S, D) of equal heads, all of which get a gradient."""
+    return (query + key + value).transpose(1, 2).contiguous(), None
 
 
 @contextlib.contextmanager

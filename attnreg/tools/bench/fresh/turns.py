@@ -58,11 +58,13 @@ class Way:
         prepared: returns the call for a batch; it returns what `FreshRow.verdict` takes.
         within: the context of a turn.
         wanted: the backend that has to run every call, if only one may.
+        is_control: whether it computes no attention. Its results aren't compared.
     """
 
     prepared: Callable[[Any], Run]
     within: Callable[[], AbstractContextManager[Any]]
     wanted: str = ""
+    is_control: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,11 +211,11 @@ def _first_calls(row: FreshRow, side: Way, clock: _Clock) -> First:
             seconds, results = clock.time(side.prepared(batch))
             taken.append(seconds)
             if number >= FIRST - CHECKED:
-                errors.append(_error(row, batch, results))
+                errors.append(_error(row, side, batch, results))
         run = side.prepared(batch)
         for _ in range(CHECKED):
             _, results = clock.time(run)
-        errors.append(_error(row, batch, results))
+        errors.append(_error(row, side, batch, results))
     directions = _ran() if row.step != FORWARD else {FORWARD: _ran()[FORWARD]}
     ran = {direction: "+".join(sorted(names)) or "torch" for direction, names in directions.items()}
     if side.wanted and (why := wrong_backend(side.wanted, ran)):
@@ -225,10 +227,12 @@ def _check(row: FreshRow, side: Way, clock: _Clock) -> None:
     """Compare one further call of new lengths with float64."""
     batch = list(row.streams.values())[1].draw()
     with side.within():
-        _error(row, batch, clock.time(side.prepared(batch))[1])
+        _error(row, side, batch, clock.time(side.prepared(batch))[1])
 
 
-def _error(row: FreshRow, batch: Any, results: list[Tensor]) -> float:
+def _error(row: FreshRow, side: Way, batch: Any, results: list[Tensor]) -> float:
+    if side.is_control:
+        return 0.0
     error, wrong = row.verdict(batch, results)
     if wrong:
         raise _WrongError(f"WRONG: {wrong}; ran {_in_words(_ran(), row.step)}")
