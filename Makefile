@@ -62,7 +62,7 @@ test-slow: $(READY) ## the tests that take minutes
 # that are left out one limits the address space, of which ASan takes terabytes, and two have Inductor compile, which takes
 # no compiler with options.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
-SANITIZED := tests/dispatch tests/aten tests/varlen $(wildcard tests/backends/test_cpu_*.py)
+SANITIZED := tests/dispatch tests/aten tests/varlen tests/test_assignment.py $(wildcard tests/backends/test_cpu_*.py)
 
 sanitize: $(READY) ## the tests of attnreg's C++, compiled by g++ with ASan and UBSan
 	CXX="g++ $(SANITIZE)" LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

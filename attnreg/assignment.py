@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from attnreg.api import choice_or_error, use_backend
-from attnreg.core.dispatch import scope
+from attnreg.core.dispatch import call_cache, scope
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import modules as patterns_of
 from attnreg.core.torchlib.frames import leave_module_uncompiled
@@ -41,6 +41,7 @@ class ModuleBlock(use_backend):
 
     Attributes:
         source: the pattern, as `explain` and messages show it.
+        choice: the choice of these backends. `csrc/choice.h` reads it.
         fault: why its backends can't run here; only a model from another process can have such a block.
     """
 
@@ -48,7 +49,7 @@ class ModuleBlock(use_backend):
         choice = choice_or_error(names, source)
         self.names, self.source = names, source
         self.fault = choice if isinstance(choice, AttnregError) else None
-        self._choice = cast("Any", choice)
+        self.choice = self._choice = cast("Any", choice)
 
     def __enter__(self) -> None:
         if self.fault is not None:
@@ -59,7 +60,7 @@ class ModuleBlock(use_backend):
         """Put the choice in force until `scope.leave`, in code that isn't traced."""
         if self.fault is not None:
             raise copy(self.fault)
-        return scope.enter(self._choice)
+        return scope.enter(self.choice)
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.names, self.source)
@@ -79,6 +80,7 @@ class Inner:
     """
 
     repeated: ModuleBlock | None
+    choice = None  # of a call outside of a backward: see `ModuleBlock`
 
     def block(self) -> ModuleBlock | None:
         """Return the block for a call now."""
@@ -341,6 +343,8 @@ class AssignedClasses:
         # Libraries read the arguments of `forward`. The attributes aren't copied: because of a compiled
         # function's attributes Dynamo would trace that function in place of `in_block`.
         functools.update_wrapper(in_block, run, updated=())
+        if (compiled := call_cache.load()) is not None:
+            compiled.take_over(in_block)  # only the calls: Dynamo traces the code
 
         names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
         namespace = {method: in_block, _OWN_CLASS: own, **names, **self._copying(own, method)}

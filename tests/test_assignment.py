@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import pickle
 import threading
+from contextvars import Context, copy_context
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attnreg
+from attnreg import assignment
+from attnreg.core.dispatch import call_cache, scope
 
 MATH, CPU = {"math": (1, 1)}, {"cpu": (1, 1)}
 BOTH = {"math": (1, 1), "cpu": (1, 1)}
@@ -429,3 +434,148 @@ def test_a_class_that_cannot_be_derived_from_leaves_the_model_as_it_was():
     with pytest.raises(attnreg.InvalidInputError, match="can't be derived from: TypeError: kind is missing"):
         attnreg.assign(model, {"0": "math", "1": "math"})
     assert [type(module) for module in model.modules()] == [torch.nn.Sequential, torch.nn.Sequential, Odd]
+
+
+# ---- Calls in C++, where it is loaded: without it they run the same way, by Python
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """Return how often Python has entered a module's block since the last call."""
+    enter, count = assignment.ModuleBlock.enter, []
+    monkeypatch.setattr(assignment.ModuleBlock, "enter", lambda block: (count.append(block), enter(block))[1])
+
+    def read():
+        seen = len(count)
+        count.clear()
+        return seen
+
+    return read
+
+
+@pytest.mark.parametrize("kind", ["forward", "instance"])
+def test_python_enters_no_block_where_the_call_cache_does(ran, entered, kind):
+    model = nn.Sequential(Layer())
+    if kind == "instance":
+        own = model[0].forward
+        model[0].forward = lambda x: own(x)
+    attnreg.assign(model, {"0": "math"})
+    assert ran_of(ran, model) == MATH
+    assert entered() == (0 if call_cache.load() is not None else 1)
+    with torch.overrides.BaseTorchFunctionMode():  # as a block of traced code, for all that C++ knows
+        assert ran_of(ran, model) == MATH
+    assert entered() == 1
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("own, outer", [("math", None), ("cpu", "math")])
+def test_a_call_leaves_the_choice_and_what_threads_inherit_as_they_were(ran, error, own, outer):
+    """C++ remembers the choice of a thread for calls of SDPA, too."""
+    module, x, seen = Attention(), torch.randn(1, 2, 5, 8), []
+    attend = functools.partial(F.scaled_dot_product_attention, x, x, x)
+
+    def state():
+        is_kept = torch._C._is_key_in_tls(scope._IN_TORCHS_STATE)
+        kept = torch._C._get_obj_in_tls(scope._IN_TORCHS_STATE)[1] if is_kept else None
+        return scope.current(), kept if scope.is_inherited else scope.current()
+
+    def first():
+        seen.append(state())
+        with attnreg.use_backend("math"):
+            attend()
+        attend()
+        if error is not None:
+            raise error
+
+    model = nn.Sequential(module)
+    attnreg.assign(model, {"0": own})
+    module.first = first
+    choice = module._attnreg_blocks[-1].choice
+    with attnreg.use_backend(outer) if outer else contextlib.nullcontext():
+        before = state()
+        for _ in range(3):
+            attend()
+            ran()
+            with pytest.raises(error) if error else contextlib.nullcontext():
+                model(x)
+            inside = 1 if error else 2
+            assert ran() == (
+                {"math": (1 + inside, 0)} if own == "math" else {"math": (1, 0), "cpu": (inside, 0)}
+            )
+            assert state() == before
+            attend()
+            assert ran() == {outer or "cpu": (1, 0)}
+    assert seen == [(choice, choice)] * 3
+
+
+def test_modules_that_call_each_other_run_by_their_own_choices_and_arguments_come_as_given(ran):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Attention()
+
+        def forward(self, x, *rest, scale=1.0, **others):
+            F.scaled_dot_product_attention(x, x, x)
+            out = self.inner(x) * scale
+            F.scaled_dot_product_attention(x, x, x)
+            return out, rest, others
+
+    model = nn.Sequential(Outer())
+    attnreg.assign(model, {"0": "math", "0.inner": "cpu"})
+    x = torch.randn(1, 2, 5, 8)
+    for _ in range(3):
+        out, rest, others = model[0](x, 1, 2, scale=2.0, other=3)
+        assert ran() == {"math": (2, 0), "cpu": (1, 0)}
+        assert (rest, others) == ((1, 2), {"other": 3})
+        torch.testing.assert_close(out, 2 * F.scaled_dot_product_attention(x, x, x))
+        ran()
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        model[0]()
+    assert scope.current() is None
+
+
+def test_a_thread_of_autograds_inherits_the_choice_of_the_module_that_calls_backward(ran, monkeypatch):
+    """As that of a GPU; a hook without the caller's context plays such a thread."""
+    if not scope.is_inherited:
+        pytest.skip("this torch can't erase what threads inherit, and keeps nothing on a CPU")
+    x = torch.randn(1, 2, 5, 8)
+
+    class Learns(nn.Module):
+        def forward(self):
+            out = torch.ones(3, requires_grad=True) * 2
+            out.register_hook(lambda grad: Context().run(in_backward))
+            out.sum().backward()
+
+    def in_backward():
+        monkeypatch.setattr(scope, "get_ident", lambda: -2)
+        for _ in range(3):
+            F.scaled_dot_product_attention(x, x, x)
+        assigned(x)
+        F.scaled_dot_product_attention(x, x, x)
+        monkeypatch.undo()
+
+    model = nn.ModuleList([Learns(), Attention()])
+    attnreg.assign(model, {"0": "math", "1": "cpu"})
+    assigned = model[1]
+    model[0]()
+    assert ran() == {"math": (4, 0), "cpu": (1, 0)}
+
+
+def test_a_task_that_runs_in_a_module_and_other_contexts_have_their_own_choices(ran):
+    x = torch.randn(1, 2, 5, 8)
+    attend = functools.partial(F.scaled_dot_product_attention, x, x, x)
+    before = copy_context()
+
+    class Runs(nn.Module):
+        def forward(self):
+            attend()
+            before.run(attend)
+            attend()
+
+    model = nn.Sequential(Runs())
+    with attnreg.register_backend("cpu"), attnreg.assign(model, {"0": "math"}):
+        for _ in range(3):
+            model[0]()
+            before.run(attend)
+            attend()
+            assert ran() == {"math": (2, 0), "cpu": (3, 0)}

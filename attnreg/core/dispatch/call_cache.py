@@ -359,7 +359,8 @@ def _load() -> Any:
     registry.on_change(module.drop)
     scope.on_enter(module.forget_choices)
     counters.count_also(module.drain)
-    scope.on_first_choice(module.watch)
+    of_compiler = vars(torch.compiler)
+    scope.on_first_choice(lambda variable: module.watch(variable, scope.is_inherited, of_compiler))
     if _plans is not None:
         module.set_plans(*_plans)
     module.trust_offsets(offsets.TRUSTED)

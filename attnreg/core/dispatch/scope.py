@@ -108,12 +108,13 @@ _stash = torch._C._stash_obj_in_tls
 # Torch 2.13 and later. A thread that ends with an object in torch's state acquires the interpreter's lock
 # after `Thread.join` has returned. If the interpreter is ending by then, that ends the process with SIGABRT.
 _erase: Callable[[str], object] | None = getattr(torch._C, "_remove_obj_from_tls", None)
-# An earlier torch never erases, so a build without GPUs, whose backwards stay on their thread, keeps nothing.
-_passes_on = _erase is not None or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+# Whether such a thread inherits the choice. An earlier torch never erases, so a build without GPUs, whose
+# backwards stay on their thread, keeps nothing.
+is_inherited = _erase is not None or torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def _keep(choice: ScopedChoice | None) -> None:
-    if not _passes_on:
+    if not is_inherited:
         return
     inherited = _inherited()
     if choice is None and inherited is None and _erase is not None:

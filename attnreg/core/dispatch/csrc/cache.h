@@ -11,9 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include "addresses.h"
+#include "choice.h"
 #include "device_code.h"
 #include "launchers.h"
 #include "lengths.h"
@@ -186,7 +185,6 @@ inline std::shared_mutex& guard = *new std::shared_mutex;
 inline Cache& cache = *new Cache;
 inline std::atomic<bool> enabled{true};
 inline std::atomic<bool> passing{false};         // nothing is registered: every call of a routed op is torch's
-inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once it may contain a choice
 
 // A forked child begins with an empty cache: a thread that isn't in it may have owned the lock, and left half a change.
 // What was there isn't destroyed, as it can't be known to be whole.
@@ -269,65 +267,6 @@ inline void drop_all() {
   is_taken.fill(false);
   std::swap(old, cache);
   cache.generation = old.generation + 1;
-}
-
-inline std::atomic<uint64_t> choices_entered{0};  // how often a choice was entered or left, in any thread
-
-// The number of the choice in the context variable, or in a backward of that which `dispatch.scope` says is inherited;
-// 0 for none, -1 where Python has to find out.
-inline int64_t read_choice(PyObject* variable, bool in_backward) {
-  const WithGil gil;
-  PyObject* value = nullptr;
-  if (PyContextVar_Get(variable, Py_None, &value) != 0) {
-    PyErr_Clear();
-    return -1;
-  }
-  const Object choice = owned(value);
-  if (value == Py_None) {
-    if (!in_backward) {
-      return 0;
-    }
-    const Object scope = owned(PyImport_ImportModule("attnreg.core.dispatch.scope"));
-    const Object inherited = owned(scope ? PyObject_CallMethod(scope.get(), "inherited_number", nullptr) : nullptr);
-    const int64_t number = inherited ? PyLong_AsLongLong(inherited.get()) : -1;
-    PyErr_Clear();
-    return number;
-  }
-  static PyObject* const attribute = PyUnicode_InternFromString("number");
-  const Object number = owned(PyObject_GetAttr(value, attribute));
-  const int64_t found = number ? PyLong_AsLongLong(number.get()) : -1;
-  PyErr_Clear();
-  return found;
-}
-
-// The number of the choice in force for this thread or task. It is remembered for a thread, as taking the
-// interpreter's lock costs more than the rest of looking a call up, until a choice is entered or left anywhere, the
-// thread changes its context, which Python counts, or a backward begins or ends.
-inline int64_t scoped_choice() {
-  PyObject* variable = choices.load(std::memory_order_acquire);
-  if (!variable) {
-    return 0;
-  }
-  const PyThreadState* thread = PyGILState_GetThisThreadState();
-  if (!thread) {
-    return 0;  // a thread that Python doesn't know has entered nothing
-  }
-  struct Remembered {
-    uint64_t thread;  // its number, as another one's state may come to lie at the same address
-    const PyObject* context;
-    uint64_t context_version, entered;
-    int64_t graph_task;  // of the backward that this thread runs, or -1
-    int64_t choice;
-  };
-  thread_local Remembered last{0, nullptr, 0, 0, -1, 0};
-  const int64_t graph_task = torch::autograd::get_current_graph_task_id();
-  const uint64_t entered = choices_entered.load(std::memory_order_acquire);
-  if (last.thread != thread->id || last.context != thread->context || last.context_version != thread->context_ver ||
-      last.entered != entered || last.graph_task != graph_task) {
-    const int64_t choice = read_choice(variable, graph_task != -1);
-    last = {thread->id, thread->context, thread->context_ver, entered, graph_task, choice};
-  }
-  return last.choice;
 }
 
 // Run a function of Python's, or what it describes; false if it can't run the call any more.

@@ -8,7 +8,9 @@
 // tables drops all of it.
 //
 // There are two fronts: routers over aten's ops (`router.h`, with `layouts.h`), and `varlen_attn` with an autograd
-// node of its own (`varlen.h`). A step of decoding with a cache (`decode.h`) is one of the second. Below are the functions that Python calls, always with the interpreter's lock.
+// node of its own (`varlen.h`). A step of decoding with a cache (`decode.h`) is one of the second. Calls of modules that
+// `attnreg.assign` has assigned enter their choice in C++, too (`choice.h`). Below are the functions that Python calls,
+// always with the interpreter's lock.
 
 #include <Python.h>
 #include <pthread.h>
@@ -90,14 +92,22 @@ PyObject* drop(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* watch(PyObject*, PyObject* variable) {
+PyObject* watch(PyObject*, PyObject* args) {
+  PyObject *variable = nullptr, *of_compiler = nullptr;
+  int inherits = 0;
+  if (!PyArg_ParseTuple(args, "OpO!", &variable, &inherits, &PyDict_Type, &of_compiler)) {
+    return nullptr;
+  }
   Py_INCREF(variable);
+  Py_INCREF(of_compiler);
+  is_inherited = inherits != 0;
+  compiler = of_compiler;
   choices = variable;
   Py_RETURN_NONE;
 }
 
 PyObject* forget_choices(PyObject*, PyObject*) {
-  choices_entered.fetch_add(1, std::memory_order_release);
+  remembered = {};
   Py_RETURN_NONE;
 }
 
@@ -182,8 +192,9 @@ PyMethodDef functions[] = {
     {"remove_routers", remove_routers, METH_NOARGS, "Take all routers out."},
     {"enable", enable, METH_O, "Look calls up, or leave every call to Python."},
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
-    {"watch", watch, METH_O, "Look at a context variable before a forward: it may contain a choice."},
-    {"forget_choices", forget_choices, METH_NOARGS, "A choice was entered or left: read the context variable anew."},
+    {"watch", watch, METH_VARARGS, "Look at a context variable before a forward: it may contain a choice. Whether autograd's threads inherit it; the names of `torch.compiler`."},
+    {"forget_choices", forget_choices, METH_NOARGS, "This thread has entered or left a choice: read the context variable anew."},
+    {"take_over", take_over, METH_O, "Call a function that runs a method in the block of a module from here."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
     {"set_plans", set_plans, METH_VARARGS, "The functions of Python that run forwards and backwards of `varlen_attn`, and count sinks in their results."},
     {"set_device_code", set_device_code, METH_VARARGS, "The kernels for packed calls on a GPU: its index, cuLaunchKernel, those that clear rows of a forward and a backward, state facts, blank rows and append to a cache, and pinned memory for answers."},

@@ -179,7 +179,11 @@ class Router final : public c10::OperatorKernel {
         // The LSE of the CPU's op is read; a random state isn't where nothing is dropped. It may be on another device
         // than the query, as the efficient op's is, and a checkpoint compares the devices of what is saved.
         c10::IValue& value = (*stack)[stack->size() - op.schema().returns().size() + token];
-        value = with_choice(value.toTensor(), value.toTensor().device(), choice, token == 1);
+        if (token == 1) {
+          carry(value, choice);
+        } else {
+          value = token_like(value.toTensor(), value.toTensor().device(), choice);
+        }
       }
       return true;
     }
@@ -189,20 +193,20 @@ class Router final : public c10::OperatorKernel {
       return false;
     }
     to_op(layout_, arguments, results);
-    std::vector<c10::IValue> returned(results.begin(), results.end());
+    std::vector<c10::IValue> returned(std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
     for (const c10::IValue& model : entry.auxiliary) {
       const bool is_tensor = model.isTensor() && model.toTensor().defined();
       const bool is_token = static_cast<int64_t>(returned.size()) == token;
       // New ones each time: what Inductor compiles may write to an op's outputs.
       returned.push_back(
-          is_token ? c10::IValue(with_choice(model.toTensor(), device, choice, false))
+          is_token ? c10::IValue(token_like(model.toTensor(), device, choice))
                    : is_tensor ? c10::IValue(auxiliary_like(model.toTensor(), device, spare)) : model);
     }
     for (const auto& [place, of_keys] : entry.lengths) {
       returned[results.size() + place] = lengths.numbers[of_keys ? Lengths::kMaxK : Lengths::kMaxQ];
     }
     if (token == 1) {
-      returned[1] = with_choice(returned[1].toTensor(), device, choice, true);
+      carry(returned[1], choice);
     }
     torch::jit::drop(*stack, arguments.size());
     stack->insert(stack->end(), returned.begin(), returned.end());
