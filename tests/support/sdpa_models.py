@@ -14,12 +14,8 @@ MOST_PARAMETERS = 26_000_000
 LENGTH = 12
 PADDED = 3  # tokens at the end of the second row, in the padded form
 
-# What doesn't run, what has the results of `eager`, and what can't be made, by the names of configurations,
-# with the reason: rows of docs/transformers.md.
-REFUSED = {
-    "minimax_m3_vl_text": "attnreg: got block_indices, expected no such argument; "
-    "attn_implementation='sdpa' or 'eager' takes it",
-}
+# What has the results of `eager`, and what can't be made, by the names of configurations, with the reason:
+# rows of docs/transformers.md.
 AS_EAGER = dict.fromkeys(
     ("paligemma", "colpali"), "`sdpa` forgets that its text is causal where there is no padding"
 ) | {"phi4_multimodal_vision": "`sdpa` takes its images for causal where there is no padding"}
