@@ -170,7 +170,7 @@ def starts_of_positions(
 
 def _has_another_than_0(positions: Tensor) -> Tensor:
     """Return whether a row of integers (B, S) has another than 0, bool (B, 1)."""
-    return positions.abs().amax(-1, keepdim=True) > 0
+    return (positions != 0).any(-1, keepdim=True)
 
 
 def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:
