@@ -145,7 +145,8 @@ def starts_of_positions(
     """Return where documents start by a layer's positions, bool (B, S); None if these can't mean documents.
 
     A document starts at position 0, and where positions decrease. Steps ahead mean nothing: a text that skips
-    positions is a single document, as for transformers with a cache.
+    positions is a single document, as for transformers with a cache. So is a row whose positions are all 0:
+    Decision Transformer passes those, because it has embeddings of time instead.
 
     Args:
         positions: integers (1 or B, S), or None.
@@ -159,10 +160,17 @@ def starts_of_positions(
         return None
     positions = positions.expand(batch, -1)
     if keys is None:
-        return (positions.diff(dim=-1, prepend=positions[:, :1] + 1) < 0) | (positions == 0)
+        is_first = (positions == 0) & _has_another_than_0(positions)
+        return (positions.diff(dim=-1, prepend=positions[:, :1] + 1) < 0) | is_first
     before = _last_counted(keys)
     goes_back = positions < positions.gather(-1, before.clamp(min=0))
-    return keys & ((before < 0) | (positions == 0) | goes_back)
+    is_first = (positions == 0) & _has_another_than_0(torch.where(keys, positions, 0))
+    return keys & ((before < 0) | is_first | goes_back)
+
+
+def _has_another_than_0(positions: Tensor) -> Tensor:
+    """Return whether a row of integers (B, S) has another than 0, bool (B, 1)."""
+    return (positions != 0).any(-1, keepdim=True)
 
 
 def by_positions(positions: Tensor | None, sizes: tuple[int, int, int]) -> Packing | None:

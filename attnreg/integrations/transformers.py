@@ -119,6 +119,7 @@ def attention(
         s_aux: (H,), the sinks.
         cache: the cache of continuous batching.
         others: further arguments of the layer, such as `position_ids`, `position_bias` and `cu_seq_lens_q`.
+            `block_indices` number blocks of `module.indexer.block_size` keys.
 
     Returns:
         The output (B, S_q, H, D_v), and None, because there are no weights.
@@ -143,8 +144,8 @@ def attention(
         raise InvalidInputError(f"sliding_window: got {sliding_window}, expected a number of tokens or None")
     left = -1 if sliding_window is None else sliding_window - 1
     window, options = (left, 0 if causal else left), LayerOptions(dropout, scaling, softcap or 0.0, s_aux)
-    if _BY_SCORE & {name for name, got in others.items() if got is not None}:
-        attention_mask = _with_scores(query, key, attention_mask, window, others)
+    if any(others.get(name) is not None for name in _BY_SCORE):
+        attention_mask = _with_scores(module, query, key, attention_mask, window, others)
     # Continuous batching pads its single row, so that CUDA graphs serve several lengths.
     is_padded = cache is not None
     return _attend(query, key, value, attention_mask, window, options, others, is_padded), None
@@ -322,20 +323,22 @@ def _fitted(mask: SharedMask, sizes: tuple[int, int, int]) -> SharedMask | Tenso
 
 
 def _with_scores(
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     mask: SharedMask | Tensor | None,
     window: Window,
     others: dict[str, Any],
 ) -> Tensor | None:
-    """Return a layer's mask, (1 or B, 1 or H, S_q, S_k), with its `position_bias` and its `indices` in it.
+    """Return a layer's mask, (1 or B, 1 or H, S_q, S_k), with what `_BY_SCORE` names in it.
 
     A position bias, (1 or B, H, S_q, S_k), is added to the scores. Indices, (B, S_q, n), are the keys that
-    each query sees.
+    each query sees. Block indices, (B, H_i, S_q, n), are the blocks of keys that it sees; those below 0 are
+    unused.
     """
-    bias, indices = others.get("position_bias"), others.get("indices")
+    bias, indices, blocks = (others.get(name) for name in _BY_SCORE)
     if others.get("cu_seq_lens_q") is not None:
-        passed = "indices" if bias is None else "position_bias"
+        passed = next(name for name in _BY_SCORE if others.get(name) is not None)
         raise InvalidInputError(
             f"cu_seq_lens_q: got offsets for a layer that passes {passed}, expected none, because that is "
             "for rows of one document each; pad the documents"
@@ -351,9 +354,39 @@ def _with_scores(
         seen = indices.new_zeros(*indices.shape[:2], length, dtype=torch.bool)
         seen = seen.scatter(-1, indices.long(), True)[:, None]
         mask = seen if mask is None else joined(mask, seen)
+    if blocks is not None:
+        seen = _of_blocks(blocks, _block_size(module), query.shape[1], length)
+        mask = seen if mask is None else joined(mask[..., :length], seen)
     if bias is None or mask is None:
         return mask if bias is None else bias[..., :length]
     return joined(bias[..., :length], mask[..., :length])
+
+
+def _block_size(module: torch.nn.Module) -> int:
+    """Return the keys of a block of a layer that passes `block_indices`; raises an error if it has none."""
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if not isinstance(size, int):
+        raise UnsupportedInputError(
+            f"attnreg: got block_indices from a layer whose indexer.block_size is {size!r}, expected the "
+            "number of keys of a block; attn_implementation='sdpa' or 'eager' takes it"
+        )
+    return size
+
+
+def _of_blocks(blocks: Tensor, size: int, heads: int, length: int) -> Tensor:
+    """Return which keys are in a query's blocks, bool (B, H, S_q, S_k).
+
+    Args:
+        blocks: integers (B, H_i, S_q, n), numbers of blocks; those below 0 are unused.
+        size: the keys of a block.
+        heads: H, a multiple of H_i.
+        length: S_k, the number of keys.
+    """
+    count = (length + size - 1) // size
+    chosen = torch.where(blocks < 0, count, blocks).long()  # one more block, for what is unused
+    seen = blocks.new_zeros(*blocks.shape[:3], count + 1, dtype=torch.bool).scatter(-1, chosen, True)
+    of_keys = seen[..., :count].repeat_interleave(size, -1)[..., :length]
+    return of_keys.repeat_interleave(heads // blocks.shape[1], 1)
 
 
 def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
@@ -373,10 +406,9 @@ def _window(mask: SharedMask, of_layer: Window, length_k: int) -> Window:
 
 
 # What a layer adds to its scores, or chooses by them.
-_BY_SCORE = {"position_bias", "indices"}
+_BY_SCORE = ("position_bias", "indices", "block_indices")
 _REFUSED = {
     "output_attentions": "attn_implementation='eager'",
-    "block_indices": "attn_implementation='sdpa' or 'eager'",
     "sinks": "attn_implementation='eager'",
     "block_table": "attn_implementation='flash_attention_2' without attnreg",
 }

@@ -126,7 +126,8 @@ def test_a_softcap_and_sinks_apply_with_a_mask_of_scores_too():
     [
         (
             {"block_indices": torch.zeros(1)},
-            "got block_indices, expected no such argument; attn_implementation='sdpa'",
+            "got block_indices from a layer whose indexer.block_size is None, expected the number of keys of "
+            "a block; attn_implementation='sdpa' or 'eager' takes it",
         ),
         (
             {"output_attentions": True},
@@ -172,7 +173,7 @@ def test_a_position_bias_is_added_to_the_scores_that_a_mask_leaves(kind):
     torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["position_bias", "indices"])
+@pytest.mark.parametrize("name", ["position_bias", "indices", "block_indices"])
 def test_offsets_with_what_a_layer_adds_to_its_scores_are_an_error(name):
     offsets = torch.tensor([0, 6, 12], dtype=torch.int32)
     with pytest.raises(InvalidInputError) as error:

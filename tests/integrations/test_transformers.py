@@ -149,8 +149,13 @@ def test_padding_inside_of_one_of_several_documents_leaves_them_apart(name):
 @pytest.mark.parametrize("real", [6, 8], ids=["padded", "without a mask"])
 @pytest.mark.parametrize(
     "positions",
-    [[0, 1, 2, 3, 20, 21, 22, 23], [0, 1, 2, 2, 2, 2, 3, 4], [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]],
-    ids=["a jump", "repeated", "halves"],
+    [
+        [0, 1, 2, 3, 20, 21, 22, 23],
+        [0, 1, 2, 2, 2, 2, 3, 4],
+        [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+        [0] * 8,
+    ],
+    ids=["a jump", "repeated", "halves", "0"],
 )
 def test_positions_that_do_not_start_anew_are_of_one_document(positions, real):
     """Without a mask the model makes a cache, and transformers looks for documents where there is none."""

@@ -31,6 +31,8 @@ _FIELDS = {
 SIZES = {name: value for value, names in _FIELDS.items() for name in names.split()}
 TOKENS = {name: SIZES[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}  # of heads with 8 numbers
+
 # What is left out or changed in turn, until a model runs.
 VARIANTS = (
     {},
@@ -41,6 +43,7 @@ VARIANTS = (
     {"head_dim": 8, "num_key_value_heads": 4},
     {"layer_types": None},
     {"layer_types": None, "head_dim": None, "num_key_value_heads": 4},
+    {"rope_parameters": MROPE},
 )
 
 
@@ -48,14 +51,19 @@ def _sizes_for(config_class, changes, known):
     """Return arguments of a configuration class, and of those inside of it, for a small model."""
     default = config_class()
     values = {name: _value(default, name) for name in known}
-    sizes = {name: known[name] for name, value in values.items() if not isinstance(value, (list, type(None)))}
+    left_out = (list, tuple, type(None))
+    sizes = {name: known[name] for name, value in values.items() if not isinstance(value, left_out)}
     sizes |= TOKENS
     kinds = _value(default, "layer_types")
     if kinds:
         sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[:2]
     for name in getattr(default, "sub_configs", None) or {}:
-        if _value(default, name) is not None:
-            sizes[name] = _sizes_for(type(getattr(default, name)), changes, known)
+        part = _value(default, name)
+        if part is not None:
+            # The towers of images and audio have rotary embeddings of other kinds.
+            of_text = changes if name == "text_config" else changes | {"rope_parameters": None}
+            sizes[name] = _sizes_for(type(part), of_text, known)
+            sizes[name] |= {"model_type": part.model_type} if part.model_type else {}
     for name, value in changes.items():
         if hasattr(config_class, name) or name in vars(default):
             sizes[name] = value
@@ -75,8 +83,8 @@ def small_config(name, changes, more_sizes=None):
     while True:
         try:
             return config_class(**sizes)
-        except AttributeError as error:
-            fixed = re.match(r"property '(\w+)' of", str(error))
+        except Exception as error:
+            fixed = re.match(r"(?:property|Validation error for field) '(\w+)'", str(error))
             if fixed is None or fixed[1] not in sizes:
                 raise
             del sizes[fixed[1]]

@@ -14,16 +14,18 @@ MOST_PARAMETERS = 26_000_000
 LENGTH = 12
 PADDED = 3  # tokens at the end of the second row, in the padded form
 
-# What doesn't run, what has the results of `eager`, and what can't be made, by the names of configurations,
-# with the reason: rows of docs/transformers.md.
-REFUSED = {
-    "minimax_m3_vl_text": "attnreg: got block_indices, expected no such argument; "
-    "attn_implementation='sdpa' or 'eager' takes it",
-}
+# What has the results of `eager`, and what can't be made, by the names of configurations, with the reason:
+# rows of docs/transformers.md.
 AS_EAGER = dict.fromkeys(
-    ("paligemma", "colpali"), "`sdpa` forgets that its text is causal where there is no padding"
+    ("aimv2", "aimv2_text_model", "colpali", "paligemma"),
+    "`sdpa` forgets that its text is causal where there is no padding",
 ) | {"phi4_multimodal_vision": "`sdpa` takes its images for causal where there is no padding"}
-NAMED = {"falcon": "it takes the names in a table of its own, and making it with `attnreg` is a `KeyError`"}
+NAMED = dict.fromkeys(
+    ("data2vec-vision", "deepseek_ocr2_sam_vision_model", "deepseek_ocr2_vision", "deepseek_vl_hybrid",
+     "falcon", "sam", "sam_hq", "sam_hq_vision_model", "sam_vision_model", "unlimited_ocr",
+     "unlimited_ocr_sam_vision_model", "unlimited_ocr_vision"),
+    "it takes the names in a table of its own, and making it with `attnreg` is a `KeyError`",
+)  # fmt: skip
 
 # Fields of images and audio that make a model small, by their value.
 _FIELDS = {
@@ -75,6 +77,8 @@ def _made(one):
     channels = _field(one.config, "num_channels", "in_channels", "in_chans") or 3
     mels = _field(one.config, "num_mel_bins", "feature_size", "input_feat_per_channel") or 80
     frames = 2 * (_field(one.config, "max_source_positions") or 32)
+    grid = torch.tensor([[1, 4, 4], [1, 4, 6]])
+    patch = channels * (_field(one.config, "temporal_patch_size") or 1) * SIZES["patch_size"] ** 2
     boxes = torch.randint(0, 8, (2, LENGTH, 4), generator=generator).sort(-1).values
     return {
         "input_ids": lambda: ids,
@@ -83,6 +87,8 @@ def _made(one):
         "bbox": lambda: boxes,
         "input_values": lambda: _randn(2, 2000),
         "input_features": lambda: _randn(2, mels, frames),
+        "grid_thw": lambda: grid,
+        "hidden_states": lambda: _randn(int(grid.prod(-1).sum()), patch),
     }
 
 
@@ -92,6 +98,8 @@ def inputs_for(one, is_of_both=False):
     needed = {name for name, x in names.items() if x.default is inspect.Parameter.empty}
     needed |= {getattr(one, "main_input_name", "input_ids")} | {"bbox"}
     needed |= {"input_ids", "pixel_values"} if is_of_both else set()
+    if "grid_thw" in names and "pixel_values" in names:
+        made["pixel_values"] = made["hidden_states"]
     given = {name: make() for name, make in made.items() if name in needed & set(names)}
     if "decoder_input_ids" in names and given.keys() & {"input_ids", "input_features"}:
         given["decoder_input_ids"] = made["decoder_input_ids"]()
@@ -99,13 +107,14 @@ def inputs_for(one, is_of_both=False):
 
 
 def forms_of(one):
-    """Return a model's arguments by form of batch: without a mask, and, for a text, with padding."""
+    """Return a model's arguments by form of batch: without a mask, and, for a text, with ones or padding."""
     given = one.inputs
     forms = {"plain": given}
     if "input_ids" in given and "attention_mask" in inspect.signature(one.forward).parameters:
-        mask = torch.ones(2, LENGTH, dtype=torch.long)
-        mask[1, LENGTH - PADDED :] = 0
-        forms["padded"] = given | {"attention_mask": mask}
+        ones = torch.ones(2, LENGTH, dtype=torch.long)
+        padded = ones.clone()
+        padded[1, LENGTH - PADDED :] = 0
+        forms |= {"ones": given | {"attention_mask": ones}, "padded": given | {"attention_mask": padded}}
     return forms
 
 
