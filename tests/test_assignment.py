@@ -467,6 +467,22 @@ def test_python_enters_no_block_where_the_call_cache_does(ran, entered, kind):
     assert entered() == 1
 
 
+def test_a_failed_compilation_before_does_not_leave_calls_to_python(ran, entered):
+    """After it Dynamo goes on evaluating frames, and traces none."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def fail(x):
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        fail(torch.ones(2))
+    model = nn.Sequential(Attention())
+    attnreg.assign(model, {"0": "math"})
+    assert ran_of(ran, model) == MATH
+    assert entered() == (0 if call_cache.load() is not None else 1)
+
+
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("own, outer", [("math", None), ("cpu", "math")])
 def test_a_call_leaves_the_choice_and_what_threads_inherit_as_they_were(ran, error, own, outer):

@@ -37,7 +37,7 @@ from attnreg.core.launching.offsets import every_row_sees_a_key
 from attnreg.core.launching.validation import check_values
 from attnreg.core.settings import environment
 from attnreg.core.torchlib import building, captured, device_code
-from attnreg.core.torchlib.frames import leave_module_uncompiled, leave_uncompiled
+from attnreg.core.torchlib.frames import FRAMES, leave_module_uncompiled, leave_uncompiled
 from attnreg.core.torchlib.readback import pinned
 from attnreg.errors import AttnregError, BuildError
 
@@ -359,8 +359,8 @@ def _load() -> Any:
     registry.on_change(module.drop)
     scope.on_enter(module.forget_choices)
     counters.count_also(module.drain)
-    of_compiler = vars(torch.compiler)
-    scope.on_first_choice(lambda variable: module.watch(variable, scope.is_inherited, of_compiler))
+    tracing = vars(torch.compiler), getattr(FRAMES, "get_eval_frame_callback", None)
+    scope.on_first_choice(lambda variable: module.watch(variable, scope.is_inherited, *tracing))
     if _plans is not None:
         module.set_plans(*_plans)
     module.trust_offsets(offsets.TRUSTED)

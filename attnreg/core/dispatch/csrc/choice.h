@@ -182,13 +182,25 @@ class Entered {
   std::shared_ptr<c10::SafePyObject> inherited_;
 };
 
-inline PyObject* compiler = nullptr;  // the names of `torch.compiler`
+inline PyObject *compiler = nullptr, *dynamo_callback = nullptr;  // the names of `torch.compiler`; what Dynamo traces by
+
+// Whether Dynamo may trace what this thread calls. After an error it never takes its evaluation of frames out.
+inline bool is_dynamo_on() {
+  if (_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) == _PyEval_EvalFrameDefault) {
+    return false;
+  }
+  const Object callback = owned(PyObject_CallNoArgs(dynamo_callback));
+  if (!callback) {
+    PyErr_Clear();
+  }
+  return callback.get() != Py_None;
+}
 
 // Whether Dynamo may trace what is called now, torch's other tracing is on, or a block of traced code is in force.
 inline bool may_be_traced() {
   static PyObject* const flag = PyUnicode_InternFromString("_is_compiling_flag");
-  return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != _PyEval_EvalFrameDefault ||
-      at::impl::PythonTorchFunctionTLS::stack_len() != 0 || PyDict_GetItemWithError(compiler, flag) != Py_False;
+  return at::impl::PythonTorchFunctionTLS::stack_len() != 0 || PyDict_GetItemWithError(compiler, flag) != Py_False ||
+      is_dynamo_on();
 }
 
 // The choice of the innermost block of a module, of number 0 in a block without; null where Python has to look.

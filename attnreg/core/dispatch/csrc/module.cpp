@@ -93,13 +93,15 @@ PyObject* drop(PyObject*, PyObject*) {
 }
 
 PyObject* watch(PyObject*, PyObject* args) {
-  PyObject *variable = nullptr, *of_compiler = nullptr;
+  PyObject *variable = nullptr, *of_compiler = nullptr, *callback = nullptr;
   int inherits = 0;
-  if (!PyArg_ParseTuple(args, "OpO!", &variable, &inherits, &PyDict_Type, &of_compiler)) {
+  if (!PyArg_ParseTuple(args, "OpO!O", &variable, &inherits, &PyDict_Type, &of_compiler, &callback)) {
     return nullptr;
   }
-  Py_INCREF(variable);
-  Py_INCREF(of_compiler);
+  for (PyObject* object : {variable, of_compiler, callback}) {
+    Py_INCREF(object);
+  }
+  dynamo_callback = callback;
   is_inherited = inherits != 0;
   compiler = of_compiler;
   choices = variable;
@@ -192,7 +194,7 @@ PyMethodDef functions[] = {
     {"remove_routers", remove_routers, METH_NOARGS, "Take all routers out."},
     {"enable", enable, METH_O, "Look calls up, or leave every call to Python."},
     {"drop", drop, METH_NOARGS, "Drop everything that is kept."},
-    {"watch", watch, METH_VARARGS, "Look at a context variable before a forward: it may contain a choice. Whether autograd's threads inherit it; the names of `torch.compiler`."},
+    {"watch", watch, METH_VARARGS, "Look at a context variable before a forward: it may contain a choice. Whether autograd's threads inherit it; the names of `torch.compiler`; the function that returns Dynamo's callback."},
     {"forget_choices", forget_choices, METH_NOARGS, "This thread has entered or left a choice: read the context variable anew."},
     {"take_over", take_over, METH_O, "Call a function that runs a method in the block of a module from here."},
     {"trust_offsets", trust_offsets, METH_O, "For how many seconds what is known of offsets is used before Python is called anew."},
