@@ -2,13 +2,13 @@
 
     python benchmarks/assign_cost.py [--device cpu|cuda] [--backend NAME] [--rounds N] [--json FILE]
 
-Two modules of one class take turns; one of them is assigned. The rows:
+Two modules of a class take turns, of which the second is assigned. The rows:
 
-- a module that returns its argument, which is given by place or by keyword;
-- a module that calls eight such modules, all of them inside the assigned module: the time of one of them;
-- a module that calls SDPA, without a gradient, with one, and forward + backward. The backend of both is the
-  same. It is registered, and one of them is assigned to it besides;
-- the same for the calls alone, in a block of `use_backend` and without: what a choice costs a call itself.
+- A module that returns its argument, given by place or by keyword.
+- A module that calls eight such modules inside it. The time is that of a single inner module.
+- A module that calls SDPA: without a gradient, with a gradient, and forward + backward. Both modules run on a
+  registered backend, to which the second is assigned, too.
+- These calls of SDPA alone, in a block of `use_backend` and without.
 
 A figure is the median in µs; of what is more, the median of the differences by round, and the quartiles. On a
 CPU, with one thread, it is the thread's CPU time, to which other programs don't add. On a GPU it is the time
@@ -57,7 +57,7 @@ class Returns(nn.Module):
 
 
 class Calls(nn.Module):
-    """Calls modules one after the other."""
+    """Calls modules in a row."""
 
     def __init__(self) -> None:
         super().__init__()

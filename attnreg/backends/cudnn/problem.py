@@ -59,8 +59,8 @@ class PlanKind(NamedTuple):
     Attributes:
         one_offsets: whether this is a masked backward of packed tensors whose queries and keys share a
             tensor of offsets.
-        bias: whether a bias is added to the scores, which dense tensors alone have.
-        bias_gradient: whether this is a backward that computes the gradient of the bias, too.
+        bias: whether a bias is added to the scores.
+        bias_gradient: whether a backward computes the bias's gradient.
         deterministic: whether this is a backward with the same bits at each run.
     """
 
@@ -113,7 +113,7 @@ class Problem(NamedTuple):
         tokens_q, tokens_k: the largest number of tokens of packed tensors. `tokens_k` is 0 in a forward,
             whose workspace doesn't depend on the keys.
         strides: the strides of the function's tensors without the LSE, in the order of `GIVEN`.
-        square: whether this is a masked call, a backward or one with a bias, in which each sequence has as
+        square: whether this is a masked backward, or a masked call with a bias, in which each sequence has as
             many keys as queries. Then both alignments of the mask are equal. Top-left cuDNN 9.19 skips hidden
             scores, and takes a bias.
         exact: whether the execution plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T).

@@ -58,7 +58,7 @@ class Way:
         prepared: returns the call for a batch; it returns what `FreshRow.verdict` takes.
         within: the context of a turn.
         wanted: the backend that has to run every call, if only one may.
-        is_control: whether it computes no attention. Its results aren't compared.
+        is_control: whether it computes no attention.
     """
 
     prepared: Callable[[Any], Run]
