@@ -318,7 +318,7 @@ class AssignedClasses:
     def _namespace(self, own: type[nn.Module], method: str) -> dict[str, Any]:
         run = getattr(own, method)
 
-        def in_block(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def in_block(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             block = getattr(module, _BLOCKS, _OUTSIDE)[-1]
             if isinstance(block, Inner):
                 if torch.compiler.is_dynamo_compiling():

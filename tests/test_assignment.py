@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import pickle
+import subprocess
+import sys
 import threading
 from contextvars import Context, copy_context
 
@@ -595,3 +597,60 @@ def test_a_task_that_runs_in_a_module_and_other_contexts_have_their_own_choices(
             before.run(attend)
             attend()
             assert ran() == {"math": (2, 0), "cpu": (3, 0)}
+
+
+ENDS_IN_A_MODULE = """
+import threading, time
+import torch
+from torch import nn
+import attnreg
+
+class Module(nn.Module):
+    def forward(self, x):
+        time.sleep(0.001)
+        return x
+
+model = nn.Sequential(Module())
+attnreg.assign(model, {"0": "math"})
+model(torch.ones(1))
+
+def work():
+    while True:
+        model[0](None)
+
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+def test_a_daemon_thread_in_a_module_ends_with_the_interpreter():
+    done = subprocess.run([sys.executable, "-c", ENDS_IN_A_MODULE], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_another_context_that_runs_inside_a_module_has_no_choice_of_its():
+    outside, seen = copy_context(), []
+
+    def note(x):
+        seen.append(scope.current())
+        return x * x.sin()
+
+    class Outer(nn.Module):
+        def forward(self, x):
+            outside.run(lambda: checkpoint(note, x, use_reentrant=False).sum().backward())
+            return x
+
+    model = nn.Sequential(Outer())
+    with attnreg.assign(model, {"0": "math"}):
+        model(torch.randn(4, requires_grad=True))
+    assert seen == [None, None]
+
+
+def test_an_argument_of_a_forward_may_be_named_module():
+    class Named(nn.Module):
+        def forward(self, x, module):
+            return x + module
+
+    model = nn.Sequential(Named())
+    with attnreg.assign(model, {"0": "math"}):
+        assert model[0](1, module=2) == model[0].forward(1, module=2) == 3

@@ -59,9 +59,10 @@ class Look:
         self._numbers = describe(mask[:, 0]) if mask.shape[1] == 1 else None
 
     def differs(self, newer: Self) -> Tensor:
-        """Return on the device whether the mask holds something else now."""
-        if self._numbers is None or newer._numbers is None:
-            return torch.zeros((), dtype=torch.bool, device=self._device)  # such a mask is passed on as it is
+        """Return on the device whether the mask holds something else now, and calls ran without it."""
+        is_passed_on = isinstance(vars(self).get("structure"), str)
+        if self._numbers is None or newer._numbers is None or is_passed_on:
+            return torch.zeros((), dtype=torch.bool, device=self._device)
         return (self._numbers != newer._numbers).any()
 
     @cached_property
@@ -77,12 +78,13 @@ class Look:
         return structure if isinstance(structure, str) else structure.to(self._device)
 
 
-def find(mask: Tensor, sizes: Sizes) -> Structure | str:
+def find(mask: Tensor, sizes: Sizes, is_served: bool = True) -> Structure | str:
     """Return the structure of a mask in a call, or why it has none.
 
     Args:
         mask: bool, of 2 to 4 dimensions, expandable to (B, H, S_q, S_k).
         sizes: the call's (B, S_q, S_k).
+        is_served: whether the call may run without the mask. Else nothing is compared.
 
     Raises:
         InvalidInputError: the mask has changed in a way that torch doesn't count, and was used meanwhile.
@@ -96,7 +98,7 @@ def find(mask: Tensor, sizes: Sizes) -> Structure | str:
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
         return derived_from(
             (_owner(mask),), stream, ("mask", layout, sizes), partial(Look, layout, sizes),
-            said=CHANGED, is_compared=is_compared(mask),
+            said=CHANGED, is_compared=is_served and is_compared(mask),
         ).structure  # fmt: skip
 
 

@@ -59,8 +59,9 @@ def serve(call: SdpaCall) -> Tensor | None:
 
     For a report alone masks are only counted. torch itself raises the errors of a wrong call.
     """
+    state()  # which finds out whether a report is asked for
     is_served = serves(call)
-    structure = recognised(call) if is_served or timed.is_on else None
+    structure = recognised(call, is_served) if is_served or timed.is_on else None
     if structure is None:
         return None
     if timed.is_on:
@@ -84,26 +85,45 @@ def serve(call: SdpaCall) -> Tensor | None:
 
 def serves(call: SdpaCall) -> bool:
     """Whether the settings have a call's mask recognised."""
-    return bypassed.mask_mode == RECOGNISE or (bypassed.mask_mode == LARGE and is_large(call))
+    if bypassed.mask_mode != LARGE:
+        return bypassed.mask_mode == RECOGNISE
+    return _has_mask(call) and is_plain(*call[:4]) and is_large(call)
 
 
 def is_large(call: SdpaCall) -> bool:
-    """Whether a call is on a GPU, and has so many scores that a look at its mask is worth it."""
+    """Whether a call is on a GPU, and has so many scores that a look at its mask is worth it.
+
+    The look waits for the device, which is an error or a warning in torch's sync debug mode.
+    """
     query, key = call.query, call.key
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.is_cuda):
+    if not query.is_cuda or query.dim() != 4 or key.dim() != 4 or torch.cuda.get_sync_debug_mode():
         return False
-    return query.dim() == key.dim() == 4 and query.shape[0] * query.shape[2] * key.shape[2] >= LARGE_PAIRS
+    return query.shape[0] * query.shape[2] * key.shape[2] >= LARGE_PAIRS
 
 
-def recognised(call: SdpaCall) -> Structure | str | None:
-    """Return the structure of a call's mask, or why the call keeps it; None without a boolean mask."""
+def _has_mask(call: SdpaCall) -> bool:
+    """Whether a call has a boolean mask, and arguments that torch takes: else torch raises its own error."""
     query, key, value, mask = call[:4]
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        return None
-    if not all(isinstance(x, Tensor) for x in call[:3]):
-        return None  # the placeholders of `torch.fx.symbolic_trace`
+        return False
+    if not all(isinstance(x, Tensor) for x in (query, key, value)):
+        return False  # the placeholders of `torch.fx.symbolic_trace`
     if query.is_nested or key.is_nested or value.is_nested:
-        return None  # nested tensors of the strided layout have no shape to compare
+        return False  # nested tensors of the strided layout have no shape to compare
+    if not (isinstance(call.dropout_p, int | float) and 0.0 <= call.dropout_p <= 1.0):
+        return False
+    is_number = call.scale is None or isinstance(call.scale, int | float)
+    return is_number and isinstance(call.is_causal, bool) and isinstance(call.enable_gqa, bool)
+
+
+def recognised(call: SdpaCall, is_served: bool = False) -> Structure | str | None:
+    """Return the structure of a call's mask, or why the call keeps it; None without a boolean mask.
+
+    `is_served` says that the call may run without the mask.
+    """
+    query, key, value, mask = call[:4]
+    if mask is None or not _has_mask(call):
+        return None
     if not is_plain(query, key, value, mask):
         return "dispatch modes, subclasses or function transforms have to see it"
     if call.is_causal or not _fits(call, mask):
@@ -112,7 +132,10 @@ def recognised(call: SdpaCall) -> Structure | str | None:
         return "it is in a CUDA graph, or may be"
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return "sdpa_kernel forbids the flash kernels"
-    structure = find(mask, (query.shape[0], query.shape[2], key.shape[2]))
+    try:
+        structure = find(mask, (query.shape[0], query.shape[2], key.shape[2]), is_served)
+    except torch.OutOfMemoryError:
+        return "a look at it takes more memory than there is"
     if isinstance(structure, str) or structure.is_causal is not None:
         return structure
     query, key, value = autocast(query, key, value)
@@ -177,9 +200,9 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
     Several short calls may be, too. These run only where the setting says "recognise". So do calls that no
     preferred backend can run packed.
     """
-    is_asked_for = bypassed.mask_mode == RECOGNISE
+    by_policy = bypassed.mask_mode == LARGE
     is_short = min(call.query.shape[2], call.key.shape[2]) < LARGE_IN_PARTS
-    if not is_asked_for and len(structure.parts) > 1 and is_short:
+    if by_policy and len(structure.parts) > 1 and is_short:
         return f"{len(structure.parts)} packed calls may take longer than torch's kernel"
     known = registry.entries()
     for part in structure.parts:
@@ -189,10 +212,11 @@ def _refused(call: SdpaCall, structure: Structure) -> str:
                 entry = known.get(name.casefold())
                 if entry is not None and entry.stands_in and name not in decision.asked_for:
                     return f"no backend but {name} can run its packed {decision.direction}"
-                if not is_asked_for and decision.asked_for and name not in decision.asked_for:
+                if by_policy and decision.asked_for and name not in decision.asked_for:
                     return f"{' and '.join(decision.asked_for)} can't run its packed {decision.direction}"
-        except AttnregError:
-            return ""  # the call itself raises the error
+        except AttnregError as error:
+            # Where the program asks for masks to be recognised, the call itself raises the error.
+            return f"its packed call is refused: {error}" if by_policy else ""
     return ""
 
 
@@ -210,7 +234,9 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
         rows, some = zip(*rest, strict=True)
         outs.append(joined(batch * length, rows, some, differentiable))
     out = functools.reduce(torch.add, outs)  # a query's result is 0 in calls that don't have it
-    return out.view(batch, length, heads, -1).transpose(1, 2)
+    out = out.view(batch, length, heads, -1).transpose(1, 2)
+    # Torch's kernels lay their output out as the query.
+    return out.contiguous() if query.is_contiguous() else out
 
 
 def _run(call: SdpaCall, part: MaskPart, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

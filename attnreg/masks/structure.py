@@ -95,11 +95,9 @@ def describe(mask: Tensor) -> Tensor:
     - (B, S_q): each query's first key.
     - (B, S_q): each query's last key; -1 for a query that sees none.
     """
-    batch, queries, keys = mask.shape
-    rows = mask.view(torch.uint8).flatten(0, 1)
-    pieces = [_describe(piece) for piece in torch.split(rows, max(MOST_ELEMENTS // max(keys, 1), 1))]
-    first, last, seen = (torch.cat(part).view(batch, queries) for part in zip(*pieces, strict=True))
-    counts = mask.any(-2)
+    _, queries, keys = mask.shape
+    chunks = torch.split(mask, max(MOST_ELEMENTS // max(queries * keys, 1), 1))
+    counts, first, last, seen = (torch.cat(part) for part in zip(*map(_describe, chunks), strict=True))
     # A query sees keys that some query sees, from its first to its last. If it sees as many as there are
     # between these two, it sees all of them.
     before = torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
@@ -108,11 +106,20 @@ def describe(mask: Tensor) -> Tensor:
     return torch.cat([x.flatten().int() for x in (whole, counts, first, last)])
 
 
-def _describe(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's first key that is seen, its last, and how many; -1 is the last of none."""
-    count, length = rows.sum(-1, dtype=torch.int32), rows.shape[-1]
-    last = torch.where(count > 0, length - 1 - rows.flip(-1).argmax(-1), -1)
-    return rows.argmax(-1), last, count
+def _describe(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return which keys are seen, (B, S_k); each query's first key, its last and their count, (B, S_q)."""
+    rows = max(MOST_ELEMENTS // max(len(mask) * mask.shape[-1], 1), 1)
+    counts, *of_queries = zip(*map(_describe_rows, torch.split(mask, rows, dim=1)), strict=True)
+    first, last, seen = (torch.cat(part, 1) for part in of_queries)
+    return torch.stack(counts).any(0), first, last, seen
+
+
+def _describe_rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `_describe`. To torch each byte of a mask but 0 is true; here a true byte is 1."""
+    numbers = mask.view(torch.uint8).ne(0).view(torch.uint8)
+    count, length = numbers.sum(-1, dtype=torch.int32), numbers.shape[-1]
+    last = torch.where(count > 0, length - 1 - numbers.flip(-1).argmax(-1), -1)
+    return numbers.amax(1).bool(), numbers.argmax(-1), last, count
 
 
 def structure_of(numbers: Tensor, of_mask: Sizes, sizes: Sizes, in_place: bool) -> Structure | str:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support import dense
 from support.command_line import invoke
 from support.processes import COMMAND, forked
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnreg
 from attnreg.errors import ConfigError
@@ -118,6 +119,19 @@ def test_a_preferred_backend_that_takes_no_packed_calls_gets_the_mask(fake, seen
         attend()
         assert attnreg.stats().calls == {"dense only": {"forward": 2, "backward": 0}}
         assert seen() == {"as given: dense only can't run its packed forward": 2}
+
+
+@pytest.mark.usefixtures("routers")
+def test_nested_tensors_and_modes_see_torchs_call_before_sizes_are_read(monkeypatch, seen):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(serving, "is_large", lambda call: pytest.fail("read"))
+    attnreg.configure({"policy": "measured"})
+    with FakeTensorMode() as mode:
+        F.scaled_dot_product_attention(*map(mode.from_tensor, dense.qkv()), mode.from_tensor(PADDED))
+    nested = torch.nested.nested_tensor([torch.randn(4, 6, 8)] * 2, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(ValueError, match="Masks are not yet supported"):
+        F.scaled_dot_product_attention(nested, nested, nested, attn_mask=PADDED)
+    assert seen() == {}
 
 
 def test_without_routers_masks_are_torchs(seen, recognise):

@@ -219,6 +219,35 @@ def test_a_write_that_torch_does_not_count_is_an_error_after_a_while(monkeypatch
     torch.testing.assert_close(attend(mask), expected(mask))
 
 
+def test_a_mask_that_no_call_ran_without_may_be_written_to(monkeypatch, trust_offsets):
+    monkeypatch.setattr(cache, "is_compared", lambda _: True)
+    trust_offsets(0.0)
+    mask = torch.eye(6).bool().logical_not()[None, None]
+    torch.testing.assert_close(attend(mask), expected(mask))
+    mask.data.fill_(True)
+    for _ in range(3):
+        torch.testing.assert_close(attend(mask), expected(mask))
+
+
+def test_of_a_mask_that_is_written_to_in_each_step_the_last_state_is_kept():
+    one, other = padded(4, 6), padded(2, 5)
+    attend(other)
+    for _ in range(100):
+        one.logical_not_()
+        attend(one)
+    assert len(offsets._cache) == 2
+
+
+def test_memory_that_a_look_lacks_leaves_the_mask_to_torch(monkeypatch, seen):
+    def describe(mask):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(cache, "describe", describe)
+    mask = padded(4, 6)
+    assert torch.equal(attend(mask), expected(mask))
+    assert seen() == {f"{LEFT}a look at it takes more memory than there is": 1}
+
+
 def test_what_is_kept_goes_with_its_mask():
     mask = padded(4, 6)
     attend(mask)

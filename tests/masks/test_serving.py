@@ -313,3 +313,30 @@ def test_a_causal_bias_is_run_by_its_class_and_not_read_as_a_mask(make, named):
     how = {"attn_mask": bias} if named else {}
     out = F.scaled_dot_product_attention(query, key, key, *(() if named else (bias,)), **how)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, key, mask))
+
+
+WRONG = {
+    "gqa": {"enable_gqa": 1}, "dropout": {"dropout_p": None}, "much dropout": {"dropout_p": 2.0},
+    "causal": {"is_causal": torch.tensor(False)}, "scale": {"scale": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("recognise")
+@pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_torchs_error(options):
+    mask, said = (torch.arange(6) < 4).expand(6, 6), []
+    for function in (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention):
+        with pytest.raises((TypeError, RuntimeError)) as error:
+            function(*dense.qkv(), attn_mask=mask, **options)
+        said.append((type(error.value), str(error.value)))
+    assert said[0] == said[1]
+
+
+@pytest.mark.usefixtures("recognise")
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["by head", "by token"])
+def test_the_output_lies_in_memory_as_the_query(seen, order):
+    inputs = [x.detach().permute(order).contiguous().permute(order) for x in dense.qkv()]
+    mask = (torch.arange(6) < torch.tensor([4, 6])[:, None])[:, None, None]
+    out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert seen() == {"padded keys": 1}
+    assert out.stride() == inputs[0].stride()

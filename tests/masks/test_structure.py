@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.masks import drawn, rebuilt
 
+from attnreg.masks import cache
 from attnreg.masks.structure import describe, structure_of
 
 
@@ -151,3 +152,12 @@ def test_packed_calls_with_the_same_keys_have_one_tensor_of_them_on_any_device()
     assert moved[0].rows_k is moved[1].rows_k
     some = recognised(CAUSAL & COUNTS[:, None], in_place=False).parts  # one has no padding, nor queries in it
     assert [len(part.rows_k) for part in some] == [11, 3]
+
+
+def test_each_byte_but_0_is_true_as_to_torch():
+    numbers = torch.ones(1, 1, 6, 6, dtype=torch.uint8)
+    numbers[0, 0, 2] = torch.tensor([2, 0, 0, 2, 0, 0])
+    reason = cache.find(numbers.view(torch.bool), (1, 6, 6))
+    assert reason == "some query sees keys with gaps between them"
+    numbers[0, 0, 2] = 255
+    assert cache.find(numbers.view(torch.bool), (1, 6, 6)).seen == "nothing hidden"

@@ -92,7 +92,7 @@ def test_transformers_take_a_boolean_or_a_name(text, expected):
 
 
 BOOLEANS = "expected one of 1, true, yes, on, 0, false, no, off"
-MASKS = "expected as_given or recognise"
+MASKS = "expected as_given, large or recognise"
 POLICIES = "expected measured, order, adaptive or batch_invariant"
 ROUTERS, BUILDS = "expected compiled or python", "expected background, now or off"
 PATH = "expected a path (there is no home folder for its ~)"

@@ -104,6 +104,10 @@ def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]
     return [None if x is None else (id(x), x._version, x.data_ptr()) for x in tensors]
 
 
+def _ids(source: tuple[Any, ...]) -> list[int | None]:
+    return [None if seen is None else seen[0] for seen in source[2:]]
+
+
 def derived_from(
     tensors: tuple[Tensor | None, ...],
     stream: int,
@@ -139,6 +143,8 @@ def derived_from(
     storages, now = [x.untyped_storage() for x in there], time.monotonic()
     made = make(*tensors) if used is None else used
     with _lock:
+        for old in [x for x in _sources() if x[:2] == source[:2] and _ids(x) == _ids(source)]:
+            _cache.pop(old, None)  # what the tensors were before they were written to
         for oldest in _sources()[: max(len(_cache) + 1 - _MOST_CACHED, 0)]:
             _cache.pop(oldest, None)
         alive = [None if x is None else weakref.ref(x, lambda _: _cache.pop(source, None)) for x in tensors]

@@ -14,7 +14,6 @@
 #include <atomic>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
 #include "python.h"
@@ -94,29 +93,19 @@ using State = at::impl::ThreadLocalPythonObjects;
 inline bool is_inherited = false;
 inline const std::string& kInherited = *new std::string("attnreg_choice");
 
+// A choice, which is kept for good, or None, whose number is 0.
 struct Choice {
   PyObject* object;
   int64_t number;
-  std::shared_ptr<c10::SafePyObject> inherited;  // what such a thread finds. It names no thread: a method runs no other task
 };
 
-// What is known of a choice, or of None; null for what is neither. It is kept as the choice is: for good.
-inline const Choice* find_choice(PyObject* object) {
-  static auto& known = *new std::unordered_map<PyObject*, Choice>;  // under the interpreter's lock
-  const auto found = known.find(object);
-  if (found != known.end()) {
-    return &found->second;
-  }
-  const int64_t number = object == Py_None ? 0 : number_of_choice(object);
-  if (number < 0) {
-    return nullptr;
-  }
-  PyObject* inherited = Py_BuildValue("(iOO)", -1, object, Py_None);
+// What such a thread finds: this thread, a choice, and nothing that was inherited before.
+inline std::shared_ptr<c10::SafePyObject> to_inherit(PyObject* choice) {
+  PyObject* inherited = Py_BuildValue("(kOO)", PyThread_get_thread_ident(), choice, Py_None);
   if (!inherited) {
     throw_error_of_python();
   }
-  auto kept = std::make_shared<c10::SafePyObject>(inherited, getPyInterpreter());
-  return &known.emplace(object, Choice{object, number, std::move(kept)}).first->second;
+  return std::make_shared<c10::SafePyObject>(inherited, getPyInterpreter());
 }
 
 template <class Any>
@@ -124,30 +113,36 @@ void inherit_nothing() {
   if constexpr (requires { Any::erase(kInherited); }) {
     Any::erase(kInherited);
   } else {  // torch before 2.13
-    Any::set(kInherited, find_choice(Py_None)->inherited);
+    Any::set(kInherited, to_inherit(Py_None));
   }
 }
 
-// A choice in force for this thread or task while the object lives; whoever makes it has the interpreter's lock.
+// A choice in force for this thread or task from `enter` to `leave`, both with the interpreter's lock. Nothing happens
+// when the object ends: a daemon thread is unwound in the middle of a call when the interpreter ends, and has no lock then.
 class Entered {
  public:
-  Entered(PyObject* variable, const Choice& choice, int64_t graph_task) : variable_(variable), before_(remembered) {
+  Entered(PyObject* variable, Choice choice, int64_t graph_task)
+      : variable_(variable), choice_(choice), graph_task_(graph_task), before_(remembered) {}
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+
+  void enter() {
     if (is_inherited) {
-      inherited_ = State::contains(kInherited) ? State::get(kInherited) : nullptr;
-      State::set(kInherited, choice.inherited);
+      if (State::contains(kInherited)) {
+        inherited_ = new Inherited(State::get(kInherited));
+      }
+      State::set(kInherited, to_inherit(choice_.object));
     }
-    token_ = PyContextVar_Set(variable, choice.object);
+    token_ = PyContextVar_Set(variable_, choice_.object);
     if (!token_) {
       restore();
       throw_error_of_python();
     }
     const PyThreadState* thread = PyThreadState_Get();
-    remembered = {thread->id, thread->context, thread->context_ver, graph_task, choice.number};
+    remembered = {thread->id, thread->context, thread->context_ver, graph_task_, choice_.number};
   }
-  Entered(const Entered&) = delete;
-  Entered& operator=(const Entered&) = delete;
 
-  ~Entered() {
+  void leave() {
     PyObject *type = nullptr, *error = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &error, &traceback);
     if (PyContextVar_Reset(variable_, token_) != 0) {
@@ -159,6 +154,8 @@ class Entered {
   }
 
  private:
+  using Inherited = std::shared_ptr<c10::SafePyObject>;
+
   // Whether this thread or task still has a choice, its own or inherited. What threads inherited before may be
   // another task's, whose method a greenlet has left open.
   bool has_choice() const {
@@ -171,15 +168,19 @@ class Entered {
   void restore() {
     remembered = before_;
     if (inherited_ && has_choice()) {
-      State::set(kInherited, std::move(inherited_));
+      State::set(kInherited, std::move(*inherited_));
     } else if (is_inherited) {
       inherit_nothing<State>();
     }
+    delete inherited_;
+    inherited_ = nullptr;
   }
 
   PyObject *variable_, *token_ = nullptr;
+  Choice choice_;
+  int64_t graph_task_;
   Remembered before_;
-  std::shared_ptr<c10::SafePyObject> inherited_;
+  Inherited* inherited_ = nullptr;
 };
 
 inline PyObject *compiler = nullptr, *dynamo_callback = nullptr;  // the names of `torch.compiler`; what Dynamo traces by
@@ -203,20 +204,28 @@ inline bool may_be_traced() {
       is_dynamo_on();
 }
 
-// The choice of the innermost block of a module, of number 0 in a block without; null where Python has to look.
-inline const Choice* choice_of_module(PyObject* module) {
+// The choice of the innermost block of a module, of number 0 in a block without; of number -1 where Python has to look.
+inline Choice choice_of_module(PyObject* module) {
   static PyObject* const blocks_name = PyUnicode_InternFromString("_attnreg_blocks");
   static PyObject* const choice_name = PyUnicode_InternFromString("choice");
-  PyObject* blocks = PyObject_GenericGetAttr(module, blocks_name);
-  const Py_ssize_t count = blocks && PyTuple_CheckExact(blocks) ? PyTuple_GET_SIZE(blocks) : 0;
-  PyObject* choice = count ? PyObject_GetAttr(PyTuple_GET_ITEM(blocks, count - 1), choice_name) : nullptr;
-  const Choice* found = choice ? find_choice(choice) : nullptr;
-  Py_XDECREF(choice);
-  Py_XDECREF(blocks);
-  if (!found) {
-    PyErr_Clear();
+  const Object blocks = owned(PyObject_GenericGetAttr(module, blocks_name));
+  const Py_ssize_t count = blocks && PyTuple_CheckExact(blocks.get()) ? PyTuple_GET_SIZE(blocks.get()) : 0;
+  const Object choice = owned(count ? PyObject_GetAttr(PyTuple_GET_ITEM(blocks.get(), count - 1), choice_name) : nullptr);
+  const int64_t number = !choice ? -1 : choice.get() == Py_None ? 0 : number_of_choice(choice.get());
+  PyErr_Clear();
+  return {choice.get(), number};
+}
+
+// Run a function of C++; false with an error of Python's where it throws.
+template <class Run>
+bool catching(const Run& run) {
+  try {
+    run();
+    return true;
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return false;
   }
-  return found;
 }
 
 inline vectorcallfunc call_as_written = nullptr;  // calls a function of Python's
@@ -227,22 +236,25 @@ inline PyObject* call_in_block(PyObject* in_block, PyObject* const* arguments, s
   if (!variable || PyVectorcall_NARGS(count) == 0 || may_be_traced()) {
     return call_as_written(in_block, arguments, count, names);
   }
-  try {
-    PyObject* run = PyCell_GET(PyTuple_GET_ITEM(PyFunction_GET_CLOSURE(in_block), 0));
-    const Choice* choice = choice_of_module(arguments[0]);
-    const int64_t graph_task = torch::autograd::get_current_graph_task_id();
-    if (choice && choice->number != 0) {
-      const Entered entered(variable, *choice, graph_task);
-      return PyObject_Vectorcall(run, arguments, count, names);
-    }
-    if (choice && graph_task == -1) {  // a backward may repeat a call in a checkpoint
-      return PyObject_Vectorcall(run, arguments, count, names);
-    }
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
+  PyObject* run = PyCell_GET(PyTuple_GET_ITEM(PyFunction_GET_CLOSURE(in_block), 0));
+  const Choice choice = run ? choice_of_module(arguments[0]) : Choice{nullptr, -1};
+  const int64_t graph_task = torch::autograd::get_current_graph_task_id();
+  // A backward may repeat a call in a checkpoint.
+  if (choice.number < 0 || (choice.number == 0 && graph_task != -1)) {
+    return call_as_written(in_block, arguments, count, names);
+  }
+  Entered entered(variable, choice, graph_task);
+  if (choice.number != 0 && !catching([&] { entered.enter(); })) {
     return nullptr;
   }
-  return call_as_written(in_block, arguments, count, names);
+  Py_INCREF(run);
+  // Outside of any `catch`: see `Entered`.
+  PyObject* result = PyObject_Vectorcall(run, arguments, count, names);
+  Py_DECREF(run);
+  if (choice.number != 0 && !catching([&] { entered.leave(); })) {
+    Py_CLEAR(result);
+  }
+  return result;
 }
 
 // take_over(in_block): have calls of the function made here.
