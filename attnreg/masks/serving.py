@@ -50,8 +50,22 @@ LARGE_IN_PARTS = 2048
 
 def follow() -> None:
     """Route calls here if the settings in force ask for recognised masks."""
-    bypassed.run_recognised = serve
+    bypassed.run_recognised = run
     bypassed.follow()
+
+
+def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """As `serve`, of the arguments of SDPA by place and by name. Of small calls only the sizes are read."""
+    if bypassed.mask_mode == LARGE and len(arguments) > 1:
+        query, key = arguments[:2]
+        has_sizes = type(query) is type(key) is Tensor and not (query.is_nested or key.is_nested)
+        if has_sizes and not is_large(query, key) and state() and not timed.is_on:
+            return None
+    try:
+        call = SdpaCall(*arguments, **options)
+    except TypeError:  # torch's function raises the error that the caller expects
+        return None
+    return serve(call)
 
 
 def serve(call: SdpaCall) -> Tensor | None:
@@ -87,18 +101,19 @@ def serves(call: SdpaCall) -> bool:
     """Whether the settings have a call's mask recognised."""
     if bypassed.mask_mode != LARGE:
         return bypassed.mask_mode == RECOGNISE
-    return _has_mask(call) and is_plain(*call[:4]) and is_large(call)
+    return _has_mask(call) and is_plain(*call[:4]) and is_large(call.query, call.key)
 
 
-def is_large(call: SdpaCall) -> bool:
+def is_large(query: Tensor, key: Tensor) -> bool:
     """Whether a call is on a GPU, and has so many scores that a look at its mask is worth it.
 
-    The look waits for the device, which is an error or a warning in torch's sync debug mode.
+    The tensors are (B, H, S, D), or of any shape, where no mask is looked at. The look waits for the device,
+    which is an error or a warning in torch's sync debug mode.
     """
-    query, key = call.query, call.key
-    if not query.is_cuda or query.dim() != 4 or key.dim() != 4 or torch.cuda.get_sync_debug_mode():
+    if not query.is_cuda or query.dim() != 4 or key.dim() != 4:
         return False
-    return query.shape[0] * query.shape[2] * key.shape[2] >= LARGE_PAIRS
+    is_many = query.shape[0] * query.shape[2] * key.shape[2] >= LARGE_PAIRS
+    return is_many and not torch.cuda.get_sync_debug_mode()
 
 
 def _has_mask(call: SdpaCall) -> bool:

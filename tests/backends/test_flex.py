@@ -10,7 +10,7 @@ from support.packages import gpu_spec
 import attnreg
 from attnreg.backends import flex
 from attnreg.backends.flex import adapter, programs, tiles
-from attnreg.backends.flex.graphs import TENSOR_CORES, float32_product
+from attnreg.backends.flex.graphs import OTHER_CORES, TENSOR_CORES, float32_product
 from attnreg.backends.flex.kinds import layout_of
 from attnreg.core import registry
 from attnreg.core.launching import offsets, visible
@@ -195,7 +195,7 @@ def test_tiles_that_the_gpu_cannot_hold_are_followed_by_smaller_ones(flex_graphs
     def too_large(graph, fakes):
         (node,) = (node for node in graph.graph.nodes if "flex_attention" in str(node.target))
         tried.append({name: x for name, x in node.args[6].items() if name.startswith("fwd_")})
-        if len(tried) < 2:
+        if len(tried) < 3:
             raise RuntimeError("No valid triton configs. OutOfResources: out of resource: shared memory")
         return graph
 
@@ -215,7 +215,7 @@ def test_float32_on_tensor_cores_has_tiles_of_its_own(flex_graphs, monkeypatch, 
         return graph
 
     monkeypatch.setattr(programs, "compile_graph", kept)
-    monkeypatch.setattr(tiles, "float32_product", lambda _: TENSOR_CORES)
+    monkeypatch.setattr(tiles, "float32_product", lambda *_: TENSOR_CORES)
     q, k, v, _, call = inputs(packed(dims=(dim, dim)))
     adapter.forward(q, k, v, call)
     assert tried == [first]
@@ -466,6 +466,7 @@ def test_float32_is_multiplied_by_tensor_cores_that_have_tf32_and_not_by_one_pro
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     torch.set_float32_matmul_precision("high")  # of torch's own products
     try:
-        assert float32_product(torch.device(device)) == expected
+        assert float32_product(torch.device(device), 256) == expected
+        assert float32_product(torch.device(device), 264) == OTHER_CORES
     finally:
         torch.set_float32_matmul_precision("highest")

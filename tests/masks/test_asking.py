@@ -83,7 +83,7 @@ def test_settings_switch_it_on_and_off_and_the_environment_is_stronger(monkeypat
 def as_on_a_gpu(monkeypatch, routers):
     """Have calls of at least two sequences be large, and torch be a build for CUDA."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(serving, "is_large", lambda call: len(call.query) > 1)
+    monkeypatch.setattr(serving, "is_large", lambda query, key: len(query) > 1)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -124,7 +124,7 @@ def test_a_preferred_backend_that_takes_no_packed_calls_gets_the_mask(fake, seen
 @pytest.mark.usefixtures("routers")
 def test_nested_tensors_and_modes_see_torchs_call_before_sizes_are_read(monkeypatch, seen):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(serving, "is_large", lambda call: pytest.fail("read"))
+    monkeypatch.setattr(serving, "is_large", lambda query, key: pytest.fail("read"))
     attnreg.configure({"policy": "measured"})
     with FakeTensorMode() as mode:
         F.scaled_dot_product_attention(*map(mode.from_tensor, dense.qkv()), mode.from_tensor(PADDED))

@@ -41,12 +41,19 @@ LN_2 = math.log(2.0)
 TENSOR_CORES, OTHER_CORES = "tf32x3", "ieee"
 
 
-def float32_product(device: torch.device) -> str:
+# Head dims up to which tensor cores multiply float32. Above, their kernels spill registers, and no run has
+# compared them with other cores.
+MOST_FLOAT32 = 256
+
+
+def float32_product(device: torch.device, head_dim: int) -> str:
     """Return how float32 is multiplied on a device, by the name that Triton's `dot` has for it.
 
     Not as torch's global setting says, because the contract asks for the accuracy of float32. Three products
     of TF32 have about that accuracy. Tensor cores compute them, from compute capability 8.0 on.
     """
+    if head_dim > MOST_FLOAT32:
+        return OTHER_CORES
     has_tf32 = device.type == "cuda" and torch.version.hip is None
     return TENSOR_CORES if has_tf32 and torch.cuda.get_device_capability(device) >= (8, 0) else OTHER_CORES
 
@@ -63,7 +70,8 @@ def traced(
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     symbols = _symbols(environment, kind, lengths)
     names = [name for name, _ in kind.layouts]
-    options = {**KERNEL_OPTIONS, "FLOAT32_PRECISION": f"'{float32_product(kind.device)}'", **tiles}
+    product = float32_product(kind.device, kind.head_dim)
+    options = {**KERNEL_OPTIONS, "FLOAT32_PRECISION": f"'{product}'", **tiles}
     run = _forward if kind.direction == "forward" else _backward
     with mode:
         fakes = [_fake(layout, symbols, kind.device) for _, layout in kind.layouts]

@@ -54,6 +54,13 @@ class ProgramKind(NamedTuple):
     score_mod: str = ""
     mask_mod: str = ""
 
+    @property
+    def head_dim(self) -> int:
+        """The larger of the head dims of query and value."""
+        layouts = dict(self.layouts)
+        dims = [layouts[name].sizes[-1] for name in ("query", "value")]
+        return max(dim for dim in dims if isinstance(dim, int))
+
 
 def layout_of(x: Tensor, names: tuple[str, ...]) -> TensorLayout:
     """Return the layout of a tensor, of any shape and dtype.

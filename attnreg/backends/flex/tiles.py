@@ -16,7 +16,7 @@ from attnreg.backends.flex.kinds import ProgramKind
 MOST_BY_TORCH = 256
 
 # Head dims up to which float32 on tensor cores has tiles of its own.
-MOST_FLOAT32 = 128
+MOST_OWN = 128
 
 # What Triton and Inductor say of tiles that a GPU can't hold.
 TOO_LARGE = re.compile(r"out of resource|OutOfResources|No valid triton configs", re.IGNORECASE)
@@ -45,7 +45,7 @@ def of_backward(rows: int, columns: int, stages: int, warps: int) -> Tiles:
 # that were compiled for Hopper with a head dim of 512; shared memory 192 and 96 KB, then 48 KB.
 LARGE: dict[tuple[str, bool], tuple[Tiles, ...]] = {
     ("forward", True): (of_forward(64, 32, 2, 8), of_forward(64, 32, 1, 8), of_forward(16, 16, 1, 4)),
-    ("forward", False): (of_forward(16, 16, 1, 4),),
+    ("forward", False): (of_forward(32, 16, 1, 4), of_forward(16, 16, 1, 4)),
     ("backward", True): (of_backward(32, 32, 1, 8), of_backward(16, 16, 1, 4)),
     ("backward", False): (of_backward(16, 16, 1, 4),),
 }
@@ -58,12 +58,11 @@ FLOAT32: dict[str, Tiles] = {"forward": of_forward(128, 32, 2, 8), "backward": o
 
 def tiles_for(kind: ProgramKind) -> tuple[Tiles, ...]:
     """Return the tiles to try for a kind, in this order; an empty mapping leaves them to torch."""
-    layouts = dict(kind.layouts)
-    dims = [layouts[name].sizes[-1] for name in ("query", "value")]
-    has_16_bits = layouts["query"].dtype.itemsize == 2
-    own, most = LARGE[kind.direction, has_16_bits], max(dim for dim in dims if isinstance(dim, int))
-    if not has_16_bits and most <= MOST_FLOAT32 and float32_product(kind.device) == TENSOR_CORES:
+    has_16_bits = dict(kind.layouts)["query"].dtype.itemsize == 2
+    own, head_dim = LARGE[kind.direction, has_16_bits], kind.head_dim
+    is_own = head_dim <= MOST_OWN and float32_product(kind.device, head_dim) == TENSOR_CORES
+    if not has_16_bits and is_own:
         own = FLOAT32[kind.direction], {}, *own
-    elif most <= MOST_BY_TORCH:
+    elif head_dim <= MOST_BY_TORCH:
         own = {}, *own
     return own

@@ -216,8 +216,8 @@ ops_are_observed = False  # whether `observers` counts what comes to the ops wit
 _UNOBSERVED = frozenset({NOTHING_TO_DO, NOTHING_ASKS})
 
 # A function that runs calls whose mask it recognises, and returns None for all other calls; see the room
-# `masks`.
-run_recognised: Callable[[SdpaCall], Tensor | None] | None = None
+# `masks`. It is given the arguments by place and by name, as they come.
+run_recognised: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] | None = None
 _recognises = False
 # How masks are handled; a value of the setting `masks`.
 mask_mode = AS_GIVEN
@@ -276,7 +276,7 @@ def _first_looks(
     """Return a replacement of a function of torch's: `look` inspects the arguments before each call."""
     takes_masks = torchs is torch._C._nn.scaled_dot_product_attention
 
-    def looking(*arguments: Any, **options: Any) -> Any:
+    def looking(_: Replacement, *arguments: Any, **options: Any) -> Any:
         bypass = None
         mask: Any = arguments[3] if len(arguments) > 3 else options.get("attn_mask")
         if mask is None and not _observes:
@@ -286,8 +286,10 @@ def _first_looks(
             # read the memory of the mask, which nobody has written.
             return mask.__torch_function__(getattr(F, SDPA_NAME), (type(mask),), arguments, options)
         if not torch.compiler.is_compiling():
-            if takes_masks and _recognises and (result := _run_recognised(arguments, options)) is not None:
-                return result
+            if takes_masks and _recognises and run_recognised is not None:
+                result = run_recognised(arguments, options)
+                if result is not None:
+                    return result
             if _observes:
                 with contextlib.suppress(Exception):  # wrong arguments are an error of the call itself
                     if not (takes_masks and _is_left_to_ops(arguments)):
@@ -300,7 +302,8 @@ def _first_looks(
             trace.count_bypassed(bypass[1].function, *bypass[1][:2], tensors)
         return result
 
-    replacement = Replacement(torchs, place, looking)
+    # A class of its own, so that a call enters a single function of Python's.
+    replacement: Replacement = type("Looking", (Replacement,), {"__call__": looking})(torchs, place, torchs)
     with contextlib.suppress(Exception):  # private; TorchScript then treats it as torch's function
         builtins: Any = torch.jit._builtins
         builtins._register_builtin(replacement, builtins._find_builtin(torchs))
@@ -328,15 +331,6 @@ def _is_counted_here(bypassed: Bypassed) -> bool:
     is_unobserved = bypassed.reason in _UNOBSERVED or bypassed.kernel == nested.KERNELS
     in_inference = torch.is_inference_mode_enabled() and bypassed.kernel != FAST_PATH
     return is_unobserved or in_inference or not ops_are_observed
-
-
-def _run_recognised(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-    """Return the result of a call whose mask is recognised, else None."""
-    try:
-        call = SdpaCall(*arguments, **options)
-    except TypeError:  # torch's function raises the error that the caller expects
-        return None
-    return None if run_recognised is None else run_recognised(call)
 
 
 def _look_at_sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Bypassed] | None:
