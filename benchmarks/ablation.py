@@ -1,6 +1,6 @@
 """The host time that each mechanism of the fast path saves: a mechanism is switched off at a time.
 
-    python benchmarks/ablation.py [--tokens N] [--rounds N] [--json FILE]
+    python benchmarks/ablation.py [--tokens N] [--rounds N] [--out FILE]
 
 The calls are `F.scaled_dot_product_attention` and `varlen_attn`, with 2 sequences of 128 tokens, 8 heads of
 64. On a GPU they are in bfloat16, on FA2, FA4 and cuDNN. On a CPU they are in float32 on one thread, on `cpu`
@@ -12,19 +12,18 @@ their difference is noise. `docs/fast-path.md` describes each mechanism.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib
 import statistics
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from _program import parser_of, show, show_machine
 
 import attnreg
 from attnreg.core import aten, registry
@@ -34,7 +33,7 @@ from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.dispatch import call_cache
 from attnreg.core.launching import offsets
 from attnreg.core.launching.launchers import AddressLauncher, OpLauncher
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import interleaved, per_call, timer_for
 
@@ -205,12 +204,8 @@ def measured(call: Callable[[], object], context: Context, device: torch.device)
 
 def main() -> None:
     """Time every call with each mechanism off, and print a table for each backend."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -230,7 +225,7 @@ def main() -> None:
         results[backend] = table
         shown = [(row, *(f"{taken[name]:.1f}" for name in calls)) for row, taken in table.items()]
         show(f"{backend}: host time per call with one mechanism off, µs; median", ("off", *calls), shown)
-    save(options.json, results)
+    save(options.out, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a call of an assigned module takes more than a call of a module that isn't assigned.
 
-    python benchmarks/assign_cost.py [--device cpu|cuda] [--backend NAME] [--rounds N] [--json FILE]
+    python benchmarks/assign_cost.py [--device cpu|cuda] [--backend NAME] [--rounds N] [--out FILE]
 
 Two modules of a class take turns, of which the second is assigned. The rows:
 
@@ -17,20 +17,19 @@ of the host, for so few calls that they don't fill the GPU's queue. The aim: at 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from _program import parser_of, show, show_machine
 from torch import nn
 
 import attnreg
 from attnreg.core.dispatch import call_cache
-from attnreg.tools.bench.report import reached, save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import interleaved, per_call, timer_for
 
@@ -156,13 +155,8 @@ def measure(device: torch.device, backend: str, rounds: int) -> list[dict[str, A
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = parser_of(__doc__, rounds=101, devices=SHAPES)
     parser.add_argument("--backend", help="default: FA2 on a GPU, cpu on a CPU")
-    parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device(options.device)
@@ -172,12 +166,12 @@ def main() -> None:
     rows = [
         (
             row["what"], f"{row['plain']:.2f}", f"{row['assigned']:.2f}", f"{row['more']:.2f}",
-            "{:.2f} to {:.2f}".format(*row["quartiles"]), reached(row["more"] <= AIM),
+            "{:.2f} to {:.2f}".format(*row["quartiles"]), "yes" if row["more"] <= AIM else "NO",
         )
         for row in results
     ]  # fmt: skip
     show("Time of a call, µs", ("what", "plain", "assigned", "more", "quartiles", "at most 1"), rows)
-    save(options.json, results)
+    save(options.out, results)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ import contextlib
 import functools
 import random
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from _program import parser_of, show, show_machine
 
 import attnreg
 from attnreg.flash_attn import flash_attn_with_kvcache
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import shuffled, timer_for
 
@@ -220,14 +220,9 @@ def measure(
 
 def main() -> None:
     """Measure packed forwards, forwards and backwards, and decoding, and print their tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, rounds=3, devices=("cpu", "cuda"))
     parser.add_argument("--backends", default="FA4,FA2,cuDNN", help="comma list")
     parser.add_argument("--calls", type=int, default=50, help="of a turn that count")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     show_machine()
     rows: list[dict[str, Any]] = []

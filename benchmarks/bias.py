@@ -10,19 +10,18 @@ builds an execution plan for each direction, is a column of its own.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from _program import parser_of, show, show_machine
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnreg
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
@@ -127,11 +126,7 @@ def measure(size: Size, step: str, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure every size and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__, rounds=9)
     options = parser.parse_args()
     show_machine()
     rows: list[dict[str, Any]] = []

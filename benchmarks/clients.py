@@ -22,21 +22,20 @@ results differ from PyTorch's, by their norms, more than the dtype explains.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from _clients import CLIENTS, SIZES, Program, programs
+from _program import parser_of, show, show_machine
 
 import attnreg
 from attnreg.errors import BackendUnavailableError
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
 if TYPE_CHECKING:
@@ -167,15 +166,10 @@ def rows_of(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Measure every program and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = parser_of(__doc__, rounds=9, devices=SIZES)
     parser.add_argument("--backends", help="comma list; default: measured,FA2,FA4 on a GPU, cpu on a CPU")
     parser.add_argument("--clients", default=",".join(CLIENTS), help="comma list")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     show_machine()

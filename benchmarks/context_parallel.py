@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 
 import attnreg
 from attnreg.parallel.machine import exchanges
-from attnreg.tools.bench.report import machine, show_machine
+from attnreg.tools.bench.report import machine, machine_line
 from benchmarks._spread import ONE, Case, Place, cases, sides, sides_of_torch
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def work(rank: int, ranks: int, store: str, options: argparse.Namespace) -> None
     measured = exchanges(dist.group.WORLD, here.device)
     results["link"], results["cases"] = measured._asdict(), []
     if rank == 0:
-        show_machine()
+        print(machine_line())
         print(f"link: {results['link']['bytes_per_second'] / 1e9:.1f} GB/s received, ", end="")
         print(f"{results['link']['latency'] * 1e6:.0f} us an exchange")
     all_cases = cases(64 if options.small else 1)

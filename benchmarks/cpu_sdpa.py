@@ -1,7 +1,7 @@
 """Dense attention on a CPU: torch's kernel against the compiled one, on shapes drawn at random.
 
     python benchmarks/cpu_sdpa.py [--shapes N] [--seed N] [--threads N] [--rounds N]
-                                  [--masked | --decode] [--json FILE]
+                                  [--masked | --decode] [--out FILE]
 
 Both kernels get the tensors of an SDPA call, (B, H, S, D) in memory, and return the results of its op.
 Torch's kernel is called as attnreg captures it, the compiled kernel (`attnreg build`) through its launcher.
@@ -19,23 +19,22 @@ left to torch.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from _program import parser_of, show, show_machine
 
 from attnreg.backends import cpu
 from attnreg.backends.cpu import choice, compiled
 from attnreg.backends.cpu.flash import Flash
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, Inputs, Sample, inputs
 from attnreg.tools.measure.reference import Results
 from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call
@@ -168,15 +167,12 @@ def summary(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     """Draw calls, time them, and print how good the decisions about them are."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     for name, default in (("shapes", 40), ("seed", 0), ("threads", torch.get_num_threads()), ("rounds", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--masked", action="store_true")
     kinds.add_argument("--decode", action="store_true")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     show_machine()
@@ -188,7 +184,7 @@ def main() -> None:
     header = ("calls", "moved", "their ratio", "worst", "left", "their ratio", "best")
     title = f"cpu {cpu.BACKEND.version()}, {options.threads} threads: torch's time over the compiled kernel's"
     show(title, header, list(summary(results)))
-    save(options.json, results)
+    save(options.out, results)
 
 
 if __name__ == "__main__":

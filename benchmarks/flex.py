@@ -18,17 +18,17 @@ import functools
 import random
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from _program import parser_of, show, show_machine
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import attnreg
 from attnreg.backends.flex import programs, tiles
 from attnreg.core import registry
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import timer_for
 
@@ -382,18 +382,14 @@ def tried_tiles(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure the parts that are named, and print their tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, devices=("cpu", "cuda"))
     parser.add_argument(
         "--parts", default="large,float32,prefix", help="comma list; `lengths` and `tiles` are further ones"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--forward", action="store_true", help="without the backward")
     parser.add_argument("--small", action="store_true", help="tiny calls, and torch's functions uncompiled")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     wanted = options.parts.split(",")
     show_machine()

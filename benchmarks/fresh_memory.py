@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import attnreg
-from attnreg.tools.bench.report import save, show_machine
+from attnreg.tools.bench.report import machine_line, save
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     backend = options.backend or ("FA4" if options.device == "cuda" else "cpu")
-    show_machine()
+    print(machine_line())
     readings = measure(options.device, backend, options.calls, options.kinds.split(","))
     save(options.out, {"backend": backend, "readings": [reading._asdict() for reading in readings]})
     if problems := grown(readings):

@@ -1,20 +1,20 @@
 """What attnreg adds to `import torch`: when it is imported, and when it is only installed.
 
-    python benchmarks/import_cost.py [--rounds N] [--json FILE]
+    python benchmarks/import_cost.py [--rounds N] [--out FILE]
 
 Each start is a process of its own; the sides take turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-from attnreg.tools.bench.report import save, show, show_machine
+from _program import parser_of, show, show_machine
+
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure.timing import interleaved, median_ratio
 
 TIMED = "import time; {}; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
@@ -40,11 +40,7 @@ def seconds(before: str, code: str, variables: dict[str, str]) -> float:
 
 def main() -> None:
     """Print the medians and their ratios."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__, rounds=15)
     options = parser.parse_args()
     show_machine()
     taken = interleaved(
@@ -57,7 +53,7 @@ def main() -> None:
     ]
     rows = [(row["name"], f"{row['seconds']:.4f}", f"{row['ratio']:.2%}") for row in results]
     show("Start of a process", ("what", "s", "of torch alone"), rows)
-    save(options.json, results)
+    save(options.out, results)
 
 
 if __name__ == "__main__":

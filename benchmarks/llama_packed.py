@@ -13,19 +13,18 @@ enqueue it.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from _program import parser_of, show, show_machine
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnreg
 from attnreg.integrations.transformers import install
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure.timing import timer_for
 
 if TYPE_CHECKING:
@@ -98,15 +97,11 @@ def measure(
 
 def main() -> None:
     """Measure every way and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = parser_of(__doc__, devices=SIZES)
     parser.add_argument("--backends", help="comma list; default: FA2,FA4,cuDNN on a GPU, cpu on a CPU")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = (options.backends or ("FA2,FA4,cuDNN" if options.device == "cuda" else "cpu")).split(",")
     show_machine()

@@ -12,20 +12,19 @@ read-back, is a column of its own. The figure is torch's time over attnreg's, by
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from _program import parser_of, show, show_machine
 from torch.nn.attention import SDPBackend
 
 import attnreg
 from attnreg.masks.cache import find
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, Inputs, Sample, inputs
 from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
@@ -143,12 +142,7 @@ def row(result: dict[str, Any]) -> tuple[str, ...]:
 
 def main() -> None:
     """Measure every batch and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__, rounds=11, devices=SIZES)
     options = parser.parse_args()
     show_machine()
     attnreg.configure({"masks": "recognise"})

@@ -12,17 +12,16 @@ if the kernel itself has the option. A refusal is a row with its reason.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from _program import parser_of, show, show_machine
 
 import attnreg
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, per_call, timer_for
 
@@ -174,14 +173,9 @@ def measure(
 
 def main() -> None:
     """Measure every backend and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = parser_of(__doc__, rounds=9, devices=SIZES)
     parser.add_argument("--backends", help="comma list; default: FA2,FA4,cuDNN on a GPU, cpu on a CPU")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)

@@ -1,6 +1,6 @@
 """Packed sequences of different lengths on a CPU: attnreg against usual code without it.
 
-    python benchmarks/ragged_cpu.py [--rounds N] [--json FILE]
+    python benchmarks/ragged_cpu.py [--rounds N] [--out FILE]
 
 Forward and backward of 8 heads of 64, from packed tensors to packed gradients. Three sides take turns:
 
@@ -16,21 +16,20 @@ is three times slower than the faster in a first call is left out of the rounds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
 import statistics
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from _program import parser_of, show, show_machine
 from torch.nn.utils.rnn import pad_sequence
 
 import attnreg
-from attnreg.tools.bench.report import save, show, show_machine
+from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, Inputs, Sample, inputs
 from attnreg.tools.measure.timing import interleaved, median_ratio, per_call
 
@@ -158,11 +157,7 @@ def row(result: dict[str, Any]) -> tuple[str, ...]:
 
 def main() -> None:
     """Run every setting and print the table, the geometric mean and the worst."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__, rounds=11)
     options = parser.parse_args()
     show_machine()
     results = []
@@ -180,7 +175,7 @@ def main() -> None:
         mean, which = statistics.geometric_mean(ratios), "causal" if causal else "not causal"
         print(f"{which}: geometric mean {mean:.2f}, worst {min(ratios):.2f}")
     print(f"backends: {attnreg.stats().calls}")
-    save(options.json, results)
+    save(options.out, results)
 
 
 if __name__ == "__main__":

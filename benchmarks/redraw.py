@@ -13,14 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from _runs import read
 from context_parallel_simulated import draw as draw_simulated
 
-from attnreg.tools.bench.fresh.tables import markdown
+from attnreg.tools.bench.fresh.tables import each_case, ratio_text, time_text
 from attnreg.tools.bench.losses import summary, worst_of
 from attnreg.tools.bench.plots import TITLES, draw
 from attnreg.tools.bench.shapes import BOTH, FORWARD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
@@ -45,12 +49,6 @@ def redraw_all(folder: Path) -> None:
     draw_simulated(rows, folder / f"{SIMULATED}.png")
 
 
-def read(run: Path) -> Any:
-    """Return a run. Earlier ones have "by hand" instead of "called directly"."""
-    text = run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
-    return json.loads(text)
-
-
 def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Join runs of random shapes; each row has the seed by which it was drawn."""
     rows = [{"seed": run["results"]["seed"]} | row for run in runs for row in run["results"]["rows"]]
@@ -62,6 +60,25 @@ def joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "rows": rows,
     }
     return {"machine": runs[0]["machine"], "results": results}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the tables of a page of the docs: milliseconds, median and 95th percentile."""
+    return "\n\n".join("\n".join(table(case, step, here)) for (case, step), here in each_case(rows))
+
+
+def table(case: str, step: str, rows: list[Any]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    same, *others = dict.fromkeys(row["stream"] for row in rows)
+    ratios = [f"{stream} / {of}" for of in (same, "torch's") for stream in others]
+    yield "| " + " | ".join([f"{case}, {step}, ms", same, *others, *ratios, "first call"]) + " |"
+    yield "|---" * (3 + 3 * len(others)) + "|"
+    for side in dict.fromkeys(row["side"] for row in rows):
+        by = {row["stream"]: row for row in rows if row["side"] == side}
+        cells = [f"{time_text(row['milliseconds'])} ({time_text(row['p95'])})" for row in by.values()]
+        cells += [f"{by[stream]['over_same']:.2f}" for stream in others]
+        cells += [ratio_text(by[stream]["over_yardstick"]) for stream in others]
+        yield "| " + " | ".join([side, *cells, time_text(by[same]["first"][0])]) + " |"
 
 
 def main() -> None:
@@ -81,7 +98,7 @@ def main() -> None:
         if options.name != "fresh":
             parser.error("--markdown: of fresh only")
         for run in options.files:
-            print(markdown(json.loads(run.read_text())["results"]))
+            print(markdown(read(run)["results"]["rows"]))
         return
     if len(options.files) < 2:
         parser.error("expected a run and a picture")

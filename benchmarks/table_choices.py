@@ -1,6 +1,6 @@
 """The quality of a measured table's choices, by times measured earlier. Needs no GPU.
 
-    python benchmarks/table_choices.py [TABLE] --run RUN [--python] [--json FILE]
+    python benchmarks/table_choices.py [TABLE] --run RUN [--python] [--out FILE]
 
 RUN is a file of `attnreg bench selection --out RUN`, with `--random` or without. A table, by default the
 shipped table of the H200, chooses for the shapes of RUN, and the times of RUN judge the choices. That is what
@@ -10,12 +10,13 @@ means that RUN was without the compiled part.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from _program import parser_of, show
+from _runs import read
 
 from attnreg.core import registry
 from attnreg.core.contract.spec import Device
@@ -24,11 +25,9 @@ from attnreg.core.times import table
 from attnreg.core.times.index import Kinds
 from attnreg.core.times.kinds import PROCESSORS
 from attnreg.core.times.lookup import predict, predict_both
-from attnreg.tools.bench.losses import MUCH, losses_of
-from attnreg.tools.bench.random_shapes import draw
-from attnreg.tools.bench.report import save, show
-from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, held_out
-from attnreg.tools.bench.summary import FIXED
+from attnreg.tools.bench.losses import FIXED, MUCH, losses_of
+from attnreg.tools.bench.report import save
+from attnreg.tools.bench.shapes import BOTH, drawn, held_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -42,23 +41,14 @@ SHIPPED = Path(table.__file__).parent / "shipped" / "nvidia-h200.json"
 DEVICE = Device.parse("sm_90")
 
 
-def fixed_shapes(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
-    """Yield each fixed shape, step, and what each backend loses."""
-    cases = {row["case"]: row for row in results["rows"]}
-    for shape in held_out("cuda"):
-        for step in (FORWARD, BACKWARD):
-            times = cases.get(str(shape), {"directions": {}})["directions"].get(step)
-            if times is not None:
-                best = min(took for name, took in times["front"].items() if name.startswith(FIXED))
-                yield shape, step, {name: took / best for name, took in times["front"].items()}
-
-
-def random_shapes(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
-    """Yield each shape that was drawn, step, and what each backend loses."""
+def shapes_of(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
+    """Yield each shape, step, and what each backend loses."""
+    fixed = {str(shape): shape for shape in held_out("cuda")}
     for row in results["rows"]:
         for step in row["rounds"]:
-            seed = row.get("seed", results["seed"])  # joined runs have a seed in each row
-            yield draw(seed, row["number"], "cuda"), step, losses_of(row, step)
+            seed = row.get("seed", results.get("seed"))  # joined runs have a seed in each row
+            shape = fixed[row["case"]] if seed is None else drawn(seed, row["number"], "cuda")
+            yield shape, step, losses_of(row, step)
 
 
 def chosen(kinds: Kinds, shape: Shape, step: str, compiled: bool) -> Prediction | None:
@@ -66,9 +56,7 @@ def chosen(kinds: Kinds, shape: Shape, step: str, compiled: bool) -> Prediction 
     spec = shape.spec(DEVICE)
     if step == BOTH:
         return predict_both(kinds, spec, "table", compiled)["forward"]
-    if step == FORWARD:
-        spec = dataclasses.replace(spec, needs_backward=False)
-    return predict(kinds, spec, "forward" if step == FORWARD else "backward", "table", compiled)
+    return predict(kinds, dataclasses.replace(spec, needs_backward=False), "forward", "table", compiled)
 
 
 def choice(
@@ -91,7 +79,7 @@ def choice(
 def by_run(kinds: Kinds, results: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
     """Print and return the table's choices in a run, and the shapes that lose over a tenth."""
     rows_of_steps: dict[str, list[dict[str, Any]]] = {}
-    for shape, step, losses in (random_shapes if "seed" in results else fixed_shapes)(results):
+    for shape, step, losses in shapes_of(results):
         able = {name.removeprefix(FIXED): loss for name, loss in losses.items() if name.startswith(FIXED)}
         prediction = chosen(kinds, shape, step, compiled)
         name = choice(prediction, shape.spec(DEVICE), able, registry.entries())
@@ -117,19 +105,16 @@ def by_run(kinds: Kinds, results: Mapping[str, Any], compiled: bool) -> dict[str
 
 def main() -> None:
     """Print every step."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("table", nargs="?", type=Path, default=SHIPPED)
     parser.add_argument("--run", type=Path, required=True, help="choose for the shapes of this run")
     parser.add_argument("--python", action="store_true", help="RUN was without the compiled call cache")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measured = table.load(options.table)
     print(f"{measured.environment.device}, {len(measured.points)} points of {options.table.name}")
     kinds = Kinds(measured.points, measured.fronts, PROCESSORS)
-    results = json.loads(options.run.read_text())["results"]
-    save(options.json, by_run(kinds, results, not options.python))
+    results = read(options.run)["results"]
+    save(options.out, by_run(kinds, results, not options.python))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,9 @@ def main() -> None:
         return
     if len(options.checkouts) != 2:
         parser.error(f"got {len(options.checkouts)} checkouts, expected two")
-    from attnreg.tools.bench.report import save, show, show_machine
+    from _program import show, show_machine
+
+    from attnreg.tools.bench.report import save
     from attnreg.tools.measure.timing import median_ratio
 
     processes = [started(checkout, options.device, options.backend) for checkout in options.checkouts]

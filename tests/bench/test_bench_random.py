@@ -1,4 +1,4 @@
-"""Promises of `attnreg bench selection --random`: what is drawn, and how losses are summed up."""
+"""Promises of `attnreg bench selection`: which shapes are drawn at random, and how losses are summed up."""
 
 import contextlib
 import dataclasses
@@ -11,30 +11,39 @@ from support.command_line import invoke
 from support.known import know
 
 from attnreg.backends import math as math_backend
-from attnreg.tools.bench import compare, random_shapes
+from attnreg.tools.bench import compare, selection
 from attnreg.tools.bench.compare import SideTimer
-from attnreg.tools.bench.losses import ALL, BY_DEVICE, BY_HOST, losses, percentile, summary, worst_of
-from attnreg.tools.bench.random_shapes import draw
-from attnreg.tools.bench.shapes import BOTH, FORWARD
-from attnreg.tools.bench.summary import ADAPTIVE, CHOSEN, ORDER
+from attnreg.tools.bench.losses import (
+    ADAPTIVE,
+    ALL,
+    BY_DEVICE,
+    BY_HOST,
+    CHOSEN,
+    ORDER,
+    losses,
+    percentile,
+    summary,
+    worst_of,
+)
+from attnreg.tools.bench.shapes import BOTH, FORWARD, drawn
 from attnreg.tools.measure.timing import Timer
 
 
 def test_a_seed_and_a_number_are_always_the_same_shape_and_others_are_others():
-    drawn = [draw(7, number, "cuda") for number in range(300)]
-    assert drawn == [draw(7, number, "cuda") for number in range(300)]
-    assert len({str(shape) for shape in drawn + [draw(8, number, "cuda") for number in range(300)]}) > 590
+    found = [drawn(7, number, "cuda") for number in range(300)]
+    assert found == [drawn(7, number, "cuda") for number in range(300)]
+    assert len({str(shape) for shape in found + [drawn(8, number, "cuda") for number in range(300)]}) > 590
 
 
 def test_shapes_on_a_gpu_are_of_every_kind_and_within_their_bounds():
-    drawn = [draw(1, number, "cuda") for number in range(1000)]
-    assert {shape.group for shape in drawn} == {"dense", "packed", "decode"}
-    assert {shape.dim for shape in drawn} == {64, 96, 128}
-    assert {shape.heads[0] // shape.heads[1] for shape in drawn} == {1, 4, 8}
-    lengths = [length for shape in drawn for length in shape.lengths_k]
+    found = [drawn(1, number, "cuda") for number in range(1000)]
+    assert {shape.group for shape in found} == {"dense", "packed", "decode"}
+    assert {shape.dim for shape in found} == {64, 96, 128}
+    assert {shape.heads[0] // shape.heads[1] for shape in found} == {1, 4, 8}
+    lengths = [length for shape in found for length in shape.lengths_k]
     assert 180 <= min(lengths) < 200
     assert 9000 < max(lengths) <= 11_600
-    assert max(shape.flops(FORWARD) for shape in drawn) <= 6e11
+    assert max(shape.flops(FORWARD) for shape in found) <= 6e11
     assert any(length % 2 for length in lengths)
 
 
@@ -110,14 +119,14 @@ def test_the_worst_say_what_ran_and_what_is_best():
 
 
 def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
+    monkeypatch.setattr(selection, "SECONDS", 1e-4)
     out, plot = tmp_path / "found.json", tmp_path / "losses.png"
     given = ("--device", "cpu", "--backend", "cpu,math", "--random", "3", "--seed", "1", "--rounds", "1")
     done = invoke("bench", "selection", *given, "--out", str(out), "--plot", str(plot))
     assert done.exit_code == 0, done.output
     assert "3 shapes of seed 1" in done.output
     found = json.loads(out.read_text())["results"]
-    assert [row["case"] for row in found["rows"]] == [str(draw(1, number, "cpu")) for number in range(3)]
+    assert [row["case"] for row in found["rows"]] == [str(drawn(1, number, "cpu")) for number in range(3)]
     row = found["rows"][0]
     assert set(row["ran"]["always math"].values()) == {"math"}
     assert set(row["ran"]["always cpu"].values()) == {"cpu"}
@@ -132,8 +141,8 @@ def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypat
 
 
 def test_a_shape_that_the_host_bounds_is_measured_thrice_as_often_and_all_rounds_count(monkeypatch):
-    monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
-    monkeypatch.setattr(random_shapes, "_bound", lambda side, backward, step: BY_HOST)
+    monkeypatch.setattr(selection, "SECONDS", 1e-4)
+    monkeypatch.setattr(selection, "_bound", lambda side, backward, step: BY_HOST)
     given = ("--device", "cpu", "--backend", "cpu,math", "--random", "1", "--seed", "1", "--rounds", "1")
     (row,) = json.loads(invoke("bench", "selection", *given, "--json").stdout)["results"]["rows"]
     for step, times in row["microseconds"].items():
@@ -142,7 +151,7 @@ def test_a_shape_that_the_host_bounds_is_measured_thrice_as_often_and_all_rounds
 
 
 def test_a_backend_that_is_wrong_is_left_out_and_the_others_are_measured(fake, monkeypatch):
-    monkeypatch.setattr(random_shapes, "SECONDS", 1e-4)
+    monkeypatch.setattr(selection, "SECONDS", 1e-4)
     backend = fake("mine", priority=-1).backend
     right = backend.load()
     wrong = right._replace(forward=lambda *given: tuple(x * 2 for x in right.forward(*given)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnreg.core.dispatch.counters import reset_stats
 from attnreg.core.varlen import front
 from attnreg.tools.bench.report import Job, PrintedTable
-from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape
+from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape
 from attnreg.tools.bench.sides import (
     STEPS,
     WARM_UP,
@@ -240,13 +240,10 @@ class SideTimer:
         seconds: As long as a measurement takes, but for calls that take longer.
         most: The most calls of a measurement.
         bursts: A measurement is the least of so many in a row.
-        alone: Whether the backward is timed alone as well.
     """
 
-    def __init__(
-        self, side: Side, backward: bool, seconds: float, most: int, bursts: int = 1, alone: bool = False
-    ) -> None:
-        self._side, self._backward, self._alone = side, backward, alone
+    def __init__(self, side: Side, backward: bool, seconds: float, most: int, bursts: int = 1) -> None:
+        self._side, self._backward = side, backward
         self._seconds, self._most, self._bursts = seconds / bursts, most, bursts
         self._often: dict[str, int] = {}  # how often each step is run in a measurement
 
@@ -270,9 +267,6 @@ class SideTimer:
         yield FORWARD, lambda: forward(front, next(in_turn)), 1
         if self._backward:
             yield BOTH, lambda: layers_backward(layers(front, sets), sets), len(sets)
-        if self._backward and self._alone:
-            outs = layers(front, sets)  # isn't timed
-            yield BACKWARD, lambda: layers_backward(outs, sets, retain_graph=True), len(sets)
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> PrintedTable:

@@ -8,7 +8,12 @@ from typing import Any
 
 from attnreg.tools.bench.report import PrintedTable
 from attnreg.tools.bench.shapes import BOTH, FORWARD
-from attnreg.tools.bench.summary import CHOSEN, FIXED, Row
+
+Row = Mapping[str, Any]
+
+# The ways to choose; "always" has the name of a backend behind it.
+CHOSEN, ORDER, FIXED, TORCH = "attnreg, measured", "attnreg, order", "always ", "torch"
+ADAPTIVE = "attnreg, adaptive"
 
 # A loss of more than this is counted; so many of the worst are named.
 MUCH, WORST = 1.15, 10

@@ -3,7 +3,7 @@
 Three steps are timed through `varlen_attn` and SDPA: a forward without a gradient, a forward with a gradient,
 forward + backward. The sides are:
 
-- torch's own function;
+- torch's own function, without attnreg and, for SDPA, below routers that nothing asks for a backend;
 - attnreg by default, with each backend registered, inside `use_backend(...)`, and with `backend=`;
 - each backend's kernels called directly;
 - aten's op, whose autograd is C++;
@@ -12,8 +12,7 @@ forward + backward. The sides are:
 On a GPU the calls have 2 sequences of 128 tokens, 8 heads of 64, bfloat16. The wall time of a few calls
 counts, without waiting for the device. They are too few to fill its queue. Autograd hands a backward on a GPU
 to a thread of its own, which is most of what it costs. So torch and attnreg are also measured with autograd
-in the caller's thread. On a CPU the calls have a few tokens of 8 numbers each, and `overhead_cpu` adds
-questions.
+in the caller's thread. On a CPU the calls have a few tokens of 8 numbers each.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from torch import Tensor
 
 from attnreg import api
 from attnreg.core import registry
-from attnreg.tools.bench import overhead_cpu
 from attnreg.tools.bench.compare import Batch, checked
 from attnreg.tools.bench.fronts import SHAPES
-from attnreg.tools.bench.report import Job, PrintedTable, reached
+from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BOTH, dense, packed
 from attnreg.tools.bench.sides import (
     Front,
@@ -56,17 +54,12 @@ FRONTS = ("varlen_attn", "SDPA")
 # Microseconds of each round, by side and step.
 Rounds = Mapping[str, Mapping[str, list[float]]]
 
-TORCH, DEFAULT, LED = "torch", "attnreg", "attnreg, "
+TORCH, UNASKED = "torch", "torch, nothing asks for a backend"
+DEFAULT, LED = "attnreg", "attnreg, "
 OP, NOTHING = "aten op, C++ autograd", "autograd, nothing"
 ALONE, DIRECTLY = "autograd in the caller's thread", "called directly, "
 # How a backend may be named, as the end of a row's name; a registered one has none.
 IN_SCOPE, BY_ARGUMENT = ", use_backend()", ", backend="
-
-# Microseconds of attnreg's `varlen_attn` on a GPU's host, and of torch's on the host that they were set for:
-# hosts differ by a factor of two.
-AIMS = {"forward, grad": (30.0, 84.0), BOTH: (110.0, 256.0)}
-# What naming a backend for some calls may cost above registering it, in microseconds.
-SCOPED_AIM = 2.0
 
 
 def _with_grad(front: Front, tensors: Tensors) -> Tensor:
@@ -77,20 +70,16 @@ STEPS = {"forward, no grad": forward, "forward, grad": _with_grad, BOTH: forward
 
 
 def measure(job: Job) -> None:
-    """Measure both fronts, and on a CPU, on one thread, what `overhead_cpu` asks first."""
+    """Measure both fronts, on a CPU on one thread."""
     results: dict[str, Any] = {}
     threads = torch.get_num_threads()
     gpu = job.device.type == "cuda"
     shapes = dict(zip(FRONTS, SHAPES if gpu else CPU_SHAPES, strict=True))
-    questions = {} if gpu else overhead_cpu.QUESTIONS
     if not gpu:
         torch.set_num_threads(1)
     try:
-        for case in job.in_time([*questions, *shapes]):
-            if case in questions:
-                overhead_cpu.answer(case, job, results)
-            else:
-                _compare(case, Batch(shapes[case], job.device), job, results)
+        for front in job.in_time(list(shapes)):
+            _compare(front, Batch(shapes[front], job.device), job, results)
             job.keep(results)
     finally:
         torch.set_num_threads(threads)
@@ -118,14 +107,6 @@ def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> Non
     }
     rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
     job.tables.append(PrintedTable(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
-    if job.device.type == "cuda" and batch.shape.varlen:
-        job.summary += [
-            aim(side, step, medians[step], taken.get(TORCH, {}).get(step))
-            for side, medians in taken.items()
-            if side.startswith(DEFAULT)
-            for step in AIMS
-        ]
-    job.summary += scoped_aims(front, rounds)
 
 
 def sides(batch: Batch, job: Job) -> dict[str, Side]:
@@ -135,6 +116,8 @@ def sides(batch: Batch, job: Job) -> dict[str, Side]:
     timed_sides = {DEFAULT: Side(batch.with_attnreg, sets, default)}
     if gpu or not batch.shape.varlen:  # aten's ops for packed tensors have no kernel on a CPU
         timed_sides = {TORCH: Side(batch.with_torch, sets, torch_alone)} | timed_sides
+    if not batch.shape.varlen:
+        timed_sides[UNASKED] = Side(batch.with_torch, sets, by_default)
     for end, choose in (("", api.register_backend), (IN_SCOPE, api.use_backend)):
         for name in job.backends:
             within: Any = functools.partial(choose, name)
@@ -182,37 +165,3 @@ def _rounds(timed_sides: Mapping[str, Side], job: Job) -> Rounds:
         for name, taken in interleaved(measures, job.rounds).items():
             rounds[name][step] = [seconds * 1e6 for seconds in taken]
     return rounds
-
-
-def aim(what: str, step: str, taken: float, torchs: float | None) -> str:
-    """Return whether a row through `varlen_attn` reaches its aims on a GPU."""
-    limit, of_torchs = AIMS[step]
-    line = f"{what}, {step}: {taken:.1f} µs, aim {limit:.0f}: {reached(taken <= limit)}"
-    if torchs is None:
-        return line
-    share, least = taken / torchs, limit / of_torchs
-    return f"{line}; {share:.2f} of torch's, aim {least:.2f}: {reached(share <= least)}"
-
-
-def scoped_aims(front: str, rounds: Rounds) -> list[str]:
-    """Return what naming each backend for some calls costs above registering it, a line for each row.
-
-    That is the median of the differences in each round. Their spread is what half of them lie within:
-    where it is larger than the aim, noise would decide whether that is reached.
-    """
-    lines = []
-    for name in rounds:
-        registered = name.removesuffix(IN_SCOPE).removesuffix(BY_ARGUMENT)
-        if name != registered in rounds:
-            pairs = [zip(rounds[name][step], rounds[registered][step], strict=True) for step in STEPS]
-            added = [sorted(scoped - usual for scoped, usual in each) for each in pairs]
-            medians = [statistics.median(each) for each in added]
-            spread = max(each[-1 - len(each) // 4] - each[len(each) // 4] for each in added)
-            words = ", ".join(f"{difference:+.1f}" for difference in medians)
-            verdict = reached(max(medians) <= SCOPED_AIM)
-            if spread > SCOPED_AIM:
-                verdict = f"not decided, as the rounds differ by {spread:.1f} µs"
-            lines.append(
-                f"{front}, {name}: {words} µs above registered, aim {SCOPED_AIM:+.0f} at most: {verdict}"
-            )
-    return lines

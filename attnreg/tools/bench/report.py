@@ -7,7 +7,6 @@ import json
 import platform
 import re
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
-from rich.table import Table as Drawn
-from rich.text import Text
 
 from attnreg.core.torchlib.caches import write_whole
 from attnreg.errors import BackendUnavailableError, file_errors
@@ -54,7 +50,7 @@ class Job:
         left_out: The cases that weren't measured, each with the reason.
         kept: The results so far as plain data. None before the first case is done.
         tables: The results so far as tables to print.
-        summary: Lines that say which targets are reached.
+        summary: Lines about the results.
     """
 
     device: torch.device
@@ -104,11 +100,6 @@ class Job:
         save(self.out, results, self.left_out)
 
 
-def reached(whether: bool) -> str:
-    """Return the word at the end of a line about an aim."""
-    return "reached" if whether else "MISSED"
-
-
 def document(results: Any, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """Return results with what they were measured on."""
     data = {"machine": machine(), "results": results}
@@ -145,28 +136,9 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
-def show(
-    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], place: Console | None = None
-) -> None:
-    """Print a table, on a console or for 110 columns."""
-    drawn = Drawn(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for index, name in enumerate(header):
-        drawn.add_column(name, justify="left" if index == 0 else "right")
-    for row in rows:
-        drawn.add_row(*map(Text, row))
-    place = place or Console(width=110)
-    place.print(Text(f"\n{title}", style="bold"))
-    place.print(drawn)
-
-
-def show_machine(place: Console | None = None, known: dict[str, str] | None = None) -> None:
-    """Print what the figures were measured on, unless that is `known` already."""
-    facts = [f"{key} {value}" for key, value in (known or machine()).items()]
-    place = place or Console(width=110)
-    # A fact stays on a line: only the spaces around the dots may break it.
-    joined = " · ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts)
-    for line in textwrap.wrap(joined, place.width, break_long_words=False, break_on_hyphens=False):
-        place.print(Text(line.replace("\N{NO-BREAK SPACE}", " ")))
+def machine_line() -> str:
+    """Return what figures are measured on here, as a line."""
+    return " · ".join(f"{key} {value}" for key, value in machine().items())
 
 
 def machine() -> dict[str, str]:

@@ -1,177 +1,195 @@
-"""How good attnreg's choices are, end to end, on shapes that no table was tuned on.
+"""What each way to choose a backend loses, on shapes that no table was tuned on.
 
-Each case and direction has a ratio: the time through attnreg with a measured table, over the time of the best
-single kernel. A small call is bound by the host, so there are two yardsticks:
+The shapes are fixed ones, or drawn at random: then the seed and a shape's number determine the shape. The
+*ways* to choose are attnreg's choice by measurement, its policy "adaptive" (from nothing, after its turns),
+its default order, and each backend registered. Fixed shapes also run on torch alone: its default SDPA, its
+`varlen_attn`. A way's loss is its time over the best backend's time in the same round, for the forward and
+for forward + backward as a whole.
 
-- the kernels called directly, joined by a minimal `autograd.Function`;
-- the backends through the same front, each preferred by `register_backend`.
-
-The other strategies are attnreg's default order, each backend first, and torch alone: its default SDPA, its
-`varlen_attn`.
-
-Calls follow each other immediately. If the host is slower than the device, their time is the host's. Each
-call uses other tensors, so that they come from memory as in a model. The calls share a graph, which autograd
-traverses in a single pass. The backward alone is repeated on the same graph.
+Calls follow each other immediately, as in a program, and the layers of a model share a graph of autograd. For
+the best backend it is measured whether the host or the device takes longer. Losses of shapes that the host
+bounds are summed up apart, because no kernel can win back time that the host takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnreg import api
 from attnreg.core import registry
-from attnreg.core.dispatch import counters, planning
+from attnreg.core.dispatch import planning
+from attnreg.core.dispatch.counters import reset_stats
+from attnreg.core.times import adaptive
+from attnreg.core.times.kinds import kind_of
+from attnreg.core.times.turns import MOST_TURNS
 from attnreg.tools.bench import sides
-from attnreg.tools.bench.compare import (
-    Batch,
-    Checked,
-    SideTimer,
-    batch_beyond_the_cache,
-    checked,
-    measured_in_time,
+from attnreg.tools.bench.ahead import compile_ahead
+from attnreg.tools.bench.compare import Batch, SideTimer, batch_beyond_the_cache, checked, measured_in_time
+from attnreg.tools.bench.losses import (
+    ADAPTIVE,
+    BY_DEVICE,
+    BY_HOST,
+    CHOSEN,
+    FIXED,
+    ORDER,
+    TORCH,
+    best_of,
+    summary,
+    tables,
+    worst_of,
 )
-from attnreg.tools.bench.report import Job, PrintedTable, reached
-from attnreg.tools.bench.shapes import BACKWARD, BOTH, FORWARD, Shape, held_out
+from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, drawn, held_out
 from attnreg.tools.bench.sides import Side
-from attnreg.tools.bench.summary import CHOSEN, FIXED, GROUPS, ORDER, TORCH, aims, gains, ratios, summary
-from attnreg.tools.measure.timing import interleaved
+from attnreg.tools.measure.timing import interleaved, timer_for
 
 QUICK = 6
-DIRECTLY = "called directly, "
-# Of a measurement: see `SideTimer`.
-SECONDS, MOST_CALLS = 0.005, 100
+# Seconds of a measurement, unless a call takes longer. With 50 calls of 40 us in each of three rounds, the
+# best backend of a call bound by the host took 1.03 times as long as itself. `FEW_CALLS` is for the host's
+# time: so few calls don't fill a GPU's queue, for which the host would wait.
+SECONDS, MOST_CALLS, FEW_CALLS = 0.012, 250, 50
+# A measurement is the least of so many in a row, as in `timeit`: other programs interrupt some of them.
+# Without this, two measurements of the same backend differed by a factor of up to 1.5 at 30 us.
+BURSTS = 3
+# The host bounds a call if it takes at least this share of the call's time.
+HOST_BOUND = 0.9
+# A shape that the host bounds gets so many times as many rounds in addition: there, two times five rounds of
+# the same backend differed by a factor of up to 1.29.
+MORE = 2
 
 
-def measure(job: Job) -> None:
-    """Measure every case that the time allows; refuses where attnreg ran none of them."""
-    shapes = held_out(job.device.type)
-    shapes = shapes[: QUICK if job.device.type == "cuda" else QUICK // 2] if job.quick else shapes
+def measure(job: Job, count: int | None = None, seed: int = 0) -> None:
+    """Measure `count` random shapes, else the fixed ones, while there is time; refuses if there are none."""
     table = sides.table_in_force(job.device, job.table)
+    shapes = _shapes(job, count, seed)
+    results: dict[str, Any] = {"table": table} if count is None else {"seed": seed, "table": table}
     rows: list[dict[str, Any]] = []
-    results: dict[str, Any] = {}
-    for _, row in measured_in_time(shapes, list(map(str, shapes)), _row, job):
-        rows.append(row)
-        summed, gained = summary(rows), gains(rows)
-        judged = aims(summed, gained)
-        results = {"table": table, "aims": judged, "summary": summed, "gains": gained, "rows": [*rows]}
-        job.keep(results)
+    _compile_ahead(job, shapes)
+    names = [f"{number}: {shape}" for number, shape in enumerate(shapes)]
+    row_of = functools.partial(_row, with_torch=count is None)
+    with adaptive.from_nothing():
+        for number, row in measured_in_time(shapes, names, row_of, job):
+            rows.append({"number": number} | row)
+            job.keep(results | {"rows": [*rows]})
     job.check_measured(rows)
-    job.tables, job.summary = _tables(results), [f"chosen by: {table}"]
-    for aim in results["aims"]:
-        job.summary.append(f"{aim['what']}: {aim['value']:.3f}, aim {aim['aim']}: {reached(aim['reached'])}")
-    job.keep(results)
+    summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
+    job.keep(results | {"summary": summed, "worst": worst, "rows": rows})
+    job.tables = tables(summed, worst)
+    which = "" if count is None else f" of seed {seed}"
+    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes{which}"]
 
 
-def _row(shape: Shape, job: Job) -> dict[str, Any] | None:
-    """Return the microseconds of a case by direction and strategy; None if attnreg didn't run it."""
-    batch = batch_beyond_the_cache(shape, job.device)
-    right = checked(batch, strategies(batch, job), job)
-    if CHOSEN not in right:
-        return None
-    timed = functools.partial(SideTimer, seconds=SECONDS, most=MOST_CALLS, alone=True)
-    runners = {name: timed(right_side.side, shape.backward) for name, right_side in right.items()}
-    for name, (side, backward) in _direct(batch, job).items():
-        if wrong := batch.verdict(side.results(backward), side.sets).wrong:
-            job.leave_out(f"{shape}, {DIRECTLY}{name}", f"WRONG: {wrong}")
-        else:
-            runners[DIRECTLY + name] = timed(side, backward)
-    measured = interleaved({name: runner.measure for name, runner in runners.items()}, job.rounds)
-    directions = {}
-    for direction in measured[CHOSEN][0]:
-        taken = {
-            name: statistics.median(seconds[direction] for seconds in rounds) * 1e6
-            for name, rounds in measured.items()
-            if direction in rounds[0]
-        }
-        direct = [name for name in taken if name.startswith(DIRECTLY)]
-        directly = {name.removeprefix(DIRECTLY): taken.pop(name) for name in direct}
-        directions[direction] = {
-            "called_directly": directly, "front": taken, "ratios": ratios(directly, taken)
-        }  # fmt: skip
-    return {
-        "case": str(shape),
-        "group": shape.group,
-        "shape": shape.to_dict(),
-        "ran": {name: _ran(right_side) for name, right_side in right.items()},
-        "directions": directions,
-    }
+def _shapes(job: Job, count: int | None, seed: int) -> list[Shape]:
+    device = job.device.type
+    if count is not None:
+        return [drawn(seed, number, device) for number in range(count)]
+    shapes = held_out(device)
+    return shapes[: QUICK if device == "cuda" else QUICK // 2] if job.quick else shapes
 
 
-def _ran(right_side: Checked) -> dict[str, str]:
-    """Return the backend of each call. A forward without gradients may run on another backend."""
-    counters.reset_stats()
-    right_side.side.results(backward=False)
-    alone = sides.ran()["forward"]
-    return {FORWARD: alone, "forward, grad": right_side.ran["forward"], BACKWARD: right_side.ran["backward"]}
+def _compile_ahead(job: Job, shapes: Sequence[Shape]) -> None:
+    """Compile the kernels that the shapes need. A shape needs all kernels of its kind."""
+    job.advance(0, len(shapes), "compiling")
+    device = planning.device_of(job.device)
+    specs = [shape.spec(device) for shape in shapes]
+    one_of_each = {kind_of(spec, "forward"): spec for spec in specs}
+    compile_ahead(one_of_each.values(), map(registry.find, job.backends), job.deadline - time.monotonic())
 
 
-def strategies(batch: Batch, job: Job) -> dict[str, Side]:
-    """Return every way to decide: by measurement, by order, always one backend first, torch alone."""
+def ways(batch: Batch, job: Job) -> dict[str, Side]:
+    """Return every way to decide: by measurement, order, one backend first, turns, and torch alone."""
     within: dict[str, Any] = {
         CHOSEN: functools.partial(sides.settings, "measured", job.table, job.backends),
         ORDER: functools.partial(sides.settings, "order", among=job.backends),
         **{FIXED + name: functools.partial(api.register_backend, name) for name in job.backends},
+        ADAPTIVE: functools.partial(sides.settings, "adaptive", job.table, job.backends),
     }
-    attnreg_sides = {
-        name: Side(batch.with_attnreg, batch.front_sets, context) for name, context in within.items()
+    attnregs = {name: Side(batch.with_attnreg, batch.front_sets, context) for name, context in within.items()}
+    return attnregs | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
+
+
+def _row(shape: Shape, job: Job, with_torch: bool) -> dict[str, Any] | None:
+    """Return the microseconds of a shape by step and way; None if no backend runs it."""
+    batch = batch_beyond_the_cache(shape, job.device)
+    compared = {name: side for name, side in ways(batch, job).items() if with_torch or name != TORCH}
+    _take_turns(compared[ADAPTIVE], shape.backward)
+    right = checked(batch, compared, job)
+    if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
+        return None
+    timed = {
+        name: _timer(right_side.side, shape.backward, MOST_CALLS).measure
+        for name, right_side in right.items()
     }
-    return attnreg_sides | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
+    by_round = _by_round(interleaved(timed, job.rounds))
+    taken = _medians(by_round)
+    bound = {step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()}
+    if BY_HOST in bound.values():
+        for step, times in _by_round(interleaved(timed, MORE * job.rounds)).items():
+            for name, added in times.items():
+                by_round[step][name] += added
+        taken = _medians(by_round)
+    return {
+        "case": str(shape),
+        "shape": shape.to_dict(),
+        "ran": {name: _ran(right_side.side, shape.backward) for name, right_side in right.items()},
+        "microseconds": taken,
+        "rounds": by_round,
+        "bound": bound,
+    }
 
 
-def _direct(batch: Batch, job: Job) -> dict[str, tuple[Side, bool]]:
-    """Return each backend's kernels called directly, and whether there is a backward."""
-    spec = batch.shape.spec(planning.device_of(job.device))
-    direct_sides = {}
-    for name in job.backends:
-        entry = registry.find(name)
-        if entry.reasons(spec, "forward"):
-            continue
-        backward = batch.shape.backward and not entry.reasons(spec, "backward")
-        kernels = entry.kernel("forward", spec), entry.kernel("backward", spec) if backward else None
-        direct_sides[name] = (
-            Side(sides.called_directly(*kernels, batch.call), batch.sets, sides.by_default),
-            backward,
-        )
-    return direct_sides
+def _by_round(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Return microseconds by step, way and round, of seconds by way, round and step."""
+    return {
+        step: {name: [seconds[step] * 1e6 for seconds in taken] for name, taken in rounds.items()}
+        for step in rounds[CHOSEN][0]
+    }
 
 
-def _tables(results: dict[str, Any]) -> list[PrintedTable]:
-    """Return the means, the gains over torch, and a row for each case."""
-    result_tables = []
-    rows_of = {(r["direction"], r["yardstick"], r["strategy"], r["group"]): r for r in results["summary"]}
-    for direction, yardstick in dict.fromkeys(key[:2] for key in rows_of):
-        names = dict.fromkeys(key[2] for key in rows_of if key[:2] == (direction, yardstick))
-        rows = []
-        for name in names:
-            cells = [rows_of.get((direction, yardstick, name, group)) for group in GROUPS]
-            rows.append((name, *(f"{row['mean']:.3f} / {row['worst']:.2f}" if row else "-" for row in cells)))
-        title = f"{direction}: time over that of the {yardstick}, geometric mean / worst"
-        result_tables.append(PrintedTable(title, ("strategy", *GROUPS), rows))
-    gained = [
-        (f"{r['group']}, {r['direction']}", f"{r['mean']:.2f}", f"{r['worst']:.2f}", str(r["cases"]))
-        for r in results["gains"]
-    ]
-    result_tables.append(
-        PrintedTable("Times as fast as torch's default", ("calls", "mean", "worst", "cases"), gained)
-    )
-    directions = dict.fromkeys(name for row in results["rows"] for name in row["directions"])
-    result_tables += [_cases(direction, results["rows"]) for direction in directions]
-    return result_tables
+def _medians(by_round: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {
+        step: {name: statistics.median(microseconds) for name, microseconds in times.items()}
+        for step, times in by_round.items()
+    }
 
 
-def _cases(direction: str, rows: list[dict[str, Any]]) -> PrintedTable:
-    here = [row for row in rows if direction in row["directions"]]
-    names = list(dict.fromkeys(name for row in here for name in row["directions"][direction]["front"]))
-    cells = []
-    for row in here:
-        figures, chosen = row["directions"][direction], row["ran"][CHOSEN]
-        parts = ("forward, grad", BACKWARD) if direction == BOTH else (direction,)
-        times = [figures["front"].get(name) for name in names]
-        directly = min(figures["called_directly"].values(), default=None)
-        which = "+".join(dict.fromkeys(chosen[part] for part in parts))
-        shown = ("-" if time is None else f"{time:.1f}" for time in (*times, directly))
-        cells.append((row["case"], which, *shown))
-    short = [name.removeprefix("attnreg, ").removeprefix(FIXED) for name in names]
-    return PrintedTable(f"{direction}, µs", ("case", "chosen", *short, "called directly"), cells)
+def _take_turns(side: Side, backward: bool) -> None:
+    """Make the calls in which backends take turns, and one more call after them."""
+    timer = timer_for(side.sets[0].q.device)
+    with side.within():
+        for _, run, calls in _timer(side, backward, 1).steps():
+            for count in (-(-MOST_TURNS // calls), 1):
+                for _ in range(count):
+                    with contextlib.suppress(Exception):  # the backend gets no more turns
+                        run()
+                timer.wait()
+
+
+def _ran(side: Side, backward: bool) -> dict[str, str]:
+    """Return the backends of each step. A forward without a gradient may run on another backend."""
+    backends = {}
+    with side.within():
+        for step, run, _ in _timer(side, backward, 1).steps():
+            reset_stats()
+            run()
+            forward, *both = sides.ran().values()
+            backends[step] = forward if step == FORWARD else " + ".join(dict.fromkeys((forward, *both)))
+    return backends
+
+
+def _timer(side: Side, backward: bool, most: int) -> SideTimer:
+    return SideTimer(side, backward, SECONDS, most, BURSTS)
+
+
+def _bound(side: Side, backward: bool, step: str) -> str:
+    """Return whether the host takes as long as the calls do; on a CPU the device is the host."""
+    if not side.sets[0].q.is_cuda:
+        return BY_DEVICE
+    timer = _timer(side, backward, FEW_CALLS)
+    whole, host = (timer.measure(clock)[step] for clock in ("back_to_back", "host"))
+    return BY_HOST if host >= HOST_BOUND * whole else BY_DEVICE

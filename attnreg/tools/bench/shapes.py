@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import starmap, zip_longest
+from math import exp, log
 from typing import Any
 
 from attnreg.core.contract.spec import AttentionSpec, Device
@@ -199,3 +200,33 @@ def sdpa_grid(device: str) -> list[Shape]:
         for ratio in ((1, 4) if gpu else (1, 2))
         for length in lengths
     ]
+
+
+# Lengths, the most tokens in a call, the most floating-point operations of a forward.
+GPU, CPU = (180, 11_600, 48_000, 6e11), (12, 400, 1_200, 2e8)
+
+
+def drawn(seed: int, number: int, device: str) -> Shape:
+    """Draw a shape at random; one seed and number are always the same shape."""
+    rng = random.Random(f"{seed}/{number}")
+    gpu = device == "cuda"
+    least, longest, tokens, most = GPU if gpu else CPU
+    dtype = "bfloat16" if gpu else "float32"
+
+    def length() -> int:
+        return round(exp(rng.uniform(log(least), log(longest))))
+
+    group, dim = rng.choice((1, 4, 8)), rng.choice((64, 96, 128))
+    heads = rng.choice((8, 16, 24, 32))
+    kind, causal = rng.choices(("dense", "packed", "decode"), (4, 4, 2))[0], rng.random() < 0.75
+    while True:
+        batch = round(exp(rng.uniform(0.0, log(24))))
+        rest = heads, heads // group, dim
+        if kind == "decode":
+            shape = decode(batch, rng.choice((1, 1, 1, 4)), length(), *rest, dtype)
+        elif kind == "packed":
+            shape = packed([length() for _ in range(batch)], *rest, causal, dtype)
+        else:
+            shape = dense(batch, length(), *rest, causal, dtype)
+        if sum(shape.lengths_k) <= tokens * (4 if kind == "decode" else 1) and shape.flops(FORWARD) <= most:
+            return shape

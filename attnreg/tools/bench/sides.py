@@ -127,10 +127,10 @@ def layers(front: Front, sets: Sequence[Tensors]) -> list[Tensor]:
     return [front(*tensors.inputs()) for tensors in sets]
 
 
-def layers_backward(outs: Sequence[Tensor], sets: Sequence[Tensors], **options: bool) -> tuple[Tensor, ...]:
+def layers_backward(outs: Sequence[Tensor], sets: Sequence[Tensors]) -> tuple[Tensor, ...]:
     """Run the backwards of all layers in one pass of autograd; `outs` are the outputs, any shape."""
     inputs = [x for tensors in sets for x in tensors.inputs()]
-    return torch.autograd.grad(outs, inputs, [tensors.grad for tensors in sets], **options)
+    return torch.autograd.grad(outs, inputs, [tensors.grad for tensors in sets])
 
 
 STEPS: dict[str, Step] = {FORWARD: forward, BOTH: forward_backward}

@@ -6,13 +6,12 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,55 +31,8 @@ ROUNDS = {
     "sdpa": (7, 2),
     "overhead": (31, 3),
     "selection": (5, 1),
-    "random": (5, 1),
     "fresh": (5, 1),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """The options of the bench commands, in the order of their help; `COMMANDS` lists the options of each."""
-
-    part: Annotated[
-        list[str], valued("--part", "PARTS", f"Some of {', '.join(PARTS)}, with commas. Default: all.")
-    ] = field(default_factory=list)
-    rounds: Annotated[
-        int | None, valued("--rounds", "N", "How often each alternative is measured, in turns.", min=1)
-    ] = None
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")] = False
-    device: options.DeviceHere = ""
-    backend: options.Backends = field(default_factory=list)
-    budget: options.Budget = ""
-    out: Annotated[Path | None, valued("--out", "FILE", "Save the results as JSON after every case.")] = None
-    plot: Annotated[Path | None, valued("--plot", "FILE", "Draw the results: a .png or .svg.")] = None
-    table: Annotated[
-        Path | None,
-        valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg."),
-    ] = None
-    random: Annotated[
-        int | None, valued("--random", "N", "Measure N random shapes instead of the fixed ones.", min=1)
-    ] = None
-    seed: Annotated[
-        int | None,
-        valued("--seed", "S", "With --random: the seed of the shapes. Default: a new one each time."),
-    ] = None
-    as_json: options.AsJson = False
-
-    def parts(self) -> tuple[str, ...]:
-        """Return the parts of `--part`, all of them unless some are named."""
-        named = options.names("--part", self.part)
-        for name in named:
-            if name not in ("all", *PARTS):
-                raise InvalidInputError(
-                    f"--part: got {name!r}, expected all or some of {', '.join(PARTS)}"
-                    f"{did_you_mean(name, PARTS)}"
-                )
-        return PARTS if not named or "all" in named else named
-
-
-# Options that every command has.
-SHARED = ("rounds", "quick", "device", "backend", "budget", "out", "plot", "as_json")
-
 
 bench = typer.Typer(
     help="""Compare backends with each other and with torch.
@@ -94,64 +46,90 @@ bench = typer.Typer(
 )
 
 
-def _run(name: str, chosen: BenchOptions) -> None:
+def _run(
+    name: str,
+    *,
+    part: Annotated[
+        list[str], valued("--part", "PARTS", f"Some of {', '.join(PARTS)}, with commas. Default: all.")
+    ] = [],  # noqa: B006 - typer makes a new list for each call
+    rounds: Annotated[
+        int | None, valued("--rounds", "N", "How often each alternative is measured, in turns.", min=1)
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and fewer rounds.")] = False,
+    device: options.DeviceHere = "",
+    backend: options.Backends = [],  # noqa: B006
+    budget: options.Budget = "",
+    out: Annotated[Path | None, valued("--out", "FILE", "Save the results as JSON after every case.")] = None,
+    plot: Annotated[Path | None, valued("--plot", "FILE", "Draw the results: a .png or .svg.")] = None,
+    table: Annotated[
+        Path | None,
+        valued("--table", "FILE", "Choose by this table. Default: the one that comes with attnreg."),
+    ] = None,
+    random: Annotated[
+        int | None, valued("--random", "N", "Measure N random shapes instead of the fixed ones.", min=1)
+    ] = None,
+    seed: Annotated[
+        int | None,
+        valued("--seed", "S", "With --random: the seed of the shapes. Default: a new one each time."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
     """Measure what a command is named after; save, draw and print the results."""
-    if chosen.seed is not None and not chosen.random:
+    if seed is not None and not random:
         raise InvalidInputError("--seed: got no --random, expected it as well: the other shapes are fixed")
     output.import_torch()
     with output.stdout_to_stderr():
-        job, measure = _job(name, chosen), _measure_function(name, chosen)
-        is_measured = _measure(job, measure)
-        is_finished = is_measured and (chosen.plot is None or _draw(name, job, chosen.plot))
+        job = _job(device, backend, out, plot, table)
+        job.parts, job.quick = _parts(part), quick
+        job.rounds = rounds or ROUNDS[name][quick]
+        job.deadline = time.monotonic() + options.seconds(budget)
+        is_measured = _measure(job, _measure_function(name, random, seed))
+        is_finished = is_measured and (plot is None or _draw(name, job, plot))
     if job.kept is not None:
         from attnreg.tools.bench.report import document
 
-        data = document(job.kept, job.left_out)
-        if chosen.as_json:
-            output.print_json(data)
+        if as_json:
+            output.print_json(document(job.kept, job.left_out))
         elif is_measured:
-            _print(job, data["machine"])
+            _print(job)
         if not is_finished and job.out is not None:
             typer.echo(f"attnreg: what was measured before is in {job.out}", err=True)
     if not is_finished:
         raise typer.Exit(output.INTERRUPTED)
 
 
-def _job(name: str, chosen: BenchOptions) -> Job:
+def _parts(named: list[str]) -> tuple[str, ...]:
+    """Return the parts of `--part`, all of them unless some are named."""
+    parts = options.names("--part", named)
+    for name in parts:
+        if name not in ("all", *PARTS):
+            raise InvalidInputError(
+                f"--part: got {name!r}, expected all or some of {', '.join(PARTS)}{did_you_mean(name, PARTS)}"
+            )
+    return PARTS if not parts or "all" in parts else parts
+
+
+def _job(device: str, backend: list[str], out: Path | None, plot: Path | None, table: Path | None) -> Job:
     """Return what the options ask for, once its files are known to be readable and writable."""
     import torch
 
     from attnreg.tools.bench.report import Job
 
-    parts, device, budget = (
-        chosen.parts(),
-        options.present_device(chosen.device),
-        options.seconds(chosen.budget),
-    )
-    entries = options.measurable(options.names("--backend", chosen.backend), device)
-    _check_files(chosen.out, chosen.plot, chosen.table)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # events are recorded on the current one
-    return Job(
-        device,
-        tuple(entry.name for entry in entries),
-        chosen.rounds or ROUNDS["random" if chosen.random else name][chosen.quick],
-        chosen.quick,
-        deadline=time.monotonic() + budget,
-        out=chosen.out,
-        table=chosen.table and chosen.table.absolute(),
-        parts=parts,
-    )
+    place = options.present_device(device)
+    entries = options.measurable(options.names("--backend", backend), place)
+    _check_files(out, plot, table)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # events are recorded on the current one
+    names = tuple(entry.name for entry in entries)
+    return Job(place, names, rounds=1, out=out, table=table and table.absolute())
 
 
-def _measure_function(name: str, chosen: BenchOptions) -> Callable[[Job], None]:
+def _measure_function(name: str, random: int | None, seed: int | None) -> Callable[[Job], None]:
     """Return the function that measures for a command."""
-    if chosen.random:
-        from attnreg.tools.bench import random_shapes
-
-        seed = secrets.randbelow(10**6) if chosen.seed is None else chosen.seed
-        return functools.partial(random_shapes.measure, count=chosen.random, seed=seed)
-    return importlib.import_module(f"attnreg.tools.bench.{name}").measure  # type: ignore[no-any-return]
+    measure: Callable[..., None] = importlib.import_module(f"attnreg.tools.bench.{name}").measure
+    if not random:
+        return measure
+    return functools.partial(measure, count=random, seed=secrets.randbelow(10**6) if seed is None else seed)
 
 
 def _measure(job: Job, measure: Callable[[Job], None]) -> bool:
@@ -191,18 +169,21 @@ def _check_files(out: Path | None, plot: Path | None, table: Path | None) -> Non
         options.check_writable("--plot", plot.absolute())
 
 
-def _print(job: Job, machine: dict[str, str]) -> None:
-    """Print the machine, the tables, what was left out, and which targets are reached."""
-    from attnreg.tools.bench.report import show, show_machine
+def _print(job: Job) -> None:
+    """Print the machine, the tables, what was left out, and what is said of the results."""
+    from attnreg.tools.bench.report import machine_line
 
     place = output.console()
-    show_machine(place, machine)
+    place.print(machine_line(), "\n", soft_wrap=True)
     for title, header, rows in job.tables:
         if rows:
-            show(title, header, rows, place)
+            output.table(title, rows, header, right=len(header) - 1, place=place)
     for line in (*(f"left out: {line}" for line in job.left_out), *job.summary):
         place.print(line, soft_wrap=True)
 
+
+# Options that every command has.
+SHARED = ("rounds", "quick", "device", "backend", "budget", "out", "plot", "as_json")
 
 # The commands: the options of each besides the shared ones, and its help.
 COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -253,23 +234,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
 def _command(name: str, further: tuple[str, ...]) -> Callable[..., None]:
     """Return the function of a command, by whose signature typer knows its options."""
 
-    def command(**values: Any) -> None:
-        _run(name, BenchOptions(**values))
+    def command(**chosen: Any) -> None:
+        _run(name, **chosen)
 
-    hints = get_type_hints(BenchOptions, include_extras=True)
-    defaults = BenchOptions()
-    command.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(
-                option.name,
-                Parameter.KEYWORD_ONLY,
-                default=getattr(defaults, option.name),
-                annotation=hints[option.name],
-            )
-            for option in fields(BenchOptions)
-            if option.name in (*SHARED, *further)
-        ]
-    )
+    every = inspect.signature(_run, eval_str=True).parameters.values()
+    shown = [option for option in every if option.name in (*SHARED, *further)]
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     return command
 
 

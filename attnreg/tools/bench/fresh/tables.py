@@ -1,4 +1,4 @@
-"""Shows the figures: tables to print, lines that say what is lost, Markdown for the docs."""
+"""Shows the figures: tables to print, and lines that say what is lost."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ HEADER = ("side", "lengths", "ms", "p95", "slowest", "/ same", "/ torch's", "fir
 def tables(rows: Rows) -> list[PrintedTable]:
     """Return a table for each row of the benchmark: a line for each side and stream."""
     return [
-        PrintedTable(f"{case}, {step}", HEADER, list(map(_cells, here))) for (case, step), here in _each(rows)
+        PrintedTable(f"{case}, {step}", HEADER, list(map(_cells, here)))
+        for (case, step), here in each_case(rows)
     ]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        row["side"], row["stream"], _ms(row["milliseconds"]), _ms(row["p95"]), _ms(row["slowest"]),
-        f"{row['over_same']:.2f}", _ratio(row["over_yardstick"]), _ms(row["first"][0]), row["ran"],
-    )  # fmt: skip
+    times = (row["milliseconds"], row["p95"], row["slowest"])
+    ratios = f"{row['over_same']:.2f}", ratio_text(row["over_yardstick"])
+    first = time_text(row["first"][0])
+    return row["side"], row["stream"], *map(time_text, times), *ratios, first, row["ran"]
 
 
 def lines(rows: Rows) -> list[str]:
@@ -34,7 +35,7 @@ def lines(rows: Rows) -> list[str]:
     return [
         f"{case}, {step}: {row['side']}, {row['stream']}: {row['over_same']:.2f} times the same batch"
         f"{_against(row)}"
-        for (case, step), here in _each(rows)
+        for (case, step), here in each_case(rows)
         for row in here
         if row["side"].startswith(OURS) and row["over_same"] != 1.0
     ]
@@ -48,36 +49,17 @@ def _against(row: Mapping[str, Any]) -> str:
     return f"; {ratio:.2f} times {row['yardstick']}: {verdict}"
 
 
-def markdown(results: Mapping[str, Any]) -> str:
-    """Return the tables of a page of the docs: milliseconds, median and 95th percentile."""
-    return "\n\n".join(
-        "\n".join(_markdown(case, step, here)) for (case, step), here in _each(results["rows"])
-    )
-
-
-def _markdown(case: str, step: str, rows: Rows) -> Iterator[str]:
-    streams = list(dict.fromkeys(row["stream"] for row in rows))
-    same, *others = streams
-    ratios = [f"{stream} / {of}" for of in (same, "torch's") for stream in others]
-    yield "| " + " | ".join([f"{case}, {step}, ms", same, *others, *ratios, "first call"]) + " |"
-    yield "|---" * (3 + 3 * len(others)) + "|"
-    for side in dict.fromkeys(row["side"] for row in rows):
-        by = {row["stream"]: row for row in rows if row["side"] == side}
-        cells = [f"{_ms(row['milliseconds'])} ({_ms(row['p95'])})" for row in by.values()]
-        cells += [f"{by[stream]['over_same']:.2f}" for stream in others]
-        cells += [_ratio(by[stream]["over_yardstick"]) for stream in others]
-        yield "| " + " | ".join([side, *cells, _ms(by[same]["first"][0])]) + " |"
-
-
-def _each(rows: Rows) -> Iterator[tuple[tuple[str, str], list[Mapping[str, Any]]]]:
+def each_case(rows: Rows) -> Iterator[tuple[tuple[str, str], list[Mapping[str, Any]]]]:
     """Yield case and step with what was measured of them."""
     for key in dict.fromkeys((row["case"], row["step"]) for row in rows):
         yield key, [row for row in rows if (row["case"], row["step"]) == key]
 
 
-def _ms(milliseconds: float) -> str:
+def time_text(milliseconds: float) -> str:
+    """Return milliseconds as text."""
     return f"{milliseconds:.4f}" if milliseconds < 0.1 else f"{milliseconds:.3g}"
 
 
-def _ratio(ratio: float | None) -> str:
+def ratio_text(ratio: float | None) -> str:
+    """Return a ratio as text; empty if there is none."""
     return "" if ratio is None else f"{ratio:.2f}"

@@ -1,0 +1,32 @@
+"""Reads files of `attnreg bench NAME --out RUN`, also those of earlier versions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from attnreg.tools.bench.losses import BY_DEVICE
+from attnreg.tools.bench.shapes import BOTH, FORWARD
+
+
+def read(run: Path) -> Any:
+    """Return a run. Earlier ones have "by hand" instead of "called directly"."""
+    text = run.read_text().replace("by_hand", "called_directly").replace("by hand", "called directly")
+    document = json.loads(text)
+    results = document["results"]
+    if isinstance(results, dict) and "rows" in results:
+        results["rows"] = [_in_todays_form(row) for row in results["rows"]]
+    return document
+
+
+def _in_todays_form(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `selection`: earlier ones have medians by direction, and "varlen" for "packed"."""
+    if "directions" not in row:
+        return row
+    steps = [step for step in (FORWARD, BOTH) if step in row["directions"]]
+    times = {step: row["directions"][step]["front"] for step in steps}
+    rounds = {step: {name: [time] for name, time in times[step].items()} for step in steps}
+    case = row["case"].replace("varlen ", "packed ")
+    bound = dict.fromkeys(steps, BY_DEVICE)
+    return row | {"case": case, "microseconds": times, "rounds": rounds, "bound": bound}
