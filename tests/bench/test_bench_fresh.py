@@ -1,10 +1,12 @@
 """Promises of `attnreg bench fresh`: no lengths come twice, right before fast, what the figures become."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import random
 import runpy
+import sys
 import types
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from support.processes import forked
 
 import attnreg
 from attnreg.core.dispatch import call_cache
-from attnreg.tools.bench.fresh import attention, llama, tables, turns
+from attnreg.tools.bench.fresh import attention, tables, turns
 from attnreg.tools.bench.fresh.attention import dense_shapes, growing, packed_shapes, settings_of
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH, FORWARD
@@ -78,8 +80,25 @@ def test_training_is_timed_with_a_backward_and_without(part, case):
     assert {row["ran"] for row in rows if row["side"] == "attnreg, math"} == {"math"}
 
 
-def test_a_llama_is_timed_by_name_and_below_sdpa_with_new_documents_and_new_totals():
-    rows = {(row["side"], row["stream"]): row["ran"] for row in measured("--part", "transformers")}
+@pytest.fixture
+def llama(monkeypatch):
+    """Return the script that measures a model of transformers."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield importlib.import_module("fresh_llama")
+    for name in ("fresh_llama", "_program"):
+        sys.modules.pop(name, None)
+
+
+def test_a_llama_is_timed_by_name_and_below_sdpa_with_new_documents_and_new_totals(
+    llama, monkeypatch, tmp_path, capsys
+):
+    out = tmp_path / "found.json"
+    arguments = ["--quick", "--rounds", "2", "--device", "cpu", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["fresh_llama.py", *arguments])
+    llama.main()
+    assert "a Llama of 2 layers, 64 wide, 8 packed documents, 64 tokens" in capsys.readouterr().out
+    found = json.loads(out.read_text())["results"]["rows"]
+    rows = {(row["side"], row["stream"]): row["ran"] for row in found}
     ways = {
         "torch's sdpa": "torch",
         "attnreg": "cpu",
@@ -157,11 +176,11 @@ def test_on_a_gpu_the_rows_are_those_of_programs():
 
 
 def test_every_part_of_the_command_has_rows():
-    rows = [*attention.rows(Job(CPU, ("cpu",), 1)), *llama.rows(Job(CPU, ("cpu",), 1))]
+    rows = attention.rows(Job(CPU, ("cpu",), 1))
     assert {row.part for row in rows} == set(PARTS)
     for part in PARTS:
         job = Job(CPU, ("cpu",), 1, parts=(part,))
-        assert {row.part for row in (*attention.rows(job), *llama.rows(job))} == {part}
+        assert {row.part for row in attention.rows(job)} == {part}
 
 
 def test_the_side_in_python_runs_without_the_call_cache(compiled_routers):
@@ -230,15 +249,7 @@ def test_a_row_that_breaks_is_left_out_and_the_others_kept(monkeypatch):
     assert line.endswith("causal, forward: OutOfMemoryError: CUDA out of memory")
 
 
-def test_without_transformers_the_other_parts_are_measured(monkeypatch):
-    monkeypatch.setattr(llama, "find_spec", lambda name: None)
-    ended, found = run("--part", "transformers")
-    assert ended.exit_code == 1 and "transformers: the package isn't installed" in found["error"]["message"]
-    job = Job(CPU, ("cpu",), 1)
-    assert llama.rows(job) == [] and job.left_out == ["transformers: the package isn't installed"]
-
-
-def test_the_documents_of_a_model_are_new_and_only_the_last_one_counts():
+def test_the_documents_of_a_model_are_new_and_only_the_last_one_counts(llama):
     model, chance = llama.Model(CPU), random.Random(0)
     batches = [model.draw(chance, 256) for _ in range(20)]
     starts = {tuple((batch.inputs["position_ids"][0] == 0).nonzero().flatten().tolist()) for batch in batches}
@@ -250,7 +261,7 @@ def test_the_documents_of_a_model_are_new_and_only_the_last_one_counts():
         assert torch.equal(batch.inputs["input_ids"][:, -last:], batch.last)
 
 
-def test_a_model_whose_last_document_sees_another_is_wrong():
+def test_a_model_whose_last_document_sees_another_is_wrong(llama):
     model = llama.Model(CPU)
     batch = model.draw(random.Random(0), 64)
     assert model.verdict(batch, model.prepared("sdpa", batch)()).wrong == ""

@@ -28,6 +28,7 @@ from attnreg.tools.bench.sides import (
     layers,
     layers_backward,
     ran,
+    who_ran,
     wrong_backend,
 )
 from attnreg.tools.measure import Inputs, Sample, copies, copies_beyond_the_cache
@@ -276,14 +277,8 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> Printe
         (
             row["side"], f"{row['milliseconds']:.3f}", f"{row['times_yardstick']:.2f}",
             f"{row['teraflops']:.3g}", f"{row['of_matmul_rate']:.0%}", f"{row['error']:.2f}",
-            _who_ran(row),
+            who_ran(row["step"], row["ran"]),
         )
         for row in rows
     ]  # fmt: skip
     return PrintedTable(title, header, cells)
-
-
-def _who_ran(row: Mapping[str, Any]) -> str:
-    backends = row["ran"]
-    same = row["step"] == FORWARD or backends["forward"] == backends["backward"]
-    return str(backends["forward"] if same else f"{backends['forward']}, {backends['backward']}")

@@ -180,6 +180,12 @@ def ran() -> dict[str, str]:
     }
 
 
+def who_ran(step: str, backends: Mapping[str, str]) -> str:
+    """Return what ran in a step, the backward apart where that was another."""
+    directions = ("forward",) if step == FORWARD else ("forward", "backward")
+    return ", ".join(dict.fromkeys(backends[direction] for direction in directions))
+
+
 def wrong_backend(wanted: str, backends: Mapping[str, str]) -> str:
     """Return what ran instead of the wanted backend, or "" if the wanted backend ran."""
     if set(backends.values()) == {wanted}:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attnreg.tools.bench.report import Job
 
 # What `attnreg bench fresh` is made of.
-PARTS = ("varlen", "decode", "dense", "transformers")
+PARTS = ("varlen", "decode", "dense")
 
 # How often each alternative is measured: without and with `--quick`.
 ROUNDS = {

@@ -4,27 +4,33 @@ Packed training steps have other documents each time, a cache has one key more a
 prepared, compiled or planned for lengths that never come again costs its time at each call, which no
 benchmark of one repeated batch shows.
 
-`turns` has how a row is checked and timed, `attention` the rows of attention alone, `llama` those of a model,
-`tables` what becomes of the figures. Read `turns` first.
+`turns` has how a row is checked and timed, `attention` the rows, `tables` what becomes of the figures. Read
+`turns` first. `benchmarks/fresh_llama.py` has rows of a model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from attnreg.tools.bench.compare import measured_in_time
-from attnreg.tools.bench.fresh import attention, llama, tables
-from attnreg.tools.bench.fresh.turns import measured
+from attnreg.tools.bench.fresh import attention, tables
+from attnreg.tools.bench.fresh.turns import FreshRow, measured
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.sides import table_in_force
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_rows"]
 
 
 def measure(job: Job) -> None:
-    """Measure the rows of `job.parts` that there is time for, on a CPU with one thread."""
+    """Measure the rows of `job.parts`."""
+    measure_rows(attention.rows(job), job)
+
+
+def measure_rows(wanted: Sequence[FreshRow], job: Job) -> None:
+    """Measure the rows that there is time for, on a CPU with one thread."""
     table = table_in_force(job.device, job.table)
     rows: list[dict[str, Any]] = []
     results = {"table": table, "rows": rows}
@@ -32,7 +38,6 @@ def measure(job: Job) -> None:
     if job.device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        wanted = [*attention.rows(job), *llama.rows(job)]
         for _, figures in measured_in_time(wanted, list(map(str, wanted)), measured, job):
             rows += figures
             job.keep(results)

@@ -6,6 +6,7 @@ time of a single call, with a wait for the device before and after. On a CPU it 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.core.dispatch.counters import reset_stats, stats
+from attnreg.core.dispatch.counters import reset_stats
 from attnreg.tools.bench.compare import short
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import FORWARD
-from attnreg.tools.bench.sides import wrong_backend
+from attnreg.tools.bench.sides import ran, who_ran, wrong_backend
 from attnreg.tools.measure.sample import Verdict
 from attnreg.tools.measure.timing import interleaved, timer_for
 
@@ -93,25 +94,69 @@ class FreshRow:
         return f"{self.case}, {self.step}"
 
 
-class First(NamedTuple):
-    """The seconds of a side's first calls, and its largest error in units of the most that passes."""
-
-    seconds: list[float]
-    error: float
-
-
 class _WrongError(Exception):
     """A side's results break the accuracy rule, or another backend ran."""
 
 
-class _Clock:
-    """Times one call."""
+class _Turns:
+    """What is made of one side of a row: its first calls, its turns, and its checks."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, row: FreshRow, name: str, device: torch.device) -> None:
+        self._row, self._side = row, row.sides[name]
         self._wait = timer_for(device).wait
         self._now = time.thread_time if device.type == "cpu" else timer_for(device).now
+        self.first: list[float] = []  # the seconds of the first calls
+        self.error = 0.0  # the largest, in units of the most that passes
+        self.ran: dict[str, dict[str, None]] = {}  # what ran in the turns of each stream, in words
 
-    def time(self, run: Run) -> tuple[float, list[Tensor]]:
+    def begin(self) -> None:
+        """Make the first calls, all of new lengths, and compare some with float64."""
+        _, new = list(self._row.streams.values())[:2]
+        reset_stats()
+        with self._side.within():
+            for number in range(FIRST):
+                batch = new.draw()
+                seconds, results = self._time(self._side.prepared(batch))
+                self.first.append(seconds)
+                if number >= FIRST - CHECKED:
+                    self._compare(batch, results)
+            run = self._side.prepared(batch)
+            for _ in range(CHECKED):
+                _, results = self._time(run)
+            self._compare(batch, results)
+        backends = ran()
+        if self._row.step == FORWARD:
+            del backends["backward"]
+        if self._side.wanted and (why := wrong_backend(self._side.wanted, backends)):
+            raise _WrongError(why)
+
+    def turn(self, name: str) -> list[float]:
+        """Take a turn with a stream; returns the seconds of each call that counts."""
+        stream = self._row.streams[name]
+        taken: list[float] = []
+        end, run = time.monotonic() + TURN_SECONDS, None
+        reset_stats()
+        with self._side.within():
+            for number in range(WARM_UP + EACH):
+                batch = stream.draw()
+                if run is None or not stream.repeats:
+                    run = self._side.prepared(batch)
+                seconds, _ = self._time(run)
+                if number >= WARM_UP:
+                    taken.append(seconds)
+                if len(taken) >= FEWEST and time.monotonic() > end:
+                    break
+        self.ran.setdefault(name, {})[who_ran(self._row.step, ran())] = None
+        return taken
+
+    def end(self) -> None:
+        """Compare one further call of new lengths with float64."""
+        batch = list(self._row.streams.values())[1].draw()
+        reset_stats()
+        with self._side.within():
+            self._compare(batch, self._time(self._side.prepared(batch))[1])
+
+    def _time(self, run: Run) -> tuple[float, list[Tensor]]:
         """Return the seconds of a call until the device has finished, and its results."""
         self._wait()
         started = self._now()
@@ -119,32 +164,13 @@ class _Clock:
         self._wait()
         return self._now() - started, results
 
-
-class _Turns:
-    """The turns of a side with a stream, and which backends ran in them."""
-
-    def __init__(self, side: Way, stream: Stream, clock: _Clock) -> None:
-        self._side, self._stream, self._clock = side, stream, clock
-        self.ran: dict[str, set[str]] = {"forward": set(), "backward": set()}
-
-    def __call__(self) -> list[float]:
-        """Take a turn; returns the seconds of each call that counts."""
-        taken: list[float] = []
-        end, run = time.monotonic() + TURN_SECONDS, None
-        reset_stats()
-        with self._side.within():
-            for number in range(WARM_UP + EACH):
-                batch = self._stream.draw()
-                if run is None or not self._stream.repeats:
-                    run = self._side.prepared(batch)
-                seconds, _ = self._clock.time(run)
-                if number >= WARM_UP:
-                    taken.append(seconds)
-                if len(taken) >= FEWEST and time.monotonic() > end:
-                    break
-        for direction, names in _ran().items():
-            self.ran[direction] |= names
-        return taken
+    def _compare(self, batch: Any, results: list[Tensor]) -> None:
+        if self._side.is_control:
+            return
+        error, wrong = self._row.verdict(batch, results)
+        if wrong:
+            raise _WrongError(f"WRONG: {wrong}; ran {who_ran(self._row.step, ran())}")
+        self.error = max(self.error, error)
 
 
 def measured(row: FreshRow, job: Job) -> list[dict[str, Any]]:
@@ -152,35 +178,36 @@ def measured(row: FreshRow, job: Job) -> list[dict[str, Any]]:
 
     Returns a dictionary for each side and stream; times are milliseconds.
     """
-    clock = _Clock(job.device)
-    first = {}
-    for name, side in row.sides.items():
-        try:
-            first[name] = _first_calls(row, side, clock)
-        except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
-            job.leave_out(f"{row}, {name}", _why(problem))
-    turns = {
-        (name, stream): _Turns(row.sides[name], row.streams[stream], clock)
-        for name in first
-        for stream in row.streams
-    }
-    taken = interleaved(turns, job.rounds)
-    for name in list(first):
-        try:
-            _check(row, row.sides[name], clock)
-        except Exception as problem:  # noqa: BLE001
-            job.leave_out(f"{row}, {name}", f"after the measurement: {_why(problem)}")
-            del first[name]
-    times = {key: list(itertools.chain(*rounds)) for key, rounds in taken.items() if key[0] in first}
+    sides = {name: _Turns(row, name, job.device) for name in row.sides}
+    _keep_right(row, sides, _Turns.begin, job)
+    each = itertools.product(sides, row.streams)
+    taken = interleaved(
+        {(name, stream): functools.partial(sides[name].turn, stream) for name, stream in each}, job.rounds
+    )
+    _keep_right(row, sides, _Turns.end, job, "after the measurement: ")
+    times = {key: list(itertools.chain(*rounds)) for key, rounds in taken.items() if key[0] in sides}
     return [
         {
             "part": row.part, "case": row.case, "step": row.step, "side": name, "stream": stream,
             **_figures(times, name, stream, next(iter(row.streams)), row.yardstick),
-            "first": [seconds * 1e3 for seconds in first[name].seconds], "error": first[name].error,
-            "ran": _in_words(turns[name, stream].ran, row.step),
+            "first": [seconds * 1e3 for seconds in sides[name].first], "error": sides[name].error,
+            "ran": "; ".join(sides[name].ran[stream]),
         }
         for name, stream in times
     ]  # fmt: skip
+
+
+def _keep_right(
+    row: FreshRow, sides: dict[str, _Turns], check: Callable[[_Turns], None], job: Job, when: str = ""
+) -> None:
+    """Check all sides, drop those that are wrong, and record why."""
+    for name, side in list(sides.items()):
+        try:
+            check(side)
+        except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
+            why = str(problem) if isinstance(problem, _WrongError) else short(problem)
+            job.leave_out(f"{row}, {name}", f"{when}{why}")
+            del sides[name]
 
 
 def _figures(
@@ -198,61 +225,3 @@ def _figures(
         "over_yardstick": middle / statistics.median(against) if against else None,
         "yardstick": yardstick,
     }
-
-
-def _first_calls(row: FreshRow, side: Way, clock: _Clock) -> First:
-    """Make a side's first calls, all of new lengths, and compare some with float64."""
-    _, new = list(row.streams.values())[:2]
-    taken, errors = [], []
-    reset_stats()
-    with side.within():
-        for number in range(FIRST):
-            batch = new.draw()
-            seconds, results = clock.time(side.prepared(batch))
-            taken.append(seconds)
-            if number >= FIRST - CHECKED:
-                errors.append(_error(row, side, batch, results))
-        run = side.prepared(batch)
-        for _ in range(CHECKED):
-            _, results = clock.time(run)
-        errors.append(_error(row, side, batch, results))
-    directions = _ran() if row.step != FORWARD else {FORWARD: _ran()[FORWARD]}
-    ran = {direction: "+".join(sorted(names)) or "torch" for direction, names in directions.items()}
-    if side.wanted and (why := wrong_backend(side.wanted, ran)):
-        raise _WrongError(why)
-    return First(taken, max(errors))
-
-
-def _check(row: FreshRow, side: Way, clock: _Clock) -> None:
-    """Compare one further call of new lengths with float64."""
-    batch = list(row.streams.values())[1].draw()
-    with side.within():
-        _error(row, side, batch, clock.time(side.prepared(batch))[1])
-
-
-def _error(row: FreshRow, side: Way, batch: Any, results: list[Tensor]) -> float:
-    if side.is_control:
-        return 0.0
-    error, wrong = row.verdict(batch, results)
-    if wrong:
-        raise _WrongError(f"WRONG: {wrong}; ran {_in_words(_ran(), row.step)}")
-    return error
-
-
-def _why(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, _WrongError) else short(problem)
-
-
-def _ran() -> dict[str, set[str]]:
-    """Return which backends ran in each direction since the counters were last set to zero."""
-    calls = stats().calls
-    return {
-        direction: {name for name, counts in calls.items() if counts[direction]}
-        for direction in ("forward", "backward")
-    }
-
-
-def _in_words(ran: Mapping[str, set[str]], step: str) -> str:
-    """Return what ran, the backward apart where that was another; where nothing is counted, torch's own."""
-    forward, backward = ("+".join(sorted(ran[direction])) or "torch" for direction in ("forward", "backward"))
-    return forward if step == FORWARD or forward == backward else f"{forward}, {backward}"

@@ -1,4 +1,11 @@
-"""The rows of a model of transformers: training steps of a Llama on packed documents, forward + backward."""
+"""Training steps of a Llama on packed documents whose lengths are new in each, beside a batch that repeats.
+
+    python benchmarks/fresh_llama.py [--device cpu|cuda] [--rounds N] [--table FILE] [--quick] [--out FILE]
+
+Steps are forward + backward, by transformers' own `sdpa`, by `attn_implementation="attnreg"`, and by `sdpa`
+with attnreg installed and the policy "measured". They are checked, timed and shown as `attnreg bench fresh`
+does with calls of attention alone. FILE of `--table` is the measured table to choose by.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +14,25 @@ import copy
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from _program import parser_of, show, show_machine
 from torch import Tensor
 
 from attnreg import api
+from attnreg.tools.bench import fresh
 from attnreg.tools.bench.fresh.attention import OURS
 from attnreg.tools.bench.fresh.turns import SAME, FreshRow, Stream, Way
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH
-from attnreg.tools.bench.sides import settings, torch_alone
+from attnreg.tools.bench.sides import settings, torch_alone, untouched
 from attnreg.tools.measure.rule import compare
 from attnreg.tools.measure.sample import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 # Streams: other documents of as many tokens in all, and of another number.
 DOCUMENTS, TOTALS = "new", "new total"
@@ -69,7 +80,7 @@ class Model:
         from attnreg.integrations.transformers import install
 
         install()
-        AttentionInterface.register(ADDED, _added)
+        AttentionInterface.register(ADDED, added)
         torch.manual_seed(0)
         config = LlamaConfig(**SIZES[self.device.type], use_cache=False)
         return LlamaForCausalLM(config).to(self.device, self.dtype)
@@ -96,10 +107,10 @@ class Model:
         return Documents(inputs, tokens[:, start:])
 
     def prepared(self, implementation: str, batch: Documents) -> Callable[[], list[Tensor]]:
-        """Return a training step; it returns what `_results` does."""
+        """Return a training step; it returns what `results_of` does."""
         if self.model.config._attn_implementation != implementation:
             self.model.set_attn_implementation(implementation)
-        return lambda: _results(self.model, batch.inputs, batch.last.shape[1])
+        return lambda: results_of(self.model, batch.inputs, batch.last.shape[1])
 
     def verdict(self, batch: Documents, results: list[Tensor]) -> Verdict:
         """Return how wrong the last document's logits are, and a gradient that goes through all layers.
@@ -107,7 +118,7 @@ class Model:
         The logits are (length of the document, vocabulary), the gradient has the shape of its weight.
         """
         alone = {"input_ids": batch.last, "labels": batch.last}
-        exact, plain = (_results(model, alone, batch.last.shape[1]) for model in self._plain.values())
+        exact, plain = (results_of(model, alone, batch.last.shape[1]) for model in self._plain.values())
         errors = {
             name: compare((ours,), theirs, truth, self.dtype)
             for name, ours, theirs, truth in zip(("logits", "gradient"), results, plain, exact, strict=True)
@@ -116,7 +127,7 @@ class Model:
         return Verdict(max(error.share for error in errors.values()), wrong)
 
 
-def _results(model: Any, inputs: dict[str, Tensor], last: int) -> list[Tensor]:
+def results_of(model: Any, inputs: dict[str, Tensor], last: int) -> list[Tensor]:
     """Make a training step; returns the last tokens' logits, and a gradient of the first layer."""
     model.zero_grad(set_to_none=True)
     out = model(**inputs)
@@ -125,17 +136,12 @@ def _results(model: Any, inputs: dict[str, Tensor], last: int) -> list[Tensor]:
 
 
 def rows(job: Job) -> list[FreshRow]:
-    """Return a row for each number of tokens, if the job wants them and transformers is installed."""
-    if not job.wants("transformers"):
-        return []
-    if find_spec("transformers") is None:
-        job.leave_out("transformers", "the package isn't installed")
-        return []
+    """Return a row for each number of tokens."""
     model = Model(job.device)
-    return [_row(model, tokens, job) for tokens in TOKENS[job.device.type][: 1 if job.quick else None]]
+    return [row_of(model, tokens, job) for tokens in TOKENS[job.device.type][: 1 if job.quick else None]]
 
 
-def _row(model: Model, tokens: int, job: Job) -> FreshRow:
+def row_of(model: Model, tokens: int, job: Job) -> FreshRow:
     chance = random.Random(tokens)
 
     def draw() -> Documents:
@@ -147,7 +153,7 @@ def _row(model: Model, tokens: int, job: Job) -> FreshRow:
     measured = functools.partial(settings, "measured", job.table, job.backends)
     ways: dict[str, tuple[str, Any]] = {
         TORCH: ("sdpa", torch_alone),
-        NAMED: ("attnreg", _installed),
+        NAMED: ("attnreg", installed),
         MEASURED: ("sdpa", measured),
         CONTROL: (ADDED, torch_alone),
     }
@@ -165,12 +171,34 @@ def _row(model: Model, tokens: int, job: Job) -> FreshRow:
     )  # fmt: skip
 
 
-def _added(_: Any, query: Tensor, key: Tensor, value: Tensor, *_mask: Any, **__: Any) -> tuple[Tensor, None]:
+def added(_: Any, query: Tensor, key: Tensor, value: Tensor, *_mask: Any, **__: Any) -> tuple[Tensor, None]:
     """Return (B, S, H, D) from three tensors (B, H, S, D) of equal heads, all of which get a gradient."""
     return (query + key + value).transpose(1, 2).contiguous(), None
 
 
 @contextlib.contextmanager
-def _installed() -> Iterator[None]:
+def installed() -> Iterator[None]:
+    """Install attnreg's routers, with no backend registered."""
     api.install()
     yield
+
+
+def main() -> None:
+    """Measure the rows and print their tables."""
+    parser = parser_of(__doc__, rounds=5, devices=SIZES)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--quick", action="store_true", help="the smaller batch alone")
+    options = parser.parse_args()
+    show_machine()
+    device = torch.device(options.device)
+    job = Job(device, (), options.rounds, options.quick, out=options.out, table=options.table)
+    with untouched():
+        fresh.measure_rows(rows(job), job)
+    for table in job.tables:
+        show(*table)
+    for line in (*(f"left out: {line}" for line in job.left_out), *job.summary):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
