@@ -21,12 +21,10 @@ def read(run: Path) -> Any:
 
 
 def _in_todays_form(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `selection`: earlier ones have medians by direction, and "varlen" for "packed"."""
+    """Return a row of `selection`, which earlier had medians alone, by direction."""
     if "directions" not in row:
         return row
     steps = [step for step in (FORWARD, BOTH) if step in row["directions"]]
     times = {step: row["directions"][step]["front"] for step in steps}
     rounds = {step: {name: [time] for name, time in times[step].items()} for step in steps}
-    case = row["case"].replace("varlen ", "packed ")
-    bound = dict.fromkeys(steps, BY_DEVICE)
-    return row | {"case": case, "microseconds": times, "rounds": rounds, "bound": bound}
+    return row | {"microseconds": times, "rounds": rounds, "bound": dict.fromkeys(steps, BY_DEVICE)}

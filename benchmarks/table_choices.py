@@ -27,7 +27,7 @@ from attnreg.core.times.kinds import PROCESSORS
 from attnreg.core.times.lookup import predict, predict_both
 from attnreg.tools.bench.losses import FIXED, MUCH, losses_of
 from attnreg.tools.bench.report import save
-from attnreg.tools.bench.shapes import BOTH, drawn, held_out
+from attnreg.tools.bench.shapes import BOTH, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from attnreg.core.contract.spec import AttentionSpec
     from attnreg.core.registry.entry import Entry
     from attnreg.core.selection.predictions import Prediction
-    from attnreg.tools.bench.shapes import Shape
 
 SHIPPED = Path(table.__file__).parent / "shipped" / "nvidia-h200.json"
 DEVICE = Device.parse("sm_90")
@@ -43,11 +42,14 @@ DEVICE = Device.parse("sm_90")
 
 def shapes_of(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
     """Yield each shape, step, and what each backend loses."""
-    fixed = {str(shape): shape for shape in held_out("cuda")}
     for row in results["rows"]:
+        batch, *sizes = (row["shape"][name] for name in ("batch", "lengths_q", "lengths_k", "heads"))
+        lengths_q, lengths_k, heads = (
+            (size,) * batch if isinstance(size, int) else tuple(size) for size in sizes
+        )
+        rest = {name: row["shape"][name] for name in ("dim", "causal", "varlen", "dtype", "backward")}
+        shape = Shape(lengths_q=lengths_q, lengths_k=lengths_k, heads=heads, **rest)
         for step in row["rounds"]:
-            seed = row.get("seed", results.get("seed"))  # joined runs have a seed in each row
-            shape = fixed[row["case"]] if seed is None else drawn(seed, row["number"], "cuda")
             yield shape, step, losses_of(row, step)
 
 

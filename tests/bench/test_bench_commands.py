@@ -17,7 +17,7 @@ from attnreg.core.times.tables import SHIPPED
 from attnreg.tools.bench import selection
 from attnreg.tools.bench.losses import ADAPTIVE, ALL, CHOSEN, ORDER, TORCH
 from attnreg.tools.bench.report import Job
-from attnreg.tools.bench.shapes import BOTH, FORWARD, decode, dense, packed, ragged
+from attnreg.tools.bench.shapes import BOTH, FORWARD, decode, dense, packed
 
 COMMANDS = ("varlen", "sdpa", "overhead", "selection", "fresh")
 OF_A_GPU = str(SHIPPED / "nvidia-h200.json")
@@ -29,10 +29,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def bench(monkeypatch):
     """Run a command on this CPU in its smallest form: shapes that take microseconds."""
-    small = [dense(2, 24, 2, 2, 16, True, "float32"), ragged(3, 20, 2, 1, 16, False, "float32"),
+    small = [dense(2, 24, 2, 2, 16, True, "float32"), packed([20, 7, 3], 2, 1, 16, False, "float32"),
              decode(2, 1, 40, 2, 2, 16, "float32")]  # fmt: skip
     for name, value in {
-        "shapes.SMALL": small,
+        "selection.COUNTS": (3, 3),
+        "selection.drawn": lambda seed, number, device: small[number],
         "varlen.pull_request": lambda _: [packed([9, 16], 2, 2, 16, True, "float32")],
         "sdpa.sdpa_grid": lambda _: [dense(2, 24, 4, 2, 16, True, "float32")] * 2,
         "compare.SECONDS": 1e-4,

@@ -45,26 +45,30 @@ def test_a_side_that_ran_another_backend_is_wrong():
     assert wrong_backend("FA4", {"forward": "FA4", "backward": "FA2"}) == "ran FA4 (forward), FA2 (backward)"
 
 
-def test_held_out_shapes_are_in_no_grid_and_in_no_table_that_ships():
+def usual(device):
+    """Return the shapes of `bench selection` without `--random`."""
+    counts = selection.GPU_COUNTS if device == "cuda" else selection.COUNTS
+    return [shapes.drawn(selection.SEED, number, device) for number in range(counts[0])]
+
+
+def test_shapes_without_random_are_in_no_grid_and_in_no_table_that_ships():
     for device in (Device.parse("sm_90"), Device.parse("cpu")):
         kept = {(kind_of(spec, FORWARD), size_of(spec)) for spec in grid("full", device)}
         for file in SHIPPED.glob("*.json"):
             kept |= {(point.kind._replace(direction=FORWARD), point.size) for point in load(file).points}
-        specs = [shape.spec(device) for shape in shapes.held_out(device.type)]
+        specs = [shape.spec(device) for shape in usual(device.type)]
         assert not kept & {(kind_of(spec, FORWARD), size_of(spec)) for spec in specs}
         assert len(set(specs)) == len(specs)
 
 
-def test_held_out_shapes_vary_in_everything_early():
-    found = shapes.held_out("cuda")
+def test_shapes_without_random_vary_in_everything_early():
+    found = usual("cuda")
     assert len(found) == 58
-    for some in (found, found[:20]):
+    for some in (found, found[:20], found[: selection.GPU_COUNTS[1]]):
         assert {shape.group for shape in some} == {"dense", "packed", "decode"}
         assert {shape.dim for shape in some} == {64, 96, 128} and {s.causal for s in some} == {True, False}
-        assert {shape.heads[0] // shape.heads[1] for shape in some} >= {1, 4, 5, 8}
+        assert {shape.heads[0] // shape.heads[1] for shape in some} >= {1, 4, 8}
         assert {len(shape.lengths_q) % 2 for shape in some} == {0, 1}
-    assert {max(shape.lengths_k) for shape in found} >= {192, 12000, 24000}
-    assert shapes.held_out("cuda") == found
 
 
 def test_bench_varlen_has_the_shapes_of_pytorchs_pull_request():

@@ -1,10 +1,10 @@
 """What each way to choose a backend loses, on shapes that no table was tuned on.
 
-The shapes are fixed ones, or drawn at random: then the seed and a shape's number determine the shape. The
-*ways* to choose are attnreg's choice by measurement, its policy "adaptive" (from nothing, after its turns),
-its default order, and each backend registered. Fixed shapes also run on torch alone: its default SDPA, its
-`varlen_attn`. A way's loss is its time over the best backend's time in the same round, for the forward and
-for forward + backward as a whole.
+The shapes are drawn at random: a seed and a shape's number determine the shape. Without `--random` they are
+always the same. The *ways* to choose are attnreg's choice by measurement, its policy "adaptive" (from
+nothing, after its turns), its default order, and each backend registered. The shapes that are always the same
+also run on torch alone: its default SDPA, its `varlen_attn`. A way's loss is its time over the best backend's
+time in the same round, for the forward and for forward + backward as a whole.
 
 Calls follow each other immediately, as in a program, and the layers of a model share a graph of autograd. For
 the best backend it is measured whether the host or the device takes longer. Losses of shapes that the host
@@ -44,11 +44,13 @@ from attnreg.tools.bench.losses import (
     worst_of,
 )
 from attnreg.tools.bench.report import Job
-from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, drawn, held_out
+from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, drawn
 from attnreg.tools.bench.sides import Side
 from attnreg.tools.measure.timing import interleaved, timer_for
 
-QUICK = 6
+# How many shapes there are without `--random`, without and with `--quick`; and their seed, by which already
+# the first vary in everything.
+GPU_COUNTS, COUNTS, SEED = (58, 6), (6, 3), 1
 # Seconds of a measurement, unless a call takes longer. With 50 calls of 40 us in each of three rounds, the
 # best backend of a call bound by the host took 1.03 times as long as itself. `FEW_CALLS` is for the host's
 # time: so few calls don't fill a GPU's queue, for which the host would wait.
@@ -63,11 +65,12 @@ HOST_BOUND = 0.9
 MORE = 2
 
 
-def measure(job: Job, count: int | None = None, seed: int = 0) -> None:
-    """Measure `count` random shapes, else the fixed ones, while there is time; refuses if there are none."""
+def measure(job: Job, count: int | None = None, seed: int = SEED) -> None:
+    """Measure `count` shapes of a seed, while there is time; refuses where none could be measured."""
     table = sides.table_in_force(job.device, job.table)
-    shapes = _shapes(job, count, seed)
-    results: dict[str, Any] = {"table": table} if count is None else {"seed": seed, "table": table}
+    usual = GPU_COUNTS if job.device.type == "cuda" else COUNTS
+    shapes = [drawn(seed, number, job.device.type) for number in range(count or usual[job.quick])]
+    results: dict[str, Any] = {"seed": seed, "table": table}
     rows: list[dict[str, Any]] = []
     _compile_ahead(job, shapes)
     names = [f"{number}: {shape}" for number, shape in enumerate(shapes)]
@@ -80,16 +83,7 @@ def measure(job: Job, count: int | None = None, seed: int = 0) -> None:
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
     job.keep(results | {"summary": summed, "worst": worst, "rows": rows})
     job.tables = tables(summed, worst)
-    which = "" if count is None else f" of seed {seed}"
-    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes{which}"]
-
-
-def _shapes(job: Job, count: int | None, seed: int) -> list[Shape]:
-    device = job.device.type
-    if count is not None:
-        return [drawn(seed, number, device) for number in range(count)]
-    shapes = held_out(device)
-    return shapes[: QUICK if device == "cuda" else QUICK // 2] if job.quick else shapes
+    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
 
 
 def _compile_ahead(job: Job, shapes: Sequence[Shape]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import starmap, zip_longest
 from math import exp, log
 from typing import Any
 
@@ -104,17 +103,6 @@ def dense(batch: int, length: int, *rest: Any) -> Shape:
     return replace(packed((length,) * batch, *rest), varlen=False)
 
 
-def ragged(batch: int, longest: int, *rest: Any) -> Shape:
-    """Return packed sequences as text has them: lognormal lengths, always the same, the last the longest.
-
-    `rest` are the further arguments of `packed`.
-    """
-    draw = random.Random(batch * 1_000_003 + longest)
-    drawn = (round(longest * 0.3 * draw.lognormvariate(0.0, 0.8)) for _ in range(batch - 1))
-    lengths = [*(min(max(length, 1 + longest // 64), longest) for length in drawn), longest]
-    return packed(lengths, *rest)
-
-
 def decode(
     batch: int, queries: int, keys: int, heads_q: int, heads_k: int, dim: int, dtype: str = "bfloat16"
 ) -> Shape:
@@ -123,57 +111,6 @@ def decode(
         lengths_q=(queries,) * batch, lengths_k=(keys,) * batch, heads=(heads_q, heads_k), dim=dim,
         dtype=dtype, backward=False,
     )  # fmt: skip
-
-
-# Batch, length, heads of query and key, head dim, causal: sizes that no grid of `attnreg tune` has.
-DENSE = (
-    (3, 1536, 24, 24, 128, True), (1, 6000, 32, 8, 128, True), (11, 320, 12, 12, 64, False),
-    (5, 1100, 20, 20, 64, True), (2, 3000, 40, 8, 128, True), (7, 777, 12, 12, 96, False),
-    (24, 192, 16, 4, 64, True), (1, 12000, 24, 24, 128, True), (4, 2500, 24, 24, 64, False),
-    (9, 640, 32, 32, 128, True), (1, 900, 10, 10, 64, True), (6, 1400, 32, 4, 128, True),
-    (13, 450, 24, 24, 128, False), (2, 7000, 16, 16, 64, True), (3, 2200, 16, 8, 96, True),
-    (1, 3500, 40, 40, 128, False), (40, 224, 8, 8, 128, False), (2, 5000, 32, 8, 64, True),
-    (15, 1000, 12, 12, 64, True), (1, 10000, 20, 4, 128, False), (6, 300, 32, 8, 128, True),
-    (1, 1800, 32, 8, 128, True), (3, 4500, 12, 12, 64, False), (10, 1700, 16, 2, 128, True),
-)  # fmt: skip
-
-# Batch, longest, heads of query and key, head dim, causal.
-RAGGED = (
-    (12, 1500, 16, 16, 128, True), (5, 5000, 32, 8, 128, True), (31, 600, 12, 12, 64, False),
-    (8, 2300, 24, 24, 64, True), (3, 9000, 16, 16, 128, False), (17, 700, 20, 4, 96, True),
-    (48, 400, 8, 8, 64, True), (7, 3200, 40, 8, 128, True), (20, 900, 24, 24, 128, False),
-    (2, 12000, 32, 4, 128, True), (10, 1900, 16, 4, 64, False), (6, 1200, 12, 12, 64, True),
-    (36, 1300, 16, 16, 128, True), (4, 350, 10, 10, 128, True), (14, 2800, 32, 8, 64, True),
-    (9, 500, 32, 32, 96, False), (3, 6500, 24, 24, 64, True), (25, 1700, 16, 8, 128, True),
-    (11, 3700, 20, 20, 128, False), (16, 800, 32, 8, 128, True),
-)  # fmt: skip
-
-# Batch, queries, keys, heads of query and key, head dim.
-DECODE = (
-    (3, 1, 6000, 32, 8, 128), (24, 1, 1500, 24, 24, 64), (1, 1, 24000, 40, 8, 128),
-    (12, 4, 3000, 32, 8, 128), (7, 1, 5000, 16, 16, 128), (32, 1, 2500, 32, 4, 128),
-    (2, 8, 12000, 24, 24, 128), (5, 1, 9000, 20, 4, 64), (20, 3, 1900, 16, 4, 64),
-    (1, 1, 3500, 32, 32, 128), (10, 1, 14000, 32, 8, 128), (4, 6, 7000, 40, 8, 128),
-    (28, 1, 4500, 12, 12, 96), (6, 5, 20000, 32, 4, 128),
-)  # fmt: skip
-
-# Six that a CPU computes in milliseconds.
-SMALL = (
-    dense(3, 150, 4, 4, 64, True, "float32"),
-    ragged(5, 180, 4, 4, 64, True, "float32"),
-    decode(3, 1, 700, 4, 2, 64, "float32"),
-    dense(2, 220, 4, 2, 64, False, "float32"),
-    ragged(7, 90, 4, 2, 32, False, "float32"),
-    dense(5, 70, 6, 6, 32, True, "float32"),
-)
-
-
-def held_out(device: str) -> list[Shape]:
-    """Return shapes that no table was tuned on; the first of them vary in everything already."""
-    if device != "cuda":
-        return list(SMALL)
-    kinds = starmap(dense, DENSE), starmap(ragged, RAGGED), starmap(decode, DECODE)
-    return [shape for row in zip_longest(*kinds) for shape in row if shape is not None]
 
 
 def pull_request(device: str) -> list[Shape]:

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from attnreg import api
-from attnreg.core import registry
-from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench.compare import Batch, checked, named, table, timed
 from attnreg.tools.bench.report import Job
@@ -74,26 +72,10 @@ def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> di
         MASKED: Side(functools.partial(sdpa, attn_mask=visible), padded, torch_alone),
         DEFAULT: Side(batch.with_attnreg, batch.sets, by_default),
     }
-    led: dict[str, str | Backend] = {name: name for name in backends}
-    if {"cuDNN", "FA4"} <= set(backends):
-        led["cuDNN+FA4"] = _mixed("cuDNN", "FA4")
-    for name, backend in led.items():
-        within = functools.partial(api.register_backend, backend)
+    for name in backends:
+        within = functools.partial(api.register_backend, name)
         compared[LED + name] = Side(batch.with_attnreg, batch.sets, within, wanted=name)
     return compared
-
-
-def _mixed(forward: str, backward: str) -> Backend:
-    """Return a backend made of one's forward and another's backward, which both have to load."""
-    first, second = registry.find(forward), registry.find(backward)
-    if first.backend is None or second.backend is None:
-        raise BackendUnavailableError(f"{forward} or {backward} is broken")
-    return Backend(
-        name=f"{forward}+{backward}",
-        forward=first.backend.forward,
-        backward=second.backend.backward,
-        load=lambda: Kernels(first.kernels().forward, second.kernels().backward),
-    )
 
 
 def _pad(batch: Batch, x: Tensor) -> Tensor:

@@ -120,13 +120,8 @@ def explain(
 
 
 def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> "Explanation":
-    """Explain a call as if it was made with `backend=` or inside `use_backend`.
-
-    Those two would load the backends. Here they need not load, so that a call on another machine can be
-    explained.
-    """
+    """Explain a call as with `backend=` or inside `use_backend`, except that the backends need not load."""
     from attnreg.core import registry
-    from attnreg.core.dispatch import scope
     from attnreg.core.selection.decision import Preference
     from attnreg.tools import explanation
 
@@ -134,8 +129,4 @@ def _explained(spec: "AttentionSpec", only: str, preferred: tuple[str, ...]) -> 
     if not backends:
         return explanation.explain(spec)
     source = f"{'--backend' if only else '--prefer'} {','.join(backends)}"
-    token = scope.enter(scope.make_choice(Preference(source, backends, exclusive=bool(only))))
-    try:
-        return explanation.explain(spec)
-    finally:
-        scope.leave(token)
+    return explanation.explain_spec(spec, Preference(source, backends, exclusive=bool(only)))

@@ -106,7 +106,7 @@ def explain(
     elif choice := scope.current():
         leading = choice.preference
     if isinstance(query, AttentionSpec):
-        return _explained(described(query), leading)
+        return explain_spec(query, leading)
     if query is None or key is None or value is None:
         three = ("query", query), ("key", key), ("value", value)
         names = ", ".join(name for name, tensor in three if tensor is not None)
@@ -139,6 +139,11 @@ def explain(
     _refuse_of_dense([*named, *options_of(options, "explain")])
     call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return _explained(nested(call, leading) if query.is_nested else masked(call), leading)
+
+
+def explain_spec(spec: AttentionSpec, leading: Preference | None) -> Explanation:
+    """Explain a call without its tensors; `leading` is the choice for this call alone."""
+    return _explained(described(spec), leading)
 
 
 def _refuse_of_dense(packed_alone: Sequence[str]) -> None:
