@@ -143,52 +143,39 @@ def _lock(trace: Path, out: Path, device: str, exact: bool) -> tuple[Lockfile, R
         call._replace(spec=policy.applied_to(replace(call.spec, device=place)))
         for call in sorted(recorded, key=lambda call: call.spec.empty)
     ]
-    rows, refused = (_exact_rows if exact else _rows_of_kinds)(calls, policy)
+    rows, refused = _rows(calls, policy, exact)
     file = Lockfile(out.absolute(), place.type, environment(place, registry.entries()), tuple(rows))
     file.save()
     return file, refused
 
 
-def _exact_rows(calls: list[Recorded], policy: Policy) -> tuple[list[LockfileRow], Refused]:
-    """Return a row for each direction of each call, and the calls that no backend can run."""
-    from attnreg.core.policy.lockfile import LockfileRow
+def _rows(calls: list[Recorded], policy: Policy, exact: bool) -> tuple[list[LockfileRow], Refused]:
+    """Return the rows of each kind of calls for all lengths, and the calls that no backend can run.
 
-    rows: dict[tuple[AttentionSpec, Direction], LockfileRow] = {}
-    refused = []
+    `exact`: a row for each direction of each call.
+    """
+    from attnreg.core.policy.lockfile import LockfileRow, kind_of
+    from attnreg.core.policy.ranges import Decided
+
+    groups: dict[object, tuple[Direction, list[Decided]]] = {}
+    refused: Refused = []
     for call in calls:
+        spec = call.spec.of_any_batch() if exact and call.spec.batch_invariant else call.spec
         for decision in _decisions(call.spec, bool(call.backward), policy):
+            direction = decision.direction
             if decision.backend is None:
                 refused.append((call.spec, decision))
                 continue
-            held = call.spec.of_any_batch() if call.spec.batch_invariant else call.spec
-            row = LockfileRow(held, decision.direction, decision.backend, decision.source)
-            rows.setdefault((held, decision.direction), row)
-    return list(rows.values()), refused
-
-
-def _rows_of_kinds(calls: list[Recorded], policy: Policy) -> tuple[list[LockfileRow], Refused]:
-    """Return the rows of each kind of calls for all lengths, and the calls that no backend can run."""
-    from attnreg.core.policy.lockfile import kind_of
-    from attnreg.core.policy.ranges import Decided
-
-    kinds: dict[object, list[Recorded]] = {}
-    for call in calls:
-        kinds.setdefault((kind_of(call.spec, "forward"), call.spec.window), []).append(call)
-    rows: list[LockfileRow] = []
-    refused: Refused = []
-    for group in kinds.values():
-        # Backwards of one kind of forwards may be of several: some have a gradient of the LSE.
-        decided: dict[tuple[Direction, object], list[Decided]] = {}
-        for call in group:
-            for decision in _decisions(call.spec, bool(call.backward), policy):
-                if decision.backend is None:
-                    refused.append((call.spec, decision))
-                else:
-                    one = Decided(call.spec, decision.backend, decision.source)
-                    of_direction = kind_of(call.spec, decision.direction)
-                    decided.setdefault((decision.direction, of_direction), []).append(one)
-        for (direction, _), part in decided.items():
-            rows += _rows_of_kind(part, direction, policy)
+            # Backwards of one kind of forwards may be of several: some have a gradient of the LSE.
+            kind = kind_of(spec, "forward"), spec.window, kind_of(spec, direction)
+            _, alike = groups.setdefault((spec if exact else kind, direction), (direction, []))
+            alike.append(Decided(spec, decision.backend, decision.source))
+    if exact:
+        rows = [
+            LockfileRow(first.spec, way, first.backend, first.source) for way, (first, *_) in groups.values()
+        ]
+    else:
+        rows = [row for way, alike in groups.values() for row in _rows_of_kind(alike, way, policy)]
     return rows, refused
 
 
