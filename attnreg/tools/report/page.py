@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.times.tables import DEFAULT_ORDER
-from attnreg.tools.report.gains import predicted
+from attnreg.tools.report.gains import Predicted, predicted
 from attnreg.tools.report.lines import CallRow, RunReport, grouped, rows_of
 
 # Rows of a table that are shown; the rest is one sentence.
@@ -18,6 +18,14 @@ MOST = 50
 
 RECOGNISE = "<code>masks = &quot;recognise&quot;</code>"
 NO_PLOTS = "The plots need matplotlib: <code>pip install 'attnreg[plots]'</code>."
+
+
+class RunTable(NamedTuple):
+    """A table about a run: its columns and its rows, the last `right` columns numbers."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: int = 0
 
 
 def page(run: RunReport, of: str) -> str:
@@ -61,6 +69,19 @@ def _summary(run: RunReport) -> str:
     )
 
 
+def calls_of(run: RunReport) -> RunTable:
+    """Return the kinds of calls, the longest total first."""
+    rows = [
+        (
+            str(number), row.backend, row.direction, describe(row.spec), f"{row.calls:,}",
+            duration(row.mean_us), _spread(row), duration(row.total_us), share(row.total_us, run.total_us),
+        )
+        for number, row in enumerate(run.rows, 1)
+    ]  # fmt: skip
+    heads = ("", "backend", "direction", "call", "calls", "mean", "shortest to longest", "total", "share")
+    return RunTable(heads, rows, 5)
+
+
 def _calls(run: RunReport) -> str:
     if not run.reports:
         return _section(
@@ -70,15 +91,6 @@ def _calls(run: RunReport) -> str:
         )
     if not run.rows:
         return ""
-    rows = [
-        (
-            str(number), row.backend, row.direction, describe(row.spec), f"{row.calls:,}",
-            "" if row.mean_us is None else duration(row.mean_us), _spread(row),
-            "" if row.total_us is None else duration(row.total_us), share(row.total_us, run.total_us),
-        )
-        for number, row in enumerate(run.rows, 1)
-    ]  # fmt: skip
-    heads = ("", "backend", "direction", "call", "calls", "mean", "shortest to longest", "total", "share")
     is_gpu = any(row.spec.device.type == "cuda" for row in run.rows)
     how = (
         "On a GPU some calls of each row are timed between two events, with the device kept busy before: the "
@@ -94,42 +106,53 @@ def _calls(run: RunReport) -> str:
     plots = _plots(
         lambda charts: (charts.shares(run.rows), charts.times(run.rows, duration)) if run.total_us else ()
     )
-    return _section("Calls by share of time", lead + plots + _table(heads, rows, right=5))
+    return _section("Calls by share of time", lead + plots + _table(calls_of(run)))
+
+
+def directions_of(run: RunReport) -> RunTable:
+    """Return the calls of each backend, by direction."""
+    rows = [(name, f"{n['forward']:,}", f"{n['backward']:,}") for name, n in run.calls.items()]
+    return RunTable(("backend", "forward", "backward"), rows, 2)
 
 
 def _directions(run: RunReport) -> str:
     if not run.calls:
         return ""
-    rows = [(name, f"{n['forward']:,}", f"{n['backward']:,}") for name, n in run.calls.items()]
     plots = _plots(lambda charts: (charts.directions(run.calls),), says_why=False)
-    return _section(
-        "Backends by direction", plots + _table(("backend", "forward", "backward"), rows, right=2)
-    )
+    return _section("Backends by direction", plots + _table(directions_of(run)))
+
+
+def deciders_of(run: RunReport) -> RunTable:
+    """Return who decided, most time first."""
+    sums = grouped(run.rows, lambda row: row.source)
+    rows = [(source, f"{calls:,}", duration(total or None)) for source, (calls, total) in sums.items()]
+    return RunTable(("request, table or order", "calls", "time"), rows, 2)
 
 
 def _deciders(run: RunReport) -> str:
-    if not run.rows:
-        return ""
-    sums = grouped(run.rows, lambda row: row.source)
-    rows = [
-        (source, f"{calls:,}", duration(total) if total else "") for source, (calls, total) in sums.items()
-    ]
-    return _section("Who decided", _table(("request, table or order", "calls", "time"), rows, right=2))
+    return _section("Who decided", _table(deciders_of(run))) if run.rows else ""
+
+
+def fallbacks_of(run: RunReport) -> RunTable:
+    """Return the backends that couldn't run calls, and why."""
+    rows = [(row["backend"], row["reason"], f"{row['count']:,}") for row in run.counted("fallbacks")]
+    return RunTable(("backend", "reason", "calls"), rows, 1)
 
 
 def _fallbacks(run: RunReport) -> str:
-    rows = [(row["backend"], row["reason"], f"{row['count']:,}") for row in run.counted("fallbacks")]
+    table = fallbacks_of(run)
     failed = [
         (row["backend"], row["direction"], f"{row['error']}: {row['message']}", f"{row['count']:,}")
         for row in run.counted("failures")
     ]
-    text = _table(("backend", "why it couldn't run", "calls"), rows, right=1) if rows else "<p>None.</p>"
+    text = _table(table) if table.rows else "<p>None.</p>"
     if failed:
-        text += "<h3>Failures</h3>" + _table(("backend", "direction", "error", "calls"), failed, right=1)
+        text += f"<h3>Failures</h3>{_table(RunTable(('backend', 'direction', 'error', 'calls'), failed, 1))}"
     return _section("Fallbacks", text)
 
 
-def _bypassed(run: RunReport) -> str:
+def bypassed_of(run: RunReport) -> RunTable:
+    """Return what PyTorch ran by kernels that attnreg doesn't replace."""
     rows = [
         (
             row["op"], row["kernel"], row["reason"], _shapes(row["shapes"]), row["site"], f"{row['count']:,}",
@@ -137,56 +160,79 @@ def _bypassed(run: RunReport) -> str:
         for row in run.counted("bypassed")
     ]  # fmt: skip
     heads = ("op", "kernel", "reason", "shapes of the first", "first call at", "calls")
+    return RunTable(heads, rows, 1)
+
+
+def _bypassed(run: RunReport) -> str:
+    table = bypassed_of(run)
     lead = "<p>PyTorch ran these by kernels that attnreg doesn't replace; they aren't timed.</p>"
-    return _section("What passed by", lead + _table(heads, rows, right=1) if rows else "<p>Nothing.</p>")
+    return _section("What passed by", lead + _table(table) if table.rows else "<p>Nothing.</p>")
 
 
-def masks_of(run: RunReport) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the heads and the rows of the boolean masks, with their padding if it is known."""
-    if rows := run.masks():
+def masks_of(run: RunReport) -> RunTable:
+    """Return the boolean masks, with their padding if it is known."""
+    if masks := run.masks():
         heads = ("mask", "calls", "padding of queries", "of keys")
-        return heads, [
+        rows = [
             (
                 row["seen"], f"{row['count']:,}",
                 share(1 - row["queries"], 1.0) if row["queries"] else "",
                 share(1 - row["keys"], 1.0) if row["keys"] else "",
             )
-            for row in rows
+            for row in masks
         ]  # fmt: skip
-    return ("mask", "calls"), [(row["seen"], f"{row['count']:,}") for row in run.counted("masks")]
+        return RunTable(heads, rows, 3)
+    return RunTable(
+        ("mask", "calls"), [(row["seen"], f"{row['count']:,}") for row in run.counted("masks")], 1
+    )
 
 
 def _masks(run: RunReport) -> str:
-    heads, rows = masks_of(run)
+    table = masks_of(run)
     lead = (
         "<p>Boolean masks given to <code>F.scaled_dot_product_attention</code>. Padding is the share of "
         "queries, and of keys, that the mask hides from everything.</p>"
     )
-    if rows:
-        return _section(
-            "Padding in masks", (lead if run.masks() else "") + _table(heads, rows, right=len(heads) - 1)
-        )
+    if table.rows:
+        return _section("Padding in masks", (lead if run.masks() else "") + _table(table))
     return _section("Padding in masks", "<p>No boolean mask was seen.</p>") if run.reports else ""
+
+
+def first_use_of(run: RunReport, most: int) -> RunTable:
+    """Return the calls whose first use took longest."""
+    rows = [
+        (
+            row.backend, row.direction, describe(row.spec), duration(row.decided_us), duration(row.first_us),
+            duration(row.mean_us if row.timed else None),
+        )
+        for row in sorted(run.rows, key=lambda row: -row.first_use_us)[:most]
+    ]  # fmt: skip
+    return RunTable(
+        ("backend", "direction", "call", "deciding, loading", "first call", "later calls"), rows, 3
+    )
 
 
 def _first_use(run: RunReport) -> str:
     if not run.rows:
         return ""
-    first = sorted(run.rows, key=lambda row: -row.first_use_us)[:10]
-    rows = [
-        (
-            row.backend, row.direction, describe(row.spec), duration(row.decided_us), duration(row.first_us),
-            "" if not row.timed or row.mean_us is None else duration(row.mean_us),
-        )
-        for row in first
-    ]  # fmt: skip
     total = duration(sum(row.first_use_us for row in run.rows))
     lead = (
         f"<p>{escape(total)} in all: deciding and loading kernels, and what first calls took on the host "
         "beyond later ones. A kernel that is compiled shows here.</p>"
     )
-    heads = ("backend", "direction", "call", "deciding, loading", "first call", "later calls")
-    return _section("First use", lead + _table(heads, rows, right=3))
+    return _section("First use", lead + _table(first_use_of(run, 10)))
+
+
+def gains_of(result: Predicted) -> RunTable:
+    """Return the calls that another backend is predicted to run faster."""
+    rows = [
+        (
+            gain.row.direction, describe(gain.row.spec), f"{gain.row.backend}, {duration(gain.now_us)}",
+            f"{gain.backend}, {duration(gain.then_us)}", duration(gain.saves_us),
+        )
+        for gain in result.gains
+    ]  # fmt: skip
+    return RunTable(("direction", "call", "ran", "predicted to be faster", "saves"), rows, 1)
 
 
 def _gains(run: RunReport) -> str:
@@ -195,18 +241,9 @@ def _gains(run: RunReport) -> str:
     result = predicted(run.rows)
     parts = []
     if result.gains:
-        rows = [
-            (
-                gain.row.direction, describe(gain.row.spec), f"{gain.row.backend}, {duration(gain.now_us)}",
-                f"{gain.backend}, {duration(gain.then_us)}",
-                duration(gain.saves_us),
-            )
-            for gain in result.gains
-        ]  # fmt: skip
-        heads = ("direction", "call", "ran", "predicted to be faster", "saves")
         parts.append(
             f"<p><b>Another backend.</b> All times of this table are predictions of: {escape(result.note)}. "
-            "None was measured in this run.</p>" + _table(heads, rows, right=1)
+            "None was measured in this run.</p>" + _table(gains_of(result))
         )
     else:
         note = "" if result.note == DEFAULT_ORDER else f" ({escape(result.note)})"
@@ -252,12 +289,12 @@ def _processes(run: RunReport) -> str:
                 str(line["pid"]),
                 f"{counts:,}",
                 f"{sum(row['count'] for row in line['bypassed']):,}",
-                duration(total) if total else "",
-                "" if seconds is None else duration(seconds * 1e6),
+                duration(total or None),
+                duration(None if seconds is None else seconds * 1e6),
             )
         )
     heads = ("program", "process", "calls", "passed by", "time of kernels", "since attnreg began")
-    return _section("Processes", _table(heads, rows, right=4)) if rows else ""
+    return _section("Processes", _table(RunTable(heads, rows, 4))) if rows else ""
 
 
 def _versions(run: RunReport) -> str:
@@ -271,11 +308,8 @@ def _versions(run: RunReport) -> str:
                     value = ", ".join(f"{backend} {version}" for backend, version in value.items())
                 if value:
                     rows.setdefault(name.replace("_", " "), {})[str(value)] = None
-    return (
-        _section("Versions and machine", _table((), [(n, "; ".join(v)) for n, v in rows.items()]))
-        if rows
-        else ""
-    )
+    lines = [(name, "; ".join(values)) for name, values in rows.items()]
+    return _section("Versions and machine", _table(RunTable((), lines))) if lines else ""
 
 
 def _unseen(run: RunReport) -> str:
@@ -308,8 +342,10 @@ def describe(spec: AttentionSpec) -> str:
     return " · ".join([size, f"{heads} of {dims}", spec.dtype, *flags])
 
 
-def duration(microseconds: float) -> str:
-    """Return a time with a unit that suits it and three digits."""
+def duration(microseconds: float | None) -> str:
+    """Return a time with a unit that suits it and three digits; empty if it isn't known."""
+    if microseconds is None:
+        return ""
     for unit, size in (("h", 3.6e9), ("min", 6e7), ("s", 1e6), ("ms", 1e3)):
         if microseconds >= size:
             return f"{microseconds / size:.3g} {unit}"
@@ -341,8 +377,9 @@ def _section(title: str, text: str) -> str:
     return f"<section>\n<h2>{escape(title)}</h2>\n{text}\n</section>"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: int = 0) -> str:
-    """Return a table whose last `right` columns are flush right; a narrow page shows each row as a card."""
+def _table(table: RunTable) -> str:
+    """Return a table; a narrow page shows each row as a card."""
+    heads, rows, right = table
 
     def cells(row: Sequence[str]) -> Iterable[str]:
         for place, cell in enumerate(row):
