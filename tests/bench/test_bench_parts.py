@@ -162,7 +162,7 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
     monkeypatch.setattr(Timer, "back_to_back", clock)
     batch = Batch(packed([5, 3], 2, 2, 8, False, "float32"), CPU, sets=3)
     side = sides.Side(batch.with_attnreg, batch.sets, sides.by_default)
-    assert compare.SideTimer(side, True, 0.01, 100).measure() == {FORWARD: 6.0, BOTH: 2.0}
+    assert compare.SideTimer(side, side.runs_of_model(True), 0.01, 100).measure() == {FORWARD: 6.0, BOTH: 2.0}
     assert ran == [2, 1] * 2
 
 

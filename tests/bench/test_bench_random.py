@@ -87,9 +87,8 @@ def test_a_time_is_the_least_of_several_bursts(monkeypatch):
     timer, bursts = Timer(), iter([0.5, 3.0, 1.0, 2.0])  # the first says how many calls a burst has
     monkeypatch.setattr(timer, "back_to_back", lambda run, calls: next(bursts))
     monkeypatch.setattr(compare, "timer_for", lambda device: timer)
-    monkeypatch.setattr(SideTimer, "steps", lambda self: [(FORWARD, lambda: None, 1)])
     side = SimpleNamespace(sets=[SimpleNamespace(q=torch.zeros(1))], within=contextlib.nullcontext)
-    assert SideTimer(side, False, 1.0, 5, bursts=3).measure() == {FORWARD: 1.0}
+    assert SideTimer(side, [(FORWARD, lambda: None, 1)], 1.0, 5, bursts=3).measure() == {FORWARD: 1.0}
 
 
 def test_losses_are_summed_up_by_step_bound_and_way():

@@ -7,7 +7,6 @@ import inspect
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,16 +16,14 @@ from torch import Tensor
 from attnreg.core.dispatch.counters import reset_stats
 from attnreg.core.varlen import front
 from attnreg.tools.bench.report import Job, PrintedTable
-from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape
+from attnreg.tools.bench.shapes import Shape
 from attnreg.tools.bench.sides import (
     STEPS,
     WARM_UP,
     Side,
     Tensors,
-    forward,
+    TimedRun,
     in_words,
-    layers,
-    layers_backward,
     ran,
     who_ran,
     wrong_backend,
@@ -40,8 +37,9 @@ R = TypeVar("R")
 
 # A model has some layers, and autograd's thread, once awake, goes through them all.
 LAYERS, LAYERS_BYTES = 8, 2**30
-# As long as a measurement takes; long enough for the clock, short enough for many rounds.
-SECONDS = 0.01
+# As long as a measurement takes; long enough for the clock, short enough for many rounds. And fewer launches
+# than a GPU's queue has room for: else the host can't get ahead.
+SECONDS, MOST = 0.01, 50
 
 
 class Batch:
@@ -201,13 +199,11 @@ def timed(
 
     Times are milliseconds of the device with the host ahead, the median of the rounds.
     """
+    timers = {
+        name: SideTimer(each.side, each.side.runs(STEPS), SECONDS, MOST) for name, each in right.items()
+    }
     rows = []
-    for step, run in STEPS.items():
-        measures = {
-            name: side.side.timed(run, side.side.calls(run, SECONDS), "device")
-            for name, side in right.items()
-        }
-        taken = interleaved(measures, job.rounds)
+    for step, taken in by_step(timers, job.rounds, "device").items():
         for name, seconds in taken.items():
             median = statistics.median(seconds)
             speed = shape.flops(step) / median
@@ -232,27 +228,26 @@ def timed(
 class SideTimer:
     """Times a side in each step, all steps in a round.
 
-    A graph of autograd has a call for each set of tensors, as a model has layers. Autograd's thread wakes up
-    once and runs all of them.
-
     Args:
         side: What is timed.
-        backward: Whether it is timed with its backward, too.
+        runs: Its steps.
         seconds: As long as a measurement takes, but for calls that take longer.
         most: The most calls of a measurement.
         bursts: A measurement is the least of so many in a row.
     """
 
-    def __init__(self, side: Side, backward: bool, seconds: float, most: int, bursts: int = 1) -> None:
-        self._side, self._backward = side, backward
+    def __init__(
+        self, side: Side, runs: Sequence[TimedRun], seconds: float, most: int, bursts: int = 1
+    ) -> None:
+        self._side, self._runs = side, runs
         self._seconds, self._most, self._bursts = seconds / bursts, most, bursts
         self._often: dict[str, int] = {}  # how often each step is run in a measurement
 
     def measure(self, clock: str = "back_to_back") -> dict[str, float]:
-        """Return the seconds of a call in each step; the first round is a warm-up as well."""
+        """Return the seconds of a call in each step, by a clock of `Timer`."""
         taken, timer = {}, timer_for(self._side.sets[0].q.device)
         with self._side.within():
-            for step, run, calls in self.steps():
+            for step, run, calls in self._runs:
                 for _ in range(-(-WARM_UP // calls)):
                     run()
                 if step not in self._often:
@@ -261,13 +256,15 @@ class SideTimer:
                 taken[step] = min(bursts) / calls
         return taken
 
-    def steps(self) -> Iterator[tuple[str, Callable[[], object], int]]:
-        """Yield each step, what is timed, and how many calls of attention are in it."""
-        front, sets = self._side.front, self._side.sets
-        in_turn = cycle(sets)
-        yield FORWARD, lambda: forward(front, next(in_turn)), 1
-        if self._backward:
-            yield BOTH, lambda: layers_backward(layers(front, sets), sets), len(sets)
+
+def by_step(timers: Mapping[str, SideTimer], rounds: int, clock: str) -> dict[str, dict[str, list[float]]]:
+    """Time sides in turn; return the seconds of a call in each round, by step and side."""
+    measures = {name: functools.partial(timer.measure, clock) for name, timer in timers.items()}
+    taken = interleaved(measures, rounds)
+    steps = next(iter(taken.values()))[0]
+    return {
+        step: {name: [seconds[step] for seconds in each] for name, each in taken.items()} for step in steps
+    }
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], against: str) -> PrintedTable:

@@ -18,8 +18,8 @@ in the caller's thread. On a CPU the calls have a few tokens of 8 numbers each.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attnreg import api
 from attnreg.core import registry
-from attnreg.tools.bench.compare import Batch, checked
+from attnreg.tools.bench.compare import Batch, SideTimer, by_step, checked
 from attnreg.tools.bench.fronts import SHAPES
 from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BOTH, dense, packed
@@ -44,15 +44,11 @@ from attnreg.tools.bench.sides import (
     settings,
     torch_alone,
 )
-from attnreg.tools.measure.timing import calls_for, interleaved
 
 # Few enough not to fill a GPU's queue; on a CPU as many as take so many seconds.
-CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 5e-3, 5e-4
+CALLS, CPU_CALLS, CPU_SECONDS, QUICK_CPU_SECONDS = 30, 500, 5e-3, 5e-4
 CPU_SHAPES = (packed([2, 2], 2, 2, 8, False, "float32"), dense(1, 2, 1, 1, 8, False, "float32"))
 FRONTS = ("varlen_attn", "SDPA")
-
-# Microseconds of each round, by side and step.
-Rounds = Mapping[str, Mapping[str, list[float]]]
 
 TORCH, UNASKED = "torch", "torch, nothing asks for a backend"
 DEFAULT, LED = "attnreg", "attnreg, "
@@ -91,20 +87,23 @@ def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> Non
     timed_sides = sides(batch, job)
     nothing = {NOTHING: timed_sides.pop(NOTHING)}  # gives no result that could be wrong
     right = {name: checked_side.side for name, checked_side in checked(batch, timed_sides, job).items()}
-    rounds = _rounds(right | nothing, job)
-    results[front] = taken = {
-        name: {step: statistics.median(each) for step, each in steps.items()}
-        for name, steps in rounds.items()
+    right |= nothing
+    seconds, calls = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS, CPU_CALLS
+    if job.device.type == "cuda":
+        seconds, calls = math.inf, CALLS
+    timers = {
+        name: SideTimer(side, side.runs(STEPS), seconds, calls) for name, side in (right | nothing).items()
     }
-    # Of two rounds or fewer there is no spread.
-    results.setdefault("quartiles", {})[front] = {
-        name: {
-            step: statistics.quantiles(each, method="inclusive")[::2]
-            for step, each in steps.items()
-            if len(each) > 2
-        }
-        for name, steps in rounds.items()
-    }
+    taken: dict[str, dict[str, float]] = {name: {} for name in timers}
+    quartiles: dict[str, dict[str, list[float]]] = {name: {} for name in timers}
+    for step, sides_of_step in by_step(timers, job.rounds, "host").items():
+        for name, rounds in sides_of_step.items():
+            microseconds = [each * 1e6 for each in rounds]
+            taken[name][step] = statistics.median(microseconds)
+            if len(rounds) > 2:  # else there is no spread
+                quartiles[name][step] = statistics.quantiles(microseconds, method="inclusive")[::2]
+    results[front] = taken
+    results.setdefault("quartiles", {})[front] = quartiles
     rows = [(side, *(f"{medians[step]:.1f}" for step in STEPS)) for side, medians in taken.items()]
     job.tables.append(PrintedTable(f"Host time per call through {front}, µs", ("side", *STEPS), rows))
 
@@ -150,18 +149,3 @@ def aten_op(batch: Batch) -> Front:
     else:
         op = ops._scaled_dot_product_flash_attention_for_cpu.default
     return lambda q, k, v: op(q, k, v, *rest)[0]
-
-
-def _rounds(timed_sides: Mapping[str, Side], job: Job) -> Rounds:
-    total = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS
-    rounds: dict[str, dict[str, list[float]]] = {name: {} for name in timed_sides}
-    for step, run in STEPS.items():
-        measures = {}
-        for name, side in timed_sides.items():
-            calls = CALLS
-            if job.device.type != "cuda":
-                calls = calls_for(total, side.timed(run, 3, "host")(), most=500)
-            measures[name] = side.timed(run, calls, "host")
-        for name, taken in interleaved(measures, job.rounds).items():
-            rounds[name][step] = [seconds * 1e6 for seconds in taken]
-    return rounds

@@ -29,7 +29,14 @@ from attnreg.core.times.kinds import kind_of
 from attnreg.core.times.turns import MOST_TURNS
 from attnreg.tools.bench import sides
 from attnreg.tools.bench.ahead import compile_ahead
-from attnreg.tools.bench.compare import Batch, SideTimer, batch_beyond_the_cache, checked, measured_in_time
+from attnreg.tools.bench.compare import (
+    Batch,
+    SideTimer,
+    batch_beyond_the_cache,
+    by_step,
+    checked,
+    measured_in_time,
+)
 from attnreg.tools.bench.losses import (
     ADAPTIVE,
     BY_DEVICE,
@@ -46,7 +53,7 @@ from attnreg.tools.bench.losses import (
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, drawn
 from attnreg.tools.bench.sides import Side
-from attnreg.tools.measure.timing import interleaved, timer_for
+from attnreg.tools.measure.timing import timer_for
 
 # How many shapes there are without `--random`, without and with `--quick`; and their seed, by which already
 # the first vary in everything.
@@ -115,15 +122,12 @@ def _row(shape: Shape, job: Job, with_torch: bool) -> dict[str, Any] | None:
     right = checked(batch, compared, job)
     if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
-    timed = {
-        name: _timer(right_side.side, shape.backward, MOST_CALLS).measure
-        for name, right_side in right.items()
-    }
-    by_round = _by_round(interleaved(timed, job.rounds))
+    timers = {name: _timer(each.side, shape.backward, MOST_CALLS) for name, each in right.items()}
+    by_round = _by_round(timers, job.rounds)
     taken = _medians(by_round)
     bound = {step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()}
     if BY_HOST in bound.values():
-        for step, times in _by_round(interleaved(timed, MORE * job.rounds)).items():
+        for step, times in _by_round(timers, MORE * job.rounds).items():
             for name, added in times.items():
                 by_round[step][name] += added
         taken = _medians(by_round)
@@ -137,11 +141,11 @@ def _row(shape: Shape, job: Job, with_torch: bool) -> dict[str, Any] | None:
     }
 
 
-def _by_round(rounds: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Return microseconds by step, way and round, of seconds by way, round and step."""
+def _by_round(timers: Mapping[str, SideTimer], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return microseconds by step, way and round."""
     return {
-        step: {name: [seconds[step] * 1e6 for seconds in taken] for name, taken in rounds.items()}
-        for step in rounds[CHOSEN][0]
+        step: {name: [seconds * 1e6 for seconds in each] for name, each in taken.items()}
+        for step, taken in by_step(timers, rounds, "back_to_back").items()
     }
 
 
@@ -156,7 +160,7 @@ def _take_turns(side: Side, backward: bool) -> None:
     """Make the calls in which backends take turns, and one more call after them."""
     timer = timer_for(side.sets[0].q.device)
     with side.within():
-        for _, run, calls in _timer(side, backward, 1).steps():
+        for _, run, calls in side.runs_of_model(backward):
             for count in (-(-MOST_TURNS // calls), 1):
                 for _ in range(count):
                     with contextlib.suppress(Exception):  # the backend gets no more turns
@@ -168,7 +172,7 @@ def _ran(side: Side, backward: bool) -> dict[str, str]:
     """Return the backends of each step. A forward without a gradient may run on another backend."""
     backends = {}
     with side.within():
-        for step, run, _ in _timer(side, backward, 1).steps():
+        for step, run, _ in side.runs_of_model(backward):
             reset_stats()
             run()
             forward, *both = sides.ran().values()
@@ -177,7 +181,7 @@ def _ran(side: Side, backward: bool) -> dict[str, str]:
 
 
 def _timer(side: Side, backward: bool, most: int) -> SideTimer:
-    return SideTimer(side, backward, SECONDS, most, BURSTS)
+    return SideTimer(side, side.runs_of_model(backward), SECONDS, most, BURSTS)
 
 
 def _bound(side: Side, backward: bool, step: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,9 @@ from attnreg.core.policy import current as policy
 from attnreg.core.times.tables import NamedTables, TableReport
 from attnreg.errors import ConfigError
 from attnreg.tools.bench.shapes import BOTH, FORWARD
-from attnreg.tools.measure.timing import calls_for, timer_for
 
 Front = Callable[[Tensor, Tensor, Tensor], Tensor]
 Step = Callable[[Front, "Tensors"], object]
-Clock = Literal["device", "eager", "host"]
 
 # A registration drops all plans. The first call makes one, the second finds that it may be kept, and a
 # backend may prepare a launcher in the next.
@@ -53,6 +51,14 @@ class Tensors(NamedTuple):
         """Return new leaves, each tensor changed by `change`."""
         q, k, v, grad = (change(x.detach()) for x in self)
         return Tensors(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad)
+
+
+class TimedRun(NamedTuple):
+    """What is timed of a side: the name of a step, a function that runs it, and its calls of attention."""
+
+    step: str
+    run: Callable[[], object]
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,28 +85,26 @@ class Side:
                 return [forward(self.front, tensors)]
             return results(self.front, tensors)
 
-    def timed(self, step: Step, calls: int, clock: Clock = "eager") -> Callable[[], float]:
-        """Return a function that measures the seconds of a call of `step`, by a clock of `measure.timing`."""
-        timer, sets = timer_for(self.sets[0].q.device), cycle(self.sets)
+    def runs(self, steps: Mapping[str, Step]) -> list[TimedRun]:
+        """Return the steps as functions that run them with the sets of inputs in turn."""
+        in_turn = cycle(self.sets)
 
-        def run() -> object:
-            return step(self.front, next(sets))
+        def run_of(step: Step) -> Callable[[], object]:
+            return lambda: step(self.front, next(in_turn))
 
-        def measure() -> float:
-            with self.within():
-                for _ in range(WARM_UP):
-                    run()
-                if clock == "device":
-                    return timer.device_and_host(run, calls).device
-                return timer.host(run, calls) if clock == "host" else timer.back_to_back(run, calls)
+        return [TimedRun(name, run_of(step)) for name, step in steps.items()]
 
-        return measure
+    def runs_of_model(self, backward: bool) -> list[TimedRun]:
+        """Return a forward, and forward + backward of all sets in one graph, as a model has layers.
 
-    def calls(self, step: Step, total: float) -> int:
-        """Return how many calls of `step` take about `total` seconds."""
-        self.timed(step, 1)()
-        # Fewer launches than a GPU's queue has room for: else the host can't get ahead.
-        return calls_for(total, self.timed(step, 3)(), most=50)
+        Autograd's thread wakes up once and runs all of them.
+        """
+
+        def both() -> object:
+            return layers_backward(layers(self.front, self.sets), self.sets)
+
+        runs = self.runs({FORWARD: forward})
+        return [*runs, TimedRun(BOTH, both, len(self.sets))] if backward else runs
 
 
 def forward(front: Front, tensors: Tensors) -> Tensor:
