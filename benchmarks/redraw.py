@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from _runs import read
 from context_parallel_simulated import draw as draw_simulated
 
-from attnreg.tools.bench.fresh.tables import each_case, ratio_text, time_text
+from attnreg.tools.bench.fresh import each_case, ratio_text, time_text
 from attnreg.tools.bench.losses import summary, worst_of
 from attnreg.tools.bench.plots import TITLES, draw
 from attnreg.tools.bench.shapes import BOTH, FORWARD

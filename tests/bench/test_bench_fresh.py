@@ -17,7 +17,8 @@ from support.processes import forked
 
 import attnreg
 from attnreg.core.dispatch import call_cache
-from attnreg.tools.bench.fresh import attention, tables, turns
+from attnreg.tools.bench import fresh
+from attnreg.tools.bench.fresh import attention, turns
 from attnreg.tools.bench.fresh.attention import dense_shapes, growing, packed_shapes, settings_of
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import BOTH, FORWARD
@@ -289,12 +290,12 @@ ROWS = [
 
 def test_losses_are_said_as_gains_are():
     torchs = "times torch's varlen_attn"
-    assert [line.removeprefix("packed, forward + backward: ") for line in tables.lines(ROWS)] == [
+    assert [line.removeprefix("packed, forward + backward: ") for line in fresh.lines(ROWS)] == [
         f"attnreg, new: 114.00 times the same batch; 7.70 {torchs}: LOSES",
         f"attnreg, FA4, new: 3.18 times the same batch; 0.47 {torchs}: gains",
         f"attnreg, FA2, new: 1.07 times the same batch; 1.01 {torchs}: level",
     ]
-    assert tables.lines([row("attnreg", "new", 5.7, 2.0, None)]) == [
+    assert fresh.lines([row("attnreg", "new", 5.7, 2.0, None)]) == [
         "packed, forward + backward: attnreg, new: 2.00 times the same batch"
     ]
 

@@ -129,11 +129,7 @@ def _json(value: Any, indent: str = "") -> str:
 
 def _rounded(value: Any) -> Any:
     """Return the value with each number rounded to five digits: no clock is more exact."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(inside) for key, inside in value.items()}
-    return [_rounded(inside) for inside in value] if isinstance(value, list | tuple) else value
+    return json.loads(json.dumps(value), parse_float=lambda number: float(f"{float(number):.5g}"))
 
 
 def machine_line() -> str:

@@ -11,12 +11,11 @@ from attnreg.core.contract.capabilities import OTHER_DEVICE, one_line
 from attnreg.core.contract.spec import AttentionSpec
 from attnreg.core.dispatch.planning import NOTHING_ASKS
 from attnreg.core.selection.decision import Decision
-from attnreg.core.selection.predictions import Candidate
+from attnreg.core.selection.predictions import Candidate, Prediction
 from attnreg.core.selection.render import ELIGIBLE, decision_table, headline
 from attnreg.core.torchlib import building
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.tools.explanation.call_spec import shapes_as
-from attnreg.tools.explanation.predicted import lead_lines, milliseconds, prediction_lines
 from attnreg.tools.lines import aligned, fitted, width_of
 
 RUNS = "runs it"
@@ -156,7 +155,7 @@ def _usual(explanation: Explanation, width: int | None) -> Iterator[str]:
     predicted = explanation.forward.predicted
     if predicted is not None and explanation.backend is not None:
         yield f"  times by {predicted.table}"
-        yield from (f"  {line}" for line in lead_lines(explanation.forward, predicted))
+        yield from (f"  {line}" for line in _lead_lines(explanation.forward, predicted))
     yield from (f"note: {path}" for path in _slow_paths(explanation))
     if explanation.details:
         yield f"note: {ASSUMES}"
@@ -184,7 +183,7 @@ def _everything(explanation: Explanation) -> Iterator[str]:
         yield ""
         yield decision_table(explanation.spec, decision)
         if decision.predicted is not None and decision.backend is not None:
-            yield from prediction_lines(explanation.spec, decision, decision.predicted)
+            yield from _prediction_lines(explanation.spec, decision, decision.predicted)
     yield from (f"\nnote: {note}" for note in (*_slow_paths(explanation), *explanation.notes))
 
 
@@ -233,13 +232,59 @@ def _times(name: str, decisions: tuple[Decision, ...]) -> str:
     known = [(one.direction, candidate) for one in able if (candidate := _candidate(name, one)) is not None]
     both = next((candidate.both_us for _, candidate in known if candidate.both_us is not None), None)
     if both is not None and len(known) > 1:
-        return f", {milliseconds(both)} forward + backward"
+        return f", {_milliseconds(both)} forward + backward"
     single = [
-        f", {milliseconds(candidate.cost_us)} {direction}"
+        f", {_milliseconds(candidate.cost_us)} {direction}"
         for direction, candidate in known
         if candidate.cost_us is not None
     ]
     return "".join(single)
+
+
+def _milliseconds(microseconds: float) -> str:
+    """Return a time in milliseconds, with three decimals below 10 and one or none above."""
+    number = microseconds / 1000
+    decimals = 3 if number < 10 else 1 if number < 1000 else 0
+    return f"{number:,.{decimals}f} ms"
+
+
+def _prediction_lines(spec: AttentionSpec, decision: Decision, prediction: Prediction) -> Iterator[str]:
+    """Yield a prediction: a row for each backend, the points that it comes from, and the notes."""
+    where = "in a CUDA graph" if spec.capturing else "in eager mode"
+    exact = all(point.itself for point in prediction.points)
+    unit = "" if exact else "; a distance of 1 is a factor of two in a size"
+    yield f"  predicted by {prediction.table}, {where}{unit}"
+    rows = {}
+    for one in prediction.candidates:
+        refused = "; it can't run this call" if one.backend in decision.rejected else ""
+        rows[one.backend] = f"{_time_of(one, spec)}{refused}"
+    unknown = (name for name in decision.order if prediction.of(name) is None)
+    rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
+    width = max(map(len, rows))
+    yield from (f"    {name:<{width}}  {text}" for name, text in rows.items())
+    for point in prediction.points:
+        near = "this very call" if point.itself else f"at distance {point.distance:.2f}"
+        yield f"    from {point.size}, {near}"
+    yield from (f"    {line}" for line in _lead_lines(decision, prediction))
+    for note in prediction.notes:
+        yield f"    {note}"
+
+
+def _lead_lines(decision: Decision, prediction: Prediction) -> Iterator[str]:
+    """Yield why the fastest predicted backend isn't chosen, where its lead is too small."""
+    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
+    if decision.source == prediction.table and able and able[0].backend != decision.backend:
+        yield f"{able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
+
+
+def _time_of(one: Candidate, spec: AttentionSpec) -> str:
+    if one.cost_us is None:
+        return one.trouble
+    host = f"GPU {_milliseconds(one.gpu_us)}, host {_milliseconds(one.host_us)}, "
+    parts = host if spec.device.type == "cuda" else ""
+    both = f", forward + backward {_milliseconds(one.both_us)}" if one.both_us is not None else ""
+    first = _milliseconds(one.first_call_s * 1e6)
+    return f"{_milliseconds(one.cost_us)} ({parts}first call {first}){both}"
 
 
 leave_module_uncompiled(__name__)

@@ -27,8 +27,6 @@ from attnreg.tools.measure.sample import Verdict
 
 OURS, LED, IN_PYTHON = "attnreg", "attnreg, ", "attnreg, Python"
 PACKAGE = "flash-attn-4's own"
-# What a step of decoding can't be faster than on FA2: its kernel, called directly; nothing is written.
-OP_ALONE = "torch's op of FA2, alone"
 VARLEN, SDPA, KVCACHE, DENSE = "varlen_attn", "SDPA", "flash_attn_with_kvcache", "flash_attn_func"
 # The functions that take (B, S, H, D).
 IN_FLASH_LAYOUT = KVCACHE, DENSE
@@ -150,19 +148,14 @@ def _verdict(front: str, batch: Batch, results: list[Tensor]) -> Verdict:
 def _sides(setting: Setting, step: str, job: Job) -> dict[str, Way]:
     """Return what is compared: torch's function, the package's own, attnreg by choice, and each backend."""
     front, gpu = setting.front, job.device.type == "cuda"
-    cache = _Cache()
-    fronts: dict[str, FrontOf] = {KVCACHE: cache.front, DENSE: functools.partial(_dense, flash_attn_func)}
+    fronts: dict[str, FrontOf] = {KVCACHE: _Cache().front, DENSE: functools.partial(_dense, flash_attn_func)}
     ours = fronts.get(front, lambda batch: batch.with_attnreg)
     chosen = functools.partial(settings, "measured", job.table, job.backends) if front == SDPA else by_default
     ways: dict[str, tuple[FrontOf, Any, str]] = {}
     if front == SDPA or (front == VARLEN and gpu):  # there is no kernel for torch's on a CPU
         ways[f"torch's {front}"] = (lambda batch: batch.with_torch), torch_alone, ""
-    if front == VARLEN and "FA4" in job.backends:
-        ways[PACKAGE] = _of_the_package, torch_alone, ""
-    if front == DENSE and "FA4" in job.backends:
-        ways[PACKAGE] = _dense_of_the_package, torch_alone, ""
-    if front == KVCACHE and gpu and "FA2" in job.backends:
-        ways[OP_ALONE] = cache.op_alone, torch_alone, ""
+    if front in (VARLEN, DENSE) and "FA4" in job.backends:
+        ways[PACKAGE] = _of_the_package if front == VARLEN else _dense_of_the_package, torch_alone, ""
     ways[OURS] = ours, chosen, ""
     if not gpu and call_cache.load() is not None:
         ways[IN_PYTHON] = ours, functools.partial(_in_python, chosen), ""
@@ -234,24 +227,6 @@ class _Cache:
         lengths.fill_(held)
         new = keys[:, held:], values[:, held:]
         return lambda q, k, v: flash_attn_with_kvcache(q, key_cache, value_cache, *new, cache_seqlens=lengths)
-
-    def op_alone(self, batch: Batch) -> Front:
-        """Return a function that attends over a cache that already holds the last key and value."""
-        keys, values = (x.detach() for x in batch.sets[0].inputs()[1:])
-        *caches, lengths = self._memory(keys)
-        for cache, held in zip(caches, (keys, values), strict=True):
-            cache[:, : held.shape[1]] = held
-        lengths.fill_(keys.shape[1])
-        sequences = torch.arange(len(keys) + 1, dtype=torch.int32, device=keys.device)
-        rows, of_keys = [cache.flatten(0, 1) for cache in caches], sequences * ROOM
-
-        def run(q: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
-            out: Tensor = torch.ops.aten._flash_attention_forward(
-                q.flatten(0, 1), *rows, sequences, of_keys, 1, ROOM, 0.0, False, False, seqused_k=lengths
-            )[0]
-            return out.view(*q.shape[:2], *out.shape[1:])
-
-        return run
 
     def _memory(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self._kept is None:
