@@ -27,7 +27,8 @@ from attnreg.core.times.kinds import PROCESSORS
 from attnreg.core.times.lookup import predict, predict_both
 from attnreg.tools.bench.losses import FIXED, MUCH, losses_of
 from attnreg.tools.bench.report import save
-from attnreg.tools.bench.shapes import BOTH, Shape
+from attnreg.tools.bench.shapes import BOTH
+from attnreg.tools.measure import Case
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -40,22 +41,24 @@ SHIPPED = Path(table.__file__).parent / "shipped" / "nvidia-h200.json"
 DEVICE = Device.parse("sm_90")
 
 
-def shapes_of(results: Mapping[str, Any]) -> Iterator[tuple[Shape, str, dict[str, float]]]:
-    """Yield each shape, step, and what each backend loses."""
+def specs_of(results: Mapping[str, Any]) -> Iterator[tuple[AttentionSpec, str, dict[str, Any]]]:
+    """Yield the call of each row with the row's name and what each backend loses in each step."""
     for row in results["rows"]:
-        batch, *sizes = (row["shape"][name] for name in ("batch", "lengths_q", "lengths_k", "heads"))
-        lengths_q, lengths_k, heads = (
-            (size,) * batch if isinstance(size, int) else tuple(size) for size in sizes
-        )
-        rest = {name: row["shape"][name] for name in ("dim", "causal", "varlen", "dtype", "backward")}
-        shape = Shape(lengths_q=lengths_q, lengths_k=lengths_k, heads=heads, **rest)
-        for step in row["rounds"]:
-            yield shape, step, losses_of(row, step)
+        facts, lens = row["shape"], []
+        for name in ("lengths_q", "lengths_k"):
+            each = facts[name]
+            lens.append((each,) * facts["batch"] if isinstance(each, int) else tuple(each))
+        case = Case(
+            name=row["case"], lens_q=lens[0], lens_k=lens[1], varlen=facts["varlen"],
+            heads=tuple(facts["heads"]), dims=(facts["dim"],) * 2, window=(-1, 0 if facts["causal"] else -1),
+            dtype=facts["dtype"],
+        )  # fmt: skip
+        spec = case.spec(DEVICE, needs_backward=facts["backward"])
+        yield spec, row["case"], {step: losses_of(row, step) for step in row["rounds"]}
 
 
-def chosen(kinds: Kinds, shape: Shape, step: str, compiled: bool) -> Prediction | None:
+def chosen(kinds: Kinds, spec: AttentionSpec, step: str, compiled: bool) -> Prediction | None:
     """Return a table's prediction for a step."""
-    spec = shape.spec(DEVICE)
     if step == BOTH:
         return predict_both(kinds, spec, "table", compiled)["forward"]
     return predict(kinds, dataclasses.replace(spec, needs_backward=False), "forward", "table", compiled)
@@ -81,11 +84,11 @@ def choice(
 def by_run(kinds: Kinds, results: Mapping[str, Any], compiled: bool) -> dict[str, Any]:
     """Print and return the table's choices in a run, and the shapes that lose over a tenth."""
     rows_of_steps: dict[str, list[dict[str, Any]]] = {}
-    for shape, step, losses in shapes_of(results):
-        able = {name.removeprefix(FIXED): loss for name, loss in losses.items() if name.startswith(FIXED)}
-        prediction = chosen(kinds, shape, step, compiled)
-        name = choice(prediction, shape.spec(DEVICE), able, registry.entries())
-        rows_of_steps.setdefault(step, []).append({"case": str(shape), "chosen": name, "loss": able[name]})
+    for spec, case, losses in specs_of(results):
+        for step, ratios in losses.items():
+            able = {name.removeprefix(FIXED): loss for name, loss in ratios.items() if name.startswith(FIXED)}
+            name = choice(chosen(kinds, spec, step, compiled), spec, able, registry.entries())
+            rows_of_steps.setdefault(step, []).append({"case": case, "chosen": name, "loss": able[name]})
     summed = {}
     for step, rows in rows_of_steps.items():
         losses = [row["loss"] for row in rows]

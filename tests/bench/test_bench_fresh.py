@@ -21,7 +21,7 @@ from attnreg.tools.bench import fresh
 from attnreg.tools.bench.fresh import attention, turns
 from attnreg.tools.bench.fresh.attention import dense_shapes, growing, packed_shapes, settings_of
 from attnreg.tools.bench.report import Job
-from attnreg.tools.bench.shapes import BOTH, FORWARD
+from attnreg.tools.bench.shapes import BOTH, FORWARD, trains
 from attnreg.tools.cli.bench import PARTS
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_no_two_new_calls_of_a_row_have_the_same_lengths_and_repeated_calls_draw
     for measured in turns.measured(row, job):
         calls[measured["stream"]] += measured["calls"]
     assert all(len(drawn[name]) > count > 0 for name, count in calls.items())
-    sizes = [(sum(batch.shape.lengths_q), max(batch.shape.lengths_q)) for batch in drawn["new"]]
+    sizes = [(sum(batch.case.lens_q), max(batch.case.lens_q)) for batch in drawn["new"]]
     assert len(set(sizes)) == len(sizes)
 
 
@@ -144,20 +144,20 @@ def first_of(shapes, count):
 
 def test_lengths_grow_by_one_come_once_and_take_about_as_long_where_they_are_many():
     grown = first_of(growing(600, (32, 8), 128, "bfloat16", False), 5)
-    assert [shape.lengths_k for shape in grown] == [(length,) * 8 for length in range(600, 605)]
-    assert {shape.lengths_q for shape in grown} == {(1,) * 8}
+    assert [shape.lens_k for shape in grown] == [(length,) * 8 for length in range(600, 605)]
+    assert {shape.lens_q for shape in grown} == {(1,) * 8}
     packed = first_of(packed_shapes(4096, 16, 16, 128, True), 300)
-    totals = [sum(shape.lengths_q) for shape in packed]
-    assert max(totals) < 1.3 * min(totals) and max(max(shape.lengths_q) for shape in packed) > 4000
-    assert len({(sum(shape.lengths_q), max(shape.lengths_q)) for shape in packed}) == 300
+    totals = [sum(shape.lens_q) for shape in packed]
+    assert max(totals) < 1.3 * min(totals) and max(max(shape.lens_q) for shape in packed) > 4000
+    assert len({(sum(shape.lens_q), max(shape.lens_q)) for shape in packed}) == 300
     sizes = [(2, length) for length in range(100, 1001)]
     dense = first_of(dense_shapes(sizes, 8, 8, 64, False), 901)
-    assert sorted(shape.lengths_q for shape in dense) == [(length, length) for length in range(100, 1001)]
+    assert sorted(shape.lens_q for shape in dense) == [(length, length) for length in range(100, 1001)]
 
 
 def test_when_all_lengths_have_come_they_come_again():
     few = first_of(packed_shapes(2, 2, 2, 16, True), 100)  # 8 to 16 tokens: eight sums with a longest of 2
-    assert 5 < len({sum(shape.lengths_q) for shape in few}) < 10
+    assert 5 < len({sum(shape.lens_q) for shape in few}) < 10
 
 
 def test_on_a_gpu_the_rows_are_those_of_programs():
@@ -173,7 +173,7 @@ def test_on_a_gpu_the_rows_are_those_of_programs():
     ]
     for case, shape in found.items():
         assert shape.dtype == "bfloat16" and shape.varlen == ("packed" in case or "varlen" in case)
-        assert shape.causal == ("causal" in case) and shape.backward == ("decoding" not in case)
+        assert shape.is_causal == ("causal" in case) and trains(shape) == ("decoding" not in case)
 
 
 def test_every_part_of_the_command_has_rows():

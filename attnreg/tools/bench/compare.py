@@ -1,4 +1,4 @@
-"""A shape's tensors and the fronts that take them; sides checked by the accuracy rule, then timed in turn."""
+"""A case's tensors and the fronts that take them; sides checked by the accuracy rule, then timed in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from attnreg.core.dispatch.counters import reset_stats
 from attnreg.core.varlen import front
 from attnreg.tools.bench.report import Job, PrintedTable
-from attnreg.tools.bench.shapes import Shape
+from attnreg.tools.bench.shapes import facts_of, flops, trains
 from attnreg.tools.bench.sides import (
     STEPS,
     WARM_UP,
@@ -28,7 +28,7 @@ from attnreg.tools.bench.sides import (
     who_ran,
     wrong_backend,
 )
-from attnreg.tools.measure import Inputs, Sample, copies, copies_beyond_the_cache
+from attnreg.tools.measure import Case, Inputs, Sample, copies, copies_beyond_the_cache
 from attnreg.tools.measure.sample import Verdict
 from attnreg.tools.measure.timing import calls_for, interleaved, median_ratio, timer_for
 
@@ -43,10 +43,10 @@ SECONDS, MOST = 0.01, 50
 
 
 class Batch:
-    """The tensors of a shape, as several sets of values.
+    """The tensors of a case, as several sets of values.
 
     Attributes:
-        case: The shape as `attnreg.tools.measure` describes it.
+        case: The call.
         given: The arguments of a kernel for the first set.
         sets: Tensors in the contract's layout, (B, S, H, D) or packed (T, H, D). Calls use the sets in turn,
             so that no set stays in the device's cache.
@@ -55,23 +55,23 @@ class Batch:
         offsets: Both tensors of offsets (B + 1,), int32, and the longest lengths, in `varlen_attn`'s order.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, sets: int = 1) -> None:
-        self.shape, self.device, self.case = shape, device, shape.case()
-        drawn = copies(self.case, device, sets)
+    def __init__(self, case: Case, device: torch.device, sets: int = 1) -> None:
+        self.case, self.device = case, device
+        drawn = copies(case, device, sets)
         self.given: Inputs = drawn[0]
         self.call = call = self.given.call
         offsets: tuple[Any, Any] = call.cu_seqlens_q, call.cu_seqlens_k
         self.offsets = *offsets, call.max_q, call.max_k
         self.sets = [Tensors(*drawn_set[:4]).mapped(lambda x: x) for drawn_set in drawn]
         to_bhsd = (
-            [tensors.mapped(lambda x: x.transpose(1, 2)) for tensors in self.sets] if not shape.varlen else []
+            [tensors.mapped(lambda x: x.transpose(1, 2)) for tensors in self.sets] if not case.varlen else []
         )
         self.front_sets = to_bhsd or self.sets
 
     @functools.cached_property
     def sample(self) -> Sample:
         """The right results of the first set."""
-        return Sample(self.case, self.given, backward=self.shape.backward)
+        return Sample(self.case, self.given, backward=trains(self.case))
 
     def verdict(self, results: Iterable[Tensor], sets: Sequence[Tensors]) -> Verdict:
         """Return how wrong output and gradients are. They have the shapes and layout of `sets`."""
@@ -81,27 +81,27 @@ class Batch:
     def with_attnreg(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Call attnreg's `varlen_attn` for packed tensors (T, H, D), torch's SDPA for dense (B, H, S, D).
 
-        The tensors have the dtype of the shape.
+        The tensors have the dtype of the case.
         """
-        if not self.shape.varlen:
+        if not self.case.varlen:
             return self._sdpa(q, k, v)
         return front.varlen_attn(  # type: ignore[return-value]
             q, k, v, *self.offsets,
-            is_causal=self.shape.causal, enable_gqa=q.shape[1] != k.shape[1], **options,
+            is_causal=self.case.is_causal, enable_gqa=q.shape[1] != k.shape[1], **options,
         )  # fmt: skip
 
     def with_torch(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Call torch's function: its `varlen_attn` for packed tensors (T, H, D), else SDPA, (B, H, S, D)."""
-        if not self.shape.varlen:
+        if not self.case.varlen:
             return self._sdpa(q, k, v)
-        window = (-1, 0) if self.shape.causal else (-1, -1)
+        window = (-1, 0) if self.case.is_causal else (-1, -1)
         run = _torch_varlen_attn(q.shape[1] != k.shape[1])
         return run(q, k, v, *self.offsets, window_size=window)  # type: ignore[no-any-return]
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[1] == k.shape[1]:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.shape.causal, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=self.case.is_causal)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.case.is_causal, enable_gqa=True)
 
 
 def named(results: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -118,16 +118,15 @@ def _torch_varlen_attn(gqa: bool) -> Callable[..., Any]:
     return functools.partial(varlen_attn, enable_gqa=True) if gqa and named else varlen_attn
 
 
-def batch_beyond_the_cache(shape: Shape, device: torch.device) -> Batch:
+def batch_beyond_the_cache(case: Case, device: torch.device) -> Batch:
     """Return a batch whose sets are twice the GPU's last cache, and eight where they are small.
 
     Two on other devices.
     """
     if device.type != "cuda":
-        return Batch(shape, device, 2)
-    case = shape.case()
+        return Batch(case, device, 2)
     fewest = LAYERS if LAYERS * case.nbytes <= LAYERS_BYTES else 1
-    return Batch(shape, device, copies_beyond_the_cache(case, device, fewest))
+    return Batch(case, device, copies_beyond_the_cache(case, device, fewest))
 
 
 class Checked(NamedTuple):
@@ -152,10 +151,10 @@ def checked(
     if verdict is None:
         batch.sample  # noqa: B018 - computed outside of `try`: if it fails, no side is at fault
     for name, side in sides.items():
-        what = f"{batch.shape}, {name}"
+        what = f"{batch.case.name}, {name}"
         reset_stats()
         try:
-            results = side.results(batch.shape.backward)
+            results = side.results(trains(batch.case))
             error, wrong = verdict(name, results) if verdict else batch.verdict(results, side.sets)
         except Exception as problem:  # noqa: BLE001 - one side that breaks must not hide the others
             job.leave_out(what, short(problem))
@@ -193,9 +192,9 @@ def short(problem: Exception) -> str:
 
 
 def timed(
-    shape: Shape, right: Mapping[str, Checked], yardstick: str, rate: float, job: Job
+    case: Case, right: Mapping[str, Checked], yardstick: str, rate: float, job: Job
 ) -> list[dict[str, Any]]:
-    """Time the sides of a shape; returns a row for each side and step.
+    """Time the sides of a case; returns a row for each side and step.
 
     Times are milliseconds of the device with the host ahead, the median of the rounds.
     """
@@ -206,11 +205,11 @@ def timed(
     for step, taken in by_step(timers, job.rounds, "device").items():
         for name, seconds in taken.items():
             median = statistics.median(seconds)
-            speed = shape.flops(step) / median
+            speed = flops(case, step) / median
             rows.append(
                 {
-                    "case": str(shape),
-                    "shape": shape.to_dict(),
+                    "case": case.name,
+                    "shape": facts_of(case),
                     "step": step,
                     "side": name,
                     "milliseconds": median * 1e3,

@@ -26,8 +26,9 @@ from attnreg.core.times.kinds import FEW, LONG, MANY, ONE, SHARED
 from attnreg.core.times.points import Front
 from attnreg.core.torchlib import captured
 from attnreg.tools.bench.compare import Batch
-from attnreg.tools.bench.shapes import Shape, decode, dense, packed
+from attnreg.tools.bench.shapes import decode, dense, packed, trains
 from attnreg.tools.bench.sides import Side, layers, layers_backward, ran, untouched, wrong_backend
+from attnreg.tools.measure import Case
 from attnreg.tools.measure.timing import interleaved, timer_for
 from attnreg.tools.tuning.checks import check_alive
 from attnreg.tools.tuning.session import Session
@@ -59,7 +60,7 @@ def specs(session: Session, hurried: bool = False) -> list[AttentionSpec]:
     """Return the calls that `measure` makes."""
     device = planning.device_of(session.device)
     shapes = (*SHAPES, *(shape for _, shape in OTHERS)) if _missing(session, hurried) else ()
-    return [shape.spec(device) for shape in shapes]
+    return [shape.spec(device, needs_backward=trains(shape)) for shape in shapes]
 
 
 def _missing(session: Session, hurried: bool) -> list[str]:
@@ -100,17 +101,17 @@ def _of_all(device: torch.device, names: Sequence[str], rounds: int) -> Iterator
                 able[name, like, shape] = functools.partial(_host, side, device, shape)
     compiled = bool(captured.call_cache_in_use)
     for (name, like, shape), taken in interleaved(able, rounds).items():
-        measured = MEASURED if shape.backward else MEASURED[-1:]
+        measured = MEASURED if trains(shape) else MEASURED[-1:]
         for (direction, recorded), seconds in zip(measured, zip(*taken, strict=True), strict=True):
             yield Front(name, shape.varlen, direction, min(seconds) * 1e6, compiled, recorded, like)
 
 
-def _host(side: Side, device: torch.device, shape: Shape) -> tuple[float, ...]:
+def _host(side: Side, device: torch.device, shape: Case) -> tuple[float, ...]:
     """Return the seconds that the host takes for one call of each that is `MEASURED`."""
     sets, timer, taken = side.sets, timer_for(device), []
     with side.within():
         # Each has several calls, more than it takes after a registration until all is cached.
-        if shape.backward:
+        if trains(shape):
             for _ in range(2):
                 layers_backward(layers(side.front, sets), sets)
             outs: list[Tensor] = []
@@ -122,13 +123,13 @@ def _host(side: Side, device: torch.device, shape: Shape) -> tuple[float, ...]:
     return tuple(seconds / len(sets) for seconds in taken)
 
 
-def _is_able(side: Side, device: torch.device, shape: Shape) -> bool:
+def _is_able(side: Side, device: torch.device, shape: Case) -> bool:
     """Whether the side's backend runs such a call, and so many of them at once."""
     reset_stats()
     try:
-        side.results(shape.backward)
+        side.results(trains(shape))
         backends = ran()
-        if not shape.backward:
+        if not trains(shape):
             del backends["backward"]
         if wrong_backend(side.wanted, backends):
             return False

@@ -111,17 +111,17 @@ def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> Non
 def sides(batch: Batch, job: Job) -> dict[str, Side]:
     """Return all that are timed, by the names of their rows."""
     sets, gpu = batch.front_sets, batch.device.type == "cuda"
-    default = by_default if batch.shape.varlen else functools.partial(settings, "measured", job.table)
+    default = by_default if batch.case.varlen else functools.partial(settings, "measured", job.table)
     timed_sides = {DEFAULT: Side(batch.with_attnreg, sets, default)}
-    if gpu or not batch.shape.varlen:  # aten's ops for packed tensors have no kernel on a CPU
+    if gpu or not batch.case.varlen:  # aten's ops for packed tensors have no kernel on a CPU
         timed_sides = {TORCH: Side(batch.with_torch, sets, torch_alone)} | timed_sides
-    if not batch.shape.varlen:
+    if not batch.case.varlen:
         timed_sides[UNASKED] = Side(batch.with_torch, sets, by_default)
     for end, choose in (("", api.register_backend), (IN_SCOPE, api.use_backend)):
         for name in job.backends:
             within: Any = functools.partial(choose, name)
             timed_sides[LED + name + end] = Side(batch.with_attnreg, sets, within, wanted=name)
-    if batch.shape.varlen:
+    if batch.case.varlen:
         for name in job.backends:
             front = functools.partial(batch.with_attnreg, backend=name)
             timed_sides[LED + name + BY_ARGUMENT] = Side(front, sets, by_default, wanted=name)
@@ -133,7 +133,7 @@ def sides(batch: Batch, job: Job) -> dict[str, Side]:
         for name in (TORCH, DEFAULT):
             alone = functools.partial(in_the_callers_thread, timed_sides[name].within)
             timed_sides[f"{name}, {ALONE}"] = replace(timed_sides[name], within=alone)
-    if gpu or not batch.shape.varlen:
+    if gpu or not batch.case.varlen:
         timed_sides[OP] = Side(aten_op(batch), sets, torch_alone)
     return timed_sides | {NOTHING: Side(lambda q, k, v: q.view_as(q), sets, torch_alone)}
 
@@ -142,7 +142,7 @@ def aten_op(batch: Batch) -> Front:
     """Return aten's flash op as a function of query, key and value."""
     ops = torch.ops.aten
     rest: tuple[Any, ...] = ()
-    if batch.shape.varlen:
+    if batch.case.varlen:
         op, rest = ops._flash_attention_forward.default, (*batch.offsets, 0.0, False, False)
     elif batch.device.type == "cuda":
         op = ops._scaled_dot_product_flash_attention.default

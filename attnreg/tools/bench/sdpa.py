@@ -16,8 +16,9 @@ from attnreg import api
 from attnreg.errors import BackendUnavailableError
 from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, timed
 from attnreg.tools.bench.report import Job, PrintedTable
-from attnreg.tools.bench.shapes import Shape, sdpa_grid
+from attnreg.tools.bench.shapes import sdpa_grid
 from attnreg.tools.bench.sides import STEPS, Side, settings, table_in_force, torch_alone
+from attnreg.tools.measure import Case
 from attnreg.tools.measure.timing import matmul_rate
 
 TORCH, CHOSEN, LED = "torch SDPA", "attnreg, measured", "attnreg, "
@@ -40,7 +41,7 @@ def measure(job: Job) -> None:
     job.keep(results)
 
 
-def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:
+def _rows(shape: Case, rate: float, job: Job) -> list[dict[str, Any]]:
     batch = batch_beyond_the_cache(shape, job.device)
     sets, measured = batch.front_sets, functools.partial(settings, "measured", job.table, job.backends)
     sides = {
@@ -53,13 +54,13 @@ def _rows(shape: Shape, rate: float, job: Job) -> list[dict[str, Any]]:
     right = checked(batch, sides, job)
     if TORCH not in right:
         raise BackendUnavailableError(f"{TORCH} is what all is compared with, and it is wrong here")
-    length, (heads_q, heads_k) = shape.lengths_q[0], shape.heads
-    named = {"panel": _panel(shape), "case": f"{len(shape.lengths_q)} x {length}\n{heads_q}:{heads_k} heads"}
+    length, (heads_q, heads_k) = shape.max_q, shape.heads
+    named = {"panel": _panel(shape), "case": f"{len(shape.lens_q)} x {length}\n{heads_q}:{heads_k} heads"}
     return [{**row, **named, "yardstick": TORCH} for row in timed(shape, right, TORCH, rate, job)]
 
 
-def _panel(shape: Shape) -> str:
-    return f"head dim {shape.dim}{', causal' if shape.causal else ''}"
+def _panel(shape: Case) -> str:
+    return f"head dim {shape.dims[0]}{', causal' if shape.is_causal else ''}"
 
 
 def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> PrintedTable:

@@ -51,8 +51,9 @@ from attnreg.tools.bench.losses import (
     worst_of,
 )
 from attnreg.tools.bench.report import Job
-from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, drawn
+from attnreg.tools.bench.shapes import BOTH, FORWARD, drawn, facts_of, trains
 from attnreg.tools.bench.sides import Side
+from attnreg.tools.measure import Case
 from attnreg.tools.measure.timing import timer_for
 
 # How many shapes there are without `--random`, without and with `--quick`; and their seed, by which already
@@ -80,7 +81,7 @@ def measure(job: Job, count: int | None = None, seed: int = SEED) -> None:
     results: dict[str, Any] = {"seed": seed, "table": table}
     rows: list[dict[str, Any]] = []
     _compile_ahead(job, shapes)
-    names = [f"{number}: {shape}" for number, shape in enumerate(shapes)]
+    names = [f"{number}: {shape.name}" for number, shape in enumerate(shapes)]
     row_of = functools.partial(_row, with_torch=count is None)
     with adaptive.from_nothing():
         for number, row in measured_in_time(shapes, names, row_of, job):
@@ -93,11 +94,11 @@ def measure(job: Job, count: int | None = None, seed: int = SEED) -> None:
     job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
 
 
-def _compile_ahead(job: Job, shapes: Sequence[Shape]) -> None:
+def _compile_ahead(job: Job, shapes: Sequence[Case]) -> None:
     """Compile the kernels that the shapes need. A shape needs all kernels of its kind."""
     job.advance(0, len(shapes), "compiling")
     device = planning.device_of(job.device)
-    specs = [shape.spec(device) for shape in shapes]
+    specs = [shape.spec(device, needs_backward=trains(shape)) for shape in shapes]
     one_of_each = {kind_of(spec, "forward"): spec for spec in specs}
     compile_ahead(one_of_each.values(), map(registry.find, job.backends), job.deadline - time.monotonic())
 
@@ -114,27 +115,27 @@ def ways(batch: Batch, job: Job) -> dict[str, Side]:
     return attnregs | {TORCH: Side(batch.with_torch, batch.front_sets, sides.torch_alone)}
 
 
-def _row(shape: Shape, job: Job, with_torch: bool) -> dict[str, Any] | None:
+def _row(shape: Case, job: Job, with_torch: bool) -> dict[str, Any] | None:
     """Return the microseconds of a shape by step and way; None if no backend runs it."""
     batch = batch_beyond_the_cache(shape, job.device)
     compared = {name: side for name, side in ways(batch, job).items() if with_torch or name != TORCH}
-    _take_turns(compared[ADAPTIVE], shape.backward)
+    _take_turns(compared[ADAPTIVE], trains(shape))
     right = checked(batch, compared, job)
     if CHOSEN not in right or not any(name.startswith(FIXED) for name in right):
         return None
-    timers = {name: _timer(each.side, shape.backward, MOST_CALLS) for name, each in right.items()}
+    timers = {name: _timer(each.side, trains(shape), MOST_CALLS) for name, each in right.items()}
     by_round = _by_round(timers, job.rounds)
     taken = _medians(by_round)
-    bound = {step: _bound(right[best_of(times)].side, shape.backward, step) for step, times in taken.items()}
+    bound = {step: _bound(right[best_of(times)].side, trains(shape), step) for step, times in taken.items()}
     if BY_HOST in bound.values():
         for step, times in _by_round(timers, MORE * job.rounds).items():
             for name, added in times.items():
                 by_round[step][name] += added
         taken = _medians(by_round)
     return {
-        "case": str(shape),
-        "shape": shape.to_dict(),
-        "ran": {name: _ran(right_side.side, shape.backward) for name, right_side in right.items()},
+        "case": shape.name,
+        "shape": facts_of(shape),
+        "ran": {name: _ran(right_side.side, trains(shape)) for name, right_side in right.items()},
         "microseconds": taken,
         "rounds": by_round,
         "bound": bound,

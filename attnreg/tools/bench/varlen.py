@@ -36,7 +36,7 @@ def measure(job: Job) -> None:
     shapes = pull_request(job.device.type)[: 1 if job.quick else None]
     rate = matmul_rate(job.device, getattr(torch, shapes[0].dtype))
     measured: list[dict[str, Any]] = []
-    results = {"lengths": list(shapes[0].lengths_q), "matmul_teraflops": rate / 1e12, "rows": measured}
+    results = {"lengths": list(shapes[0].lens_q), "matmul_teraflops": rate / 1e12, "rows": measured}
     for shape in job.in_time(shapes):
         batch = Batch(shape, job.device, sets=3)
         padded = [tensors.mapped(functools.partial(_pad, batch)) for tensors in batch.sets]
@@ -46,7 +46,7 @@ def measure(job: Job) -> None:
         if yardstick is None:
             raise BackendUnavailableError(f"{TORCH} and {MASKED} are the yardsticks, and neither runs here")
         rows = timed(shape, right, yardstick, rate, job)
-        case = f"head dim {shape.dim}{', causal' if shape.causal else ''}"
+        case = f"head dim {shape.dims[0]}{', causal' if shape.is_causal else ''}"
         measured += [{**row, "case": case, "panel": "", "yardstick": yardstick} for row in rows]
         job.keep(results)
         job.tables += [
@@ -63,12 +63,12 @@ def measure(job: Job) -> None:
 
 def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> dict[str, Side]:
     sdpa, visible = F.scaled_dot_product_attention, _is_token(batch)[:, None, None, :]  # (B, 1, 1, S)
-    if batch.shape.causal:
+    if batch.case.is_causal:
         longest = batch.call.max_q
         visible = visible & torch.ones(longest, longest, dtype=torch.bool, device=batch.device).tril()
     compared = {
         TORCH: Side(batch.with_torch, batch.sets, torch_alone),
-        UNMASKED: Side(functools.partial(sdpa, is_causal=batch.shape.causal), padded, torch_alone),
+        UNMASKED: Side(functools.partial(sdpa, is_causal=batch.case.is_causal), padded, torch_alone),
         MASKED: Side(functools.partial(sdpa, attn_mask=visible), padded, torch_alone),
         DEFAULT: Side(batch.with_attnreg, batch.sets, by_default),
     }
@@ -80,7 +80,7 @@ def _sides(batch: Batch, padded: list[Tensors], backends: tuple[str, ...]) -> di
 
 def _pad(batch: Batch, x: Tensor) -> Tensor:
     """Return packed rows padded, (B, H, S, D)."""
-    return pad_sequence(list(torch.split(x, list(batch.shape.lengths_q))), batch_first=True).transpose(1, 2)
+    return pad_sequence(list(torch.split(x, list(batch.case.lens_q))), batch_first=True).transpose(1, 2)
 
 
 def _is_token(batch: Batch) -> Tensor:

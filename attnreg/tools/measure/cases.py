@@ -128,6 +128,11 @@ class Case:
             yield f"{self.tail} rows past the last offset"
 
     @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a key after it, and each sees all before."""
+        return self.window == (-1, 0)
+
+    @property
     def max_q(self) -> int:
         """The longest query sequence."""
         return max(self.lens_q, default=0)

@@ -8,7 +8,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +21,9 @@ from attnreg.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.fresh.turns import NEW, SAME, FreshRow, Stream, Way
 from attnreg.tools.bench.report import Job
-from attnreg.tools.bench.shapes import BOTH, FORWARD, Shape, decode, dense, packed
+from attnreg.tools.bench.shapes import BOTH, FORWARD, decode, dense, packed
 from attnreg.tools.bench.sides import Front, by_default, forward, results, settings, torch_alone
+from attnreg.tools.measure import Case
 from attnreg.tools.measure.sample import Verdict
 
 OURS, LED, IN_PYTHON = "attnreg", "attnreg, ", "attnreg, Python"
@@ -48,11 +49,11 @@ class Setting:
     part: str
     front: str
     case: str
-    shapes: Callable[[], Iterator[Shape]]
+    shapes: Callable[[], Iterator[Case]]
     steps: tuple[str, ...] = (BOTH, FORWARD)
 
 
-def packed_shapes(longest: int, *rest: Any) -> Iterator[Shape]:
+def packed_shapes(longest: int, *rest: Any) -> Iterator[Case]:
     """Yield packed causal batches; none has both the tokens and the longest length of one before.
 
     Where there are lengths enough each eighth of them has a sequence: batches then take about as long.
@@ -73,14 +74,14 @@ def packed_shapes(longest: int, *rest: Any) -> Iterator[Shape]:
         yield packed(lengths, *rest)
 
 
-def growing(first: int, heads: tuple[int, int], dim: int, dtype: str, varlen: bool) -> Iterator[Shape]:
+def growing(first: int, heads: tuple[int, int], dim: int, dtype: str, varlen: bool) -> Iterator[Case]:
     """Yield single queries over a cache that grows by a key at each call."""
     for number in itertools.count():
         keys = first + number % (HELD - first)
-        yield replace(decode(SEQUENCES, 1, keys, *heads, dim, dtype), varlen=varlen)
+        yield decode(SEQUENCES, 1, keys, *heads, dim, dtype, varlen)
 
 
-def dense_shapes(sizes: list[tuple[int, int]], *rest: Any) -> Iterator[Shape]:
+def dense_shapes(sizes: list[tuple[int, int]], *rest: Any) -> Iterator[Case]:
     """Yield all of some batch sizes with lengths, in an order of chance."""
     draw = random.Random(0)
     while True:
@@ -137,7 +138,7 @@ def _row(setting: Setting, step: str, job: Job) -> FreshRow:
     )  # fmt: skip
 
 
-def _drawing(shapes: Iterator[Shape], job: Job) -> Callable[[], Batch]:
+def _drawing(shapes: Iterator[Case], job: Job) -> Callable[[], Batch]:
     return lambda: Batch(next(shapes), job.device)
 
 
@@ -189,7 +190,7 @@ def _of_the_package(batch: Batch) -> Front:
     """Return the package's function for packed sequences, which attnreg's FA4 calls kernels of."""
     function = import_module("flash_attn.cute.interface").flash_attn_varlen_func
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    options = dict(zip(names, batch.offsets, strict=True)) | {"causal": batch.shape.causal}
+    options = dict(zip(names, batch.offsets, strict=True)) | {"causal": batch.case.is_causal}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = function(q, k, v, **options)[0]
@@ -202,7 +203,7 @@ def _dense(function: Callable[..., Any], batch: Batch) -> Front:
     """Return a function of flash-attn's arguments for tensors (B, S, H, D)."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        results = function(q, k, v, causal=batch.shape.causal)
+        results = function(q, k, v, causal=batch.case.is_causal)
         out: Tensor = results[0] if isinstance(results, tuple) else results
         return out
 
