@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from attnreg.tools.bench.losses import BY_DEVICE
+from attnreg.tools.bench.selection import BY_DEVICE
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 
 

@@ -19,8 +19,8 @@ from _runs import read
 from context_parallel_simulated import draw as draw_simulated
 
 from attnreg.tools.bench.fresh import each_case, ratio_text, time_text
-from attnreg.tools.bench.losses import summary, worst_of
 from attnreg.tools.bench.plots import TITLES, draw
+from attnreg.tools.bench.selection import summary, worst_of
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 
 if TYPE_CHECKING:

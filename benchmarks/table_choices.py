@@ -25,8 +25,8 @@ from attnreg.core.times import table
 from attnreg.core.times.index import Kinds
 from attnreg.core.times.kinds import PROCESSORS
 from attnreg.core.times.lookup import predict, predict_both
-from attnreg.tools.bench.losses import FIXED, MUCH, losses_of
 from attnreg.tools.bench.report import save
+from attnreg.tools.bench.selection import FIXED, MUCH, losses_of
 from attnreg.tools.bench.shapes import BOTH
 from attnreg.tools.measure import Case
 

@@ -15,8 +15,8 @@ from attnreg.core import aten, registry
 from attnreg.core.policy import current as policy
 from attnreg.core.times.tables import SHIPPED
 from attnreg.tools.bench import selection
-from attnreg.tools.bench.losses import ADAPTIVE, ALL, CHOSEN, ORDER, TORCH
 from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.selection import ADAPTIVE, ALL, CHOSEN, ORDER, TORCH
 from attnreg.tools.bench.shapes import BOTH, FORWARD, decode, dense, packed
 
 COMMANDS = ("varlen", "sdpa", "overhead", "selection", "fresh")

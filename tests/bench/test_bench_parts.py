@@ -19,8 +19,8 @@ from attnreg.errors import ConfigError
 from attnreg.tools import drawing
 from attnreg.tools.bench import compare, fronts, overhead, selection, shapes, sides
 from attnreg.tools.bench.compare import Batch
-from attnreg.tools.bench.losses import ADAPTIVE, CHOSEN, TORCH
 from attnreg.tools.bench.report import Job
+from attnreg.tools.bench.selection import ADAPTIVE, CHOSEN, TORCH
 from attnreg.tools.bench.shapes import BOTH, FORWARD, dense, flops, packed, trains
 from attnreg.tools.bench.sides import called_directly, wrong_backend
 from attnreg.tools.measure.timing import Timer

@@ -13,7 +13,7 @@ from support.known import know
 from attnreg.backends import math as math_backend
 from attnreg.tools.bench import compare, selection
 from attnreg.tools.bench.compare import SideTimer
-from attnreg.tools.bench.losses import (
+from attnreg.tools.bench.selection import (
     ADAPTIVE,
     ALL,
     BY_DEVICE,

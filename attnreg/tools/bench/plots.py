@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-from attnreg.tools.bench.losses import CHOSEN, losses
 from attnreg.tools.bench.report import machine
+from attnreg.tools.bench.selection import CHOSEN, losses
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 from attnreg.tools.drawing import (
     INK,
