@@ -84,7 +84,7 @@ def collected() -> dict[str, Any]:
             "untouched_programs": facts.untouched_programs(),
         },
         "compiled": [_library(library) for library in building.LIBRARIES],
-        "torch": facts.own_choice(),
+        "torch": {"chooses": {str(device): facts.chosen_by_torch(device) for device, _ in facts.devices()}},
     }
 
 
@@ -203,7 +203,9 @@ def _print(facts: dict[str, Any], verbose: bool) -> None:
     table("PyTorch's own functions", _router_rows(facts["routers"], facts["settings"]))
     table("Compiled part", _library_rows(facts["compiled"]))
     if verbose:
-        table("What torch does without attnreg", _torch_rows(facts["torch"]))
+        choices = facts["torch"]["chooses"].items()
+        rows = ((f"bfloat16, causal, on {device}", kernel) for device, kernel in choices)
+        table("What torch does without attnreg", rows)
 
 
 def _file_or_reason(library: dict[str, Any]) -> str:
@@ -301,13 +303,3 @@ def _router_rows(routers: dict[str, Any], settings: dict[str, Any]) -> Rows:
         "programs that import only torch",
         f"can't use attnreg: {trouble}" if trouble else "use attnreg if a variable selects a backend",
     )
-
-
-def _torch_rows(choices: dict[str, Any]) -> Rows:
-    for device, kernel in choices["chooses"].items():
-        yield f"bfloat16, causal, on {device}", kernel
-    # On a CPU torch ignores both: it tries flash, then math.
-    yield "order of kernels on CUDA", ", ".join(choices["priority"])
-    yield "enabled kernels", ", ".join(name for name, on in choices["enabled"].items() if on)
-    yield "flash implementation", choices["flash_implementation"] or "torch's own"
-    yield "other implementations", ", ".join(choices["flash_implementations"])
