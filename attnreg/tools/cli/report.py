@@ -55,7 +55,7 @@ def report(
         print_report(run, console())
     if not text:
         check_writable("--out", page, OF_PAGE)
-        _write(run, files, page)
+        write_page(files, page, run)
         typer.echo(f"Report: {page}")
 
 
@@ -85,18 +85,13 @@ def lines_of(page: Path) -> Path:
     return lines
 
 
-def write_page(files: list[Path], out: Path) -> None:
-    """Write the page of files of lines."""
-    from attnreg.tools.report import lines
-
-    _write(lines.read(files), files, out)
-
-
-def _write(run: RunReport, files: list[Path], out: Path) -> None:
+def write_page(files: list[Path], out: Path, run: RunReport | None = None) -> None:
+    """Write the page of files of lines; `run` is what was read of them, if they were read."""
     from attnreg.core.torchlib.caches import write_whole
+    from attnreg.tools.report import lines
     from attnreg.tools.report.page import page
 
     made = ", ".join(map(str, files)) or "a run without attention"
-    text = page(run, f"attnreg {__version__}, from {made}")
+    text = page(run or lines.read(files), f"attnreg {__version__}, from {made}")
     with file_errors(out):
         write_whole(out, text)

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
+from string import Template
 from typing import Any, NamedTuple
 
 from attnreg.core.contract.spec import AttentionSpec
@@ -32,19 +33,15 @@ def page(run: RunReport, of: str) -> str:
     """Return the page of a run; `of` is its last line, what it was made by and from."""
     sections = (
         _summary(run), _calls(run), _directions(run), _deciders(run), _fallbacks(run), _bypassed(run),
-        _masks(run), _first_use(run), _gains(run), _processes(run), _versions(run), _unseen(run),
+        _masks(run), _first_use(run), _gains(run), _processes(run), _versions(run),
     )  # fmt: skip
     programs = ", ".join(dict.fromkeys(line["program"] for line in run.processes)) or "no process"
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="generator" content="attnreg">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>Attention of {escape(programs)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>What attention did</h1>\n<p class=of>{_code(programs)}</p>\n"
-        + "\n".join(section for section in sections if section)
-        + f"\n<footer>{escape(of)}</footer>\n</main>\n</body>\n</html>\n"
+    template, style = (
+        resources.files(__package__).joinpath(f"page.{kind}").read_text(encoding="utf-8")
+        for kind in ("html", "css")
+    )
+    return Template(template).substitute(
+        programs=escape(programs), style=style, sections="\n".join(filter(None, sections)), of=escape(of)
     )
 
 
@@ -310,18 +307,6 @@ def _versions(run: RunReport) -> str:
                     rows.setdefault(name.replace("_", " "), {})[str(value)] = None
     lines = [(name, "; ".join(values)) for name, values in rows.items()]
     return _section("Versions and machine", _table(RunTable((), lines))) if lines else ""
-
-
-def _unseen(run: RunReport) -> str:
-    return _section(
-        "What this page can't show",
-        "<ul><li>Calls in a CUDA graph are seen when it is captured, not when it is replayed.</li>"
-        "<li>Calls in a graph of torch.compile that torch runs by kernels of its own are seen when they are "
-        "traced.</li>"
-        "<li>Attention written by hand, MultiheadAttention with need_weights=True, and kernels that a "
-        "program calls itself.</li>"
-        "<li>A process that was killed, or that ends after its program.</li></ul>",
-    )
 
 
 def describe(spec: AttentionSpec) -> str:
