@@ -21,7 +21,13 @@ def read(run: Path) -> Any:
 
 
 def _in_todays_form(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `selection`, which earlier had medians alone, by direction."""
+    """Return a row of `selection`, which earlier had medians alone, by direction, or of `sdpa`.
+
+    The heads of a case of `sdpa` are part of its panel.
+    """
+    if "panel" in row:
+        case, _, heads = row["case"].partition("\n")
+        return row | {"case": case, "panel": ", ".join(filter(None, (row["panel"], heads)))}
     if "directions" not in row:
         return row
     steps = [step for step in (FORWARD, BOTH) if step in row["directions"]]

@@ -63,24 +63,17 @@ def draw(name: str, results: Any, path: Path, measured_on: Mapping[str, str] | N
 def _draw_speeds(rows: Sequence[Mapping[str, Any]], ceiling: float, title: str, path: Path) -> None:
     """Draw a line for each side, from case to case, below the ceiling in TFLOP/s; all axes have one scale.
 
-    Rows have `panel`, `case`, `step`, `side` and `teraflops`. The second line of a case, if there is one,
-    names a panel of its own, and steps are columns.
+    A panel is a line of axes, and steps are columns.
     """
-    steps, sides = _each(rows, "step"), colours_of(_each(rows, "side"))
-    panels = list(dict.fromkeys((row["panel"], row["case"].partition("\n")[2]) for row in rows))
+    steps, sides, panels = _each(rows, "step"), colours_of(_each(rows, "side")), _each(rows, "panel")
     most = 1.06 * max(ceiling, *(row["teraflops"] for row in rows))
     figure = new_figure(1.6 * len(panels) + 1.8)
     grid = figure.subplots(len(panels), len(steps), squeeze=False, sharey=True)
-    for number, (line, (panel, second)) in enumerate(zip(grid, panels, strict=True)):
+    for number, (line, panel) in enumerate(zip(grid, panels, strict=True)):
         for axes, step in zip(line, steps, strict=True):
-            here = [
-                row
-                for row in rows
-                if (row["panel"], row["case"].partition("\n")[2], row["step"]) == (panel, second, step)
-            ]
+            here = [row for row in rows if (row["panel"], row["step"]) == (panel, step)]
             _speed_lines(axes, here, sides, ceiling)
-            named = ", ".join(filter(None, (panel, second)))
-            dress(axes, f"{step}\n{named}" if number == 0 else named)
+            dress(axes, f"{step}\n{panel}" if number == 0 else panel)
             axes.set_ylim(0, most)
     figure.supylabel("TFLOP/s (higher is better)", color=INK, fontsize=SMALL)
     add_legend(figure, last="matmul")
@@ -90,10 +83,10 @@ def _draw_speeds(rows: Sequence[Mapping[str, Any]], ceiling: float, title: str, 
 def _speed_lines(
     axes: Axes, rows: Sequence[Mapping[str, Any]], sides: Mapping[str, str], ceiling: float
 ) -> None:
-    cases = [case.partition("\n")[0] for case in _each(rows, "case")]
+    cases = _each(rows, "case")
     for number, (side, colour) in enumerate(sides.items()):
         drawn = [row for row in rows if row["side"] == side]
-        at = [cases.index(row["case"].partition("\n")[0]) for row in drawn]
+        at = [cases.index(row["case"]) for row in drawn]
         speeds = [row["teraflops"] for row in drawn]
         # The first marks are the largest, so that they show behind others.
         size = max(8.0 - number, 3.0)

@@ -54,13 +54,13 @@ def _rows(shape: Case, rate: float, job: Job) -> list[dict[str, Any]]:
     right = checked(batch, sides, job)
     if TORCH not in right:
         raise BackendUnavailableError(f"{TORCH} is what all is compared with, and it is wrong here")
-    length, (heads_q, heads_k) = shape.max_q, shape.heads
-    named = {"panel": _panel(shape), "case": f"{len(shape.lens_q)} x {length}\n{heads_q}:{heads_k} heads"}
+    named = {"panel": _panel(shape), "case": f"{len(shape.lens_q)} x {shape.max_q}"}
     return [{**row, **named, "yardstick": TORCH} for row in timed(shape, right, TORCH, rate, job)]
 
 
 def _panel(shape: Case) -> str:
-    return f"head dim {shape.dims[0]}{', causal' if shape.is_causal else ''}"
+    heads_q, heads_k = shape.heads
+    return f"head dim {shape.dims[0]}{', causal' if shape.is_causal else ''}, {heads_q}:{heads_k} heads"
 
 
 def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> PrintedTable:
@@ -76,7 +76,7 @@ def _table(step: str, panel: str, rows: list[dict[str, Any]]) -> PrintedTable:
             (f"{chosen['times_yardstick']:.2f}", f"{chosen['of_matmul_rate']:.0%}") if chosen else ("-", "-")
         )
         shown = (f"{row['milliseconds']:.3f}" if row else "-" for row in side_rows)
-        cells.append((case.replace("\n", ", "), *shown, *last))
+        cells.append((case, *shown, *last))
     header = ("ms", *(side.replace("attnreg, ", "") for side in sides), "x torch", "of matmul")
     return PrintedTable(f"{panel}, {step}", header, cells)
 
