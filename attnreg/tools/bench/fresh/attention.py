@@ -149,22 +149,19 @@ def _verdict(front: str, batch: Batch, results: list[Tensor]) -> Verdict:
 def _sides(setting: Setting, step: str, job: Job) -> dict[str, Way]:
     """Return what is compared: torch's function, the package's own, attnreg by choice, and each backend."""
     front, gpu = setting.front, job.device.type == "cuda"
-    fronts: dict[str, FrontOf] = {KVCACHE: _Cache().front, DENSE: functools.partial(_dense, flash_attn_func)}
+    fronts: dict[str, FrontOf] = {KVCACHE: _Cache().front, DENSE: functools.partial(_flash, flash_attn_func)}
     ours = fronts.get(front, lambda batch: batch.with_attnreg)
     chosen = functools.partial(settings, "measured", job.table, job.backends) if front == SDPA else by_default
     ways: dict[str, tuple[FrontOf, Any, str]] = {}
     if front == SDPA or (front == VARLEN and gpu):  # there is no kernel for torch's on a CPU
         ways[f"torch's {front}"] = (lambda batch: batch.with_torch), torch_alone, ""
     if front in (VARLEN, DENSE) and "FA4" in job.backends:
-        ways[PACKAGE] = _of_the_package if front == VARLEN else _dense_of_the_package, torch_alone, ""
+        ways[PACKAGE] = functools.partial(_of_the_package, front), torch_alone, ""
     ways[OURS] = ours, chosen, ""
     if not gpu and call_cache.load() is not None:
         ways[IN_PYTHON] = ours, functools.partial(_in_python, chosen), ""
     for name in job.backends:
-        if front == VARLEN:  # the other fronts have no such argument
-            ways[LED + name] = functools.partial(_by_argument, name), by_default, name
-        else:
-            ways[LED + name] = ours, functools.partial(api.use_backend, name), name
+        ways[LED + name] = ours, functools.partial(api.use_backend, name), name
     sets = "sets" if front in IN_FLASH_LAYOUT else "front_sets"
     return {
         name: Way(
@@ -182,25 +179,18 @@ def _prepared(front_of: FrontOf, sets: str, step: str, batch: Batch) -> Callable
     return lambda: [forward(front, tensors)]
 
 
-def _by_argument(name: str, batch: Batch) -> Front:
-    return functools.partial(batch.with_attnreg, backend=name)
-
-
-def _of_the_package(batch: Batch) -> Front:
-    """Return the package's function for packed sequences, which attnreg's FA4 calls kernels of."""
-    function = import_module("flash_attn.cute.interface").flash_attn_varlen_func
+def _of_the_package(front: str, batch: Batch) -> Front:
+    """Return the function of flash-attn-4, which attnreg's FA4 calls kernels of, that is like a front."""
+    package = import_module("flash_attn.cute.interface")
+    if front == DENSE:
+        return _flash(package.flash_attn_func, batch)
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    options = dict(zip(names, batch.offsets, strict=True)) | {"causal": batch.case.is_causal}
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = function(q, k, v, **options)[0]
-        return out
-
-    return run
+    offsets = dict(zip(names, batch.offsets, strict=True))
+    return _flash(functools.partial(package.flash_attn_varlen_func, **offsets), batch)
 
 
-def _dense(function: Callable[..., Any], batch: Batch) -> Front:
-    """Return a function of flash-attn's arguments for tensors (B, S, H, D)."""
+def _flash(function: Callable[..., Any], batch: Batch) -> Front:
+    """Return a function of flash-attn's arguments as one of query, key and value."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         results = function(q, k, v, causal=batch.case.is_causal)
@@ -208,10 +198,6 @@ def _dense(function: Callable[..., Any], batch: Batch) -> Front:
         return out
 
     return run
-
-
-def _dense_of_the_package(batch: Batch) -> Front:
-    return _dense(import_module("flash_attn.cute.interface").flash_attn_func, batch)
 
 
 class _Cache:
