@@ -65,14 +65,14 @@ def label_bars(axes: Axes, bars: Any, value: str | Callable[[float], str]) -> No
     axes.bar_label(bars, fmt=value, padding=3, color=INK, fontsize=SMALL)
 
 
-def add_legend(figure: Figure, last: str = "", columns: int = 4, axes: Iterable[Axes] = ()) -> None:
-    """Add one legend for these axes, else for all, below them; what begins with `last` comes last."""
+def add_legend(figure: Figure, last: str = "") -> None:
+    """Add one legend for all axes, below them; what begins with `last` comes last."""
     # A name may be missing in some axes.
-    legends = [each.get_legend_handles_labels() for each in (list(axes) or figure.axes)]
+    legends = [axes.get_legend_handles_labels() for axes in figure.axes]
     named = {label: handle for each in legends for handle, label in zip(*each, strict=True)}
     labels = sorted(named, key=lambda label: bool(last) and label.startswith(last))
     figure.legend(
-        [named[label] for label in labels], labels, frameon=False, ncols=min(len(labels), columns),
+        [named[label] for label in labels], labels, frameon=False, ncols=min(len(labels), 4),
         loc="outside lower center", fontsize=SMALL, labelcolor=INK,
     )  # fmt: skip
 

@@ -53,24 +53,22 @@ def _continued(line: str, width: int | None) -> Iterator[str]:
         return
     indent = len(line) - len(line.lstrip())
     first, *rest = wrapped(line.lstrip(), max(width - indent - GAP, 1))
-    yield " " * indent + first
+    yield " " * GAP + first
     yield from (" " * (indent + GAP) + more for more in rest)
 
 
-def aligned(
-    rows: Iterable[Iterable[str]], width: int | None, *, indent: int = GAP, right: int = 0
-) -> Iterator[list[str]]:
+def aligned(rows: Iterable[Iterable[str]], width: int | None, *, right: int = 0) -> Iterator[list[str]]:
     """Yield lines of padded cells: the last `right` columns flush right, else the last column wrapped."""
     table = [list(row) for row in rows]
     columns = max(map(len, table), default=0)
     table = [[*row, *[""] * (columns - len(row))] for row in table]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    before = indent + sum(size + GAP for size in widths[:-1])
+    before = GAP + sum(size + GAP for size in widths[:-1])
     room = None if width is None or right else width - before
     # The room on a line of its own, if the last column begins there.
     below = 0
     if width is not None and room is not None and columns > 1 and room < min(LEAST_WIDTH, widths[-1]):
-        below = max(width - indent - 2 * GAP, 1)
+        below = max(width - 3 * GAP, 1)
     for row in table:
         *first, last = row
         cells = [
@@ -80,11 +78,11 @@ def aligned(
         cells = [f"{cell}{' ' * GAP}" for cell in cells]
         if below and last:
             if any(cell.strip() for cell in cells):
-                yield [" " * indent, *cells]
-            yield from ([" " * (indent + 2 * GAP), text] for text in _cell(last, below))
+                yield [" " * GAP, *cells]
+            yield from ([" " * 3 * GAP, text] for text in _cell(last, below))
             continue
         head, *rest = _cell(last.rjust(widths[-1]) if right else last, room)
-        yield [" " * indent, *cells, head]
+        yield [" " * GAP, *cells, head]
         yield from ([" " * before, text] for text in rest)
 
 

@@ -224,10 +224,10 @@ WITHOUT_OPTIONS: dict[str, Any] = {
 FREE_NUMBERS = [row for row in OPTIONS if row.values == "number" and row.name != "dropout" and field_of(row)]
 
 
-def _listed(lens: tuple[int, ...], most: int = 8) -> str:
-    """Return lengths as text; of many the first."""
-    more = f", ... ({len(lens)} in all)" if len(lens) > most else ""
-    return f"({', '.join(map(str, lens[:most]))}{more})"
+def _listed(lens: tuple[int, ...]) -> str:
+    """Return lengths as text; of many the first eight."""
+    more = f", ... ({len(lens)} in all)" if len(lens) > 8 else ""
+    return f"({', '.join(map(str, lens[:8]))}{more})"
 
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}  # bytes

@@ -125,27 +125,22 @@ def measure(
         check_batch_invariant(kernels, guarded.inputs, results)
     errors = errors_of(results, plain, truth, drawn.q.dtype)
     errors = {name: error._replace(factor=factor_of(case)) for name, error in errors.items()}
-    return located(errors, case, results, truth)
+    return _located(errors, case, results, truth)
 
 
-def located(
-    errors: dict[str, Error],
-    case: Case,
-    results: Sequence[tuple[Tensor, ...]],
-    truth: Results,
-    others: str = "by a launcher: ",
+def _located(
+    errors: dict[str, Error], case: Case, results: Sequence[tuple[Tensor, ...]], truth: Results
 ) -> dict[str, Error]:
-    """Return the errors of a case, and the places of errors that exceed what is allowed.
+    """Return the errors of a case, with the place in the first wrong result of those that are too large.
 
-    `results` are results for the same inputs, and `truth` the right results, in the contract's shapes. The
-    place is in the first wrong result. `others` says what made all results but the first.
+    All results but the first are of launchers.
     """
     for place_of_result, (name, error) in enumerate(errors.items()):
         right = getattr(truth, name)
         for number, result in enumerate(results if not error.passed else ()):
             got = result[place_of_result]
             if place := describe_faults(case, name, got, right, error.allowed, truth.lse):
-                errors = errors | {name: error._replace(place=(others if number else "") + place)}
+                errors = errors | {name: error._replace(place=("by a launcher: " if number else "") + place)}
                 break
     return errors
 

@@ -169,7 +169,7 @@ def median_ratio(of: Sequence[float], to: Sequence[float]) -> float:
     return statistics.median(taken / other for taken, other in zip(of, to, strict=True))
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: int = 7) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a product of two large square matrices: the ceiling of any kernel.
 
     The matrices are 8192 wide on a GPU, 1024 elsewhere.
@@ -177,5 +177,5 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, rounds: int = 7) -> fl
     size, calls = (8192, 10) if device.type == "cuda" else (1024, 2)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     timer = timer_for(device)
-    _warm_up, *seconds = (timer.back_to_back(lambda: left @ right, calls) for _ in range(rounds + 1))
+    _warm_up, *seconds = (timer.back_to_back(lambda: left @ right, calls) for _ in range(8))
     return 2 * size**3 / statistics.median(seconds)
