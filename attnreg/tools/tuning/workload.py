@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, product, zip_longest
 from typing import Any, TypeVar
 
@@ -64,36 +63,32 @@ QUICK_DIMS, QUICK_HEADS = (128, 64, 96), 16
 FILL = 0.6
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadKind:
-    """One kind of call, the (batch, max_q, max_k) of each of its sizes, and whether most models make it.
+def _specs(
+    device: Device,
+    dim: int,
+    heads: tuple[int, int],
+    window: tuple[int, int],
+    varlen: bool,
+    shapes: Iterable[tuple[int, int, int]],
+    dtype: str = "bfloat16",
+) -> list[AttentionSpec]:
+    """Return the calls of one kind, for the (batch, max_q, max_k) of each of its sizes.
 
     `heads` are the heads of query and key; `varlen` says whether the sequences are packed.
     """
 
-    dim: int
-    heads: tuple[int, int]
-    window: tuple[int, int]
-    varlen: bool
-    shapes: Iterable[tuple[int, int, int]]
-    dtype: str = "bfloat16"
-    usual: bool = True
-
-    def specs(self, device: Device) -> list[AttentionSpec]:
-        """Return the calls."""
-        return [
-            AttentionSpec(
-                device=device, dtype=self.dtype, batch=batch, max_q=max_q, max_k=max_k,
-                heads_q=self.heads[0], heads_k=self.heads[1], head_dim=self.dim, head_dim_v=self.dim,
-                tokens_q=self._tokens(batch, max_q), tokens_k=self._tokens(batch, max_k),
-                varlen=self.varlen, window=self.window, needs_backward=max_q > 16,
-            )
-            for batch, max_q, max_k in self.shapes
-        ]  # fmt: skip
-
-    def _tokens(self, batch: int, longest: int) -> int:
-        ragged = self.varlen and batch > 1 and longest > 1
+    def tokens(batch: int, longest: int) -> int:
+        ragged = varlen and batch > 1 and longest > 1
         return max(int(batch * longest * FILL), longest) if ragged else batch * longest
+
+    return [
+        AttentionSpec(
+            device=device, dtype=dtype, batch=batch, max_q=max_q, max_k=max_k, heads_q=heads[0],
+            heads_k=heads[1], head_dim=dim, head_dim_v=dim, tokens_q=tokens(batch, max_q),
+            tokens_k=tokens(batch, max_k), varlen=varlen, window=window, needs_backward=max_q > 16,
+        )
+        for batch, max_q, max_k in shapes
+    ]  # fmt: skip
 
 
 def grid(name: str, device: Device) -> list[AttentionSpec]:
@@ -106,13 +101,13 @@ def grid(name: str, device: Device) -> list[AttentionSpec]:
     full = name == "full"
     if device.type == "cuda" and not full:
         return list(_quick_gpu(device))
-    kinds = list(_gpu() if device.type == "cuda" else _cpu(full))
+    kinds = list(_gpu(device) if device.type == "cuda" else _cpu(device, full))
     usual, rare = (
-        list(coarse_to_fine([kind.specs(device) for kind in kinds if kind.usual is wanted]))
+        list(coarse_to_fine([specs for is_usual, specs in kinds if is_usual is wanted]))
         for wanted in (True, False)
     )
     # Three sizes of each usual kind, then two calls of those for one of the others.
-    head = 3 * sum(kind.usual for kind in kinds)
+    head = 3 * sum(is_usual for is_usual, _ in kinds)
     rest = zip_longest(usual[head::2], usual[head + 1 :: 2], rare)
     specs = [*usual[:head], *(spec for turn in rest for spec in turn if spec is not None)]
     return list(dict.fromkeys(specs))
@@ -141,23 +136,22 @@ def _halving(count: int) -> list[int]:
 def _quick_gpu(device: Device) -> Iterator[AttentionSpec]:
     for ratio, varlen, window, shapes in QUICK:
         for shape, dim in product(shapes, QUICK_DIMS):
-            yield from WorkloadKind(dim, (QUICK_HEADS, QUICK_HEADS // ratio), window, varlen, (shape,)).specs(
-                device
-            )
+            yield from _specs(device, dim, (QUICK_HEADS, QUICK_HEADS // ratio), window, varlen, (shape,))
 
 
-def _gpu() -> Iterator[WorkloadKind]:
-    """Yield the kinds of a GPU, the most usual first."""
+def _gpu(device: Device) -> Iterator[tuple[bool, list[AttentionSpec]]]:
+    """Yield the kinds of a GPU, the most usual first, and of each whether most models make it."""
     dims = ((128, 16), (64, 16), (96, 16), (256, 8), (192, 8), (32, 16))
     for (dim, heads), ratio in product(dims, (1, 4, 8)):
         usual, both = dim in (64, 128) and ratio < 8, (heads, heads // ratio)
         for varlen, window in product((False, True), (CAUSAL, FULL)):
             shapes = _squares(usual, uneven=window == FULL and not varlen)
-            yield WorkloadKind(dim, both, window, varlen, shapes, usual=usual)
+            yield usual, _specs(device, dim, both, window, varlen, shapes)
         if dim in (64, 96, 128):
             for queries, window in DECODES:
-                yield WorkloadKind(dim, both, window, False, _decodes(usual, window == FULL, queries))
-            yield WorkloadKind(dim, both, FULL, True, _decodes(False, False, 1), usual=False)
+                shapes = _decodes(usual, window == FULL, queries)
+                yield True, _specs(device, dim, both, window, False, shapes)
+            yield False, _specs(device, dim, both, FULL, True, _decodes(False, False, 1))
 
 
 def _squares(fine: bool, uneven: bool) -> Iterator[tuple[int, int, int]]:
@@ -189,15 +183,15 @@ def _decodes(fine: bool, uneven: bool, queries: int) -> Iterator[tuple[int, int,
         yield batch, queries, keys
 
 
-def _cpu(full: bool) -> Iterator[WorkloadKind]:
-    """Yield the kinds of a CPU, in sizes that take it milliseconds."""
+def _cpu(device: Device, full: bool) -> Iterator[tuple[bool, list[AttentionSpec]]]:
+    """Yield the kinds of a CPU like those of a GPU, in sizes that take it milliseconds."""
     lengths = (32, 64, 128, 256, 512, 1024) if full else (64, 512)
     squares = tuple((2, length, length) for length in lengths)
     kinds = product(("float32", "bfloat16"), (64, 128) if full else (64,), (1, 4) if full else (1,))
     for dtype, dim, ratio in kinds:
         for varlen, window in product((False, True), (CAUSAL, FULL)):
-            yield WorkloadKind(dim, (4, 4 // ratio), window, varlen, squares, dtype)
-        yield WorkloadKind(dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
+            yield True, _specs(device, dim, (4, 4 // ratio), window, varlen, squares, dtype)
+        yield True, _specs(device, dim, (4, 4 // ratio), FULL, False, ((2, 1, 1024),), dtype)
 
 
 def unmeasurable(spec: AttentionSpec) -> str:
