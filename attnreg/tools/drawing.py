@@ -5,9 +5,8 @@ A figure is as wide as a page, so that its labels have their size there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -58,11 +57,6 @@ def dress(axes: Axes, title: str = "", x: str = "", y: str = "", grid: str = "y"
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
-
-
-def label_bars(axes: Axes, bars: Any, value: str | Callable[[float], str]) -> None:
-    """Write its value at the end of each bar."""
-    axes.bar_label(bars, fmt=value, padding=3, color=INK, fontsize=SMALL)
 
 
 def add_legend(figure: Figure, last: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -16,10 +16,10 @@ from attnreg.tools.drawing import (
     INK,
     MARKS,
     NEUTRAL,
+    SMALL,
     add_legend,
     colours_of,
     dress,
-    label_bars,
     new_figure,
 )
 from attnreg.tools.report.lines import CallRow
@@ -47,7 +47,8 @@ def shares(rows: Sequence[CallRow]) -> str:
     if rest:
         painted[-1] = NEUTRAL
     drawn = axes.barh(names, values, height=0.7, color=painted)
-    label_bars(axes, drawn, lambda value: f"{value:.0f} %" if value >= 1 else "< 1 %")
+    labels = [f"{value:.0f} %" if value >= 1 else "< 1 %" for value in values]
+    axes.bar_label(drawn, labels, padding=3, color=INK, fontsize=SMALL)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.18 * max(values))
     dress(axes, "", "share of the measured time, %", "", grid="")
@@ -57,26 +58,6 @@ def shares(rows: Sequence[CallRow]) -> str:
             axes.plot([], [], "s", color=colour, label=name)
         add_legend(figure)
     return _svg(figure, "shares")
-
-
-def directions(calls: Mapping[str, Mapping[str, int]]) -> str:
-    """Draw the calls of each backend, by direction."""
-    names, both = list(calls), ("forward", "backward")
-    figure = new_figure(1.0 + 0.55 * len(names), WIDTH)
-    axes = figure.subplots()
-    for place, (direction, colour) in enumerate(zip(both, (COLOURS[1], COLOURS[2]), strict=True)):
-        at = [number + (place - 0.5) * 0.36 for number in range(len(names))]
-        values = [calls[name].get(direction, 0) for name in names]
-        label_bars(
-            axes, axes.barh(at, values, height=0.32, color=colour, label=direction), lambda n: f"{n:,.0f}"
-        )
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(max(each.values()) for each in calls.values()))
-    dress(axes, "", "calls", "", grid="")
-    axes.tick_params(axis="y", length=0)
-    add_legend(figure)
-    return _svg(figure, "directions")
 
 
 def times(rows: Sequence[CallRow], text: Callable[[float], str]) -> str:

@@ -113,10 +113,7 @@ def directions_of(run: RunReport) -> RunTable:
 
 
 def _directions(run: RunReport) -> str:
-    if not run.calls:
-        return ""
-    plots = _plots(lambda charts: (charts.directions(run.calls),), says_why=False)
-    return _section("Backends by direction", plots + _table(directions_of(run)))
+    return _section("Backends by direction", _table(directions_of(run))) if run.calls else ""
 
 
 def deciders_of(run: RunReport) -> RunTable:
@@ -382,10 +379,10 @@ def _table(table: RunTable) -> str:
     return f"<table>{thead}<tbody>\n{body}\n</tbody></table>{rest}"
 
 
-def _plots(draw: Any, says_why: bool = True) -> str:
+def _plots(draw: Any) -> str:
     """Return plots side by side, or why there are none."""
     if importlib.util.find_spec("matplotlib") is None:
-        return f"<p class=note>{NO_PLOTS}</p>" if says_why else ""
+        return f"<p class=note>{NO_PLOTS}</p>"
     from attnreg.tools.report import charts
 
     drawn = draw(charts)
