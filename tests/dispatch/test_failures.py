@@ -216,6 +216,20 @@ class Interrupting(logging.Handler):
         raise KeyboardInterrupt
 
 
+def test_a_kernel_that_calls_pytorchs_attention_is_told_why_it_does_not_end(caplog):
+    def forward(query, key, value, call):
+        return F.scaled_dot_product_attention(query, key, value), None
+
+    backend = attnreg.Backend(
+        name="again", forward=LIMITS, load=lambda: attnreg.Kernels(forward), priority=300
+    )
+    with attnreg.register_backend(backend), torch.no_grad(), pytest.raises(RecursionError):
+        F.scaled_dot_product_attention(*qkv(5, 5, heads=3))
+    said = "a kernel that calls PyTorch's attention is sent its own call (said once;"
+    assert [said in record.message for record in caplog.records] == [True]
+    assert attnreg.stats().failures[0].message.endswith(said.removesuffix(" (said once;"))
+
+
 @pytest.mark.usefixtures("router_kind")
 def test_ctrl_c_while_a_failure_is_counted_is_raised(attend):
     failing, handler = Failing(), Interrupting()

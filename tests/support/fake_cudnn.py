@@ -25,7 +25,7 @@ BOUNDS = ("diagonal_band_left_bound", "diagonal_band_right_bound")
 # The options of both builders that are computed here, with their defaults. The frontend's Python takes any
 # keyword, and 1.32 refuses those that it doesn't know when it describes the graph to cuDNN; it knows these.
 OPTIONS = dict.fromkeys(("name", "attn_scale", "seq_len_q", "seq_len_kv", *TOTALS, *BOUNDS))
-OPTIONS |= {"use_padding_mask": False, "diagonal_alignment": "TOP_LEFT", "bias": None}
+OPTIONS |= {"use_padding_mask": False, "diagonal_alignment": "TOP_LEFT", "bias": None, "dropout": None}
 OF_BACKWARD = {"dBias": None, "use_deterministic_algorithm": False}
 
 HANDLES = {}
@@ -114,7 +114,8 @@ class Graph:
         if not packed and (left, right) != (None, None) and q.dim[2] > k.dim[2]:
             raise GraphNotSupportedError("bottom right with more queries than keys")
         top_left = given["diagonal_alignment"] == "TOP_LEFT"
-        if given["bias"] is not None and (left, right) != (None, None) and not top_left:
+        plain = given["bias"] is None and given["dropout"] is None
+        if not plain and (left, right) != (None, None) and not top_left:
             raise GraphNotSupportedError("Bottom right causal mask is only supported with is_bias=False")
         if given["bias"] is not None and left is not None:
             raise GraphNotSupportedError("Left and right bounds are only supported with is_bias=False")
@@ -204,6 +205,17 @@ class Graph:
             scores += self._view(self.options["bias"], entry, lengths[0]).double()
         return scores, q, k, v
 
+    def _kept(self, entry, lengths):
+        """Return the factors of dropout; which weights are dropped depends on the longest lengths, too."""
+        if self.options["dropout"] is None:
+            return 1.0
+        p, *state = self.options["dropout"]
+        assert [one.data_type for one in state] == ["INT64"] * 2
+        q, k = self.inputs[:2]
+        seed = hash((*(self._number(one, 0) for one in state), entry, q.dim[2], k.dim[2])) % 2**62
+        drawn = torch.rand(q.dim[1], *lengths, generator=torch.Generator().manual_seed(seed))
+        return (drawn >= p).double() / (1.0 - p)
+
     def _forward(self, entry):
         (rows, keys), (out, stats) = self._lengths(entry), self.results
         if rows == 0:
@@ -214,7 +226,7 @@ class Graph:
             stats.fill_(1e21)
             return
         scores, _, _, value = self._scores(entry, rows, keys)
-        found, lse = one_sequence.forward(scores, value)
+        found, lse = one_sequence.forward(scores, value, self._kept(entry, (rows, keys)))
         out.copy_(found.transpose(0, 1))
         stats.copy_(lse)
         if self.inputs[0].ragged_offset is not None and self.inputs[0].dim[2] == 1:
@@ -232,7 +244,10 @@ class Graph:
         assert bias is None or not (lse == -torch.inf).any()
         if bias is not None and bias.stride[2] == 0 and rows > 1:
             scores = scores + 1.0  # wrong gradients with one row for all queries
-        grads = one_sequence.backward(scores, lse[..., 0], delta, *qkv, grad.transpose(0, 1), self.scale)
+        grads = one_sequence.backward(
+            *(scores, lse[..., 0], delta, *qkv, grad.transpose(0, 1), self.scale),
+            kept=self._kept(entry, (rows, keys)),
+        )
         if self.options["dBias"] is not None:
             of_scores = one_sequence.of_scores(scores, lse[..., 0], delta, qkv[2], grad.transpose(0, 1))
             shown = self._view(self.options["dBias"], entry, rows)

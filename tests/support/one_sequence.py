@@ -1,6 +1,7 @@
 """Attention of one sequence in float64 as fakes of kernels compute it, from the LSE that they are given.
 
 Tensors are (S, H, D), scores (H, S_q, S_k), LSE and delta (H, S_q). A key head may serve several query heads.
+`kept` are the factors of dropout, shaped as the scores.
 """
 
 import torch
@@ -23,15 +24,17 @@ def scores(query, key, scale, mask, softcap=0.0):
     return found.masked_fill(~mask, -torch.inf)
 
 
-def forward(scores, value):
+def forward(scores, value, kept=1.0):
     """Return output and LSE: 0 and -inf for a row without a key."""
     lse = scores.logsumexp(-1)
-    return torch.einsum("hqk,khd->qhd", _weights(scores, lse), _for_each_head(value, len(scores))), lse
+    weights = _weights(scores, lse) * kept
+    return torch.einsum("hqk,khd->qhd", weights, _for_each_head(value, len(scores))), lse
 
 
-def backward(scores, lse, delta, query, key, value, grad, scale, softcap=0.0):
+def backward(scores, lse, delta, query, key, value, grad, scale, softcap=0.0, kept=1.0):
     """Return the gradients of query, key and value; `delta` is the sum of output times gradient."""
-    weights, slopes = _weights(scores, lse.double()), of_scores(scores, lse, delta, value, grad) * scale
+    weights = _weights(scores, lse.double()) * kept
+    slopes = of_scores(scores, lse, delta, value, grad, kept) * scale
     if softcap:
         slopes = slopes * (1 - (scores / softcap).clamp(-1, 1).square())
     grad_q = torch.einsum("hqk,khd->qhd", slopes, _for_each_head(key, len(scores)))
@@ -40,9 +43,9 @@ def backward(scores, lse, delta, query, key, value, grad, scale, softcap=0.0):
     return grad_q, *(x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_k, grad_v))
 
 
-def of_scores(scores, lse, delta, value, grad):
+def of_scores(scores, lse, delta, value, grad, kept=1.0):
     """Return the gradient of what is added to the scores, (H, S_q, S_k)."""
-    slopes = torch.einsum("qhd,khd->hqk", grad.double(), _for_each_head(value, len(scores)))
+    slopes = torch.einsum("qhd,khd->hqk", grad.double(), _for_each_head(value, len(scores))) * kept
     return (slopes - delta[..., None]) * _weights(scores, lse.double())
 
 

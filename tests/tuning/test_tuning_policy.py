@@ -15,7 +15,7 @@ import attnreg
 from attnreg.backends import math as math_backend
 from attnreg.core import registry
 from attnreg.core.contract.spec import Device
-from attnreg.core.dispatch import planning
+from attnreg.core.dispatch import calls, planning
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.state import FEW_SHAPES, state
 from attnreg.core.policy import current as policy
@@ -197,6 +197,35 @@ def test_calls_of_ever_new_shapes_leave_a_backend_that_builds_something_for_each
     for length in (250, 255, 256):
         call(length)
     assert ran() == {"second": (3, 0)}
+
+
+@pytest.mark.parametrize("longer", [0, 700], ids=["all built for", "every second one on another backend"])
+def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, known, routers, ran, monkeypatch, longer):
+    """Whichever backend runs them; then lengths of a step share a decision."""
+    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
+    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
+    sizes = {128: (took(10.0, 0.0, 0.05), took(40.0)), 1024: (took(900.0, 0.0, 0.05), took(200.0))}
+    points = [
+        point(spec_with(max_q=length, max_k=length), cpu=990.0, first=first, second=second)
+        for length, (first, second) in sizes.items()
+    ]
+    attnreg.configure(here(*points))
+    decided, make_plan = [], calls.make_plan
+    monkeypatch.setattr(
+        calls, "make_plan", lambda *given: decided.append(given[3].max_q) or make_plan(*given)
+    )
+
+    def call(length):
+        F.scaled_dot_product_attention(*(torch.randn(1, 4, length, 64).bfloat16() for _ in "qkv"))
+
+    for length in range(200, 200 + FEW_SHAPES):
+        call(length + longer * (length % 2))
+    assert len(decided) == FEW_SHAPES
+    assert ran() == ({"first": (4, 0), "second": (4, 0)} if longer else {"first": (FEW_SHAPES, 0)})
+    for length in range(210, 240):
+        call(length + longer * (length % 2))
+    assert ran() == {"second": (30, 0)}
+    assert decided[FEW_SHAPES:] == ([210, 911] if longer else [210])
 
 
 # Which table

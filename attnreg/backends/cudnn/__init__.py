@@ -53,7 +53,7 @@ _BOTH: dict[str, Any] = {
     "head_dim_v": Range(8, 256, 8),
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
-    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "seqused_k", "capture"), True),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "seqused_k", "dropout", "capture"), True),
 }
 FORWARD = Capabilities(**_BOTH, deterministic=True)
 BACKWARD = _CuDNNBackward(**_BOTH, bias_gradient=True, deterministic=True, delta_from_out=True)
@@ -104,7 +104,7 @@ def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
         reasons.append(
             f"head_dim above 192 must be the value's too, got {spec.head_dim} and {spec.head_dim_v}"
         )
-    return (*reasons, *_against_bias(spec))
+    return (*reasons, *_against_bias(spec), *_against_dropout(spec))
 
 
 def _against_bias(spec: AttentionSpec) -> Iterator[str]:
@@ -128,6 +128,28 @@ def _against_bias(spec: AttentionSpec) -> Iterator[str]:
     if spec.head_dim_v != spec.head_dim:
         got = f"{spec.head_dim} and {spec.head_dim_v}"
         yield f"head_dim of query and value must be the same with attn_bias, got {got}"
+
+
+def _against_dropout(spec: AttentionSpec) -> Iterator[str]:
+    """Yield the reasons against dropout: it was tried on compute capability 9.0 alone.
+
+    Both directions drop the same weights only if their execution plans have the same longest lengths. Those
+    of packed calls are rounded in each direction by itself.
+    """
+    if not spec.dropout:
+        return
+    if (capability := spec.device.capability) is not None and capability[0] != 9:
+        yield f"compute capability must be 9.x with dropout, got {capability[0]}.{capability[1]}"
+    if spec.dropout == 1.0:
+        yield "dropout_p must be below 1, got 1.0"
+    if spec.varlen:
+        yield f"dropout_p must be 0 with packed tensors, got {spec.dropout}"
+    elif spec.window != (-1, -1) and spec.max_q != spec.max_k:
+        # The frontend refuses every mask that is aligned bottom-right.
+        got = f"{spec.max_q} and {spec.max_k}"
+        yield f"query and key must have the same length with dropout_p and a mask, got {got}"
+    if spec.bias:
+        yield f"dropout_p must be 0 with attn_bias, got {spec.dropout}"
 
 
 def _against_bias_gradient(spec: AttentionSpec) -> Iterator[str]:
@@ -165,14 +187,15 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
     if not (spec.varlen or spec.bias_gradient):
         yield from (Cut.of(name, at=length) for name in ("max_q", "max_k") for length in (1, 2))
         if spec.window != (-1, -1):
-            yield from (Cut.beyond("max_q", "max_k", at=step) for step in ((0, 1) if spec.bias else (1,)))
+            is_square = spec.bias or spec.dropout > 0.0
+            yield from (Cut.beyond("max_q", "max_k", at=step) for step in ((0, 1) if is_square else (1,)))
         if spec.deterministic:
             yield Cut.of("batch", "max_q", "max_k", at=MOST_BYTES // (2 * max(spec.heads_q, 1)) + 1)
 
 
 def _priority(spec: AttentionSpec) -> int:
-    """Return the priority: behind efficient with a bias, as each new shape has to be built first."""
-    return -10 if spec.bias else 20
+    """Return the priority: behind torch's kernels with a bias or dropout, which they run without a build."""
+    return -10 if spec.bias or spec.dropout > 0.0 else 20
 
 
 def _builds(spec: AttentionSpec) -> bool:

@@ -28,7 +28,7 @@ from attnreg.core.launching import rows
 from attnreg.core.launching.launchers import LSE, AddressLauncher, Launcher, Prepared
 from attnreg.core.launching.offsets import empty_results, is_empty
 from attnreg.core.torchlib.layout import aligned, readable, stream_of, with_strides
-from attnreg.errors import UnsupportedInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 
 
 def forward(
@@ -87,7 +87,7 @@ def _run_forward(
     if call.seqused_k is not None:
         out.zero_()
         lse.fill_(-torch.inf)
-    _run(plans, problem, (query, key, value, out, lse, *bias), call)
+    _run(plans, problem, (query, key, value, out, lse, *bias, *_random_state(call)), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not all_written:
         rows.clear_forward(out, lse, call.cu_seqlens_q, call.cu_seqlens_k, call.window)
     return out, lse
@@ -114,7 +114,8 @@ def _run_backward(
     shortened = call.seqused_k is not None
     grad_q, grad_k, grad_v = (x.new_zeros(x.shape) if shortened else x.new_empty(x.shape) for x in inputs)
     of_bias = [x.new_empty(x.shape) for x in bias] if kind.bias_gradient else []
-    _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v, *bias, *of_bias), call)
+    further = *bias, *of_bias, *_random_state(call)
+    _run(plans, problem, (*read[1:], lse, read[0], grad_q, grad_k, grad_v, *further), call)
     if call.cu_seqlens_q is not None and call.cu_seqlens_k is not None and not (all_written or shortened):
         rows.clear_backward(grad_q, grad_k, grad_v, call.cu_seqlens_q, call.cu_seqlens_k)
     return grad_q, grad_k, grad_v, *(_gradient_of_bias(x, call) for x in of_bias)
@@ -140,6 +141,17 @@ def _readable_bias(query: Tensor, key: Tensor, call: Call) -> list[Tensor]:
         copied = once.new_empty_strided(once.shape, strides_of_scores(tuple(once.shape)))
         bias = copied.copy_(once).expand(size)
     return [bias]
+
+
+def _random_state(call: Call) -> list[Tensor]:
+    """Return seed and offset of dropout as execution plans read them, (1,) int64; empty without dropout."""
+    if not call.dropout:
+        return []
+    if call.rng_state is None:
+        got = f"got None with dropout_p {call.dropout}"
+        raise InvalidInputError(f"rng_state: {got}, expected a seed and an offset, uint64")
+    state = call.rng_state.view(torch.int64)
+    return [state[:1], state[1:]]
 
 
 def _gradient_of_bias(grad: Tensor, call: Call) -> Tensor:
@@ -188,7 +200,7 @@ def specialize(
     and dtypes of `forward` and `backward`: (B, S, H, D) or (T, H, D).
     """
     kind = kind_of(direction, tensors, call)
-    if call.seqused_k is not None or kind.bias or not (kind.heads_q and kind.heads_k):
+    if call.seqused_k is not None or not kind.is_plain or not (kind.heads_q and kind.heads_k):
         return None
     # Without offsets, because the launcher would keep these tensors alive.
     constants = call._replace(cu_seqlens_q=None, cu_seqlens_k=None)

@@ -250,7 +250,7 @@ class ExecutionPlans:
             if took > _LONG:
                 log.info("cuDNN took %.1f s to build the execution plan of a %s", took, problem)
         self.read.add(plan)
-        if plan.run_on_addresses is not None and not problem.kind.bias:  # no launcher runs calls with a bias
+        if plan.run_on_addresses is not None and problem.kind.is_plain:  # no launcher runs other calls
             plan.prepared = self._prepared_for(problem, plan)
         return plan
 

@@ -146,6 +146,8 @@ class _Description:
     def _options(self) -> dict[str, Any]:
         left, right = self._problem.kind.window
         options: dict[str, Any] = {"attn_scale": self._problem.kind.scale}
+        if self._problem.kind.dropout:
+            options["dropout"] = self._problem.kind.dropout, *map(self._word, (Slot.SEED, Slot.OFFSET))
         if self._problem.kind.packed:
             options["use_padding_mask"] = True
             for option, slot in (("seq_len_q", Slot.SEQ_LEN_Q), ("seq_len_kv", Slot.SEQ_LEN_K)):
@@ -201,6 +203,12 @@ class _Description:
             offset, dtype = RaggedOffset(slot in OF_KEYS, strides[2]), self._cudnn.data_type.INT64
             vector = self._vector(offset, _RAGGED + int(slot), self._problem.batch + 1, dtype)
             tensor.set_ragged_offset(vector)
+
+    def _word(self, slot: Slot) -> Any:
+        """Return a new tensor of the graph with a single number."""
+        self._tensors[int(slot)] = slot
+        layout = {"dim": [1, 1, 1, 1], "stride": [1, 1, 1, 1], "data_type": self._cudnn.data_type.INT64}
+        return self._graph.tensor(name=slot.name, uid=int(slot), **layout)
 
     def _vector(self, operand: Slot | RaggedOffset, uid: int, count: int, dtype: Any) -> Any:
         self._lengths[uid] = operand

@@ -19,7 +19,8 @@ from attnreg.core.torchlib.layout import contiguous_strides
 
 # The tensors of a graph; the numbers, from 1 on, are their uids.
 Slot = enum.IntEnum(
-    "Slot", "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K BIAS GRAD_BIAS"
+    "Slot",
+    "Q K V OUT STATS GRAD_OUT GRAD_Q GRAD_K GRAD_V SEQ_LEN_Q SEQ_LEN_K BIAS GRAD_BIAS SEED OFFSET",
 )
 
 # The arguments and results of each direction's function, in the contract's order.
@@ -62,6 +63,7 @@ class PlanKind(NamedTuple):
         bias: whether a bias is added to the scores.
         bias_gradient: whether a backward computes the bias's gradient.
         deterministic: whether this is a backward with the same bits at each run.
+        dropout: the probability of dropping a weight.
     """
 
     direction: Direction
@@ -78,6 +80,12 @@ class PlanKind(NamedTuple):
     bias: bool = False
     bias_gradient: bool = False
     deterministic: bool = False
+    dropout: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its execution plans read nothing but the function's tensors and lengths."""
+        return not (self.bias or self.dropout)
 
     def contiguous(self, slot: Slot) -> Strides:
         """Return the strides of a contiguous packed tensor."""
@@ -99,8 +107,8 @@ class PlanKind(NamedTuple):
             return Problem(
                 self, batch, max_q, max_k, tokens_q, tokens_k, strides[:5], self.one_offsets, False
             )
-        # With a bias cuDNN has no mask that is aligned bottom-right.
-        square = (backward or self.bias) and max_q == max_k and self.window != (-1, -1)
+        # With a bias or dropout cuDNN has no mask that is aligned bottom-right.
+        square = (backward or not self.is_plain) and max_q == max_k and self.window != (-1, -1)
         return Problem(self, batch, max_q, max_k, 0, 0, strides[:5], square, False)
 
 
@@ -113,9 +121,9 @@ class Problem(NamedTuple):
         tokens_q, tokens_k: the largest number of tokens of packed tensors. `tokens_k` is 0 in a forward,
             whose workspace doesn't depend on the keys.
         strides: the strides of the function's tensors without the LSE, in the order of `GIVEN`.
-        square: whether this is a masked backward, or a masked call with a bias, in which each sequence has as
-            many keys as queries. Then both alignments of the mask are equal. Top-left cuDNN 9.19 skips hidden
-            scores, and takes a bias.
+        square: whether this is a masked backward, or a masked call with a bias or dropout, in which each
+            sequence has as many keys as queries. Then both alignments of the mask are equal. Top-left cuDNN
+            9.19 skips hidden scores, and takes a bias and dropout.
         exact: whether the execution plan is for exactly `tokens_q` tokens. Its LSE is contiguous, (H, T).
             A shared execution plan is for any number of tokens, and its LSE has the token first, (T, H).
         bias: the strides of the bias, (B, H, S_q, S_k); empty without one.
@@ -172,7 +180,7 @@ def kind_of(direction: Direction, tensors: Sequence[Tensor], call: Call) -> Plan
         query.shape[-1], value.shape[-1], float(call.scale), call.window, packed,
         packed and one_offsets and direction == "backward" and call.window != (-1, -1),
         call.attn_bias is not None, direction == "backward" and bool(call.bias_gradient),
-        direction == "backward" and call.deterministic,
+        direction == "backward" and call.deterministic, call.dropout,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.lengths import LENGTHS, OF_ALL, Cut
 from attnreg.core.contract.options import options_on
 from attnreg.core.dispatch import counters, scope, stats_file
-from attnreg.core.dispatch.state import Plan
+from attnreg.core.dispatch.state import Detail, Plan
 from attnreg.core.launching import offsets, rows
 from attnreg.core.launching.launchers import (
     Launcher,
@@ -106,8 +106,9 @@ class Kept(NamedTuple):
 
     @property
     def detail(self) -> int:
-        """The number of the `Detail` of the call's class of lengths."""
-        return 0 if self.plan.kind is None else int(self.plan.kind.detail_of(self.plan.key))
+        """The number of the `Detail` of the call's class of lengths; C++ needs no reason for `SHAPES`."""
+        detail = Detail.CLASS if self.plan.kind is None else self.plan.kind.detail_of(self.plan.key)
+        return int(min(detail, Detail.EXACT))
 
 
 class PassesAll:

@@ -212,6 +212,8 @@ def failed(call: Counter, error: BaseException, level: int = logging.WARNING) ->
     name, message = type(error).__name__, "its text can't be read"
     with contextlib.suppress(Exception):
         message = one_line([str(error)])[:MOST_CHARACTERS] or "no message"
+    if isinstance(error, RecursionError):
+        message += "; a kernel that calls PyTorch's attention is sent its own call"
     row = (*call.call, name)
     with _lock:
         if len(_failures) >= MOST_ROWS and row not in _failures:

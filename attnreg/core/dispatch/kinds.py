@@ -44,10 +44,10 @@ def refined_key(
 
     Has as much of the lengths count in the call's class as the decisions depend on.
     """
-    detail = _detail(now, kind, key, spec, direction, decisions)
-    if detail is kind.detail_of(key) is Detail.EXACT and _builds_by_times(decisions[-1], now.entries, spec):
-        kind.count_shape()
-    return kind.refine(key, detail, Lengths.of(spec))
+    key = kind.refine(key, _detail(now, kind, key, spec, direction, decisions), Lengths.of(spec))
+    # A shape counts whichever backend runs it: deciding it takes a millisecond, too.
+    kind.shapes += kind.detail_of(key) is Detail.SHAPES
+    return key
 
 
 def _detail(
@@ -60,10 +60,12 @@ def _detail(
 ) -> Detail:
     """Return what the decisions about a call depend on besides the class of its lengths.
 
-    All lengths count in three cases. Calls are recorded, or locked by exact lengths. A backend that was
-    asked, or whose rank was compared, looks at a length that no cut names. Times chose a backend that builds
-    something for each shape. Where calls are timed, those of similar lengths are.
+    All lengths count in three cases. Times chose a backend that builds something for each shape. Calls are
+    recorded, or locked by exact lengths. A backend that was asked, or whose rank was compared, looks at a
+    length that no cut names. Where calls are timed, those of similar lengths are.
     """
+    if _builds_by_times(decisions[-1], now.entries, spec):
+        return Detail.SHAPES
     lock = now.policy.lock
     if trace.is_recording() or (
         lock is not None and any(lock.cuts(spec, one) is None for one in _directions(spec, direction))
@@ -72,8 +74,6 @@ def _detail(
     # Backends may have turns at such calls before there are times.
     has_turns = now.policy.adaptive is not None and any(one.backend not in one.asked_for for one in decisions)
     by_times = has_turns or any(map(_is_by_times, decisions))
-    if _builds_by_times(decisions[-1], now.entries, spec):
-        return Detail.EXACT
     # Which lengths are looked at is the same for all of a class, so that it is found out once.
     if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions, by_times):
         return Detail.EXACT

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnreg.core.contract.backend import Call
+from attnreg.core.contract.lengths import Lengths
 from attnreg.core.contract.options import LEAST_SCALE, OPTIONS, options_on
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.dispatch import counters, timed, trace
@@ -98,6 +99,8 @@ def make_plan(
     `RanksDifferError` if another rank of the job chooses by another table.
     """
     _prepare(now, spec)
+    if kind.forget_shapes():
+        key = kind.key(Lengths.of(spec))
     began = time.perf_counter()
     settled = _decide_and_load(now, kind, spec, direction, native, leading, declined)
     seconds = time.perf_counter() - began

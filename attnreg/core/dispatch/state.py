@@ -35,7 +35,7 @@ log = logging.getLogger("attnreg")
 
 # Past this many plans all are dropped: where lengths count exactly, each new one has a plan.
 MOST_PLANS = 4096
-# So many shapes of a kind may be built for before the times of further shapes count what building takes.
+# So many shapes of a kind are decided exactly before the times of further shapes count what building takes.
 FEW_SHAPES = 8
 
 
@@ -148,11 +148,15 @@ class Plan(NamedTuple):
 
 
 class Detail(enum.IntEnum):
-    """How much of the lengths of a class a decision depends on: nothing, their size, or all."""
+    """How much of the lengths of a class a decision depends on: nothing, their size, or all.
+
+    `SHAPES` is all, because times chose a backend that builds something for each shape.
+    """
 
     CLASS = 0
     STEPS = 1
     EXACT = 2
+    SHAPES = 3
 
 
 class CallKind:
@@ -163,7 +167,8 @@ class CallKind:
         plans: by class of lengths, followed by what else of the lengths counts in that class.
         details: what counts in a class, where that isn't the class alone: steps where measured times decide,
             which change smoothly with lengths, and the lengths themselves where no cut says what counts.
-        shapes: how many shapes were decided exactly for a backend that builds something for each of them.
+        shapes: how many plans were made in classes of which each shape counts. Few programs have more than
+            `FEW_SHAPES`; where more come, what a backend builds for each of them counts in full.
     """
 
     __slots__ = ("cuts", "details", "plans", "shapes")
@@ -193,17 +198,20 @@ class CallKind:
             self.plans.pop(key, None)
         return self.key(lengths)
 
-    def count_shape(self) -> None:
-        """Count a shape that a backend builds something for; after a few all plans are made anew, once."""
+    def forget_shapes(self) -> bool:
+        """Forget all plans if another shape has come after `FEW_SHAPES`; return whether that was now."""
+        if self.shapes != FEW_SHAPES:
+            return False
+        # Before that shape is decided: its plan must not be kept in a class that still is exact.
         self.shapes += 1
-        if self.shapes == FEW_SHAPES:
-            self.plans, self.details = {}, {}
-            registry.forget_calls()
+        self.plans, self.details = {}, {}
+        registry.forget_calls()
+        return True
 
     @property
     def brings_new_shapes(self) -> bool:
         """Whether what a backend builds for each shape counts in full."""
-        return self.shapes >= FEW_SHAPES
+        return self.shapes > FEW_SHAPES
 
 
 class State:

@@ -163,7 +163,6 @@ SMALL = "head_dim must be 8 to 128 on compute capability 8.x, got 136"
         ({"head_dim": 136, "device": "sm_86"}, SMALL),
         ({"head_dim": 256, "head_dim_v": 128}, "head_dim above 192 must be the value's too, got 256 and 128"),
         ({"head_dim": 192, "head_dim_v": 128}, ""),
-        ({"dropout": 0.1}, "dropout_p must be 0, got 0.1"),
         ({"head_dim": 20, "head_dim_v": 64}, ""),
         ({"head_dim": 260, "head_dim_v": 64}, "head_dim must be 8 to 256 in steps of 8, got 260"),
         ({"dtype": "float32"}, "dtype must be float16 or bfloat16, got float32"),

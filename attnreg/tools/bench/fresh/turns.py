@@ -34,7 +34,7 @@ SAME, NEW = "same", "new"
 FIRST, CHECKED = 8, 3
 # A turn has `WARM_UP` calls that don't count, because another side may have changed the settings, and `EACH`
 # calls that count. A side's first turn doesn't count at all.
-WARM_UP, EACH = 5, 20
+WARM_UP, EACH = 30, 20
 # A turn of slow calls ends after so many seconds, once some calls count.
 TURN_SECONDS, FEWEST = 4.0, 5
 
