@@ -34,7 +34,7 @@ def parser_of(
 
 def show_machine() -> None:
     """Print what the figures are measured on."""
-    print(machine_line(), "\n")
+    print(f"{machine_line()}\n")
 
 
 def show(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -174,7 +174,7 @@ def _print(job: Job) -> None:
     from attnreg.tools.bench.report import machine_line
 
     place = output.console()
-    place.print(machine_line(), "\n", soft_wrap=True)
+    place.print(f"{machine_line()}\n", soft_wrap=True)
     for title, header, rows in job.tables:
         if rows:
             output.table(title, rows, header, right=len(header) - 1, place=place)

@@ -17,7 +17,6 @@ from attnreg.tools.cli import options, output
 if TYPE_CHECKING:
     import torch
 
-    from attnreg.core.contract.spec import AttentionSpec
     from attnreg.tools.tuning.representatives import RepresentedKind
     from attnreg.tools.warmup import FirstCall
 
@@ -67,13 +66,20 @@ def warmup(
     }  # fmt: skip
     _check_given(q, heads, head_dim, trace, shared)
     output.import_torch()
+    from attnreg.core.dispatch import planning
+    from attnreg.tools.tuning import representatives
+
     place, named = options.present_device(device), options.names("--backend", backend)
     with output.stdout_to_stderr():
         facts: dict[str, Any] = {"varlen": varlen, "deterministic": deterministic}
         specs = options.specs_of(q, kv, str(place), dtype, window, causal, head_dim_v, **facts)
         facts |= {"head_dim_v": head_dim_v, "window": options.window_of(window, causal)}
-        kinds = [*_calls(specs), *_kinds(heads, head_dim, dtype, place, facts)]
-        recorded = _recorded(trace, place) if trace is not None else []
+        kinds = [
+            representatives.one_call(spec)._replace(directions=("forward", "backward")) for spec in specs
+        ]
+        kinds += _kinds(heads, head_dim, dtype, place, facts)
+        calls = [] if trace is None else options.recorded_on(trace, place.type)
+        recorded = representatives.recorded_kinds(calls, planning.device_of(place))
         if not backward:
             kinds, recorded = _forwards(kinds), _forwards(recorded)
         jobs = list(_jobs(kinds, named, place))
@@ -104,14 +110,6 @@ def _check_given(
         )
 
 
-def _calls(specs: list[AttentionSpec]) -> Iterator[RepresentedKind]:
-    """Yield calls that are run with their own lengths, in both directions."""
-    from attnreg.tools.tuning import representatives
-
-    for spec in specs:
-        yield representatives.one_call(spec)._replace(directions=("forward", "backward"))
-
-
 def _kinds(
     heads: list[str], head_dims: list[str], dtypes: list[str], place: torch.device, facts: dict[str, Any]
 ) -> Iterator[RepresentedKind]:
@@ -127,15 +125,6 @@ def _kinds(
         same_dim = {"head_dim_v": head_dim} if facts["head_dim_v"] is None else {}
         fields = {**facts, **own, **same_dim, "needs_backward": True}
         yield representatives.without_lengths(fields, planning.device_of(place))
-
-
-def _recorded(trace: Path, place: torch.device) -> list[RepresentedKind]:
-    """Return the kinds of a recording's calls on this type of device."""
-    from attnreg.core.dispatch import planning
-    from attnreg.tools.tuning import representatives
-
-    recorded = options.recorded_on(trace, place.type)
-    return representatives.recorded_kinds(recorded, planning.device_of(place))
 
 
 def _forwards(kinds: list[RepresentedKind]) -> list[RepresentedKind]:
