@@ -183,11 +183,8 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *details,
         *(line for decision in decided.values() for line in option_lines(shown, decision, entries)),
         *_untried(decided.values(), entries),
-        *_failures(decided.values()),
-        *_declined(decided.values()),
-        *(policy.tables.notes(spec.device) if policy.tables is not None else ()),
-        *_unmeasured(spec, policy, directions),
-        *_turns(spec, policy, directions),
+        *_counted(decided.values()),
+        *_of_times(spec, policy, directions),
     )
     unasked = "" if is_asked else (described.native or Native("")).kernel
     both = decided["forward"], decided.get("backward")
@@ -233,14 +230,12 @@ def _never_seen(
     return Explanation(shown, *both, notes, inputs=described.inputs, overruled=overruled)
 
 
-def _unmeasured(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
-    """Yield the directions for which the table in force has no times."""
-    if policy.tables is not None and policy.lock is None:
-        yield from filter(None, (policy.tables.gap(spec, direction) for direction in directions))
-
-
-def _turns(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
-    """Yield how far the turns of such calls are, where backends take turns."""
+def _of_times(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, ...]) -> Iterator[str]:
+    """Yield notes on the table in force, where it has no times, and how far the turns of such calls are."""
+    if policy.tables is not None:
+        yield from policy.tables.notes(spec.device)
+        if policy.lock is None:
+            yield from filter(None, (policy.tables.gap(spec, direction) for direction in directions))
     if policy.adaptive is not None:
         for direction in directions:
             yield from policy.adaptive.notes(spec, direction)
@@ -262,18 +257,14 @@ def _untried(decisions: Iterable[Decision], entries: Mapping[str, Entry]) -> Ite
             yield f"{name} is experimental: it {UNTRIED}"
 
 
-def _failures(decisions: Iterable[Decision]) -> Iterator[str]:
-    """Yield how the backends that would run the call have failed in this process."""
+def _counted(decisions: Iterable[Decision]) -> Iterator[str]:
+    """Yield how the backends that would run the call have failed and declined others in this process."""
     chosen = {(decision.backend, decision.direction) for decision in decisions}
-    for row in counters.stats().failures:
-        if (row.backend, row.direction) in chosen:
-            yield f"{row.backend} {row}"
-
-
-def _declined(decisions: Iterable[Decision]) -> Iterator[str]:
-    """Yield how often the backends that would run the call have declined other calls."""
-    chosen = {(decision.backend, decision.direction) for decision in decisions}
-    for row in counters.stats().fallbacks:
+    stats = counters.stats()
+    for failure in stats.failures:
+        if (failure.backend, failure.direction) in chosen:
+            yield f"{failure.backend} {failure}"
+    for row in stats.fallbacks:
         direction = counters.declined_in(row)
         if (row.backend, direction) in chosen:
             times = f"{row.count} calls" if row.count > 1 else "a call"
