@@ -100,48 +100,49 @@ def is_recording(file: Path) -> bool:
 
 
 def _of_json(file: Path) -> Iterator[Finding]:
-    """Yield the faults of a lockfile or a table, and that a lockfile's rows weren't compared."""
-    from attnreg.core.policy.lockfile import Lockfile
-
-    loaded: list[object] = []
-    yield from _faults(lambda file: loaded.append(_load_json(file)), file)
-    if any(isinstance(one, Lockfile) for one in loaded):
-        yield Finding(f"{file}: {ONLY_FORMAT.format(file)}", False)
-
-
-def _load_json(file: Path) -> object:
-    """Load a lockfile or a measured table; raises ConfigError if the file is neither."""
+    """Yield the faults of a lockfile or a measured table; a file that is neither is a fault."""
     from attnreg.core.policy import lockfile
     from attnreg.core.times import table as measured
 
-    with file_errors(file.absolute(), "read"):
-        begin = file.read_text("utf-8", "replace")[:4096]
+    try:
+        with file_errors(file, "read"):
+            begin = file.read_text("utf-8", "replace")[:4096]
+    except ConfigError as error:
+        yield Finding(str(error))
+        return
     name = re.search(r'"format"\s*:\s*"([^"]*)"', begin)
     if name is not None and name[1] == lockfile.FORMAT:
-        return lockfile.load(file, sys.maxsize)
-    if name is not None and name[1] == measured.FORMAT:
-        return measured.load(file, sys.maxsize)
-    got = f"the format {name[1]!r}" if name else "no format"
-    raise ConfigError(f"{file.absolute()}: got {got}, expected {lockfile.FORMAT!r} or {measured.FORMAT!r}")
+        yield from _of_lock(file, f"{file}: ", "")
+    elif name is not None and name[1] == measured.FORMAT:
+        yield from _faults(functools.partial(measured.load, most=sys.maxsize), file)
+    else:
+        got = f"the format {name[1]!r}" if name else "no format"
+        yield Finding(f"{file}: got {got}, expected {lockfile.FORMAT!r} or {measured.FORMAT!r}")
+
+
+def _of_lock(file: Path, named_by: str, prefix: str) -> Iterator[Finding]:
+    """Yield the faults of a lockfile; if there are none, that its rows weren't compared."""
+    from attnreg.core.policy import lockfile
+
+    faults = list(_faults(functools.partial(lockfile.load, most=sys.maxsize), file, prefix))
+    yield from faults or [Finding(f"{named_by}{ONLY_FORMAT.format(file)}", False)]
 
 
 def _of_settings(file: Path) -> Iterator[Finding]:
     """Yield the faults of a settings file and of the table that it names, and notes."""
     from attnreg.core import registry
-    from attnreg.core.policy import lockfile
     from attnreg.core.settings import config
     from attnreg.core.times import table as measured
 
     names = [entry.name for entry in registry.entries().values()]
     yield from _faults(lambda file: config.check_file(file, names, sys.maxsize), file)
     named = config.named_files(file)
-    for key, read in (("tuned", measured.load), ("lock", lockfile.load)):
-        if key in named:
-            path, line = named[key]
-            faults = list(_faults(functools.partial(read, most=sys.maxsize), path, f"{line}: {key}: "))
-            yield from faults
-            if key == "lock" and not faults:
-                yield Finding(f"{line}: lock: {ONLY_FORMAT.format(path)}", False)
+    if "tuned" in named:
+        path, line = named["tuned"]
+        yield from _faults(functools.partial(measured.load, most=sys.maxsize), path, f"{line}: tuned: ")
+    if "lock" in named:
+        path, line = named["lock"]
+        yield from _of_lock(path, f"{line}: lock: ", f"{line}: lock: ")
     try:
         loaded = config.load(file)
     except ConfigError:
@@ -176,7 +177,6 @@ def _unable(device: str, order: tuple[str, ...]) -> Iterator[tuple[tuple[str | i
 def _of_variables() -> Iterator[Finding]:
     """Yield the faults of the variables and of the files that they name, and notes."""
     from attnreg.core import registry
-    from attnreg.core.policy import lockfile
     from attnreg.core.policy.sources import Sources, check_names, contradictions, read
     from attnreg.core.settings import config, environment
     from attnreg.core.times import traces
@@ -190,10 +190,7 @@ def _of_variables() -> Iterator[Finding]:
         for name in names:
             findings += _faults(registry.find, name, f"{variable}: ")
     if variables.lock is not None:
-        read_all = functools.partial(lockfile.load, most=sys.maxsize)
-        faults = list(_faults(read_all, variables.lock, "ATTNREG_LOCK: "))
-        only_format = Finding(f"ATTNREG_LOCK: {ONLY_FORMAT.format(variables.lock)}", False)
-        findings += faults or [only_format]
+        findings += _of_lock(variables.lock, "ATTNREG_LOCK: ", "ATTNREG_LOCK: ")
     if variables.record is not None:
         findings += _faults(traces.check_writable, variables.record, "ATTNREG_RECORD: ")
     for variable, file in (("ATTNREG_STATS", variables.stats), ("ATTNREG_REPORT", variables.report)):
