@@ -32,7 +32,7 @@ from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import AS_GIVEN, LARGE
-from attnreg.core.torchlib import versions
+from attnreg.core.torchlib import captured, versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
@@ -221,7 +221,6 @@ run_recognised: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] | Non
 _recognises = False
 # How masks are handled; a value of the setting `masks`.
 mask_mode = AS_GIVEN
-routers_are_in = False  # without routers masks are torch's, too
 
 
 def observe(more: int) -> None:
@@ -252,8 +251,12 @@ def looks_at_masks() -> bool:
 
 
 def _mask_mode() -> str:
-    """Return how settings in force have masks handled; large calls are those of a GPU."""
-    mode = masks(policy.sources())[0] if routers_are_in and policy.are_read() else AS_GIVEN
+    """Return how settings in force have masks handled; large calls are those of a GPU.
+
+    Without routers masks are torch's, too.
+    """
+    has_routers = captured.call_cache_in_use is not None
+    mode = masks(policy.sources())[0] if has_routers and policy.are_read() else AS_GIVEN
     return AS_GIVEN if mode == LARGE and torch.version.cuda is None else mode
 
 

@@ -12,6 +12,7 @@ from attnreg.core.aten import routing
 from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.call_cache import kept_dense
 from attnreg.core.dispatch.calls import to_bshd
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.torchlib.nan_rows import show_nan
@@ -33,7 +34,9 @@ def _forward(arguments: SdpaCpuForward, routed: RoutedCall) -> RouterResult:
     else:
         tensors = to_bshd(arguments.query, arguments.key, arguments.value, call)
         out, lse = plan.run(*tensors, call)
-        kept = routing.kept_dense(plan, call, arguments.key.shape[2], tensors)
+        kept = None
+        if call.max_k == arguments.key.shape[2]:  # the call cache cuts no keys off that no query sees
+            kept = kept_dense(plan, tensors, call)
         # Torch's kernel lays out the LSE as (B, S, H), whatever the query's layout.
         if routed.choice is None:
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)

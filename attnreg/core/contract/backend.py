@@ -20,12 +20,10 @@ ties both to the same backend.
 
 from __future__ import annotations
 
-import pickle
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.contract.lengths import Cut
@@ -44,8 +42,6 @@ if TYPE_CHECKING:  # limits are looked up without torch
     _Forward = Callable[[Tensor, Tensor, Tensor, "Call"], tuple[Tensor, Tensor]]
     _Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Call"], tuple[Tensor, ...]]
     _ReplacesNative = Callable[[Direction, AttentionSpec], bool]
-
-__all__ = ["UNTRIED", "Backend", "Call", "Kernels", "Launcher"]
 
 # What messages say of an experimental backend: it ...
 UNTRIED = "isn't proven on the hardware that it is written for"
@@ -217,12 +213,8 @@ class _Kernels(NamedTuple):
     replaces_native: _ReplacesNative | None = None
 
 
-# Modules that pickle functions by their code. They call `__reduce_ex__`, too.
-_BY_CODE = ("cloudpickle", "dill")
-
-
 class _Functions:
-    """What consists of functions: a copy is itself, and pickles have the functions' names."""
+    """What consists of functions: a copy is itself."""
 
     __slots__ = ()
 
@@ -231,25 +223,6 @@ class _Functions:
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        names = getattr(self, "_fields", None) or [field.name for field in fields(self)]  # type: ignore[arg-type]
-        if not any(module.rpartition(".")[2] in _BY_CODE for module in list(sys.modules)):
-            for name in names:
-                _check_pickles(f"{type(self).__name__}.{name}", getattr(self, name))
-        return super().__reduce_ex__(protocol)
-
-
-def _check_pickles(what: str, value: object) -> None:
-    if not callable(value):
-        return
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        raise TypeError(
-            f"{what} can't be pickled: got {value!r}, expected a function at the top level of a module; or "
-            "register the backend in the other process"
-        ) from error
 
 
 class Kernels(_Functions, _Kernels):

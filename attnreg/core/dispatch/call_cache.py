@@ -79,11 +79,6 @@ class Kept(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     @property
-    def passes_all(self) -> bool:
-        """Whether nothing is registered: see `PassesAll`."""
-        return False
-
-    @property
     def counters(self) -> tuple[counters.Counter, ...]:
         """What each call adds to."""
         return self.plan.counters
@@ -108,15 +103,6 @@ class Kept(NamedTuple):
     def detail(self) -> int:
         """The number of the `Detail` of the call's class of lengths."""
         return 0 if self.plan.kind is None else int(self.plan.kind.detail_of(self.plan.key))
-
-
-class PassesAll:
-    """Says that nothing is registered: all calls of all routed ops are torch's own."""
-
-    passes_all = True
-
-
-PASSES_ALL = PassesAll()
 
 
 def kept_for(

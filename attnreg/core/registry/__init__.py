@@ -59,11 +59,6 @@ class Registration(NamedTuple):
     entry: Entry
     devices: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        """The backend's name."""
-        return self.entry.name
-
 
 def changed() -> None:
     """Start a new generation."""

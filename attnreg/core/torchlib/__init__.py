@@ -1,13 +1,12 @@
 """What attnreg uses of torch's internals, and of the operating system below it.
 
 - `captured`: torch's own kernels, captured before a router covers them. `modes`: what torch must see as an
-  op. `batches`: batches of gradients. `functionalize`: its rule for an autograd.Function. `versions`: what
-  differs between versions of torch.
+  op. `batches`: batches of gradients. `versions`: what differs between versions of torch.
 - `layout`: memory layouts of tensors. `readback`: results of a GPU, read without waiting for it.
 - `nan_rows`: rows of NaN that torch's kernel for the CPU hides.
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
-  `children` ends the compiler with this process.
+  `children` runs the compiler.
 - `caches`: files that are written whole, and folders of compiled files. `locks`: locks of threads and
   processes. `isolation`: errors without frames. `process_end`: what runs at the end of each process.
 - `subgraphs`: a function that Dynamo traces into a graph of its own.

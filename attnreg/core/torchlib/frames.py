@@ -22,18 +22,10 @@ T = TypeVar("T")
 FRAMES: Any = torch._C._dynamo.eval_frame  # here, and not in `torch._dynamo`, whose import takes long
 
 
-def _strategy(of_callees: str) -> Any:
-    """Return torch's strategy of running a frame as it is; None if this torch has no such marks."""
-    try:
-        actions = FRAMES._FrameAction
-        return FRAMES._FrameExecStrategy(actions.SKIP, getattr(actions, of_callees))
-    except (AttributeError, TypeError):  # private names: without marks Dynamo only compiles more
-        return None
-
-
-_HAS_MARKS = hasattr(FRAMES, "set_code_exec_strategy")
-_SKIP = _strategy("SKIP") if _HAS_MARKS else None
-_SKIP_WRAPPER = _strategy("DEFAULT") if _HAS_MARKS else None
+# How Dynamo runs a frame: as it is, and what the frame calls as it is, too, or as ever.
+_ACTIONS = FRAMES._FrameAction
+_SKIP = FRAMES._FrameExecStrategy(_ACTIONS.SKIP, _ACTIONS.SKIP)
+_SKIP_WRAPPER = FRAMES._FrameExecStrategy(_ACTIONS.SKIP, _ACTIONS.DEFAULT)
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
@@ -76,9 +68,7 @@ raise_between_graphs._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 
 
 def _mark_function(python: Any, strategy: Any, with_inner: bool) -> None:
-    if strategy is None or not isinstance(python, FunctionType):
-        return
-    if "_torchdynamo_orig_callable" not in python.__dict__:
+    if isinstance(python, FunctionType) and "_torchdynamo_orig_callable" not in python.__dict__:
         _mark(python.__code__, strategy, with_inner)
         # `torch.compile` looks here for what is behind a function that it has compiled before.
         python.__dict__["_torchdynamo_orig_callable"] = _copy_of(python)

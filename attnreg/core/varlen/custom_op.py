@@ -25,7 +25,6 @@ from attnreg.core.dispatch.calls import with_aliased_offsets
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.launching.lifted import Lifted, function_of
 from attnreg.core.launching.validation import check
-from attnreg.core.torchlib import functionalize
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.varlen.plans import call_of, check_heads, check_tensors, run, window
 
@@ -315,7 +314,7 @@ forward.register_autograd(functools.partial(_gradients, backward), setup_context
 def _each(
     function: type[torch.autograd.Function], info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...]
 ) -> list[tuple[Tensor, ...]]:
-    """Return the results of a vmap's calls, one by one: torch's own rule can't be above functionalize."""
+    """Return the results of a vmap's calls, one by one."""
     pairs = tuple(zip(inputs, in_dims, strict=True))
     return [
         function.apply(*(x.select(dim, n) if isinstance(dim, int) else x for x, dim in pairs))  # type: ignore[no-untyped-call]
@@ -323,7 +322,6 @@ def _each(
     ]
 
 
-@functionalize.allow
 class Transformable(torch.autograd.Function):
     """The op under function transforms (`torch.func`), which can't differentiate custom ops.
 
@@ -352,7 +350,6 @@ class Transformable(torch.autograd.Function):
         return (torch.stack(outs), torch.stack(lses), tokens[0]), (0, 0, None)
 
 
-@functionalize.allow
 class _TransformableBackward(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
