@@ -177,12 +177,7 @@ def _with_batch(
 
 
 def _against_flash_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> Iterator[str]:
     """Yield why torch doesn't choose the flash kernel: conditions of its `use_flash_attention_cpp`."""
     query, key, value, attn_mask = _with_batch(query, key, value, attn_mask)

@@ -92,11 +92,7 @@ def count_flex(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _count(
-    op: str,
-    kernel: str,
-    reason: str,
-    tensors: tuple[Tensor, ...],
-    kept_by: tuple[str, ...] = ("eager",),
+    op: str, kernel: str, reason: str, tensors: tuple[Tensor, ...], kept_by: tuple[str, ...] = ("eager",)
 ) -> Counter | None:
     """Count a call that computes something, or that Dynamo traces into a graph.
 
@@ -137,10 +133,7 @@ def _has_values(x: Tensor) -> bool:
 
 # Above autograd alone: with a kernel for the device itself `run_decompositions` would keep the op whole.
 _MATH = ObservedOp(
-    "_scaled_dot_product_attention_math",
-    ("AutogradCPU", "AutogradCUDA"),
-    (0, 1, 2, 3, 4, 8),
-    count_math,
+    "_scaled_dot_product_attention_math", ("AutogradCPU", "AutogradCUDA"), (0, 1, 2, 3, 4, 8), count_math
 )
 _FAST_PATH = ObservedOp(
     "_native_multi_head_attention", ("CPU", "NestedTensorCPU"), (0, 1, 2), count_fast_path

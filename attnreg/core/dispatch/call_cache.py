@@ -27,11 +27,7 @@ from attnreg.core.contract.options import options_on
 from attnreg.core.dispatch import counters, scope, stats_file
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching import offsets, rows
-from attnreg.core.launching.launchers import (
-    Launcher,
-    places_of,
-    takes_options,
-)
+from attnreg.core.launching.launchers import Launcher, places_of, takes_options
 from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import every_row_sees_a_key
 from attnreg.core.launching.validation import check_values

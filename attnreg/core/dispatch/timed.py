@@ -114,12 +114,7 @@ class TimedPlan:
     def _add(self, taken_us: float) -> None:
         with _lock:
             count, total, shortest, longest = self.times
-            self.times = [
-                count + 1,
-                total + taken_us,
-                min(shortest, taken_us),
-                max(longest, taken_us),
-            ]
+            self.times = [count + 1, total + taken_us, min(shortest, taken_us), max(longest, taken_us)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""

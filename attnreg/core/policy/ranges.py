@@ -162,10 +162,7 @@ def split(calls: Sequence[Decided], cuts: Iterable[Cut]) -> list[tuple[Ranges, l
 
 
 def narrow(
-    ranges: Ranges,
-    calls: Sequence[Decided],
-    cuts: Iterable[Cut],
-    runs: Callable[[AttentionSpec], bool],
+    ranges: Ranges, calls: Sequence[Decided], cuts: Iterable[Cut], runs: Callable[[AttentionSpec], bool]
 ) -> list[tuple[Ranges, list[Decided]]]:
     """Return the parts of ranges in which a backend runs calls of any lengths, as far as cuts show.
 
@@ -177,9 +174,7 @@ def narrow(
 
 
 def _divided_while(
-    ranges: Ranges,
-    calls: Sequence[Decided],
-    next_cut: Callable[[Ranges, Sequence[Decided]], Cut | None],
+    ranges: Ranges, calls: Sequence[Decided], next_cut: Callable[[Ranges, Sequence[Decided]], Cut | None]
 ) -> list[tuple[Ranges, list[Decided]]]:
     """Divide ranges with calls for as long as there is a cut to divide a part at."""
     done: list[tuple[Ranges, list[Decided]]] = []
