@@ -36,8 +36,7 @@ class ObservedOp(NamedTuple):
 
     Attributes:
         op: the op's name, without "aten::".
-        keys: the dispatch keys of its observers. Those of autograd come first: torch derives its kernel for
-            them from the op's other kernels.
+        keys: the dispatch keys of its observers.
         places: the arguments that `count_call` is called with.
         count_call: counts a call. Returns the counter of all calls like it, unless each has to be looked at.
     """
@@ -142,19 +141,21 @@ OBSERVED = _MATH, _FAST_PATH
 
 
 def install(library: Any) -> Callable[[], None]:
-    """Register the observers with a `torch.library.Library` or with the compiled call cache.
+    """Register the observers with the compiled call cache.
 
     An op that this torch lacks, or that other code overrides, isn't observed. Nor is any without the compiled
-    part, unless somebody observes: torch alone takes some 40 µs to come back to its kernel through Python.
+    part, where `library` is a `torch.library.Library`: an observer in Python takes longer than a small call.
 
     Returns:
         The function that ends the observation of what isn't an op of aten.
     """
-    is_compiled = not isinstance(library, torch.library.Library)
-    bypassed.ops_are_observed = is_compiled or bypassed.is_observed()
-    for observed in OBSERVED if bypassed.ops_are_observed else ():
+    bypassed.ops_are_observed = not isinstance(library, torch.library.Library)
+    for op, keys, places, count_call in OBSERVED if bypassed.ops_are_observed else ():
         with contextlib.suppress(RegistrationError, AttributeError, RuntimeError):
-            _register(library, observed)
+            for key in keys:
+                captured.check_not_overridden(op, key)
+            for key in keys:
+                library.add_observer(op, key, places, count_call)
     restore_flex = _observe_flex()
 
     def remove() -> None:
@@ -162,38 +163,6 @@ def install(library: Any) -> Callable[[], None]:
         bypassed.ops_are_observed = False
 
     return remove
-
-
-def _register(library: Any, observed: ObservedOp) -> None:
-    op, keys, places, count_call = observed
-    schema = getattr(torch.ops.aten, op).default._schema
-    for key in keys:
-        captured.check_not_overridden(op, key)
-    if not isinstance(library, torch.library.Library):
-        for key in keys:
-            library.add_observer(op, key, places, count_call)
-        return
-    declared = [(place, schema.arguments[place]) for place in places]
-
-    def observing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def observe(*args: Any, **kwargs: Any) -> Any:
-            results = original(*args, **kwargs)
-            # Torch leaves out arguments that are as they would be anyway.
-            count_call(
-                *(
-                    args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-                    for place, argument in declared
-                )
-            )
-            return results
-
-        return observe
-
-    # All are captured before the first is registered, which changes what torch derives from it.
-    originals = [(key, captured.capture(op, key)) for key in keys]
-    for key, original in originals:
-        if original is not None:
-            library.impl(op, observing(original), key)  # type: ignore[no-untyped-call]
 
 
 def _observe_flex() -> Callable[[], None]:

@@ -24,7 +24,7 @@ from attnreg.core.torchlib.locks import open_after_fork
 
 T = TypeVar("T")
 
-# Rows past this many are of one more for each backend and direction, which has no times.
+# Calls of plans past this many have no row.
 MOST_ROWS = 2000
 
 # On a GPU so many calls are timed, and then each call whose number is a power of two. The host keeps the
