@@ -91,7 +91,7 @@ def test_all_sources_are_named_by_file_and_line_and_what_several_disable_by_the_
     )
     assert policy.current() == Policy(
         (Preference("attnreg.toml:7", ("mine",), ("cpu",)),),
-        {"one": "attnreg.toml:3", "two": "attnreg.toml:4"},
+        {"one": "attnreg.toml:2", "two": "attnreg.toml:2"},
         "attnreg.toml:1",
     )
     assert attnreg.explain(SPEC).rejected == {

@@ -6,8 +6,6 @@ choice travels to the backward in the LSE. Without a scoped choice the LSE is le
 
 from __future__ import annotations
 
-import torch
-
 from attnreg.core.aten import routing
 from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import SdpaCpuBackward, SdpaCpuForward
@@ -42,10 +40,7 @@ def _forward(arguments: SdpaCpuForward, routed: RoutedCall) -> RouterResult:
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         else:  # a copy to write the token to: the kernel may still hold this tensor
             _, heads, length = lse.shape
-            if heads == 1 or length == 1:  # both layouts are the same, and this takes half the time
-                lse = lse.clone(memory_format=torch.contiguous_format)
-            else:
-                lse = lse.new_empty_strided(lse.shape, (length * heads, 1, heads)).copy_(lse)
+            lse = lse.new_empty_strided(lse.shape, (length * heads, 1, heads)).copy_(lse)
             lse = scope.with_token(lse, routed.choice)
         out = routing.with_strides_of(out.transpose(1, 2), arguments.query)
     return (out, lse), kept

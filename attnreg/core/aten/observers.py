@@ -65,7 +65,8 @@ def count_math(
         elif 0 in (query.shape[-2], key.shape[-2]):
             return None  # counted above the op, if at all: from torch 2.12 on SDPA doesn't call it
         else:
-            why = bypassed.why_unrouted(*tensors, attn_mask, dropout_p, enable_gqa)
+            call = bypassed.SdpaCall(*tensors, attn_mask, dropout_p, enable_gqa=enable_gqa)
+            why = bypassed.why_unrouted(call)
         return _count(f"aten::{_MATH.op}", bypassed.MATH, why, tensors)
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         log.debug("a call of torch's math kernel isn't counted: %s", error)
