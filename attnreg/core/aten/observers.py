@@ -105,7 +105,9 @@ def _count(
     modes = torch._C._TorchDispatchModeKey
     if any(map(torch._C._get_dispatch_mode, (modes.PROXY, modes.FUNCTIONAL))):
         return None
-    if torch._C._get_dispatch_mode(modes.FAKE) is None and _has_values(tensors[0]):
+    is_plain = type(tensors[0]) in (Tensor, torch.nn.Parameter)
+    has_values = is_plain or not torch._subclasses.fake_tensor.is_fake(tensors[0])
+    if torch._C._get_dispatch_mode(modes.FAKE) is None and has_values:
         counter = trace.count_bypassed(op, kernel, reason, tensors)
         return counter if state().active and not trace.is_recording() else None
     if _is_traced_by_dynamo(kept_by):
@@ -125,10 +127,6 @@ def _is_traced_by_dynamo(kept_by: tuple[str, ...]) -> bool:
     except AttributeError:  # nothing is traced on this thread
         return False
     return not str(getattr(backend, "__name__", "")).startswith(kept_by)
-
-
-def _has_values(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) or not torch._subclasses.fake_tensor.is_fake(x)
 
 
 # Above autograd alone: with a kernel for the device itself `run_decompositions` would keep the op whole.

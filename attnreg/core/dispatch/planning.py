@@ -97,19 +97,14 @@ def make_plan(
     Raises `UnsupportedInputError` if no backend can run it, or none may; what `decide` raises; and
     `RanksDifferError` if another rank of the job chooses by another table.
     """
-    _prepare(now, spec)
+    building.ensure_built()  # the next start of the program has the compiled part
+    captured.warn_if_shadowed_in_plan()
+    ranks.agree(now.policy, now.entries, spec.device)
     began = time.perf_counter()
     settled = _decide_and_load(now, kind, spec, direction, native, leading, declined)
     seconds = time.perf_counter() - began
     key = refined_key(now, kind, key, spec, direction, settled.decisions)
     return _instrumented(now, kind, key, spec, direction, settled, seconds)
-
-
-def _prepare(now: State, spec: AttentionSpec) -> None:
-    """Do what a process that serves calls needs, whatever the call."""
-    building.ensure_built()  # the next start of the program has the compiled part
-    captured.warn_if_shadowed_in_plan()
-    ranks.agree(now.policy, now.entries, spec.device)
 
 
 def _decide_and_load(

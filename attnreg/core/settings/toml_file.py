@@ -53,12 +53,12 @@ class Origin:
 
 def key_text(key: KeyPath) -> str:
     """Return a key path as it is written in a file: `devices."sm_90".order[2]`."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{_quoted(part)}" for part in key)
-    return "".join(parts).removeprefix(".")
-
-
-def _quoted(part: str) -> str:
-    return part if re.fullmatch("[A-Za-z_-]+", part) else json.dumps(part, ensure_ascii=False)
+    text = ""
+    for part in key:
+        is_bare = isinstance(part, str) and re.fullmatch("[A-Za-z_-]+", part)
+        shown = part if is_bare else json.dumps(part, ensure_ascii=False)
+        text += f"[{part}]" if isinstance(part, int) else f".{shown}"
+    return text.removeprefix(".")
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
