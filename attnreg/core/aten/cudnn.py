@@ -92,9 +92,8 @@ def _dense_forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
         seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
-        is_square = (
-            arguments.value.shape[-1] == query.shape[-1]
-        )  # else only Python knows the output's strides
+        # With another head dim of the value only Python knows the output's strides.
+        is_square = arguments.value.shape[-1] == query.shape[-1]
         if is_square and call.max_k == key.shape[2]:
             kept = kept_dense(plan, tensors, call, _auxiliary())
     lengths = query.shape[2], key.shape[2]
