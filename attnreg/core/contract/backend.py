@@ -43,6 +43,8 @@ if TYPE_CHECKING:  # limits are looked up without torch
     _Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Call"], tuple[Tensor, ...]]
     _ReplacesNative = Callable[[Direction, AttentionSpec], bool]
 
+__all__ = ["UNTRIED", "Backend", "Call", "Kernels", "Launcher"]
+
 # What messages say of an experimental backend: it ...
 UNTRIED = "isn't proven on the hardware that it is written for"
 

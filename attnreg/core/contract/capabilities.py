@@ -16,6 +16,9 @@ from attnreg.core.contract.options import OPTIONS, Option
 from attnreg.core.contract.spec import AttentionSpec, Device
 from attnreg.errors import RegistrationError
 
+__all__ = ["ANY_SIZE", "GRID", "Capabilities", "Range", "one_line", "one_of"]
+
+
 UNLIMITED = 2**31 - 1
 
 

@@ -17,6 +17,10 @@ from attnreg.core.selection.predictions import Prediction, with_sources
 from attnreg.core.selection.protocols import Adaptive, Lock, Tables
 from attnreg.errors import UnsupportedInputError
 
+__all__ = [
+    "BATCH_INVARIANT", "Decision", "Policy", "Preference", "default_source", "replayed", "select", "tied_to",
+]  # fmt: skip
+
 BATCH_INVARIANT = 'policy = "batch_invariant"'
 
 

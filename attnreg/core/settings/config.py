@@ -33,6 +33,11 @@ from attnreg.core.settings.other_names import backend_meant, device_meant
 from attnreg.core.settings.toml_file import KeyPath, Origin
 from attnreg.errors import MOST_KNOWN, MOST_LISTED, ConfigError, did_you_mean, first_ten, nearest, short_repr
 
+__all__ = [
+    "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
+]  # fmt: skip
+
+
 # What `torch.device` accepts; written out, so that reading settings needn't import torch.
 DEVICE_TYPES = (
     "cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "maia", "ipu", "hip", "ve", "fpga", "lazy", "meta",
