@@ -15,11 +15,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import attnreg
 from attnreg.core import aten
 from attnreg.core.aten import observers
-from attnreg.core.dispatch import call_cache
 from attnreg.core.dispatch.counters import Bypass
 from attnreg.core.torchlib.call_sites import _innermost_of_program
-
-pytestmark = pytest.mark.usefixtures("observed", "routers")
 
 MATH, MATH_OP = "torch's math kernel", "aten::_scaled_dot_product_attention_math"
 DROPOUT = "dropout_p must be 0 on a CPU, got 0.5"
@@ -46,18 +43,7 @@ DROPPED = Bypass(MATH, DROPOUT, 1, MATH_OP, (SHAPE,) * 3, line_of(attend))
 
 
 @pytest.fixture
-def observed(wanted_routers, request):
-    """Observe, before routers in Python are installed: these don't count a call else."""
-    if "compiled_routers" in request.fixturenames:
-        request.getfixturevalue("compiled_routers")
-    more = int(call_cache._wanted() == "python")
-    aten.bypassed.observe(more)
-    yield
-    aten.bypassed.observe(-more)
-
-
-@pytest.fixture
-def registered():
+def registered(compiled_routers, routers):
     with attnreg.register_backend("math"):
         yield
 
@@ -89,7 +75,7 @@ def test_calls_without_queries_or_keys_compute_nothing_to_count(compiled_routers
     assert rows() == ()
 
 
-def test_nothing_is_counted_while_nothing_asks_for_a_backend(compiled_routers):
+def test_nothing_is_counted_while_nothing_asks_for_a_backend(compiled_routers, routers):
     attend(QUERY)
     assert rows() == ()
     with attnreg.use_backend("math"):
@@ -99,20 +85,13 @@ def test_nothing_is_counted_while_nothing_asks_for_a_backend(compiled_routers):
 
 
 def test_without_the_compiled_part_calls_are_counted_where_somebody_observes(python_routers, tmp_path):
+    aten.ensure()
     with attnreg.register_backend("math"):
-        aten.restore()
-        aten.bypassed.observe(-1)
-        aten.ensure()
         attend(QUERY)
         assert rows() == ()
         with attnreg.record(tmp_path / "calls.toml"):
             attend(QUERY)
         assert rows() == (dataclasses.replace(DROPPED, op="F.scaled_dot_product_attention"),)
-        aten.restore()
-        aten.bypassed.observe(1)
-        aten.ensure()
-        attend(QUERY)
-        assert rows() == (DROPPED,)
 
 
 def in_inference_mode():
@@ -248,20 +227,21 @@ def test_an_exported_program_is_decomposed_as_by_torch_alone(registered):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.slow
-def test_flex_attention_is_counted_where_it_runs_or_is_traced(registered):
+def test_flex_attention_is_counted_where_it_runs_or_is_traced(routers):
     def call(query):
         return flex_attention(query, query, query)
 
     kernel, why = "torch's flex_attention", "it has kernels of its own"
     torch._dynamo.reset()
-    call(QUERY)
-    row = Bypass(kernel, why, 1, "flex_attention", (SHAPE,) * 3, line_of(call))
-    assert rows() == (row,)
-    compiled(call, "aot_eager")(QUERY)  # whose graph runs flex_attention itself
-    (kept,) = rows()
-    assert (kept.reason, kept.count) == (why, 1)
-    compiled(call, lambda graph, inputs: graph)(QUERY)
-    assert traced(row) in rows()
+    with attnreg.register_backend("math"):
+        call(QUERY)
+        row = Bypass(kernel, why, 1, "flex_attention", (SHAPE,) * 3, line_of(call))
+        assert rows() == (row,)
+        compiled(call, "aot_eager")(QUERY)  # whose graph runs flex_attention itself
+        (kept,) = rows()
+        assert (kept.reason, kept.count) == (why, 1)
+        compiled(call, lambda graph, inputs: graph)(QUERY)
+        assert traced(row) in rows()
 
 
 def test_a_kernel_that_the_program_asks_torch_for_is_the_reason(registered):

@@ -165,7 +165,7 @@ def test_a_module_that_registers_while_another_thread_discovers_it_waits_for_nob
         "print(other.is_alive(), flush=True)\n"
         "other.is_alive() and os._exit(1)\n"
         "importlib.import_module('mine')\n"
-        "print('Mine' in attnreg.list_backends(), attnreg.core.registry.registrations()[0].name)\n"
+        "print('Mine' in attnreg.list_backends(), attnreg.core.registry.registrations()[0].entry.name)\n"
     )
     assert run.stdout.split() == ["False", "True", "Mine"], run.stderr
 

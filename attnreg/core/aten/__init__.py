@@ -85,7 +85,6 @@ def ensure(routes: tuple[Route, ...] = ROUTES) -> None:
             raise
         finally:
             _registers = False
-        bypassed.routers_are_in = True
         if above:
             known = above.casefold() in registry.entries()
             log.warning(
@@ -117,7 +116,6 @@ def restore() -> None:
             captured.watch(())  # first: else the kernels beneath the routers would be taken for overrides
             _remove()
             _remove, captured.call_cache_in_use = None, None
-            bypassed.routers_are_in = False
             bypassed.follow()
             registry.changed()
 

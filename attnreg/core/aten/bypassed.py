@@ -32,7 +32,7 @@ from attnreg.core.policy.lockfile import VARIABLE as LOCK
 from attnreg.core.policy.sources import masks, strict
 from attnreg.core.selection.decision import Preference
 from attnreg.core.settings.environment import AS_GIVEN, LARGE
-from attnreg.core.torchlib import versions
+from attnreg.core.torchlib import captured, versions
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.locks import open_after_fork
 from attnreg.core.torchlib.modes import autocast, is_plain
@@ -91,49 +91,29 @@ def is_causal_bias(mask: object) -> bool:
     return module is not None and isinstance(mask, module.CausalBias)
 
 
-def selected(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Native | Bypassed:
+def selected(*arguments: Any) -> Native | Bypassed:
     """Return the kernel that torch's selector chooses for a call of `F.scaled_dot_product_attention`.
 
-    The arguments are the fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
+    The arguments are the fields of `SdpaCall`.
     """
+    call = SdpaCall(*arguments)
+    query, key, value = call[:3]
     has_lengths = query.shape[-2] > 0 and key.shape[-2] > 0
     if not has_lengths or (versions.SDPA_SKIPS_EMPTY and not all(x.numel() for x in (query, key, value))):
         return Bypassed(MATH, NOTHING_TO_DO)  # torch returns zeros, or 2.11 selects math
     # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
-    arguments = *_with_batch(query, key, value, attn_mask), dropout_p, is_causal
-    choice = SDPBackend(torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=enable_gqa))
+    given = *_with_batch(*call[:4]), call.dropout_p, call.is_causal
+    choice = SDPBackend(torch._fused_sdp_choice(*given, scale=call.scale, enable_gqa=call.enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
         return native
     kernel = f"torch's {choice.name.lower()} kernel"
-    return Bypassed(kernel, why_unrouted(query, key, value, attn_mask, dropout_p, enable_gqa))
+    return Bypassed(kernel, why_unrouted(call))
 
 
-def why_unrouted(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    enable_gqa: bool = False,
-) -> str:
-    """Return why torch's selector has chosen a kernel without a router, as far as the arguments say it.
-
-    The arguments are fields of `SdpaCall`, in its shapes and dtypes. `query` is (B, H_q, S_q, D).
-    """
-    reasons = ""
-    if query.is_cpu:
-        reasons = "; ".join(_against_flash_on_cpu(query, key, value, attn_mask, dropout_p, enable_gqa))
-    return reasons or SELECTED
+def why_unrouted(call: SdpaCall) -> str:
+    """Return why torch's selector has chosen a kernel without a router, as far as the arguments say it."""
+    return (call.query.is_cpu and "; ".join(_against_flash_on_cpu(call))) or SELECTED
 
 
 def selected_nested(call: SdpaCall, leading: Preference | None = None) -> Bypassed | None:
@@ -176,16 +156,9 @@ def _with_batch(
     return query[None], key[None], value[None], mask
 
 
-def _against_flash_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    enable_gqa: bool,
-) -> Iterator[str]:
+def _against_flash_on_cpu(call: SdpaCall) -> Iterator[str]:
     """Yield why torch doesn't choose the flash kernel: conditions of its `use_flash_attention_cpp`."""
-    query, key, value, attn_mask = _with_batch(query, key, value, attn_mask)
+    query, key, value, attn_mask = _with_batch(*call[:4])
     named = {"query": query, "key": key, "value": value}
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         yield "the flash kernel is disabled (torch.nn.attention.sdpa_kernel)"
@@ -196,11 +169,11 @@ def _against_flash_on_cpu(
         if len(set(batches)) > 1:
             yield f"query, key and value must have one batch size, got {batches}"
         shares_one = versions.SELECTOR_BROADCASTS and heads[1:] == [1, 1]
-        if len(set(heads)) > 1 and not (enable_gqa or shares_one):
+        if len(set(heads)) > 1 and not (call.enable_gqa or shares_one):
             yield f"without enable_gqa query, key and value must have as many heads, got {heads}"
     if attn_mask is not None and attn_mask.dim() not in (2, 4):
         yield f"attn_mask must have 2 or 4 dimensions, got {attn_mask.dim()}"
-    yield from reasons_of_sizes(dropout_p, query.shape[-1], value.shape[-1])
+    yield from reasons_of_sizes(call.dropout_p, query.shape[-1], value.shape[-1])
     for name, x in named.items():
         if x.stride(-1) != 1:
             yield f"the last stride of {name} must be 1, got {x.stride(-1)}"
@@ -221,7 +194,6 @@ run_recognised: Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None] | Non
 _recognises = False
 # How masks are handled; a value of the setting `masks`.
 mask_mode = AS_GIVEN
-routers_are_in = False  # without routers masks are torch's, too
 
 
 def observe(more: int) -> None:
@@ -252,8 +224,12 @@ def looks_at_masks() -> bool:
 
 
 def _mask_mode() -> str:
-    """Return how settings in force have masks handled; large calls are those of a GPU."""
-    mode = masks(policy.sources())[0] if routers_are_in and policy.are_read() else AS_GIVEN
+    """Return how settings in force have masks handled; large calls are those of a GPU.
+
+    Without routers masks are torch's, too.
+    """
+    has_routers = captured.call_cache_in_use is not None
+    mode = masks(policy.sources())[0] if has_routers and policy.are_read() else AS_GIVEN
     return AS_GIVEN if mode == LARGE and torch.version.cuda is None else mode
 
 

@@ -6,12 +6,11 @@ choice travels to the backward in the LSE. Without a scoped choice the LSE is le
 
 from __future__ import annotations
 
-import torch
-
 from attnreg.core.aten import routing
 from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import SdpaCpuBackward, SdpaCpuForward
 from attnreg.core.dispatch import scope
+from attnreg.core.dispatch.call_cache import kept_dense
 from attnreg.core.dispatch.calls import to_bshd
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.torchlib.nan_rows import show_nan
@@ -33,16 +32,15 @@ def _forward(arguments: SdpaCpuForward, routed: RoutedCall) -> RouterResult:
     else:
         tensors = to_bshd(arguments.query, arguments.key, arguments.value, call)
         out, lse = plan.run(*tensors, call)
-        kept = routing.kept_dense(plan, call, arguments.key.shape[2], tensors)
+        kept = None
+        if call.max_k == arguments.key.shape[2]:  # the call cache cuts no keys off that no query sees
+            kept = kept_dense(plan, tensors, call)
         # Torch's kernel lays out the LSE as (B, S, H), whatever the query's layout.
         if routed.choice is None:
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         else:  # a copy to write the token to: the kernel may still hold this tensor
             _, heads, length = lse.shape
-            if heads == 1 or length == 1:  # both layouts are the same, and this takes half the time
-                lse = lse.clone(memory_format=torch.contiguous_format)
-            else:
-                lse = lse.new_empty_strided(lse.shape, (length * heads, 1, heads)).copy_(lse)
+            lse = lse.new_empty_strided(lse.shape, (length * heads, 1, heads)).copy_(lse)
             lse = scope.with_token(lse, routed.choice)
         out = routing.with_strides_of(out.transpose(1, 2), arguments.query)
     return (out, lse), kept

@@ -15,8 +15,10 @@ from attnreg.core.aten import routing
 from attnreg.core.aten.routing import OpLayout, Route, RoutedCall, RouterResult
 from attnreg.core.aten.schemas import CudnnBackward, CudnnForward, CudnnForwardInplace
 from attnreg.core.contract.backend import Call
+from attnreg.core.dispatch.call_cache import kept_dense
 from attnreg.core.dispatch.calls import (
     packed_bounds,
+    plan_for,
     scale_of,
     to_bshd,
     wants_batch_invariant,
@@ -44,7 +46,8 @@ def _forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
     query, key, value, dropout = arguments.query, arguments.key, arguments.value, arguments.dropout_p
     call = _packed_call(arguments, dropout, seqused_k=arguments.seqused_k, block_table=arguments.block_table)
     needs_backward = wants_gradient(query, key, value)
-    plan = routed.plan_for("forward", (query, key, value), call, routed.choice, routed.native, needs_backward)
+    how = call, routed.choice, routed.native, needs_backward
+    plan = plan_for("forward", query, key, value, *how, declined=routed.declined)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(arguments))
     if plan.is_native:
         result, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
@@ -54,18 +57,8 @@ def _forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
     seed = query.new_empty(2, dtype=torch.uint64) if seed is None else seed
     lse = lse.t().contiguous().unsqueeze(-1) if versions.CUDNN_LSE_IS_TOKEN_MAJOR else lse.contiguous()
     offset = query.new_empty((), dtype=torch.uint64)
-    result = (
-        out,
-        lse,
-        arguments.cum_seq_q,
-        arguments.cum_seq_k,
-        arguments.max_q,
-        arguments.max_k,
-        seed,
-        offset,
-        None,
-    )
-    return routing.with_choice(result, TOKEN, choice), None
+    lengths = arguments.cum_seq_q, arguments.cum_seq_k, arguments.max_q, arguments.max_k
+    return routing.with_choice((out, lse, *lengths, seed, offset, None), TOKEN, choice), None
 
 
 def _forward_inplace(arguments: CudnnForwardInplace, routed: RoutedCall) -> RouterResult:
@@ -73,7 +66,7 @@ def _forward_inplace(arguments: CudnnForwardInplace, routed: RoutedCall) -> Rout
         return routed.untouched("a packed call with a mask aligned top-left")
     inputs = arguments.query, arguments.key, arguments.value
     call = _packed_call(arguments, seqused_k=arguments.seqused_k, block_table=arguments.block_table)
-    plan = routed.plan_for("forward", inputs, call, routed.choice, routed.native, needs_backward=False)
+    plan = plan_for("forward", *inputs, call, routed.choice, routed.native, False, declined=routed.declined)
     if plan.is_native:
         return routed.run_native(plan, call, keeps=False)
     out, lse = plan.run(*inputs, call)
@@ -99,8 +92,10 @@ def _dense_forward(arguments: CudnnForward, routed: RoutedCall) -> RouterResult:
         seed, offset = (word.clone() for word in rng_state.view(torch.int64))
     else:
         seed, offset = query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
-        if arguments.value.shape[-1] == query.shape[-1]:  # else only Python knows the output's strides
-            kept = routing.kept_dense(plan, call, key.shape[2], tensors, _auxiliary())
+        # With another head dim of the value only Python knows the output's strides.
+        is_square = arguments.value.shape[-1] == query.shape[-1]
+        if is_square and call.max_k == key.shape[2]:
+            kept = kept_dense(plan, tensors, call, _auxiliary())
     lengths = query.shape[2], key.shape[2]
     lse = lse.contiguous().unsqueeze(-1)
     out = routing.with_dims_ordered_as(query, out.transpose(1, 2))
@@ -122,7 +117,8 @@ def _backward(arguments: CudnnBackward, routed: RoutedCall) -> RouterResult:
     rng_state = arguments.philox_seed if dropout > 0.0 else None
     call = _packed_call(arguments, dropout, rng_state=rng_state, deterministic=wants_deterministic())
     inputs = arguments.query, arguments.key, arguments.value
-    plan = routed.plan_for("backward", inputs, call, routing.backward_choice(routed, dropout), routed.native)
+    choice = routing.backward_choice(routed, dropout)
+    plan = plan_for("backward", *inputs, call, choice, routed.native, declined=routed.declined)
     if plan.is_native:
         return _native_backward(arguments, routed, plan, call)
     lse = arguments.logsumexp.squeeze(-1).t() if arguments.logsumexp.dim() == 3 else arguments.logsumexp

@@ -68,8 +68,8 @@ def _run_forward(arguments: EfficientForward, routed: RoutedCall) -> RouterResul
     tensors, call = _in_contract(arguments)
     if dropout > 0.0 and arguments.bias is not None and arguments.bias.requires_grad:
         call = call._replace(bias_gradient=True)  # the backward has to draw the same mask
-    # Autograd asks for the LSE where it records the call.
-    plan = routed.plan_for("forward", tensors, call, choice, routed.native, arguments.compute_log_sumexp)
+    needs_backward, declined = arguments.compute_log_sumexp, routed.declined  # autograd asks for the LSE
+    plan = calls.plan_for("forward", *tensors, call, choice, routed.native, needs_backward, declined=declined)
     choice = forward_choice(choice, plan, dropout)
     if plan.is_native:
         results, kept = routed.run_native(plan, call, keeps=choice is routed.choice)
@@ -100,7 +100,7 @@ def _backward(arguments: EfficientBackward, routed: RoutedCall) -> RouterResult:
     choice = routing.backward_choice(routed, dropout)
     if arguments.bias_requires_grad:
         call = call._replace(bias_gradient=True)
-    plan = routed.plan_for("backward", tensors, call, choice, routed.native)
+    plan = calls.plan_for("backward", *tensors, call, choice, routed.native, declined=routed.declined)
     if plan.is_native:
         return routed.run_native(plan, call, keeps=dropout == 0.0)
     grad_out, out = (x if call.cu_seqlens_q is None else x[0] for x in (arguments.grad_out, arguments.out))
@@ -168,7 +168,7 @@ def _to_op(lse: Tensor, call: Call) -> Tensor:
     if call.cu_seqlens_q is None:
         return F.pad(lse, (0, -lse.shape[-1] % LSE_STEP), value=torch.inf)
     starts, ends = call.cu_seqlens_q[:-1, None], call.cu_seqlens_q[1:, None]
-    places = starts + torch.arange(_rounded(call.max_q), device=lse.device)
+    places = starts + torch.arange(call.max_q + -call.max_q % LSE_STEP, device=lse.device)
     if not lse.shape[1]:  # no token, but max_q may be above 0
         return lse.new_full((places.shape[0], lse.shape[0], places.shape[1]), torch.inf)
     rows = lse[:, places.clamp(max=lse.shape[1] - 1)].transpose(0, 1)
@@ -197,10 +197,6 @@ def _from_op(lse: Tensor, query: Tensor, call: Call) -> Tensor:
         row = (tokens - call.cu_seqlens_q[sequence]).clamp(max=lse.shape[2] - 1)
         lse = lse[sequence, :, row].t()
     return torch.where(lse == torch.inf, -torch.inf, lse)
-
-
-def _rounded(length: int) -> int:
-    return length + -length % LSE_STEP
 
 
 def _laid_out(grad: Tensor, model: Tensor) -> Tensor:

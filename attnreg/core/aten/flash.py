@@ -19,6 +19,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, cuts_of_window
 from attnreg.core.contract.lengths import bounds as dense_bounds
 from attnreg.core.dispatch import calls, scope
+from attnreg.core.dispatch.call_cache import kept_dense
 from attnreg.core.dispatch.calls import wants_gradient
 from attnreg.core.dispatch.dropout import forward_choice, run_forward_kernel
 from attnreg.core.dispatch.planning import Native
@@ -38,19 +39,14 @@ def _forward(arguments: FlashForward, routed: RoutedCall) -> RouterResult:
     if arguments.return_debug_mask:
         return routed.untouched("return_debug_mask")
     query, key, value, dropout = arguments.query, arguments.key, arguments.value, arguments.dropout_p
-    call = _call(
-        arguments,
-        arguments.seqused_k,
-        arguments.block_table,
-        arguments.alibi_slopes,
-        None,
-        arguments.num_splits,
-    )
+    options = arguments.seqused_k, arguments.block_table, arguments.alibi_slopes
+    call = _call(arguments, *options, None, arguments.num_splits)
     native, needs_backward = _native(routed, call), wants_gradient(query, key, value)
     if arguments.cum_seq_q is None:
         # The op above passes transposed tensors, made below autograd: their `requires_grad` is False.
         needs_backward = torch.is_grad_enabled()
-    plan = routed.plan_for("forward", (query, key, value), call, routed.choice, native, needs_backward)
+    how = call, routed.choice, native, needs_backward
+    plan = calls.plan_for("forward", query, key, value, *how, declined=routed.declined)
     choice = forward_choice(routed.choice, plan, dropout, _no_gradient(arguments))
     if plan.is_native:
         (*results, unused, debug_mask), kept = routed.run_native(
@@ -65,7 +61,7 @@ def _forward(arguments: FlashForward, routed: RoutedCall) -> RouterResult:
     is_square = value.shape[-1] == query.shape[-1]  # else only Python knows the output's strides
     if call.cu_seqlens_q is None and choice is routed.choice and is_square:
         tensors, cuts = (query, key, value), _cuts_of_window(arguments)
-        kept = routing.kept_dense(plan, call, call.max_k, tensors, _auxiliary(query), cuts)
+        kept = kept_dense(plan, tensors, call, _auxiliary(query), cuts)
     if routed.original is not None and not every_row_sees_a_key(query, key, call):
         lse = _swap_infinity(lse, -torch.inf)
     lse = lse.float().contiguous()
@@ -102,7 +98,8 @@ def _backward(arguments: FlashBackward, routed: RoutedCall) -> RouterResult:
     query, key, value, dropout = arguments.query, arguments.key, arguments.value, arguments.dropout_p
     call = _call(arguments, None, None, None, arguments.rng_state if dropout > 0.0 else None, None)
     choice = routing.backward_choice(routed, dropout)
-    plan = routed.plan_for("backward", (query, key, value), call, choice, _native(routed, call))
+    how = call, choice, _native(routed, call)
+    plan = calls.plan_for("backward", query, key, value, *how, declined=routed.declined)
     if plan.is_native:
         return routed.run_native(plan, call, keeps=dropout == 0.0, cuts=_cuts_of_window(arguments))
     lse = arguments.logsumexp
@@ -112,7 +109,7 @@ def _backward(arguments: FlashBackward, routed: RoutedCall) -> RouterResult:
     grads = plan.run(*tensors, call)
     kept = None
     if call.cu_seqlens_q is None:
-        kept = routing.kept_dense(plan, call, call.max_k, tensors, cuts=_cuts_of_window(arguments))
+        kept = kept_dense(plan, tensors, call, cuts=_cuts_of_window(arguments))
     return (_laid_out(grads[0], query), _laid_out(grads[1], key), _laid_out(grads[2], value)), kept
 
 

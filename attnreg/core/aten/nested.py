@@ -19,10 +19,10 @@ from attnreg.core.dispatch import scope, trace
 from attnreg.core.dispatch.planning import NOTHING_ASKS, device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.selection.decision import Preference
+from attnreg.core.torchlib.frames import FRAMES, leave_wrapper_uncompiled
 
 # A private name: if torch renames it, torch's own choice stays.
 NAME = "_select_sdp_backend"
-FRAMES = torch._C._dynamo.eval_frame
 KERNELS = "torch's kernels for nested tensors"
 SDPA = "F.scaled_dot_product_attention"
 is_looked_at = False  # whether `bypassed` looks at each call of SDPA, and counts those that torch runs
@@ -47,8 +47,7 @@ def install() -> Callable[[], None]:
     # Between the graphs of a compiled program torch's kernels run. For the flash op torch would store the
     # longest length in tensors that a graph returned. The graph's backward then gets more than it was
     # compiled for (torch 2.13). Dynamo must not compile this function by itself either.
-    skip = FRAMES._FrameExecStrategy(FRAMES._FrameAction.SKIP, FRAMES._FrameAction.DEFAULT)
-    FRAMES.set_code_exec_strategy(choosing.__code__, skip)
+    leave_wrapper_uncompiled(choosing)
 
     def remove() -> None:
         if getattr(sdpa, NAME) is choosing:  # a replacement by other code stays

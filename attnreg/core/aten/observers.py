@@ -36,8 +36,7 @@ class ObservedOp(NamedTuple):
 
     Attributes:
         op: the op's name, without "aten::".
-        keys: the dispatch keys of its observers. Those of autograd come first: torch derives its kernel for
-            them from the op's other kernels.
+        keys: the dispatch keys of its observers.
         places: the arguments that `count_call` is called with.
         count_call: counts a call. Returns the counter of all calls like it, unless each has to be looked at.
     """
@@ -66,7 +65,8 @@ def count_math(
         elif 0 in (query.shape[-2], key.shape[-2]):
             return None  # counted above the op, if at all: from torch 2.12 on SDPA doesn't call it
         else:
-            why = bypassed.why_unrouted(*tensors, attn_mask, dropout_p, enable_gqa)
+            call = bypassed.SdpaCall(*tensors, attn_mask, dropout_p, enable_gqa=enable_gqa)
+            why = bypassed.why_unrouted(call)
         return _count(f"aten::{_MATH.op}", bypassed.MATH, why, tensors)
     except Exception as error:  # noqa: BLE001 - the call itself has run, and must not fail for this
         log.debug("a call of torch's math kernel isn't counted: %s", error)
@@ -92,11 +92,7 @@ def count_flex(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _count(
-    op: str,
-    kernel: str,
-    reason: str,
-    tensors: tuple[Tensor, ...],
-    kept_by: tuple[str, ...] = ("eager",),
+    op: str, kernel: str, reason: str, tensors: tuple[Tensor, ...], kept_by: tuple[str, ...] = ("eager",)
 ) -> Counter | None:
     """Count a call that computes something, or that Dynamo traces into a graph.
 
@@ -109,7 +105,9 @@ def _count(
     modes = torch._C._TorchDispatchModeKey
     if any(map(torch._C._get_dispatch_mode, (modes.PROXY, modes.FUNCTIONAL))):
         return None
-    if torch._C._get_dispatch_mode(modes.FAKE) is None and _has_values(tensors[0]):
+    is_plain = type(tensors[0]) in (Tensor, torch.nn.Parameter)
+    has_values = is_plain or not torch._subclasses.fake_tensor.is_fake(tensors[0])
+    if torch._C._get_dispatch_mode(modes.FAKE) is None and has_values:
         counter = trace.count_bypassed(op, kernel, reason, tensors)
         return counter if state().active and not trace.is_recording() else None
     if _is_traced_by_dynamo(kept_by):
@@ -131,16 +129,9 @@ def _is_traced_by_dynamo(kept_by: tuple[str, ...]) -> bool:
     return not str(getattr(backend, "__name__", "")).startswith(kept_by)
 
 
-def _has_values(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) or not torch._subclasses.fake_tensor.is_fake(x)
-
-
 # Above autograd alone: with a kernel for the device itself `run_decompositions` would keep the op whole.
 _MATH = ObservedOp(
-    "_scaled_dot_product_attention_math",
-    ("AutogradCPU", "AutogradCUDA"),
-    (0, 1, 2, 3, 4, 8),
-    count_math,
+    "_scaled_dot_product_attention_math", ("AutogradCPU", "AutogradCUDA"), (0, 1, 2, 3, 4, 8), count_math
 )
 _FAST_PATH = ObservedOp(
     "_native_multi_head_attention", ("CPU", "NestedTensorCPU"), (0, 1, 2), count_fast_path
@@ -149,19 +140,21 @@ OBSERVED = _MATH, _FAST_PATH
 
 
 def install(library: Any) -> Callable[[], None]:
-    """Register the observers with a `torch.library.Library` or with the compiled call cache.
+    """Register the observers with the compiled call cache.
 
     An op that this torch lacks, or that other code overrides, isn't observed. Nor is any without the compiled
-    part, unless somebody observes: torch alone takes some 40 µs to come back to its kernel through Python.
+    part, where `library` is a `torch.library.Library`: an observer in Python takes longer than a small call.
 
     Returns:
         The function that ends the observation of what isn't an op of aten.
     """
-    is_compiled = not isinstance(library, torch.library.Library)
-    bypassed.ops_are_observed = is_compiled or bypassed.is_observed()
-    for observed in OBSERVED if bypassed.ops_are_observed else ():
+    bypassed.ops_are_observed = not isinstance(library, torch.library.Library)
+    for op, keys, places, count_call in OBSERVED if bypassed.ops_are_observed else ():
         with contextlib.suppress(RegistrationError, AttributeError, RuntimeError):
-            _register(library, observed)
+            for key in keys:
+                captured.check_not_overridden(op, key)
+            for key in keys:
+                library.add_observer(op, key, places, count_call)
     restore_flex = _observe_flex()
 
     def remove() -> None:
@@ -169,38 +162,6 @@ def install(library: Any) -> Callable[[], None]:
         bypassed.ops_are_observed = False
 
     return remove
-
-
-def _register(library: Any, observed: ObservedOp) -> None:
-    op, keys, places, count_call = observed
-    schema = getattr(torch.ops.aten, op).default._schema
-    for key in keys:
-        captured.check_not_overridden(op, key)
-    if not isinstance(library, torch.library.Library):
-        for key in keys:
-            library.add_observer(op, key, places, count_call)
-        return
-    declared = [(place, schema.arguments[place]) for place in places]
-
-    def observing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def observe(*args: Any, **kwargs: Any) -> Any:
-            results = original(*args, **kwargs)
-            # Torch leaves out arguments that are as they would be anyway.
-            count_call(
-                *(
-                    args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-                    for place, argument in declared
-                )
-            )
-            return results
-
-        return observe
-
-    # All are captured before the first is registered, which changes what torch derives from it.
-    originals = [(key, captured.capture(op, key)) for key in keys]
-    for key, original in originals:
-        if original is not None:
-            library.impl(op, observing(original), key)  # type: ignore[no-untyped-call]
 
 
 def _observe_flex() -> Callable[[], None]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from attnreg.core.contract.backend import Call
 from attnreg.core.contract.lengths import Cut, bounds
 from attnreg.core.contract.spec import Direction
 from attnreg.core.dispatch import call_cache, calls, counters, scope, trace
-from attnreg.core.dispatch.call_cache import PASSES_ALL, Kept, PassesAll
+from attnreg.core.dispatch.call_cache import Kept
 from attnreg.core.dispatch.declined import NOBODY, Declined, retry_on_decline
 from attnreg.core.dispatch.planning import Native
 from attnreg.core.dispatch.scope import ScopedChoice
@@ -36,8 +36,8 @@ from attnreg.core.torchlib.layout import inductor_is_running, readable, with_las
 from attnreg.errors import UnsupportedInputError
 
 # An op's results, and how the call cache runs further calls. True means that nothing is registered, so that
-# torch's own kernel runs every call of the op.
-RouterResult = tuple[Any, Kept | PassesAll | None]
+# torch's own kernels run every call of all routed ops.
+RouterResult = tuple[Any, Kept | Literal[True] | None]
 
 
 class OpLayout(NamedTuple):
@@ -110,25 +110,6 @@ class RoutedCall(NamedTuple):
     loaded: tuple[int, ...] = ()
     readable: Callable[[Tensor], Tensor] = readable
     declined: Declined = NOBODY
-
-    def plan_for(
-        self,
-        direction: Direction,
-        tensors: Sequence[Tensor],
-        call: Call,
-        choice: ScopedChoice | None,
-        native: Native | None,
-        needs_backward: bool = True,
-        bhsd: bool = False,
-    ) -> Plan:
-        """Return the plan of the call: `calls.plan_for`, without the backends that have declined it.
-
-        `tensors` are query, key and value: (B, S, H, D) or (T, H, D), or (B, H, S, D) with `bhsd`.
-        """
-        query, key, value = tensors
-        return calls.plan_for(
-            direction, query, key, value, call, choice, native, needs_backward, bhsd, self.declined
-        )
 
     def run_native(
         self, plan: Plan, call: Call, keeps: bool = True, cuts: tuple[Cut, ...] = ()
@@ -215,36 +196,12 @@ def router(
             return no_gradients, None
         choice = scope.read_token(getattr(parsed, token)) if token else scope.current()
         if choice is None and original is not None and not state().active:
-            return original(*args, **kwargs), PASSES_ALL
+            return original(*args, **kwargs), True
         check_in_memory(**parsed._asdict())
         call = RoutedCall(op, original, args, kwargs, native, choice, loaded, read)
         return retry_on_decline(lambda declined: serve(parsed, call._replace(declined=declined)))
 
     return routed
-
-
-def kept_dense(
-    plan: Plan,
-    call: Call,
-    length_k: int,
-    tensors: tuple[Tensor, ...],
-    auxiliary: tuple[Any, ...] = (),
-    cuts: tuple[Cut, ...] = (),
-) -> Kept | None:
-    """Return how the call cache runs further calls like this call of a dense op; see `kept_for`.
-
-    None also where no query sees a key: its gradient is none of the kernel's.
-
-    Args:
-        plan, call: the call and its plan.
-        length_k: the number of keys in the op's arguments. `call.max_k` may be smaller.
-        tensors: the kernel's tensors in the contract's layout, (B, S, H, D), with the LSE (B, H, S).
-        auxiliary: models of the op's results after output and LSE.
-        cuts: where the plan changes with lengths.
-    """
-    if call.max_k != length_k:
-        return None
-    return call_cache.kept_dense(plan, tensors, call, auxiliary, cuts)
 
 
 def with_lasting_offsets(call: Call) -> Call:
@@ -334,8 +291,10 @@ def dense_plan(
     """Return the plan of a call whose tensors are (B, H, S, D)."""
     query, key, value = arguments.query, arguments.key, arguments.value
     needs_backward = direction == "backward" or calls.wants_gradient(query, key, value)
-    inputs = query, key, value
-    return routed.plan_for(direction, inputs, call, choice, routed.native, needs_backward, bhsd=True)
+    native, declined = routed.native, routed.declined
+    return calls.plan_for(
+        direction, query, key, value, call, choice, native, needs_backward, bhsd=True, declined=declined
+    )
 
 
 def run_backward(
@@ -348,12 +307,12 @@ def run_backward(
     Returns:
         The gradients in the contract's layout, (B, S, H, D), and how the call cache runs further such calls.
     """
-    length_k = arguments.key.shape[2]
     inputs = calls.to_bshd(arguments.query, arguments.key, arguments.value, call)
     tensors = arguments.grad_out.transpose(1, 2), *inputs, arguments.out.transpose(1, 2), lse
     grad_q, grad_k, grad_v = plan.run(*tensors, call)
-    kept = kept_dense(plan, call, length_k, tensors)
-    if unseen := length_k - grad_k.shape[1]:  # keys that a top-left causal mask hides from every query
+    unseen = arguments.key.shape[2] - call.max_k
+    kept = None if unseen else call_cache.kept_dense(plan, tensors, call)
+    if unseen:  # keys that a top-left causal mask hides from every query
         grad_k, grad_v = (F.pad(grad, (0, 0, 0, 0, 0, unseen)) for grad in (grad_k, grad_v))
     return (grad_q, grad_k, grad_v), kept
 

@@ -7,7 +7,7 @@ and tests build it for hardware that isn't there. `Device` is the device of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -272,7 +272,7 @@ class AttentionSpec:
             f"packed, {sequences} up to {self.max_q} x {self.max_k}": self.varlen,
             "causal": self.causal and not self.windowed,
             f"window {self.window}": self.windowed,
-            **dict.fromkeys(self._labels(), True),
+            **{row.label.format(getattr(self, row.field)): row.is_on_in(self) for row in OPTIONS},
             "scale 0 or below": not self.positive_scale,
             "needs grad": self.needs_backward,
             "deterministic": self.deterministic,
@@ -280,9 +280,6 @@ class AttentionSpec:
             "in a CUDA graph": self.capturing,
         }
         return [text for text, on in shown.items() if on]
-
-    def _labels(self) -> Iterator[str]:
-        return (row.label.format(getattr(self, row.field)) for row in OPTIONS if row.is_on_in(self))
 
 
 def arguments_of(options: Mapping[str, Any]) -> dict[str, Any]:

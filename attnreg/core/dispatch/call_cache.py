@@ -27,11 +27,7 @@ from attnreg.core.contract.options import options_on
 from attnreg.core.dispatch import counters, scope, stats_file
 from attnreg.core.dispatch.state import Detail, Plan
 from attnreg.core.launching import offsets, rows
-from attnreg.core.launching.launchers import (
-    Launcher,
-    places_of,
-    takes_options,
-)
+from attnreg.core.launching.launchers import Launcher, places_of, takes_options
 from attnreg.core.launching.memory import inputs_of
 from attnreg.core.launching.offsets import every_row_sees_a_key
 from attnreg.core.launching.validation import check_values
@@ -79,11 +75,6 @@ class Kept(NamedTuple):
     cuts: tuple[Cut, ...] = ()
 
     @property
-    def passes_all(self) -> bool:
-        """Whether nothing is registered: see `PassesAll`."""
-        return False
-
-    @property
     def counters(self) -> tuple[counters.Counter, ...]:
         """What each call adds to."""
         return self.plan.counters
@@ -109,15 +100,6 @@ class Kept(NamedTuple):
         """The number of the `Detail` of the call's class of lengths; C++ needs no reason for `SHAPES`."""
         detail = Detail.CLASS if self.plan.kind is None else self.plan.kind.detail_of(self.plan.key)
         return int(min(detail, Detail.EXACT))
-
-
-class PassesAll:
-    """Says that nothing is registered: all calls of all routed ops are torch's own."""
-
-    passes_all = True
-
-
-PASSES_ALL = PassesAll()
 
 
 def kept_for(

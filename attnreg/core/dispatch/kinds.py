@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from attnreg.core.contract.lengths import OF_ALL, Lengths
-from attnreg.core.contract.spec import AttentionSpec, Direction
+from attnreg.core.contract.spec import AttentionSpec, Direction, directions_of
 from attnreg.core.dispatch import timed, trace
 from attnreg.core.dispatch.state import CallKind, Detail, State
 from attnreg.core.registry.entry import Entry
@@ -29,7 +29,7 @@ def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
 
 
 def _directions(spec: AttentionSpec, direction: Direction) -> tuple[Direction, ...]:
-    return ("forward", "backward") if direction == "forward" and spec.needs_backward else (direction,)
+    return directions_of(spec) if direction == "forward" else (direction,)
 
 
 def refined_key(

@@ -98,7 +98,9 @@ def make_plan(
     Raises `UnsupportedInputError` if no backend can run it, or none may; what `decide` raises; and
     `RanksDifferError` if another rank of the job chooses by another table.
     """
-    _prepare(now, spec)
+    building.ensure_built()  # the next start of the program has the compiled part
+    captured.warn_if_shadowed_in_plan()
+    ranks.agree(now.policy, now.entries, spec.device)
     if kind.forget_shapes():
         key = kind.key(Lengths.of(spec))
     began = time.perf_counter()
@@ -106,13 +108,6 @@ def make_plan(
     seconds = time.perf_counter() - began
     key = refined_key(now, kind, key, spec, direction, settled.decisions)
     return _instrumented(now, kind, key, spec, direction, settled, seconds)
-
-
-def _prepare(now: State, spec: AttentionSpec) -> None:
-    """Do what a process that serves calls needs, whatever the call."""
-    building.ensure_built()  # the next start of the program has the compiled part
-    captured.warn_if_shadowed_in_plan()
-    ranks.agree(now.policy, now.entries, spec.device)
 
 
 def _decide_and_load(

@@ -24,12 +24,7 @@ from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy
 from attnreg.core.selection.protocols import Turn
 from attnreg.core.torchlib.isolation import raise_if_of_program
-from attnreg.errors import (
-    AttnregError,
-    BackendUnavailableError,
-    RegistrationError,
-    UnsupportedInputError,
-)
+from attnreg.errors import AttnregError, BackendUnavailableError, RegistrationError, UnsupportedInputError
 
 log = logging.getLogger("attnreg")
 

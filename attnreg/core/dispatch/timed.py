@@ -24,7 +24,7 @@ from attnreg.core.torchlib.locks import open_after_fork
 
 T = TypeVar("T")
 
-# Rows past this many are of one more for each backend and direction, which has no times.
+# Calls of plans past this many have no row.
 MOST_ROWS = 2000
 
 # On a GPU so many calls are timed, and then each call whose number is a power of two. The host keeps the
@@ -114,12 +114,7 @@ class TimedPlan:
     def _add(self, taken_us: float) -> None:
         with _lock:
             count, total, shortest, longest = self.times
-            self.times = [
-                count + 1,
-                total + taken_us,
-                min(shortest, taken_us),
-                max(longest, taken_us),
-            ]
+            self.times = [count + 1, total + taken_us, min(shortest, taken_us), max(longest, taken_us)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""

@@ -88,10 +88,6 @@ class OpLauncher:
     """
 
     form = "op"
-    __slots__ = (
-        *("_run", "key", "op", "options", "rest", "results", "window"),
-        *("takes", "folds", "zeroes_rows"),
-    )
 
     def __init__(
         self,

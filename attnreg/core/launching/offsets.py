@@ -259,7 +259,9 @@ def facts_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, tokens_q: int, tokens_k
     pair, tokens = (cu_seqlens_q, cu_seqlens_k), (tokens_q, tokens_k)
     if cu_seqlens_q.is_cpu or needs_graph_memory(cu_seqlens_q) or any(x.is_inference() for x in pair):
         return _UNKNOWN  # nothing is cached for these, so no later call would see the read-back
-    return derived_from(pair, stream, ("facts", *tokens), partial(_compute_facts, *tokens))
+    return derived_from(
+        pair, stream, ("facts", *tokens), lambda q, k: Facts(partial(compute_facts, q, k, *tokens))
+    )
 
 
 def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
@@ -282,10 +284,6 @@ def every_row_sees_a_key(query: Tensor, key: Tensor, call: Call) -> bool:
     lengths = zip(pairwise(queries), pairwise(keys), strict=False)
     filled = (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
     return filled and all(0 <= q1 - q0 <= k1 - k0 for (q0, q1), (k0, k1) in lengths)
-
-
-def _compute_facts(tokens_q: int, tokens_k: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Facts:
-    return Facts(partial(compute_facts, cu_seqlens_q, cu_seqlens_k, tokens_q, tokens_k))
 
 
 def none_unused(query: Tensor, key: Tensor, call: Call) -> bool:
@@ -332,13 +330,13 @@ def _find(
     cu_seqlens_k: Tensor | None,
     used: Tensor | None,
 ) -> Unused:
-    queries = None if cu_seqlens_q is None else _past(tokens_q, cu_seqlens_q)
+    queries = None if cu_seqlens_q is None else _arange(tokens_q, cu_seqlens_q) >= cu_seqlens_q[-1]
     if paged:
         return Unused(queries, None)
     if cu_seqlens_k is None:
         return Unused(queries, None if used is None else _arange(rows_k[1], used) >= used[:, None])
     if used is None:
-        return Unused(queries, _past(rows_k[0], cu_seqlens_k))
+        return Unused(queries, _arange(rows_k[0], cu_seqlens_k) >= cu_seqlens_k[-1])
     rows = _arange(rows_k[0], cu_seqlens_k)
     # A further end, 0, after the sequences' ends: no row past the last offset counts.
     ends = torch.cat((cu_seqlens_k[:-1] + used, cu_seqlens_k.new_zeros(1)))
@@ -370,10 +368,6 @@ def empty_results(query: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Ten
     shape = (heads, *rows) if call.varlen else (rows[0], heads, rows[1])
     out = query.new_zeros((*rows, heads, value.shape[-1]))
     return out, query.new_full(shape, -torch.inf, dtype=torch.float32)
-
-
-def _past(tokens: int, offsets: Tensor) -> Tensor:
-    return _arange(tokens, offsets) >= offsets[-1]
 
 
 def _arange(count: int, like: Tensor) -> Tensor:

@@ -53,28 +53,14 @@ def clear_forward(
         out.masked_fill_(unseeing[:, None, None], 0)
         lse.masked_fill_(unseeing, -torch.inf)
         return
-    size = out.element_size()
+    size, batch = out.element_size(), cu_seqlens_q.shape[0] - 1
     row_step, head_step, _ = out.stride()
+    sizes = batch, tokens, heads, dim * size, row_step * size, head_step * size, *lse.stride()
+    steps = cu_seqlens_q.stride(0), cu_seqlens_k.stride(0)
+    of_counts = (0, 0) if used is None else (used, used.stride(0))
+    tensors = out, lse, cu_seqlens_q, cu_seqlens_k
     CLEAR_FORWARD(
-        -(-tokens // BLOCK),
-        BLOCK,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        cu_seqlens_q.shape[0] - 1,
-        tokens,
-        heads,
-        dim * size,
-        row_step * size,
-        head_step * size,
-        *lse.stride(),
-        left,
-        right,
-        cu_seqlens_q.stride(0),
-        cu_seqlens_k.stride(0),
-        *_NO_FACTS[-2:],
-        *((0, 0) if used is None else (used, used.stride(0))),
+        -(-tokens // BLOCK), BLOCK, *tensors, *sizes, left, right, *steps, *_NO_FACTS[-2:], *of_counts
     )
 
 
@@ -93,25 +79,12 @@ def clear_backward(dq: Tensor, dk: Tensor, dv: Tensor, cu_seqlens_q: Tensor, cu_
         return
     if not tokens_q + tokens_k:
         return
-    sizes = [x.element_size() for x in (dq, dk, dv)]
-    CLEAR_BACKWARD(
-        -(-tokens_q // BLOCK) - (-tokens_k // BLOCK),
-        BLOCK,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        cu_seqlens_q.shape[0] - 1,
-        tokens_q,
-        tokens_k,
-        heads_q,
-        heads_k,
-        *(x.shape[2] * size for x, size in zip((dq, dk, dv), sizes, strict=True)),
-        *(step * size for x, size in zip((dq, dk, dv), sizes, strict=True) for step in x.stride()[:2]),
-        cu_seqlens_q.stride(0),
-        cu_seqlens_k.stride(0),
-    )
+    grid, batch = -(-tokens_q // BLOCK) - (-tokens_k // BLOCK), cu_seqlens_q.shape[0] - 1
+    rows = [x.shape[2] * x.element_size() for x in (dq, dk, dv)]
+    steps = [step * x.element_size() for x in (dq, dk, dv) for step in x.stride()[:2]]
+    steps += cu_seqlens_q.stride(0), cu_seqlens_k.stride(0)
+    sizes = batch, tokens_q, tokens_k, heads_q, heads_k, *rows
+    CLEAR_BACKWARD(grid, BLOCK, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, *sizes, *steps)
 
 
 def blanked(x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -170,17 +143,17 @@ def _runs(kernel: DeviceKernel, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *row
     )
 
 
-def _sequences(tokens: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each row its number, whether it belongs to a sequence, and to which."""
+def sequences_of(tokens: int, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of each row its number, whether it belongs to a sequence, and to which; offsets are (B + 1,)."""
     rows = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
-    sequence = torch.searchsorted(offsets.contiguous(), rows, right=True) - 1
+    sequence = torch.searchsorted(offsets.contiguous(), rows, right=True, out_int32=True) - 1
     batch = offsets.shape[0] - 1
     return rows, (sequence >= 0) & (sequence < batch), sequence.clamp(0, max(batch - 1, 0))
 
 
 def _unseeing(tokens: int, cu_seqlens_q: Tensor, counts: Tensor, left: int, right: int) -> Tensor:
     """Return a mask of the query rows that see no key, of `counts` keys, or belong to no sequence."""
-    rows, inside, sequence = _sequences(tokens, cu_seqlens_q)
+    rows, inside, sequence = sequences_of(tokens, cu_seqlens_q)
     if cu_seqlens_q.shape[0] == 1:
         return ~inside
     keys = counts[sequence].long()  # a place in a window as wide as int32 allows is wider
@@ -192,7 +165,7 @@ def _unseeing(tokens: int, cu_seqlens_q: Tensor, counts: Tensor, left: int, righ
 
 def _alone(tokens: int, offsets: Tensor, others: Tensor) -> Tensor:
     """Return a mask of rows of no sequence, and of rows whose sequence is empty in `others`."""
-    _, inside, sequence = _sequences(tokens, offsets)
+    _, inside, sequence = sequences_of(tokens, offsets)
     if offsets.shape[0] == 1:
         return ~inside
     return ~inside | (others.diff()[sequence] <= 0)

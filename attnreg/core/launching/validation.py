@@ -197,7 +197,8 @@ def _check_pages(key: Tensor, table: list[list[int]], call: Call) -> None:
 
 def check_scale(scale: float) -> None:
     """Check a softmax scale: any finite number, zero and negative ones included, not NaN."""
-    _refuse_gradient("scale", scale)
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise _wrong("scale", "a tensor that needs a gradient", "a number, as it gets none")
     try:
         is_finite = math.isfinite(scale)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # of a tensor, and of a large integer
@@ -213,11 +214,6 @@ def checked_number(name: str, value: Any) -> Any:
         InvalidInputError: it is no number, or out of range, or a tensor that needs a gradient.
     """
     return next(row for row in OPTIONS if row.name == name).checked(value)
-
-
-def _refuse_gradient(what: str, number: object) -> None:
-    if isinstance(number, Tensor) and number.requires_grad:
-        raise _wrong(what, "a tensor that needs a gradient", "a number, as it gets none")
 
 
 def _wrong(what: str, got: str, expected: str) -> InvalidInputError:

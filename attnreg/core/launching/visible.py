@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.launching.offsets import derived_from
+from attnreg.core.launching.rows import sequences_of
 from attnreg.core.torchlib.layout import stream_of
 
 # Queries and keys of a block of the table. Larger blocks hide less, and keep the table of long batches small.
@@ -92,11 +93,7 @@ def of_packed(
 
     Offsets are int32 (B + 1,), `used` is int32 (B,) and `key_ranges` int32 (S_q, R, 2), as in `Call`.
     """
-    batch = cu_seqlens_q.shape[0] - 1
-    rows = torch.arange(tokens_q, dtype=torch.int32, device=cu_seqlens_q.device)
-    sequence = torch.searchsorted(cu_seqlens_q.contiguous(), rows, right=True, out_int32=True) - 1
-    inside = (sequence >= 0) & (sequence < batch)
-    sequence = sequence.clamp(0, max(batch - 1, 0))
+    rows, inside, sequence = sequences_of(tokens_q, cu_seqlens_q)
     # The row of zeros is for a batch without a sequence.
     ends_q = torch.cat((cu_seqlens_q[1:], cu_seqlens_q.new_zeros(1)))
     starts = torch.cat((cu_seqlens_k[:-1], cu_seqlens_k.new_zeros(1)))
@@ -132,11 +129,7 @@ def places_of_packed(
     tokens_q: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, used: Tensor | None
 ) -> QueryPlaces:
     """Return the places of a packed batch. Offsets are int32 (B + 1,), `used` is int32 (B,), as in `Call`."""
-    rows = torch.arange(tokens_q, dtype=torch.int32, device=cu_seqlens_q.device)
-    batch = cu_seqlens_q.shape[0] - 1
-    sequence = torch.searchsorted(cu_seqlens_q.contiguous(), rows, right=True, out_int32=True) - 1
-    inside = (sequence >= 0) & (sequence < batch)
-    sequence = sequence.clamp(0, max(batch - 1, 0))
+    rows, inside, sequence = sequences_of(tokens_q, cu_seqlens_q)
     lengths = cu_seqlens_k.diff() if used is None else torch.minimum(cu_seqlens_k.diff(), used)
     # The row of zeros is for a batch without a sequence.
     lengths, lengths_q = (torch.cat((x, x.new_zeros(1))) for x in (lengths, cu_seqlens_q.diff()))

@@ -236,8 +236,8 @@ def _preferences(now: Sources) -> Iterator[Preference]:
     if now.environment.backend:
         yield Preference("ATTNREG_BACKEND", now.environment.backend)
     for registration in registry.registrations():
-        source = f"register_backend({registration.name!r})"
-        yield Preference(source, (registration.name,), registration.devices, required=False)
+        name = registration.entry.name
+        yield Preference(f"register_backend({name!r})", (name,), registration.devices, required=False)
     for loaded in now.loaded:
         # "sm_90" before "cuda": an architecture's own order is stronger than the order for all GPUs.
         for device in sorted(loaded.settings.devices, key=lambda key: not key.startswith("sm_")):

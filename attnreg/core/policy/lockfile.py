@@ -162,7 +162,10 @@ def kind_of(spec: AttentionSpec, direction: Direction) -> tuple[AttentionSpec, D
 
 
 class LockInForce:
-    """A lockfile in force; the versions of `entries` have to equal the file's. `source` names the file."""
+    """A lockfile in force, as `selection.protocols.Lock`.
+
+    The versions of `entries` have to equal the file's. `source` names the file.
+    """
 
     def __init__(
         self, file: Lockfile, entries: Callable[[], Mapping[str, Entry]], source: str = VARIABLE
@@ -185,11 +188,9 @@ class LockInForce:
 
     @property
     def digest(self) -> str:
-        """A hash of its contents."""
         return self.file.digest
 
     def problem(self, device: Device) -> str:
-        """Return why the lockfile refuses all calls on a device; empty if it doesn't."""
         if self.file.device != device.type:
             return ""
         backends = dict.fromkeys(row.backend for row in self.file.rows)
@@ -201,11 +202,6 @@ class LockInForce:
         )
 
     def expected(self, spec: AttentionSpec, direction: Direction) -> tuple[LockfileRow, str]:
-        """Return the row of one direction of a call, and its name for messages.
-
-        Raises:
-            UnsupportedInputError: the file has no such row, or is of another environment.
-        """
         number = next(self._numbers(spec, direction), None)
         if number is None:
             # The backward is decided first, when its forward is called.
@@ -232,10 +228,6 @@ class LockInForce:
             yield from sorted(fitting, key=lambda number: self.file.rows[number].spec.window != spec.window)
 
     def cuts(self, spec: AttentionSpec, direction: Direction) -> tuple[Cut, ...] | None:
-        """Return where the rows for calls of a spec's kind change with their lengths.
-
-        None if some are for exact lengths, and if there are none.
-        """
         kinds = {kind_of(variant, direction) for variant in _variants(spec)}
         if not self._exact_kinds.isdisjoint(kinds):
             return None

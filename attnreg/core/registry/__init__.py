@@ -24,13 +24,7 @@ from attnreg.core.registry.sourced import SourcedEntry
 from attnreg.core.settings import hub_names
 from attnreg.core.settings.other_names import backend_meant
 from attnreg.core.torchlib.locks import open_after_fork
-from attnreg.errors import (
-    MOST_KNOWN,
-    RegistrationError,
-    UnknownBackendError,
-    first_ten,
-    short_repr,
-)
+from attnreg.errors import MOST_KNOWN, RegistrationError, UnknownBackendError, first_ten, short_repr
 
 log = logging.getLogger("attnreg")
 
@@ -58,11 +52,6 @@ class Registration(NamedTuple):
 
     entry: Entry
     devices: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """The backend's name."""
-        return self.entry.name
 
 
 def changed() -> None:

@@ -18,15 +18,8 @@ from attnreg.core.selection.protocols import Adaptive, Lock, Tables
 from attnreg.errors import UnsupportedInputError
 
 __all__ = [
-    "BATCH_INVARIANT",
-    "Decision",
-    "Policy",
-    "Preference",
-    "default_source",
-    "replayed",
-    "select",
-    "tied_to",
-]
+    "BATCH_INVARIANT", "Decision", "Policy", "Preference", "default_source", "replayed", "select", "tied_to",
+]  # fmt: skip
 
 BATCH_INVARIANT = 'policy = "batch_invariant"'
 
@@ -166,7 +159,9 @@ def select(
         return here
     usual = _selected(spec.of_any_batch(), direction, entries, policy, complete=False)
     # A backend that was set aside may have run such calls before.
-    aside = next((name for name in here.order[: here.order.index(here.backend)] if _is_aside(here, name)), "")
+    before = here.order[: here.order.index(here.backend)]
+    reasons = ((name, reason) for name in before for reason in here.rejected.get(name, ()))
+    aside = next((name for name, reason in reasons if reason.startswith(SET_ASIDE)), "")
     expected = aside or usual.backend
     if expected == here.backend:
         return here
@@ -174,10 +169,6 @@ def select(
     runs = f"{expected} runs" if expected else "no backend can run"
     refusal = f"by {BATCH_INVARIANT} {runs} such calls, whatever the batch{way_out}"
     return replace(here, backend=None, refusal=refusal)
-
-
-def _is_aside(decision: Decision, name: str) -> bool:
-    return any(reason.startswith(SET_ASIDE) for reason in decision.rejected.get(name, ()))
 
 
 class _Reasons:

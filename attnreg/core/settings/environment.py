@@ -147,8 +147,7 @@ VARIABLES = {
         _path, "the file (JSONL) to record the program's calls in, for `attnreg tune --from`"
     ),
     "ATTNREG_STATS": Variable(
-        _path,
-        "the file (JSON lines) to which each process of the program adds what ran in it, when it ends",
+        _path, "the file (JSON lines) to which each process of the program adds what ran in it, when it ends"
     ),
     "ATTNREG_REPORT": Variable(
         _path,

@@ -166,7 +166,7 @@ def from_nothing() -> Iterator[None]:
 
 
 class AdaptiveTimes:
-    """The policy, for one state of the registry and the settings.
+    """The policy, as `selection.protocols.Adaptive`, for one state of the registry and the settings.
 
     `disabled` are names of backends that get no turns. Times are kept separately for each set of disabled
     backends, so that a backend gets its turns when it is enabled later.
@@ -202,7 +202,6 @@ class AdaptiveTimes:
         return prediction and replace(prediction, notes=(), leads=True, rest=by_table)
 
     def begin(self, spec: AttentionSpec, direction: Direction) -> None:
-        """Collect finished times before the decision about a call."""
         if not spec.capturing and _may_have_turns(spec):
             learned = self._here(spec.device)
             with lock:
@@ -241,7 +240,6 @@ class AdaptiveTimes:
             return TimedTurn(turns, "" if turns.role == "follows" else turns.next(names), spec)
 
     def notes(self, spec: AttentionSpec, direction: Direction) -> Iterator[str]:
-        """Yield a sentence on how many turns of such calls have been taken."""
         if spec.device.simulated:
             return
         spec = spec.unscaled.of(direction)

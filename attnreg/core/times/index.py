@@ -127,8 +127,7 @@ class Index:
         """Return the few nearest points and their distances, or only the point with these coordinates.
 
         A distance of 1 is a factor of two in one of the sizes. Several points may share coordinates, because
-        windows
-        and packed totals are no coordinates: `itself` is then preferred.
+        windows and packed totals are no coordinates: `itself` is then preferred.
         """
         # A family has some dozens of points: a full scan takes a few microseconds.
         by_distance = sorted(zip(map(dist, self._ats, repeat(at)), count(), strict=False))

@@ -208,10 +208,7 @@ def works(kind: Kind, size: Size, processors: int = 1) -> tuple[float, ...]:
 def _spread(kind: Kind, size: Size, processors: int) -> Iterator[float]:
     """Yield the work for few queries. Fewer blocks than multiprocessors take as long as a block for each."""
     one_each = kind._replace(ratio=1)
-    for amount, heads in (
-        (work(kind, size), heads_k(kind, size)),
-        (work(one_each, size), size.heads_q),
-    ):
+    for amount, heads in ((work(kind, size), heads_k(kind, size)), (work(one_each, size), size.heads_q)):
         share = max(size.batch * heads, 1) / processors
         yield from (amount * ceil(share) / share, amount * max(1.0, 1.0 / share), amount)
 

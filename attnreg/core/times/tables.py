@@ -88,7 +88,9 @@ class TableReport:
 
 
 class NamedTables:
-    """The tables that settings name; the first request for a device compares them with it.
+    """The tables that settings name, as `selection.protocols.Tables`.
+
+    The first request for a device compares them with it.
 
     Args:
         named: the tables, the strongest first.
@@ -109,9 +111,7 @@ class NamedTables:
     def predict(
         self, spec: AttentionSpec, direction: Direction, builders: frozenset[str] = frozenset()
     ) -> Prediction | None:
-        """Return the prediction of the table in force for one direction of a call; None if it has none.
-
-        For `builders`, names in lower case, the first call of a new shape counts in full.
+        """Return the prediction of the table in force for one direction of a call.
 
         If no backwards with a gradient of the LSE were measured, backwards of a larger head dim replace them.
         A kernel that supports this gradient itself takes less time.
@@ -136,12 +136,10 @@ class NamedTables:
         return self._reports[device]
 
     def notes(self, device: Device) -> tuple[str, ...]:
-        """Return why tables aren't in force on a device, and notes on the table in force."""
         report = self.report(device)
         return (*report.refused, *report.notes)
 
     def identity(self, device: Device) -> tuple[str, str]:
-        """Return a digest of the table in force on a device, and its name, or why there is no table."""
         report = self.report(device)
         if report.in_force is None:
             return "no table", "; ".join(report.refused) or DEFAULT_ORDER
@@ -149,7 +147,6 @@ class NamedTables:
         return f"contents {report.in_force.digest}{cached}", report.in_force.table.name
 
     def gap(self, spec: AttentionSpec, direction: Direction) -> str:
-        """Return the sentence that the table in force has no such kind of call; empty if it has."""
         table, spec = self.report(spec.device).in_force, spec.of(direction)
         if table is None or self.predict(spec, direction) is not None:
             return ""

@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.times import table
 from attnreg.core.torchlib import caches, locks
-from attnreg.errors import (
-    MOST_LISTED,
-    ConfigError,
-    InvalidInputError,
-    file_errors,
-    first_ten,
-    short_repr,
-)
+from attnreg.errors import MOST_LISTED, ConfigError, InvalidInputError, file_errors, first_ten, short_repr
 
 log = logging.getLogger("attnreg")
 

@@ -7,7 +7,7 @@
 - `nan_rows`: rows of NaN that torch's kernel for the CPU hides.
 - `device_code`: small CUDA kernels, compiled by NVRTC.
 - `libraries` compiles the C++ libraries, `background` does so in another process, and `building` loads them.
-  `children` ends the compiler with this process.
+  `children` runs the compiler.
 - `caches`: files that are written whole, and folders of compiled files. `locks`: locks of threads and
   processes. `isolation`: errors without frames. `process_end`: what runs at the end of each process.
 - `subgraphs`: a function that Dynamo traces into a graph of its own.

@@ -154,14 +154,8 @@ class Library(NamedTuple):
     def all_flags(self) -> tuple[str, ...]:
         """Return all flags; native code targets the x86-64 level of this machine."""
         level = machine_level() if self.is_native else None
-        return (
-            "-std=c++20",
-            "-fPIC",
-            "-shared",
-            "-w",
-            *self.flags,
-            *([f"-march={level.march}"] if level else []),
-        )
+        of_level = [f"-march={level.march}"] if level else []
+        return ("-std=c++20", "-fPIC", "-shared", "-w", *self.flags, *of_level)
 
     def for_level(self, level: Level) -> Library:
         """Return this library for a level, whichever this machine has."""
@@ -335,10 +329,7 @@ def compile_library(library: Library) -> Path:
         place = caches.resolve(file.parent)
         caches.check_writable(place)
         # Other processes may load the file, or compile it as well: it must appear complete or not at all.
-        with (
-            children.clean_up_at_signals(),
-            tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder,
-        ):
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
             made = Path(folder) / file.name
             _compile(library, made)
             made.chmod(0o700)

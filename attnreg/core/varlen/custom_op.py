@@ -90,12 +90,6 @@ def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> l
     return [given[name] for name in _FORWARD]
 
 
-def _tensors_in(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a forward that are tensors, or None, and what functions have captured."""
-    names = *(row.name for row in _options("forward") if row.is_tensor), *CAPTURED
-    return {name: given[name] for name in names}
-
-
 def _with_functions(given: dict[str, Any]) -> dict[str, Any]:
     """Return an op's options with functions in the place of their texts and of what they have captured."""
     captured = [x for x in (given.pop(name) for name in CAPTURED) if x is not None]
@@ -275,7 +269,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
         :_BEFORE_TAIL
     ]
     given = _by_name(_FORWARD, inputs[_BEFORE_TAIL:])
-    tensors = _tensors_in(given)
+    names = *(row.name for row in _options("forward") if row.is_tensor), *CAPTURED
+    tensors = {name: given[name] for name in names}
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, *tensors.values())
     ctx.numbers, ctx.names = (longest, is_causal, scale, window_size), tuple(tensors)
     ctx.others = {name: x for name, x in given.items() if name not in tensors}

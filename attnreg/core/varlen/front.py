@@ -160,7 +160,8 @@ def varlen_attn(
         TypeError: there is no such option.
     """
     if options:
-        options = _without_off(options)
+        options_of(options)  # checks the names
+        options = {name: value for name, value in options.items() if ROWS[name].is_on(value)}
     compiling = torch.compiler.is_compiling()
     returns_lse = asks_for_lse(return_aux)
     is_spread = spread.is_on or group is not None or mesh is not None
@@ -198,12 +199,6 @@ def varlen_attn(
     else:
         results = _attend_unspread(*call)
     return (results[0], results[1].float().contiguous()) if returns_lse else results[0]
-
-
-def _without_off(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a call, by their arguments, without those that are off; checks the names."""
-    options_of(options)
-    return {name: value for name, value in options.items() if ROWS[name].is_on(value)}
 
 
 def _attend_unspread(
