@@ -225,7 +225,7 @@ def test_a_kernel_that_calls_pytorchs_attention_is_told_why_it_does_not_end(capl
     )
     with attnreg.register_backend(backend), torch.no_grad(), pytest.raises(RecursionError):
         F.scaled_dot_product_attention(*qkv(5, 5, heads=3))
-    said = "a kernel that calls PyTorch's attention is sent its own call (said once;"
+    said = "if the kernel calls PyTorch's attention, that call is sent to it again (said once;"
     assert [said in record.message for record in caplog.records] == [True]
     assert attnreg.stats().failures[0].message.endswith(said.removesuffix(" (said once;"))
 

@@ -112,7 +112,7 @@ WRONG = [
     ("devices.cuda.order = []", "1: devices.cuda.order: got [], expected at least one name"),
     (
         '[devices.sm_90]\norder = [\n  "FA4",\n  "FA2", "cuDNN",\n  "fa4",\n]',
-        f"2: devices.\"sm_90\".order[3]: got 'fa4', {ONCE}",
+        f"5: devices.\"sm_90\".order[3]: got 'fa4', {ONCE}",
     ),
     (
         'disabled = ["fa2"]\n[devices.cuda]\norder = ["FA4", "FA2"]',
@@ -272,7 +272,7 @@ def test_a_loaded_setting_has_its_line_and_one_of_a_value_tells_that_it_is(write
         ("devices", "cpu", "order"): 7,
         ("devices", "cuda", "order", 1): 8,
         ("devices", "sm_90", "order"): 11,
-        ("devices", "sm_90", "order", 1): 11,
+        ("devices", "sm_90", "order", 1): 13,
     }.items():
         assert loaded.origin.describe(key) == f"attnreg.toml:{line}"
     given = LoadedSettings(settings_from({"strict": True}))
@@ -286,8 +286,8 @@ def test_unknown_backends_are_refused_with_their_place_and_known_ones_taken_in_a
     expected = "expected one of cpu, cuDNN, FA44, math; did you mean 'FA44'?"
     assert refusal(check_backends, load(file), ("math", "FA44", "cuDNN", "cpu")).splitlines() == [
         f"{file}:8: devices.cuda.order[0]: got 'FA4', {expected}",
-        f"{file}:11: devices.\"sm_90\".order[0]: got 'FA4', {expected}",
-        f"{file}:11: devices.\"sm_90\".order[1]: got 'FA2', {expected}",
+        f"{file}:12: devices.\"sm_90\".order[0]: got 'FA4', {expected}",
+        f"{file}:13: devices.\"sm_90\".order[1]: got 'FA2', {expected}",
     ]
     given = LoadedSettings(settings_from({"disabled": ["FA2", "cdnn"]}))
     assert refusal(check_backends, given, iter(("FA2", "cuDNN"))) == (

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -226,6 +228,140 @@ def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, known, routers, r
         call(length + longer * (length % 2))
     assert ran() == {"second": (30, 0)}
     assert decided[FEW_SHAPES:] == ([210, 911] if longer else [210])
+
+
+@pytest.fixture
+def decided_for(here, known, monkeypatch):
+    """Have times choose a backend that builds for each shape; return a list of the lengths decided for."""
+    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
+    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
+    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
+    lengths, make_plan = [], calls.make_plan
+    monkeypatch.setattr(
+        calls, "make_plan", lambda *given: lengths.append(given[3].max_q) or make_plan(*given)
+    )
+    return lengths
+
+
+def call(length):
+    F.scaled_dot_product_attention(*(torch.randn(1, 4, length, 64).bfloat16() for _ in "qkv"))
+
+
+def test_shapes_that_two_threads_bring_at_once_are_counted_past_the_few(
+    decided_for, routers, ran, monkeypatch
+):
+    for length in range(200, 199 + FEW_SHAPES):
+        call(length)
+    inner, both = planning._decide_and_load, threading.Barrier(2, timeout=30)
+
+    def decide_together(*given):
+        settled = inner(*given)
+        both.wait()
+        return settled
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "_decide_and_load", decide_together)
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(call, (220, 221)))
+    ran()
+    del decided_for[:]
+    for length in range(222, 250):
+        call(length)
+    assert ran() == {"second": (28, 0)}
+    assert decided_for == [222]
+
+
+def test_a_decision_that_began_before_the_plans_were_forgotten_is_made_again(
+    decided_for, routers, ran, monkeypatch
+):
+    for length in range(200, 199 + FEW_SHAPES):
+        call(length)
+    inner, waits, go_on = planning._decide_and_load, threading.Event(), threading.Event()
+
+    def decide_late(*given):
+        settled = inner(*given)
+        if given[2].max_q == 230 and not waits.is_set():
+            waits.set()
+            assert go_on.wait(30)
+        return settled
+
+    monkeypatch.setattr(planning, "_decide_and_load", decide_late)
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(call, 230)
+        assert waits.wait(30)
+        call(231)
+        call(232)  # the first beyond the few: all is forgotten
+        go_on.set()
+        late.result()
+    assert ran() == {"first": (FEW_SHAPES, 0), "second": (2, 0)}
+    del decided_for[:]
+    for length in range(233, 250):
+        call(length)
+    assert ran() == {"second": (17, 0)}
+    assert decided_for == []
+
+
+def test_the_plan_of_a_step_of_lengths_runs_no_call_whose_exact_lengths_are_those_numbers(
+    here, known, routers, ran, monkeypatch
+):
+    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
+    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
+    times = {(20, 24): (1.0, 50.0), (100, 500): (10.0, 50.0), (600, 2500): (900.0, 100.0)}
+    points = [
+        point(
+            spec_with(batch=8, max_q=n, max_k=n, tokens_q=tokens, tokens_k=tokens, varlen=True),
+            cpu=9999.0, first=took(first, 0.0, 1e-9), second=took(second),
+        )
+        for (n, tokens), (first, second) in times.items()
+    ]  # fmt: skip
+    attnreg.configure(here(*points, settings='policy = "measured"\n'))
+    for lengths, longest, backend in (
+        ([600, *[271] * 6, 274], 600, "second"),
+        ([100, *[57] * 6, 58], 100, "first"),
+        ([17, *[1] * 7], 20, "first"),  # 20 and 24 are the steps of 600 and 2,500
+    ):
+        tokens, offsets = (
+            torch.randn(sum(lengths), 4, 64).bfloat16(),
+            torch.tensor([0, *lengths]).cumsum(0).int(),
+        )
+        attnreg.varlen_attn(*[tokens] * 3, *[offsets] * 2, longest, longest)
+        assert ran() == {backend: (1, 0)}
+
+
+def test_only_shapes_that_have_run_count(here, known, routers, ran, monkeypatch):
+    """Not a first call that fails, as for want of memory: the shape is decided anew, by the same costs."""
+    first, fails = known["first"].backend, []
+    kernels = first.load()
+
+    def forward(*given):
+        if fails:
+            raise torch.OutOfMemoryError
+        return kernels.forward(*given)
+
+    building = dataclasses.replace(
+        first, builds=lambda spec: True, load=lambda: attnreg.Kernels(forward, kernels.backward)
+    )
+    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
+    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
+    call(200)
+    fails.append(True)
+    for _ in range(2 * FEW_SHAPES):
+        with pytest.raises(torch.OutOfMemoryError):
+            call(201)
+    fails.clear()
+    ran()
+    call(201)
+    assert ran() == {"first": (1, 0)}
+
+
+def test_explain_says_that_another_backend_may_run_many_shapes(decided_for):
+    explained = attnreg.explain(spec_with())
+    assert explained.backend == "first"
+    (note,) = [note for note in explained.notes if "each new shape" in note]
+    assert note == (
+        "first is set up for each new shape of such a forward: after 8 shapes what that takes counts in full, "
+        "and another backend may run it"
+    )
 
 
 # Which table

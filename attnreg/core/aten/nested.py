@@ -34,9 +34,12 @@ def install() -> Callable[[], None]:
     if torchs is None:
         return lambda: None
 
+    # Private: without it calls between the graphs of a compiled program are chosen for as others are.
+    is_traced = getattr(FRAMES, "get_eval_frame_callback", lambda: None)
+
     def choosing(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> SDPBackend:
         # Not `query.is_cpu`: on a nested tensor it costs a microsecond in `__torch_function__`.
-        if query._values.is_cpu and FRAMES.get_eval_frame_callback() is None:
+        if query._values.is_cpu and not is_traced():
             is_causal = options.get("is_causal", rest[2] if len(rest) > 2 else False)
             if not (why := why_torchs(query, key, value, is_causal)):
                 return SDPBackend.FLASH_ATTENTION

@@ -213,7 +213,7 @@ def failed(call: Counter, error: BaseException, level: int = logging.WARNING) ->
     with contextlib.suppress(Exception):
         message = one_line([str(error)])[:MOST_CHARACTERS] or "no message"
     if isinstance(error, RecursionError):
-        message += "; a kernel that calls PyTorch's attention is sent its own call"
+        message += "; if the kernel calls PyTorch's attention, that call is sent to it again"
     row = (*call.call, name)
     with _lock:
         if len(_failures) >= MOST_ROWS and row not in _failures:

@@ -44,10 +44,7 @@ def refined_key(
 
     Has as much of the lengths count in the call's class as the decisions depend on.
     """
-    key = kind.refine(key, _detail(now, kind, key, spec, direction, decisions), Lengths.of(spec))
-    # A shape counts whichever backend runs it: deciding it takes a millisecond, too.
-    kind.shapes += kind.detail_of(key) is Detail.SHAPES
-    return key
+    return kind.refine(key, _detail(now, kind, key, spec, direction, decisions), Lengths.of(spec))
 
 
 def _detail(
@@ -64,7 +61,7 @@ def _detail(
     recorded, or locked by exact lengths. A backend that was asked, or whose rank was compared, looks at a
     length that no cut names. Where calls are timed, those of similar lengths are.
     """
-    if _builds_by_times(decisions[-1], now.entries, spec):
+    if builds_by_times(decisions[-1], now.entries, spec):
         return Detail.SHAPES
     lock = now.policy.lock
     if trace.is_recording() or (
@@ -103,7 +100,7 @@ def _is_by_times(decision: Decision) -> bool:
     return decision.predicted is not None and decision.backend not in decision.asked_for
 
 
-def _builds_by_times(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:
+def builds_by_times(decision: Decision, entries: Mapping[str, Entry], spec: AttentionSpec) -> bool:
     """Whether times chose a backend that builds something for each shape of such calls."""
     entry = entries.get((decision.backend or "").casefold())
     return _is_by_times(decision) and entry is not None and entry.builds(spec)

@@ -162,51 +162,59 @@ class CallKind:
         plans: by class of lengths, followed by what else of the lengths counts in that class.
         details: what counts in a class, where that isn't the class alone: steps where measured times decide,
             which change smoothly with lengths, and the lengths themselves where no cut says what counts.
-        shapes: how many plans were made in classes of which each shape counts. Few programs have more than
-            `FEW_SHAPES`; where more come, what a backend builds for each of them counts in full.
+        shapes: how many shapes have a plan of their own in classes of which each shape counts. A program that
+            brings more than `FEW_SHAPES` is likely to bring ever new shapes.
+        brings_new_shapes: whether more have come. What a backend builds for a shape counts in full then.
     """
 
-    __slots__ = ("cuts", "details", "plans", "shapes")
+    __slots__ = ("brings_new_shapes", "cuts", "details", "plans", "shapes")
 
     def __init__(self, cuts: Iterable[Cut] = ()) -> None:
         self.cuts = tuple(dict.fromkeys(cuts))
         self.plans: dict[tuple[object, ...], Plan] = {}
         self.details: dict[tuple[object, ...], Detail] = {}
-        self.shapes = 0
+        self.shapes, self.brings_new_shapes = 0, False
 
     def key(self, lengths: Lengths) -> tuple[object, ...]:
         """Return what the plan of a call of this kind is kept under."""
         place = (tuple([cut.is_reached(lengths) for cut in self.cuts]),)
         detail = self.details.get(place) if self.details else None
-        if detail is None:
-            return place
-        return (*place, tuple(map(step_of, lengths)) if detail is Detail.STEPS else lengths)
+        return place if detail is None else _detailed(place, detail, lengths)
 
     def detail_of(self, key: tuple[object, ...]) -> Detail:
-        """Return what counts in the class of a plan's key."""
-        return self.details.get(key[:1], Detail.CLASS)
+        """Return what counts in the class of a plan's key; it may have been more when the key was made."""
+        before = key[1] if len(key) > 1 and isinstance(key[1], Detail) else Detail.CLASS
+        return max(self.details.get(key[:1], Detail.CLASS), before)
 
     def refine(self, key: tuple[object, ...], detail: Detail, lengths: Lengths) -> tuple[object, ...]:
-        """Have more of the lengths count in a key's class, unless it does; return the key of the lengths."""
-        if detail > self.detail_of(key):
-            self.details[key[:1]] = detail
-            self.plans.pop(key, None)
-        return self.key(lengths)
+        """Have more of the lengths count in a key's class, unless it does; return the key of the lengths.
+
+        Another thread may forget the details meanwhile. The key has as much as was asked for all the same: a
+        plan made for these lengths must not be kept for the whole class.
+        """
+        detail = max(detail, self.detail_of(key))
+        if detail is Detail.CLASS:
+            return key[:1]
+        self.details[key[:1]] = detail
+        return _detailed(key[:1], detail, lengths)
 
     def forget_shapes(self) -> bool:
         """Forget all plans if another shape has come after `FEW_SHAPES`; return whether that was now."""
-        if self.shapes != FEW_SHAPES:
+        if self.brings_new_shapes or self.shapes < FEW_SHAPES:
             return False
-        # Before that shape is decided: its plan must not be kept in a class that still is exact.
-        self.shapes += 1
-        self.plans, self.details = {}, {}
-        registry.forget_calls()
+        self.brings_new_shapes = True
+        self.forget()
         return True
 
-    @property
-    def brings_new_shapes(self) -> bool:
-        """Whether what a backend builds for each shape counts in full."""
-        return self.shapes > FEW_SHAPES
+    def forget(self) -> None:
+        """Forget all plans, and what counts in each class."""
+        self.plans, self.details = {}, {}
+        registry.forget_calls()
+
+
+def _detailed(place: tuple[object, ...], detail: Detail, lengths: Lengths) -> tuple[object, ...]:
+    """Return the key of a plan for lengths, or for a step of lengths, in a class."""
+    return (*place, detail, tuple(map(step_of, lengths)) if detail is Detail.STEPS else lengths)
 
 
 class State:
@@ -258,7 +266,10 @@ class State:
             self._plans = 1
             for kind in list(self.kinds.values()):
                 kind.plans = {}
-        plan.kind.plans[plan.key] = plan
+        kind = plan.kind
+        # Neither a turn, nor a call in a capture, nor a first call that fails comes here.
+        kind.shapes += plan.key not in kind.plans and kind.detail_of(plan.key) is Detail.SHAPES
+        kind.plans[plan.key] = plan
 
     def keep_kind(self, key: tuple[object, ...], kind: CallKind) -> CallKind:
         """Keep a kind of calls, unless another thread has; return the kept one."""

@@ -11,7 +11,6 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,12 @@ class Origin:
 
 def key_text(key: KeyPath) -> str:
     """Return a key path as it is written in a file: `devices."sm_90".order[2]`."""
-    text = ""
-    for part in key:
-        is_bare = isinstance(part, str) and re.fullmatch("[A-Za-z_-]+", part)
-        shown = part if is_bare else json.dumps(part, ensure_ascii=False)
-        text += f"[{part}]" if isinstance(part, int) else f".{shown}"
-    return text.removeprefix(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{_quoted(part)}" for part in key)
+    return "".join(parts).removeprefix(".")
+
+
+def _quoted(part: str) -> str:
+    return part if re.fullmatch("[A-Za-z_-]+", part) else json.dumps(part, ensure_ascii=False)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Origin]:
@@ -102,38 +101,95 @@ def _inside_sentence(text: str) -> str:
     return text[:1].lower() + text[1:].removesuffix(".")
 
 
-# The beginning of a line with a table or a key.
-_BEGINNING = re.compile(
-    r"""\s*(?: \[\[? (?P<table> [^\[\]]+ ) \] | (?P<key> (?: "[^"]*" | '[^']*' | [^=\#"'\[\]] )+ ) = )""",
-    re.VERBOSE,
+# No alternative matches blanks, so `finditer` skips them.
+_TOKEN = re.compile(
+    r"""
+      (?P<comment> \#[^\n]* )
+    | (?P<string>
+          \"{3} (?: \\. | [^\\] )*? \"{3,5}
+        | '{3} .*? '{3,5}
+        | \" (?: \\. | [^\"\\] )* \"
+        | ' [^']* '
+      )
+    | (?P<mark> [\[\]{}=,.\n] )
+    | (?P<word> [^\s\[\]{}=,.\"'\#]+ )
+    """,
+    re.VERBOSE | re.DOTALL,
 )
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:
-    """Return the lines of tables and keys of a text that tomllib has accepted.
-
-    What a value consists of, elements and inline tables, has no line of its own.
-    """
-    lines: dict[KeyPath, int] = {}
-    table: KeyPath = ()
-    for number, line in enumerate(text.split("\n"), 1):
-        begins = _BEGINNING.match(line)
-        path = () if begins is None else _path_of(begins["table"] or begins["key"])
-        if begins is None or not path:
-            continue
-        table = path if begins["table"] else table
-        key = path if begins["table"] else (*table, *path)
-        for length in range(1, len(key[:DEEPEST]) + 1):
-            lines.setdefault(key[:length], number)
-    return lines
+    """Return the line of each key and each array element of `text`, which tomllib has accepted."""
+    return _Scanner(text).scan()
 
 
-def _path_of(key: str) -> KeyPath:
-    """Return the parts of a key; none for what is no key, as in a text of several lines."""
-    parts: list[str] = []
-    with suppress(tomllib.TOMLDecodeError, RecursionError):
-        data = tomllib.loads(f"[{key}]")
-        while data:
-            ((part, data),) = data.items()
-            parts.append(part)
-    return tuple(parts)
+class _Scanner:
+    """Walks over the tokens of a document, with one method for each form that TOML nests."""
+
+    def __init__(self, text: str) -> None:
+        self._lines: dict[KeyPath, int] = {}
+        self._text = text
+        self._line, self._offset = 1, 0  # tokens come in order: each line is counted once
+        # Reversed: `pop` takes from the end.
+        self._tokens = [token for token in _TOKEN.finditer(text) if token.lastgroup != "comment"][::-1]
+
+    def scan(self) -> dict[KeyPath, int]:
+        table: KeyPath = ()
+        while self._tokens:
+            if self._next() == "\n":
+                self._tokens.pop()
+            elif self._next() == "[":
+                # [[x]] is read as [x]: no setting is an array of tables, so the error is about the first one.
+                self._skip("[")
+                table = self._key(())
+                self._skip("]")
+            else:
+                self._pair(table)
+        return self._lines
+
+    def _next(self) -> str:
+        return self._tokens[-1].group() if self._tokens else "\n"
+
+    def _skip(self, *marks: str) -> None:
+        while self._tokens and self._next() in marks:
+            self._tokens.pop()
+
+    def _key(self, table: KeyPath) -> KeyPath:
+        while True:
+            token = self._tokens.pop()
+            quoted = token.lastgroup == "string"
+            name = tomllib.loads(f"key = {token.group()}")["key"] if quoted else token.group()
+            table = (*table, name)[:DEEPEST]
+            self._note(table, token.start())
+            if self._next() != ".":
+                return table
+            self._tokens.pop()
+
+    def _pair(self, table: KeyPath) -> None:
+        key = self._key(table)
+        self._skip("=")
+        self._value(key)
+
+    def _value(self, key: KeyPath) -> None:
+        closing = {"[": "]", "{": "}"}.get(self._next())
+        if closing is None:
+            while self._next() not in ("\n", ",", "]", "}"):
+                self._tokens.pop()
+            return
+        self._tokens.pop()
+        self._skip("\n", ",")
+        index = 0
+        while self._next() != closing:
+            if closing == "}":
+                self._pair(key)
+            else:
+                self._note((*key, index), self._tokens[-1].start())
+                self._value((*key, index))
+                index += 1
+            self._skip("\n", ",")
+        self._tokens.pop()
+
+    def _note(self, key: KeyPath, offset: int) -> None:
+        self._line += self._text.count("\n", self._offset, offset)
+        self._offset = offset
+        self._lines.setdefault(key[:DEEPEST], self._line)

@@ -20,8 +20,9 @@ from attnreg.core.contract.capabilities import one_line
 from attnreg.core.contract.options import options_of
 from attnreg.core.contract.spec import AttentionSpec, Direction, directions_of
 from attnreg.core.dispatch import counters, declined, scope
+from attnreg.core.dispatch.kinds import builds_by_times
 from attnreg.core.dispatch.planning import Native, decide, entries_with_native
-from attnreg.core.dispatch.state import State, state
+from attnreg.core.dispatch.state import FEW_SHAPES, State, state
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Decision, Policy, Preference, select, tied_to
 from attnreg.core.selection.render import option_lines
@@ -185,6 +186,7 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
         *_untried(decided.values(), entries),
         *_counted(decided.values()),
         *_of_times(spec, policy, directions),
+        *_of_shapes(spec, decided, entries),
     )
     unasked = "" if is_asked else (described.native or Native("")).kernel
     both = decided["forward"], decided.get("backward")
@@ -239,6 +241,18 @@ def _of_times(spec: AttentionSpec, policy: Policy, directions: tuple[Direction, 
     if policy.adaptive is not None:
         for direction in directions:
             yield from policy.adaptive.notes(spec, direction)
+
+
+def _of_shapes(
+    spec: AttentionSpec, decided: Mapping[Direction, Decision], entries: Mapping[str, Entry]
+) -> Iterator[str]:
+    """Yield a note on each direction that another backend runs once the program has brought many shapes."""
+    for direction, decision in decided.items():
+        if builds_by_times(decision, entries, spec):
+            yield (
+                f"{decision.backend} is set up for each new shape of such a {direction}: after {FEW_SHAPES} "
+                "shapes what that takes counts in full, and another backend may run it"
+            )
 
 
 def _assumptions(spec: AttentionSpec, decision: Decision, entries: Mapping[str, Entry]) -> Iterator[str]:

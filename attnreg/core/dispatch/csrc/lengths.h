@@ -36,7 +36,7 @@ struct Cut {
   }
 };
 
-// What counts of the lengths of a class, as `dispatch.state.Detail`.
+// What counts of the lengths of a class, as `dispatch.state.Detail`, whose `SHAPES` is `kExact` here.
 enum class Detail { kClass, kSteps, kExact };
 
 struct Classes {
