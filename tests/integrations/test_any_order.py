@@ -30,7 +30,7 @@ RAN = "import attnreg; print(*attnreg.stats().calls)"
 @pytest.mark.parametrize(
     ("before", "variables"),
     [
-        ("import attnreg", {}),
+        pytest.param("import attnreg", {}, marks=pytest.mark.slow),
         ("import transformers, attnreg", {}),
         ("", {"ATTNREG_BACKEND": "math"}),
     ],

@@ -65,9 +65,8 @@ def test_a_settings_file_asks_for_the_name_as_well(tmp_path, by, setting, count)
     assert said == ""
 
 
-@by_each_way
-def test_a_settings_file_asks_for_flash_attention_2_as_well(tmp_path, by):
-    begin, variables = settings_file(tmp_path, by, "flash_attention_2")
+def test_a_settings_file_asks_for_flash_attention_2_as_well(tmp_path):
+    begin, variables = settings_file(tmp_path, "ATTNREG_CONFIG", "flash_attention_2")
     done = forked(f"{begin}\n{BEHIND}", **variables)
     assert (done.stdout.strip(), done.returncode) == ("attnreg flash_attention_2", 0), done.stderr
 

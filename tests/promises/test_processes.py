@@ -370,7 +370,7 @@ atexit.register(show)
 )
 def test_at_the_end_of_a_process_torchs_kernels_are_no_overrides(routers):
     """Functions that run after the routers were removed, as of a program that registers them first."""
-    run = python("-c", LAST_OF_ALL, ATTNREG_ROUTERS=routers)
+    run = forked(LAST_OF_ALL, ATTNREG_ROUTERS=routers)
     assert run.stderr == ""
     assert {line.partition("}} ")[2] for line in run.stdout.splitlines()} == {"()"}
     assert run.stdout.count("'math': {'forward':") == 2
