@@ -178,7 +178,9 @@ def test_a_loss_of_both_pieces_of_a_split_sequence_is_that_of_the_whole(front, p
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("of", [(0, 1), (1,)], ids=["both", "the LSE alone"])
+@pytest.mark.parametrize(
+    "of", [(0, 1), pytest.param((1,), marks=pytest.mark.slow)], ids=["both", "the LSE alone"]
+)
 def test_compiled_autograd_gives_the_same(front, packed, of):
     if front == "custom op":
         pytest.skip("an op that compiled autograd traces as any other")
@@ -192,7 +194,7 @@ def test_compiled_autograd_gives_the_same(front, packed, of):
         torch.testing.assert_close(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, other)
 
 
-@pytest.mark.parametrize("backend", ["mine", "math"])
+@pytest.mark.parametrize("backend", ["mine", pytest.param("math", marks=pytest.mark.slow)])
 def test_a_compiled_function_gives_it(packed, in_columns, ran, backend):
     torch._dynamo.reset()
     given = packed(LENGTHS_Q, LENGTHS_K)
