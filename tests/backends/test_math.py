@@ -257,7 +257,7 @@ KINDS = {
 
 @pytest.mark.parametrize("case", [case for case in KINDS if case.varlen or case.seqused_k], ids=str)
 def test_unread_lengths_change_nothing(case, request):
-    given = inputs(case)
+    given = inputs(case.scaled(0.3, 0.3))
     expected = run(*given)
     request.getfixturevalue("lengths_unread")
     loose = given.call._replace(max_q=given.call.max_q + 9, max_k=given.call.max_k + 9)

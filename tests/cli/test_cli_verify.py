@@ -69,7 +69,8 @@ def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins,
         crashes=fake("crashes", load=lambda: kernels._replace(forward=crash)).backend,
         sound=fake("sound").backend,
     )
-    result = call(*QUICK, "--json")
+    named = (*QUICK, "--backend", "doubled,nan,crashes,sound")
+    result = call(*named, "--json")
     assert result.exit_code == 1
     found = rows(result)
     for name in ("doubled", "nan", "crashes"):
@@ -84,7 +85,7 @@ def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins,
     raised_at = f"test_cli_verify.py:{crash.__code__.co_firstlineno + 1}: "
     expected = f"{raised_at}RuntimeError: CUDA error: an illegal"
     assert found["crashes"]["rows"][0]["failure"].startswith(expected)
-    table = call(*QUICK)
+    table = call(*named)
     assert table.exit_code == 1
     assert "NaN" in table.output
     assert sum(line.endswith("WRONG") for line in table.output.splitlines()) == 12

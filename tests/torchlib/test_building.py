@@ -478,13 +478,11 @@ def test_a_compiler_that_brings_its_own_runtime_links_torchs(cache, monkeypatch,
     assert address[0] == address[1]
 
 
-def test_torchs_runtime_is_found_also_where_nothing_has_imported_torch():
-    script = (
-        "import sys\nfrom attnreg.core.torchlib import libraries\n"
-        "assert 'torch' not in sys.modules\nprint(*libraries._find_runtime())"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert [Path(file).name.partition(".so")[0] for file in done.stdout.split()] == ["libstdc++"]
+def test_torchs_runtime_is_found_also_where_nothing_has_imported_torch(monkeypatch):
+    imported = []
+    monkeypatch.setattr(libraries.importlib, "import_module", imported.append)
+    assert [Path(file).name.partition(".so")[0] for file in libraries._find_runtime()] == ["libstdc++"]
+    assert imported == ["torch"]
 
 
 @pytest.mark.parametrize("name", [*libraries.COMPILERS, "named by CXX", ""])

@@ -76,7 +76,8 @@ SAMPLES = {
     ),
     "pages": (((5, 1), (5, 1)), PAGES),
     "num_splits, softcap and backend": (
-        (LENGTHS_Q, LENGTHS_K), {"num_splits": 2, "softcap": 0.8, "backend": "math"}
+        (LENGTHS_Q, LENGTHS_K),
+        {"num_splits": 2, "softcap": 0.8, "backend": "math"},
     ),
     "an empty sequence": (((3, 0, 4), (3, 2, 0)), {}),
 }
