@@ -484,7 +484,7 @@ def ran():
     """Return what ran since the last call: backend name to (forward, backward) counts."""
 
     def read():
-        calls = attnreg.stats().calls
+        calls = counters.call_counts()
         attnreg.reset_stats()
         return {name: (n["forward"], n["backward"]) for name, n in calls.items()}
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnreg.core.dispatch.counters import reset_stats, stats
+from attnreg.core.dispatch.counters import call_counts, reset_stats
 from attnreg.tools.bench.compare import short
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.shapes import FORWARD
@@ -245,7 +245,7 @@ def _why(problem: Exception) -> str:
 
 def _ran() -> dict[str, set[str]]:
     """Return which backends ran in each direction since the counters were last set to zero."""
-    calls = stats().calls
+    calls = call_counts()
     return {
         direction: {name for name, counts in calls.items() if counts[direction]}
         for direction in ("forward", "backward")
