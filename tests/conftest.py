@@ -83,9 +83,9 @@ started = itertools.count(1)
 
 
 def pytest_runtest_logstart():
-    """Look for new loggers before each test, and after every 20 keep what they left out of collections."""
+    """Look for new loggers before each test, and after every 60 keep what they left out of collections."""
     let_propagate(len(logging.root.manager.loggerDict))
-    if next(started) % 20 == 0:
+    if next(started) % 60 == 0:
         keep_out_of_collections()
 
 

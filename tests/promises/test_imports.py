@@ -73,6 +73,11 @@ def imports(module, only_at_import=False):
 
     `only_at_import` leaves out functions and what stands under TYPE_CHECKING.
     """
+    return imports_of(MODULES[module], only_at_import)
+
+
+@functools.cache
+def imports_of(path, only_at_import):
     found = set()
 
     def visit(node):
@@ -83,14 +88,14 @@ def imports(module, only_at_import=False):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively"
+            assert node.level == 0, f"{path} imports relatively"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full.removeprefix("attnreg.") in MODULES else node.module)
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(parsed(MODULES[module]))
+    visit(parsed(path))
     return {name.removeprefix("attnreg.") for name in found}
 
 
