@@ -475,7 +475,13 @@ OF_SIZES = {
 }
 
 
-@pytest.mark.parametrize("make", OF_SIZES.values(), ids=OF_SIZES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] * (name == "its own tensor"))
+        for name, make in OF_SIZES.items()
+    ],
+)
 def test_a_compiled_program_follows_the_sizes_of_what_functions_capture(nothing_compiled, make):
     given = [x.detach() for x in tensors()]
 
