@@ -264,7 +264,11 @@ def test_unread_lengths_change_nothing(case, request):
     assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("case", KINDS, ids=str)
+# Without values an option is read as by itself also beside others.
+ALONE = [case for case in KINDS if not (case.varlen and ", " in case.name and not case.score_mod)]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
 def test_no_value_is_read_on_the_host(case):
     # A meta tensor has no value: reading one raises.
     q, k, v, grad_out, call = inputs(case)

@@ -96,7 +96,8 @@ def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, 
     plugins(
         dense=fake("dense", varlen=False).backend, forward_only=fake("forward_only", backward=False).backend
     )
-    found = rows(call(*QUICK, "--json"))
+    named = (*QUICK, "--backend", "dense,forward_only")
+    found = rows(call(*named, "--json"))
     assert (found["dense"]["right"], found["dense"]["skipped"]) == (2, 2)
     skipped = [row for row in found["dense"]["rows"] if row["state"] == "skipped"]
     assert skipped[0]["reasons"] == ["input must be dense, got packed"]
@@ -105,7 +106,7 @@ def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, 
     assert found["forward_only"]["rows"][0]["reasons"] == ["has no backward"]
     assert found["dense"]["refused"] == {"input must be dense": 2}
     assert found["forward_only"]["refused"] == {"has no backward": 4}
-    lines = call(*QUICK).output.splitlines()
+    lines = call(*named).output.splitlines()
     skipped, counts = (line.split() for line in lines if line.startswith("  dense  "))
     assert skipped == ["dense", "2", "input", "must", "be", "dense"]
     assert counts[:4] == ["dense", "2", "0", "2"]
