@@ -83,9 +83,9 @@ started = itertools.count(1)
 
 
 def pytest_runtest_logstart():
-    """Look for new loggers before each test, and after every 20 keep what they left out of collections."""
+    """Look for new loggers before each test, and after every 60 keep what they left out of collections."""
     let_propagate(len(logging.root.manager.loggerDict))
-    if next(started) % 20 == 0:
+    if next(started) % 60 == 0:
         keep_out_of_collections()
 
 
@@ -127,9 +127,14 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items):
-    """Make combinations of a `pairwise` test slow but for those in which any two of its values meet."""
+    """Make combinations of a `pairwise` test slow but for those in which any two of its values meet.
+
+    Each test marked gpu, and no other, begins with `gpu_is_there`: a fixture more takes time in every test.
+    """
     groups = {}
     for item in items:
+        if item.get_closest_marker("gpu"):
+            item.fixturenames.insert(0, "gpu_is_there")
         marker = item.get_closest_marker("pairwise")
         if marker and item.get_closest_marker("slow") is None:
             groups.setdefault((item.nodeid.partition("[")[0], marker.args), []).append(item)
@@ -178,11 +183,9 @@ def plans_of_either_kind(request, gpu_is_there, monkeypatch):
     select_by(monkeypatch, registry.find("cuDNN").kernels().forward.args[0], request.param)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def gpu_is_there(request, fresh_registry, wanted_routers, monkeypatch):
     """Fail a GPU test that can't mean anything here: it was asked for, so it isn't skipped."""
-    if request.node.get_closest_marker("gpu") is None:
-        return
     if not torch.cuda.is_available():
         pytest.fail("a test marked gpu needs a CUDA GPU, and torch finds none here", pytrace=False)
     if {"named", "other"}.intersection(request.fixturenames) and not request.config.getoption("--backends"):
@@ -258,9 +261,11 @@ def fresh_registry(monkeypatch):
     registry.changed()
     bypassed.follow()  # as nothing asks for it, torch's functions are its own
     attnreg.reset_stats()
-    level = logging.getLogger("attnreg").level
+    log = logging.getLogger("attnreg")
+    level = log.level
     yield
-    logging.getLogger("attnreg").setLevel(level)
+    if log.level != level:  # to set it empties the caches of all loggers
+        log.setLevel(level)
     assert scope.current() is None, "the test left a use_backend scope open"
     tables._read.cache_clear()
     registry.changed()
@@ -484,7 +489,7 @@ def ran():
     """Return what ran since the last call: backend name to (forward, backward) counts."""
 
     def read():
-        calls = attnreg.stats().calls
+        calls = counters.call_counts()
         attnreg.reset_stats()
         return {name: (n["forward"], n["backward"]) for name, n in calls.items()}
 

@@ -6,8 +6,6 @@ import contextlib
 import copy
 import functools
 import pickle
-import subprocess
-import sys
 import threading
 from contextvars import Context, copy_context
 
@@ -597,35 +595,6 @@ def test_a_task_that_runs_in_a_module_and_other_contexts_have_their_own_choices(
             before.run(attend)
             attend()
             assert ran() == {"math": (2, 0), "cpu": (3, 0)}
-
-
-ENDS_IN_A_MODULE = """
-import threading, time
-import torch
-from torch import nn
-import attnreg
-
-class Module(nn.Module):
-    def forward(self, x):
-        time.sleep(0.001)
-        return x
-
-model = nn.Sequential(Module())
-attnreg.assign(model, {"0": "math"})
-model(torch.ones(1))
-
-def work():
-    while True:
-        model[0](None)
-
-threading.Thread(target=work, daemon=True).start()
-time.sleep(0.1)
-"""
-
-
-def test_a_daemon_thread_in_a_module_ends_with_the_interpreter():
-    done = subprocess.run([sys.executable, "-c", ENDS_IN_A_MODULE], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_another_context_that_runs_inside_a_module_has_no_choice_of_its():

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.command_line import in_a_process
-from support.processes import environment, forked, python
+from support.processes import environment, forked
 from support.sdpa import sdpa
 from torch.nn import attention
 
@@ -155,9 +155,9 @@ def test_a_variable_in_lower_case_is_a_hint_at_the_import_and_nothing_else():
 
 
 def test_usual_variables_cost_an_import_of_torch_nothing():
-    code = "import sys, torch; print([name for name in sys.modules if name.startswith('attnreg.core')])"
     variables = {"AWS_DEFAULT_REGION": "eu", "CONTENT_REGISTRY": "x", "VLLM_ATTENTION_BACKEND": "FLASH"}
-    assert python("-c", code, **variables).stdout == "[]\n"
+    (at_start, _, error, installed, _), said = run(**variables, anew=False)
+    assert (at_start, error, installed, said) == (INACTIVE, "", False, [])
 
 
 def test_a_variable_with_a_misspelt_prefix_is_a_hint_at_the_import_and_nothing_else():

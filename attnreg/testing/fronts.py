@@ -120,11 +120,11 @@ def _called(front: str, name: str, arguments: Inputs) -> dict[str, Tensor]:
 
 def _reaching(name: str, call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Run a call; an error if any direction of it ran on another backend."""
-    before = counters.stats().calls
+    before = counters.call_counts()
     results = call()
     ran = {
         other: {direction: n - before.get(other, {}).get(direction, 0) for direction, n in counts.items()}
-        for other, counts in counters.stats().calls.items()
+        for other, counts in counters.call_counts().items()
     }
     expected = {name: {"forward": 1, "backward": int("dq" in results)}}
     if (got := {other: counts for other, counts in ran.items() if any(counts.values())}) != expected:

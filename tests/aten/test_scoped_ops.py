@@ -92,9 +92,10 @@ def backends_of(run, x):
     return out, gradient, ran
 
 
+# The slow ones' forms and ops are in the others, or in the tests below.
 PROGRAMS = (
-    block, masked, decorated, made_outside, in_another, packed_block, packed_in_another, by_argument, layer,
-    under_autocast,
+    masked, decorated, in_another, packed_in_another, by_argument, layer, under_autocast,
+    *(pytest.param(program, marks=pytest.mark.slow) for program in (block, made_outside, packed_block)),
 )  # fmt: skip
 
 

@@ -433,7 +433,13 @@ def test_compiled_with_a_backend_registered_before_it_runs_that(whole_graph, ran
     assert_right(got, inputs, bias=mask)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.slow] * (name not in ("bshd", "one for all heads")))
+        for name, x in LAYOUTS.items()
+    ],
+)
 def test_compiled_strides_are_those_that_the_compiler_expects(whole_graph, layout, ran):
     inputs = [layout(x.detach()).requires_grad_() for x in qkv()]
 

@@ -27,14 +27,14 @@ KITS = {name: Conformance(backend, "cpu", full=True) for name, backend in BACKEN
 def is_slow(name, case):
     """Float16 and float64 take the ways of bfloat16 and float32, and long ones in bfloat16 those of 587.
 
-    In float32, and of `cpu` in bfloat16, those cases run that stand for others. The tests of `cpu` draw more
-    lengths. In the other dtypes few of each kind run, half of them in one dtype each. `math` takes one way in
-    all dtypes: a third runs, and none of the longest.
+    Of `cpu` in float32 those cases run that stand for others, else few of each kind: the tests of `cpu` draw
+    more lengths, and `math` takes one way. In bfloat16 `cpu` runs all of these, in the other dtypes half, in
+    one dtype each. Of `math` a third runs, and none of the longest.
     """
-    if case.heavy or case.dtype == "float32":
+    if case.heavy or (name == "cpu" and case.dtype == "float32"):
         return case.heavy or not is_chosen(case)
-    if name == "cpu" and case.dtype == "bfloat16":
-        return case.max_q > 600 or not is_chosen(case)
+    if case.dtype == "float32" or (name == "cpu" and case.dtype == "bfloat16"):
+        return case.max_q > 600 or not is_among_fewer(case)
     if not is_among_fewer(case) or (name == "math" and sum(case.lens_q) > 450):
         return True
     dtypes = ("float16", "float64", "bfloat16")[: 3 if name == "math" else 2]

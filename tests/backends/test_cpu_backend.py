@@ -107,10 +107,10 @@ def test_rounded_exponents_do_not_add_up_where_attention_is_even(kernels, dtype)
 @pytest.mark.parametrize("scale", [-0.5, -1e-3, 1e-3, 2.0, 0.0, -0.0])
 def test_any_scale_is_accurate(kernels, scale, dtype):
     """Torch's kernel multiplies the -inf of its causal mask by the scale."""
-    for window, lengths in itertools.product((OPEN, CAUSAL, (20, 5)), ((1, 16, 30, 200), (1, 1))):
+    for window, lengths in itertools.product((OPEN, CAUSAL, (20, 5)), ((1, 16, 30, 70), (1, 1))):
         assert_accurate(kernels, ragged(lengths, scale=scale, window=window, dtype=dtype))
     options = {"heads": (4, 2), "scale": scale, "dtype": dtype}
-    assert_accurate(kernels, dense(2, 130, window=CAUSAL, **options))
+    assert_accurate(kernels, dense(2, 70, window=CAUSAL, **options))
     assert_accurate(kernels, dense(2, 40, 24, window=(-1, 16), **options))  # causal, aligned top-left
 
 
@@ -127,7 +127,7 @@ LARGE_SCORES = {
 @pytest.mark.parametrize("case", LARGE_SCORES)
 def test_large_scores_are_as_exact_as_plain_operations(kernels, case, dtype):
     """Rounding an LSE or an output to float32 costs more than all that plain operations round."""
-    for seed in range(3):
+    for seed in range(2):
         assert_accurate(kernels, dataclasses.replace(LARGE_SCORES[case], dtype=dtype), seed)
 
 
@@ -135,7 +135,7 @@ def test_large_scores_are_as_exact_as_plain_operations(kernels, case, dtype):
 def test_gradients_of_two_keys_are_accurate(kernels, dtype):
     """Rounding the output is then most of what a gradient is off by, unless a kernel makes up for it."""
     options = {"heads": (1, 1), "dims": (256, 256), "scale": -0.125, "dtype": dtype}
-    for seed in range(8):
+    for seed in range(4):
         assert_accurate(kernels, ragged((2,), window=CAUSAL, **options), seed)
         assert_accurate(kernels, ragged((4, 2), window=(1, 0), **options), seed)
         assert_accurate(kernels, dense(1, 3, 2, **options), seed)
@@ -183,7 +183,7 @@ def test_layouts_give_the_numbers_of_contiguous_tensors(kernels, layout, dtype):
         found, plain = solved(kernels, *tensors, call), solved(kernels, *contiguous(tensors), call)
         # Torch's kernel multiplies by MKL, which sums in another order.
         assert_same(found, plain, tolerance=1e-5 if kernels.specialize is None else 0.0)
-        assert_accurate(kernels, case)
+    assert_accurate(kernels, case)
 
 
 @IN_TWO_DTYPES

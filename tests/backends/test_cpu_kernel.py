@@ -227,9 +227,9 @@ def test_nan_stays_where_it_belongs_and_nowhere_else(kernels, which, dtype):
 
 
 @pytest.mark.parametrize("threads", [pytest.param(2, marks=pytest.mark.slow), 7], indirect=True)
-@pytest.mark.parametrize("window", [OPEN, CAUSAL, (300, 20)])
+@pytest.mark.parametrize("window", [pytest.param(OPEN, marks=pytest.mark.slow), CAUSAL, (300, 20)])
 def test_one_long_sequence_is_shared_out_and_is_accurate(kernels, window, threads):
-    assert_accurate(kernels, ragged((1500,), heads=(1, 1), dtype="float32", window=window))
+    assert_accurate(kernels, ragged((1100,), heads=(1, 1), dtype="float32", window=window))
     assert_accurate(kernels, ragged((900, 20), heads=(3, 1), dtype="bfloat16", window=window))
 
 

@@ -47,7 +47,7 @@ def sharing(shares):
 # Values
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_every_case_that_the_kernels_take_is_right(kernels, monkeypatch, dtype):
     monkeypatch.setattr(versions, "EFFICIENT_SHARES_HEADS", True)
     both, forwards = verified(sharing(True), [case for case in SHORT if case.dtype == dtype])

@@ -257,14 +257,18 @@ KINDS = {
 
 @pytest.mark.parametrize("case", [case for case in KINDS if case.varlen or case.seqused_k], ids=str)
 def test_unread_lengths_change_nothing(case, request):
-    given = inputs(case)
+    given = inputs(case.scaled(0.3, 0.3))
     expected = run(*given)
     request.getfixturevalue("lengths_unread")
     loose = given.call._replace(max_q=given.call.max_q + 9, max_k=given.call.max_k + 9)
     assert_same(run(*given[:4], loose), expected, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("case", KINDS, ids=str)
+# Without values an option is read as by itself also beside others.
+ALONE = [case for case in KINDS if not (case.varlen and ", " in case.name and not case.score_mod)]
+
+
+@pytest.mark.parametrize("case", ALONE, ids=str)
 def test_no_value_is_read_on_the_host(case):
     # A meta tensor has no value: reading one raises.
     q, k, v, grad_out, call = inputs(case)

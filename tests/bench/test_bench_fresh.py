@@ -62,7 +62,9 @@ def test_decoding_is_timed_with_a_cache_that_grows_and_one_that_does_not_beside_
         assert row["over_yardstick"] == pytest.approx(row["milliseconds"] / torchs["milliseconds"], rel=1e-3)
 
 
-@pytest.mark.parametrize("options", [("varlen,decode",), ("decode", "--part", "varlen")])
+@pytest.mark.parametrize(
+    "options", [("varlen,decode",), pytest.param(("decode", "--part", "varlen"), marks=pytest.mark.slow)]
+)
 def test_several_parts_are_measured_together(options):
     rows = measured("--backend", "math", "--part", *options)
     assert {row["part"] for row in rows} == {"varlen", "decode"}

@@ -72,8 +72,8 @@ def test_a_backend_that_compiles_is_called_at_every_size_in_both_directions_and_
 def test_this_process_does_something_else_meanwhile_and_knows_when_the_others_are_done(
     monkeypatch, fake, inline
 ):
-    compiling = fake("compiling", compiles=True)
-    know(monkeypatch, compiling.backend)
+    know(monkeypatch, fake("compiling", compiles=True).backend)
+    monkeypatch.setattr(Inline, "start", lambda process: None)
     seen = []
 
     def meanwhile(going_on):

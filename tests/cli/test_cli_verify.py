@@ -69,7 +69,8 @@ def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins,
         crashes=fake("crashes", load=lambda: kernels._replace(forward=crash)).backend,
         sound=fake("sound").backend,
     )
-    result = call(*QUICK, "--json")
+    named = (*QUICK, "--backend", "doubled,nan,crashes,sound")
+    result = call(*named, "--json")
     assert result.exit_code == 1
     found = rows(result)
     for name in ("doubled", "nan", "crashes"):
@@ -84,7 +85,7 @@ def test_verify_marks_what_is_wrong_and_finishes_the_others(call, fake, plugins,
     raised_at = f"test_cli_verify.py:{crash.__code__.co_firstlineno + 1}: "
     expected = f"{raised_at}RuntimeError: CUDA error: an illegal"
     assert found["crashes"]["rows"][0]["failure"].startswith(expected)
-    table = call(*QUICK)
+    table = call(*named)
     assert table.exit_code == 1
     assert "NaN" in table.output
     assert sum(line.endswith("WRONG") for line in table.output.splitlines()) == 12
@@ -95,7 +96,8 @@ def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, 
     plugins(
         dense=fake("dense", varlen=False).backend, forward_only=fake("forward_only", backward=False).backend
     )
-    found = rows(call(*QUICK, "--json"))
+    named = (*QUICK, "--backend", "dense,forward_only")
+    found = rows(call(*named, "--json"))
     assert (found["dense"]["right"], found["dense"]["skipped"]) == (2, 2)
     skipped = [row for row in found["dense"]["rows"] if row["state"] == "skipped"]
     assert skipped[0]["reasons"] == ["input must be dense, got packed"]
@@ -104,7 +106,7 @@ def test_verify_counts_what_a_backend_refuses_and_gives_its_reasons(call, fake, 
     assert found["forward_only"]["rows"][0]["reasons"] == ["has no backward"]
     assert found["dense"]["refused"] == {"input must be dense": 2}
     assert found["forward_only"]["refused"] == {"has no backward": 4}
-    lines = call(*QUICK).output.splitlines()
+    lines = call(*named).output.splitlines()
     skipped, counts = (line.split() for line in lines if line.startswith("  dense  "))
     assert skipped == ["dense", "2", "input", "must", "be", "dense"]
     assert counts[:4] == ["dense", "2", "0", "2"]

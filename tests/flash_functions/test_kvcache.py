@@ -225,7 +225,9 @@ def test_a_step_of_decoding_compiles_to_one_graph_and_writes_into_the_cache():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize(
+    "as_tensor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["numbers", "tensors"]
+)
 def test_compiled_decoding_is_one_graph_however_far_it_is_and_however_many_sequences(as_tensor):
     def step(q, k_cache, v_cache, k, used):
         return flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=used, causal=True)

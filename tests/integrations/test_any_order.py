@@ -30,7 +30,7 @@ RAN = "import attnreg; print(*attnreg.stats().calls)"
 @pytest.mark.parametrize(
     ("before", "variables"),
     [
-        ("import attnreg", {}),
+        pytest.param("import attnreg", {}, marks=pytest.mark.slow),
         ("import transformers, attnreg", {}),
         ("", {"ATTNREG_BACKEND": "math"}),
     ],
@@ -41,12 +41,10 @@ def test_a_model_that_asks_for_the_name_runs_on_attnreg(before, variables):
     assert (done.stdout.strip(), done.returncode) == ("math" if variables else "cpu", 0), done.stderr
 
 
-# Whose first import of torch lies in the middle of the module that has the names.
-@pytest.mark.parametrize(
-    "variables",
-    [{}, pytest.param({"ATTNREG_TRANSFORMERS": "1"}, marks=pytest.mark.slow)],
-    ids=["no variable", "a variable"],
-)
+# Whose first import of torch lies in the middle of the module that has the names. What stands in for that
+# module is tested in test_untouched_programs.py, in less than half the time.
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{}, {"ATTNREG_TRANSFORMERS": "1"}], ids=["no variable", "a variable"])
 def test_a_program_that_imports_transformers_models_before_torch_finds_the_name(variables):
     code = "from transformers.modeling_utils import PreTrainedModel, AttentionInterface\n" + ASKED
     done = python("-W", "error", "-c", code, **variables)

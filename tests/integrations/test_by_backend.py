@@ -9,8 +9,9 @@ from attnreg.integrations import transformers
 
 BACKENDS = ("cpu", "math")
 OFFSETS = "packed, offsets by the collator"
+# test_transformers.py has all forms of each model.
 OTHERS = [
-    (name, form)
+    pytest.param(name, form, marks=[pytest.mark.slow] * (form not in (OFFSETS, "padded on the left")))
     for name in models_on_device.SIZES
     for form in models_on_device.FORMS
     # With padding behind each document they are held in test_transformers.py.

@@ -477,7 +477,11 @@ def llama4():
 
 @pytest.mark.parametrize(
     ("with_offsets", "compiled"),
-    [(False, False), (True, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)],
+    [
+        (False, False),
+        (True, False),
+        *(pytest.param(with_offsets, True, marks=pytest.mark.slow) for with_offsets in (False, True)),
+    ],
 )
 def test_chunks_of_a_packed_batch_hold_though_its_offsets_do_not_say_them(with_offsets, compiled):
     docs, one = models.documents(), llama4()

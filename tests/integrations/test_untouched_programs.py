@@ -1,9 +1,14 @@
 """Promises to programs that set ATTNREG_TRANSFORMERS and import transformers, whenever they do."""
 
 import json
+from pathlib import Path
 
 import pytest
-from support.processes import forked
+from support.processes import forked, python
+
+import attnreg
+
+ROOT = Path(attnreg.__file__).parents[1]
 
 # What of transformers attnreg registers with, in a package of its name.
 INTERFACE = "from transformers.interface import Interface\nclass {}(Interface): names = {{}}\n"
@@ -27,11 +32,15 @@ print(json.dumps([early, names, finders - len(sys.meta_path), modeling_utils.__s
 """
 
 
-def run(tmp_path, begin="import torch", **variables):
+def write_modules(tmp_path, **changes):
     folder = tmp_path / "transformers"
     folder.mkdir()
-    for name, text in MODULES.items():
+    for name, text in (MODULES | changes).items():
         (folder / f"{name}.py").write_text(text)
+
+
+def run(tmp_path, begin="import torch", **variables):
+    write_modules(tmp_path)
     done = forked(PROGRAM.format(folder=str(tmp_path), begin=begin), **variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -65,9 +74,8 @@ def test_a_settings_file_asks_for_the_name_as_well(tmp_path, by, setting, count)
     assert said == ""
 
 
-@by_each_way
-def test_a_settings_file_asks_for_flash_attention_2_as_well(tmp_path, by):
-    begin, variables = settings_file(tmp_path, by, "flash_attention_2")
+def test_a_settings_file_asks_for_flash_attention_2_as_well(tmp_path):
+    begin, variables = settings_file(tmp_path, "ATTNREG_CONFIG", "flash_attention_2")
     done = forked(f"{begin}\n{BEHIND}", **variables)
     assert (done.stdout.strip(), done.returncode) == ("attnreg flash_attention_2", 0), done.stderr
 
@@ -100,6 +108,27 @@ def test_a_wrong_value_of_another_variable_is_said_to_leave_transformers_as_it_i
     assert names == [{}, {}]
     assert "ATTNREG_POLICY: got 'meassured'" in said
     assert "Until it is mended these have no effect: ATTNREG_TRANSFORMERS." in said
+
+
+IMPORTS_TORCH = f"""import torch
+{MODULES["modeling_utils"]}
+class PreTrainedModel:
+    def get_correct_attn_implementation(self, name):
+        return name, *AttentionInterface.names
+"""
+ASKS = """
+from transformers.modeling_utils import PreTrainedModel
+print(*PreTrainedModel().get_correct_attn_implementation("attnreg"))
+import sys
+spec = sys.modules["transformers.modeling_utils"].__spec__
+assert type(spec).__name__ == "ModuleSpec" and "attnreg_calls" not in vars(spec)
+"""
+
+
+def test_a_model_finds_the_name_where_its_module_imports_torch_first(tmp_path):
+    write_modules(tmp_path, modeling_utils=IMPORTS_TORCH)
+    done = python("-W", "error", "-c", ASKS, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.stdout, done.returncode) == ("attnreg attnreg\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.7.0"])

@@ -95,7 +95,12 @@ def test_a_mask_with_a_flipped_bit_is_never_taken_for_another(seed):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 3, 3), (1, 2, 4), (1, 4, 2), (2, 2, 2), pytest.param((3, 1, 3), marks=pytest.mark.slow)]
+    "sizes",
+    [
+        (1, 3, 3),
+        (1, 4, 2),
+        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 4), (2, 2, 2), (3, 1, 3))),
+    ],
 )
 def test_of_all_small_masks_none_is_taken_for_another(sizes):
     count = sizes[0] * sizes[1] * sizes[2]

@@ -7,8 +7,15 @@ from support.ranks import Ranks
 METHODS = ["all_to_all", "all_gather", "ring"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled", "fsdp"])
+# Each method with what is around it; compiled, two of three: a graph takes seconds.
+AROUND = [
+    pytest.param(how, method, marks=[pytest.mark.slow] * ((how, method) == ("compiled", "all_gather")))
+    for how in ("plain", "checkpointed", "compiled", "fsdp")
+    for method in METHODS
+]
+
+
+@pytest.mark.parametrize(("how", "method"), AROUND)
 def test_gradients_of_a_model_are_those_of_one_process(two_ranks, how, method):
     for calls in two_ranks.run(work.trained, how, method):
         assert sum(count["backward"] for count in calls.values()) >= 2

@@ -12,6 +12,10 @@ BATCH = list(itertools.accumulate([0, 5, 0, 32, 3, 21]))
 WINDOWS = [(-1, 0), (-1, -1), (7, 0), (3, 2)]
 
 by_each_method = pytest.mark.parametrize("method", METHODS)
+# What two ranks do is held by the other tests.
+on_three_ranks = pytest.mark.parametrize(
+    "ranks", [pytest.param("two_ranks", marks=pytest.mark.slow), "three_ranks"], indirect=True
+)
 
 
 @pytest.fixture(params=["two_ranks", "three_ranks"])
@@ -44,6 +48,7 @@ def test_results_are_as_precise_as_the_dtype(ranks, method, dtype):
     assert_ran(ranks.run(work.compare, method, BATCH, **options), "math")
 
 
+@on_three_ranks
 @by_each_method
 def test_the_cpu_backend_computes_for_each_rank(ranks, method):
     """Its backward rests on the LSE and the output that it is given: those of all keys."""
@@ -75,6 +80,7 @@ def test_the_cpu_backend_serves_sinks_of_each_rank(ranks, method, dtype):
     assert_ran(counts, "cpu")
 
 
+@on_three_ranks
 @by_each_method
 def test_options_reach_every_part(ranks, method):
     heads = 2 * len(ranks)
@@ -105,6 +111,7 @@ def test_all_gather_computes_heads_in_groups_where_keys_are_received(ranks, how,
     assert max(further) >= 3
 
 
+@on_three_ranks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_rows_with_many_results_are_summed_in_float32(ranks, method, dtype):
@@ -124,24 +131,25 @@ def test_ranks_may_have_no_tokens(ranks, method, cu_seq):
 
 
 @by_each_method
-def test_a_rank_takes_no_more_memory_than_its_share_and_what_is_said(three_ranks, method):
+@pytest.mark.parametrize("heads", [(12, 3), pytest.param((12, 12), marks=pytest.mark.slow)], ids=str)
+def test_a_rank_takes_no_more_memory_than_its_share_and_what_is_said(three_ranks, method, heads):
     """Its share are its results. What is said may be too much by a factor, as keys aren't needed at once."""
     for cu_seq, how, window in (
         ([0, 6144], "zigzag", (-1, 0)),
         ([0, 2500, 2500, 4000, 9000], "balanced", (-1, 0)),
         ([0, 6144], "contiguous", (1024, 0)),
     ):
-        for heads in ((12, 12), (12, 3)):
-            options = {"how": how, "window": window, "heads": heads, "slack": 1.15}
-            measured = three_ranks.run(work.memory, method, cu_seq, **options)
-            assert [
-                (peak, results, estimate)
-                for peak, results, estimate in measured
-                if peak > 1.15 * results + estimate
-            ] == []
-            assert max(peak for peak, _, _ in measured) > 0.5 * measured[0][2]
+        options = {"how": how, "window": window, "heads": heads, "slack": 1.15}
+        measured = three_ranks.run(work.memory, method, cu_seq, **options)
+        assert [
+            (peak, results, estimate)
+            for peak, results, estimate in measured
+            if peak > 1.15 * results + estimate
+        ] == []
+        assert max(peak for peak, _, _ in measured) > 0.5 * measured[0][2]
 
 
+@on_three_ranks
 def test_ranks_that_disagree_all_get_an_error_that_names_both(ranks):
     """None waits for the others: the next call, on which they agree, goes through."""
     last = len(ranks) - 1
@@ -215,6 +223,7 @@ def test_a_call_that_is_wrong_on_every_rank_is_an_error_on_every_rank(ranks):
     assert all("method: got 'rings', expected one of" in one and "ring" in one for one in said)
 
 
+@on_three_ranks
 @by_each_method
 def test_a_call_that_some_ranks_have_no_kernel_for_is_an_error_on_every_rank(ranks, method):
     """Ranks without tokens call no kernel; they would go on and wait for the others for ever."""
@@ -231,6 +240,7 @@ def test_a_call_that_some_ranks_have_no_kernel_for_is_an_error_on_every_rank(ran
     assert "few" in said[0].partition("\n")[2]  # with the reasons, on every rank
 
 
+@on_three_ranks
 @by_each_method
 def test_a_backend_without_a_backward_serves_where_no_gradient_is_recorded(ranks, method):
     options = {"causal": True, "backward": False}

@@ -193,7 +193,7 @@ def test_my_backend_takes_under_forty_lines():
     assert len((EXAMPLES / "my_backend.py").read_text().splitlines()) < 40
 
 
-def test_my_backend_keeps_the_contract(one_thread, routers, few_lengths):
+def test_my_backend_keeps_the_contract(one_thread, routers, no_other_lengths):
     left = runpy.run_path(str(EXAMPLES / "my_backend.py"))
     report = check_backend(left["MINE"], device="cpu")
     assert sum(not outcome.refused for outcome in report.outcomes) == 72

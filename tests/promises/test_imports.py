@@ -73,6 +73,11 @@ def imports(module, only_at_import=False):
 
     `only_at_import` leaves out functions and what stands under TYPE_CHECKING.
     """
+    return imports_of(MODULES[module], only_at_import)
+
+
+@functools.cache
+def imports_of(path, only_at_import):
     found = set()
 
     def visit(node):
@@ -83,14 +88,14 @@ def imports(module, only_at_import=False):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively"
+            assert node.level == 0, f"{path} imports relatively"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 found.add(full if full.removeprefix("attnreg.") in MODULES else node.module)
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(parsed(MODULES[module]))
+    visit(parsed(path))
     return {name.removeprefix("attnreg.") for name in found}
 
 
@@ -188,20 +193,26 @@ def test_every_name_in_an_all_is_there():
 
 
 ALONE = """
-import gc, os, sys, warnings
+import gc, json, os, sys, warnings
 warnings.simplefilter("error")
 import packaging.version, pydantic, pytest, rich.progress, rich.table, torch, torch.utils.flop_counter, typer
 import matplotlib.figure, statistics, tomllib
 gc.disable()
-for chain in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        assert "attnreg.errors" not in sys.modules
-        for name in chain.split():
+gc.freeze()
+assert "attnreg.errors" not in sys.modules
+behind = json.loads(sys.argv[1])
+
+def visit(names):
+    for name in names:
+        child = os.fork()
+        if not child:
             __import__(f"attnreg.{name}")
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print(chain)
+            visit(behind[name])
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            print(name)
+
+visit(behind[""])
 """
 
 
@@ -221,22 +232,23 @@ def needed(module):
     return found - {module}
 
 
-def chains():
-    """Yield modules, each behind one that it needs: so nothing is loaded that it doesn't need."""
-    left = set(MODULES) - {"__main__"}
-    while left:
-        chain, below = [], left
-        while below:
-            chain.insert(0, max(sorted(below), key=lambda module: len(needed(module))))
-            below = needed(chain[0]) & left - set(chain)
-        left -= set(chain)
-        yield " ".join(chain)
+def behind():
+    """Return the modules to import next in a process that has imported a module; those of "" are first.
+
+    Each is behind the one of those that it needs which loads the most: so nothing is loaded that it doesn't
+    need.
+    """
+    found = {module: [] for module in ("", *MODULES)}
+    for module in sorted(set(MODULES) - {"__main__"}):
+        found[max(sorted(needed(module)), key=lambda name: len(needed(name)), default="")].append(module)
+    return found
 
 
 def test_every_module_can_be_imported_first():
-    # Forked from a process that has what they all use, which takes longer than they do. A module is imported
-    # first, or after modules that it would load before itself.
-    run = forked(ALONE, *chains(), "no_such_module", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    # Forked from a process that has what they all use, which takes longer than they do.
+    tree = behind()
+    tree[""].append("no_such_module")
+    run = forked(ALONE, json.dumps(tree), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert run.stdout.split() == ["no_such_module"]
     assert run.stderr.count("Traceback") == 1
 
@@ -264,11 +276,11 @@ def test_what_a_call_passes_imports_no_other_wing():
 
 
 def test_a_decision_needs_no_torch():
-    script = "import sys; sys.modules['torch'] = None\n"
-    for module in sorted(name for name in MODULES if name.startswith("core.selection")):
-        run = python("-c", f"{script}import attnreg.{module}")
-        assert (run.returncode, run.stderr) == (0, ""), module
-    assert "ModuleNotFoundError" in python("-c", f"{script}import attnreg.core.dispatch.planning").stderr
+    modules = sorted(name for name in MODULES if name.startswith("core.selection"))
+    lines = [f"import attnreg.{module}; print({module!r})" for module in (*modules, "core.dispatch.planning")]
+    run = python("-c", "\n".join(("import sys; sys.modules['torch'] = None", *lines)))
+    assert run.stdout.split() == modules
+    assert "ModuleNotFoundError: import of torch halted" in run.stderr
 
 
 def test_a_module_imports_lower_rooms_only():

@@ -55,7 +55,7 @@ def test_calls_are_right_whatever_another_thread_registers_and_removes(routers, 
 
     def register():
         try:
-            for turn in range(1000):
+            for turn in range(300):
                 attnreg.register_backend(mine.backend if turn % 2 else "math").remove()
         finally:
             over.set()
@@ -329,9 +329,20 @@ def test_a_spawned_worker_runs_the_backend_that_the_environment_asks_for_as_its_
 
 
 def test_a_process_may_end_with_everything_registered_and_says_nothing():
+    """Also while a thread is in a module that has a backend."""
     run = python(
         "-X", "dev", "-c",
-        "import threading, torch, attnreg, torch.nn.functional as F\n"
+        "import threading, time, torch, attnreg, torch.nn.functional as F\n"
+        "class Module(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        time.sleep(0.001)\n"
+        "        return x\n"
+        "model = torch.nn.Sequential(Module())\n"
+        "attnreg.assign(model, {'0': 'math'})\n"
+        "def work():\n"
+        "    while True:\n"
+        "        model[0](None)\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
         "handle = attnreg.register_backend('math')\n"
         "scope = attnreg.use_backend('math')\n"
         "scope.__enter__()\n"
@@ -370,7 +381,7 @@ atexit.register(show)
 )
 def test_at_the_end_of_a_process_torchs_kernels_are_no_overrides(routers):
     """Functions that run after the routers were removed, as of a program that registers them first."""
-    run = python("-c", LAST_OF_ALL, ATTNREG_ROUTERS=routers)
+    run = forked(LAST_OF_ALL, ATTNREG_ROUTERS=routers)
     assert run.stderr == ""
     assert {line.partition("}} ")[2] for line in run.stdout.splitlines()} == {"()"}
     assert run.stdout.count("'math': {'forward':") == 2

@@ -71,13 +71,25 @@ def trace(tmp_path):
     return file
 
 
+@pytest.fixture(scope="module")
+def written():
+    """Return a dict for the texts of trace and lock by name: each is made once, as it is always the same."""
+    return {}
+
+
 @pytest.fixture
-def lock(trace, tmp_path):
+def lock(request, written, tmp_path):
     """Lock the two calls while "second" is registered; afterwards it isn't."""
     file = tmp_path / "lock.json"
+    if written:
+        for name, text in written.items():
+            (tmp_path / name).write_text(text)
+        return file
+    trace = request.getfixturevalue("trace")
     with attnreg.register_backend("second"):
         result = invoke("lock", "--from", trace, "--out", file)
     assert result.exit_code == 0, result.output
+    written.update({each.name: each.read_text() for each in (trace, file)})
     return file
 
 

@@ -36,7 +36,7 @@ def for_fakes(cases):
     chosen = [
         case
         for case in cases
-        if (is_among_fewer(case) if re.search("heads|layout", case.name) else is_chosen(case))
+        if (is_among_fewer(case) if re.search("heads|layout|^length|^causal", case.name) else is_chosen(case))
         and max(case.max_q, case.max_k) < 300
         and "300 sequences" not in case.name
     ]

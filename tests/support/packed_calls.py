@@ -1,5 +1,6 @@
 """Packed calls that the tests of both `varlen_attn` share, and comparing their results with float64."""
 
+import pytest
 import torch
 from support import dense, truth
 from support.dense import random_like as random_like
@@ -9,6 +10,11 @@ import attnreg
 LENGTHS_Q, LENGTHS_K = (5, 1, 8, 3), (7, 4, 8, 1)
 CAUSAL, UNBOUNDED = (-1, 0), (-1, -1)
 LSE = attnreg.AuxRequest(lse=True)
+
+# What compiled autograd traces in another way than any op; tests/dispatch/test_varlen_autograd.py has both.
+WITHOUT_AN_OP = pytest.mark.parametrize(
+    "front", ["call cache", pytest.param("autograd function", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def integers(*values):

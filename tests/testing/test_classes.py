@@ -13,7 +13,7 @@ from attnreg.testing import check_backend
 from attnreg.testing.classes import difference
 from attnreg.tools.measure import Case
 
-CASES = ["drawn 1", "heads 4:2"]
+CASES = ["drawn 1 ", "heads 4:2"]
 SMALL = Case(name="small", lens_q=(5,), lens_k=(7,), dtype="float32", varlen=True)
 
 

@@ -27,7 +27,7 @@ def test_what_is_wrong_fails_with_the_line_that_repeats_it(tmp_path):
         "attnreg.register_backend(attnreg.Backend(\n"
         "    name='halves', forward=EVERYTHING, load=lambda: attnreg.Kernels(halves)))\n"
     )
-    run = forked(*RUN, "--attnreg-backend=halves", "-k", "scale or dim", cwd=tmp_path)
+    run = forked(*RUN, "--attnreg-backend=halves", "-k", "scale and 0.3 or dim and 64", cwd=tmp_path)
     assert run.returncode == 1, run.stdout + run.stderr
     assert "cases=['scale 0.3 bfloat16'])" in run.stdout
     assert "cases=['dim 64" not in run.stdout

@@ -154,7 +154,7 @@ def test_several_processes_that_start_together_compile_once(cache, compiler):
 
 
 def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, compiler, monkeypatch, log):
-    compiler.does("sleep 0.5", "exit 1")
+    compiler.does("sleep 0.2", "exit 1")
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", Inline)
         background._start()

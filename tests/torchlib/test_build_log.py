@@ -54,7 +54,7 @@ def test_a_cache_of_another_user_is_one_line(built, cache, mode):
     assert rows == [("built, not used", file, problem) for file in built]
 
 
-@pytest.mark.parametrize("mode", ["background", "off"])
+@pytest.mark.parametrize("mode", [pytest.param("background", marks=pytest.mark.slow), "off"])
 def test_the_library_that_alone_is_not_used_is_named(built, mode):
     for number, used in enumerate(("repeated calls use the compiled call cache", "the cpu backend uses the")):
         other = built[1 - number].parent

@@ -66,12 +66,12 @@ def test_a_wrong_kernel_is_marked_wrong_in_its_direction_and_not_timed(clock, en
     assert times.wrong.startswith("its forward is: out of bfloat16") if forward else times.gpu_us
 
 
-LONG = dataclasses.replace(spec_with(500, batch=1), needs_backward=True)
+LONG = dataclasses.replace(spec_with(280, batch=1), needs_backward=True)
 
 
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 def test_a_kernel_that_goes_astray_only_at_the_size_itself_is_wrong_too(clock, entry, forward):
-    astray = altered(lambda first: first * 2 if first.shape[1] > 400 else first, forward)
+    astray = altered(lambda first: first * 2 if first.shape[1] > 256 else first, forward)
     found = run(LONG, clock, entry("right"), entry("large", change=astray))[0 if forward else 1]
     name = "out" if forward else "dq"
     assert found.backends["large"].wrong.startswith(f"{name} of sequence 0, key head 0: ")
@@ -79,7 +79,7 @@ def test_a_kernel_that_goes_astray_only_at_the_size_itself_is_wrong_too(clock, e
 
 
 def test_a_forward_that_goes_astray_at_the_size_spoils_no_other_backends_backward(clock, entry):
-    astray = altered(lambda out: out * float("nan") if out.shape[1] > 400 else out)
+    astray = altered(lambda out: out * float("nan") if out.shape[1] > 256 else out)
     _, found = run(LONG, clock, entry("bad", change=astray), entry("good"))
     assert found.backends["good"].gpu_us
 

@@ -359,8 +359,8 @@ def test_explain_says_that_another_backend_may_run_many_shapes(decided_for):
     assert explained.backend == "first"
     (note,) = [note for note in explained.notes if "each new shape" in note]
     assert note == (
-        "first is set up for each new shape of such a forward: after 8 shapes what that takes counts in full, "
-        "and another backend may run it"
+        "first is set up for each new shape of such a forward: after 8 shapes what that takes counts in "
+        "full, and another backend may run it"
     )
 
 

@@ -447,7 +447,7 @@ def test_functions_of_other_code_are_other_programs_and_a_method_is_a_function(n
         torch.testing.assert_close(compiled(*given), layer(*given))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_query_key_and_value_may_be_parts_of_one_tensor(nothing_compiled, backend):
     fused = torch.randn(65, 3, 4, 8, dtype=torch.float64, requires_grad=True)
     captured = torch.linspace(0.5, 1.5, 4), torch.linspace(-1.0, 1.0, 65)
@@ -475,7 +475,13 @@ OF_SIZES = {
 }
 
 
-@pytest.mark.parametrize("make", OF_SIZES.values(), ids=OF_SIZES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] * (name == "its own tensor"))
+        for name, make in OF_SIZES.items()
+    ],
+)
 def test_a_compiled_program_follows_the_sizes_of_what_functions_capture(nothing_compiled, make):
     given = [x.detach() for x in tensors()]
 

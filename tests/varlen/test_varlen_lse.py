@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import flash, truth
-from support.packed_calls import CAUSAL, LENGTHS_K, LENGTHS_Q, LSE, offsets, random_like, total
+from support.packed_calls import CAUSAL, LENGTHS_K, LENGTHS_Q, LSE, WITHOUT_AN_OP, offsets, random_like, total
 from torch._dynamo import compiled_autograd
 
 import attnreg
@@ -178,10 +178,11 @@ def test_a_loss_of_both_pieces_of_a_split_sequence_is_that_of_the_whole(front, p
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("of", [(0, 1), (1,)], ids=["both", "the LSE alone"])
+@pytest.mark.parametrize(
+    "of", [(0, 1), pytest.param((1,), marks=pytest.mark.slow)], ids=["both", "the LSE alone"]
+)
+@WITHOUT_AN_OP
 def test_compiled_autograd_gives_the_same(front, packed, of):
-    if front == "custom op":
-        pytest.skip("an op that compiled autograd traces as any other")
     given = packed(LENGTHS_Q, LENGTHS_K)
     results = attnreg.varlen_attn(*given, return_aux=LSE)
     wanted = gradients(results, given[:3], of)
@@ -192,7 +193,7 @@ def test_compiled_autograd_gives_the_same(front, packed, of):
         torch.testing.assert_close(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, other)
 
 
-@pytest.mark.parametrize("backend", ["mine", "math"])
+@pytest.mark.parametrize("backend", ["mine", pytest.param("math", marks=pytest.mark.slow)])
 def test_a_compiled_function_gives_it(packed, in_columns, ran, backend):
     torch._dynamo.reset()
     given = packed(LENGTHS_Q, LENGTHS_K)

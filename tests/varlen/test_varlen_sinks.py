@@ -5,7 +5,16 @@ import dataclasses
 import pytest
 import torch
 from support import truth
-from support.packed_calls import CAUSAL, LENGTHS_K, LENGTHS_Q, LSE, integers, random_like, total
+from support.packed_calls import (
+    CAUSAL,
+    LENGTHS_K,
+    LENGTHS_Q,
+    LSE,
+    WITHOUT_AN_OP,
+    integers,
+    random_like,
+    total,
+)
 from support.sinks import assert_accurate, by_the_formula
 from torch._dynamo import compiled_autograd
 
@@ -164,9 +173,8 @@ def test_a_compiled_function_gives_the_same(packed):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@WITHOUT_AN_OP
 def test_compiled_autograd_gives_the_same(front, packed):
-    if front == "custom op":
-        pytest.skip("an op that compiled autograd traces as any other")
     torch._dynamo.reset()
     given, sinks = packed((100, 60)), drawn()  # more rows than are computed at a time
     inputs = (*given[:3], sinks)

@@ -61,7 +61,7 @@ def assert_right(given, sinks, dtype=torch.float32, **options):
 def test_from_the_second_call_on_kernels_are_given_sinks_of_whatever_values(
     routed, packed, counting, ran, options, heads_k, dtype
 ):
-    for seed in range(5):
+    for seed in range(3):
         given = packed(LENGTHS, heads_k=heads_k, dtype=dtype, seed=seed)
         assert_right(given, drawn(seed, dtype), dtype, **options)
         assert ran() == {"counting": (1, 1)}

@@ -283,14 +283,26 @@ def collect() -> None:
             counter.value += times
 
 
+def call_counts() -> dict[str, dict[str, int]]:
+    """Return the `calls` of `stats`, which also looks for overrides: how often each backend ran."""
+    collect()
+    with _lock:
+        return _call_counts()
+
+
+def _call_counts() -> dict[str, dict[str, int]]:
+    calls: dict[str, dict[str, int]] = {}
+    for (backend, direction), counter in _calls.items():
+        if counter.value:
+            calls.setdefault(backend, {"forward": 0, "backward": 0})[direction] = counter.value
+    return calls
+
+
 def stats() -> Stats:
     """Return what ran since the start or the last `reset_stats`."""
     collect()
     with _lock:
-        calls: dict[str, dict[str, int]] = {}
-        for (backend, direction), counter in _calls.items():
-            if counter.value:
-                calls.setdefault(backend, {"forward": 0, "backward": 0})[direction] = counter.value
+        calls = _call_counts()
         rows = (Fallback(backend, reason, c.value) for (backend, reason), c in _fallbacks.items() if c.value)
         failures = (Failure(*of, text, c.value) for of, (c, text) in _failures.items() if c.value)
         passed = (

@@ -21,7 +21,7 @@ from torch import Tensor
 from attnreg import api
 from attnreg.core import aten, registry
 from attnreg.core.dispatch import planning
-from attnreg.core.dispatch.counters import stats
+from attnreg.core.dispatch.counters import call_counts, stats
 from attnreg.core.policy import current as policy
 from attnreg.core.times.tables import NamedTables, TableReport
 from attnreg.errors import ConfigError
@@ -177,7 +177,7 @@ def ran() -> dict[str, str]:
 
     If no backend is counted, torch's own kernel ran.
     """
-    calls = stats().calls
+    calls = call_counts()
     return {
         direction: "+".join(name for name, counts in calls.items() if counts[direction]) or "torch"
         for direction in ("forward", "backward")
