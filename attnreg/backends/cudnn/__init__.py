@@ -148,6 +148,9 @@ def _against_dropout(spec: AttentionSpec) -> Iterator[str]:
         # The frontend refuses every mask that is aligned bottom-right.
         got = f"{spec.max_q} and {spec.max_k}"
         yield f"query and key must have the same length with dropout_p and a mask, got {got}"
+    if not spec.varlen and spec.max_k == 1:
+        # Gradients that are 0 were beyond twice plain PyTorch's error on an H200.
+        yield "key must have more than one token with dropout_p, got 1"
     if spec.bias:
         yield f"dropout_p must be 0 with attn_bias, got {spec.dropout}"
 

@@ -111,6 +111,7 @@ MASKED = "query and key must have the same length with dropout_p and a mask, got
         ({"varlen": True}, "dropout_p must be 0 with packed tensors, got 0.3"),
         ({"dropout": 1.0}, "dropout_p must be below 1, got 1.0"),
         ({"bias": True}, "dropout_p must be 0 with attn_bias, got 0.3"),
+        ({"max_k": 1}, "key must have more than one token with dropout_p, got 1"),
         ({"window": (-1, 0), "max_q": 8, "max_k": 9}, MASKED.format(8, 9)),
         ({"window": (4, 4), "max_q": 8, "max_k": 9}, MASKED.format(8, 9)),
     ],

@@ -35,7 +35,7 @@ FIRST, CHECKED = 8, 3
 # A turn has `WARM_UP` calls that don't count, because another side may have changed the settings, and `EACH`
 # calls that count. A side's first turn doesn't count at all.
 WARM_UP, EACH = 30, 20
-# A turn of slow calls ends after so many seconds, once some calls count. They count from half of that time on.
+# A turn of slow calls ends after so many seconds, once some count. They count from half of that time on.
 TURN_SECONDS, FEWEST = 4.0, 5
 
 
