@@ -65,6 +65,21 @@ def test_small_multiples_have_one_scale(redraw, saved):
         assert len({getattr(axes, limits)() for axes in axes_of(saved).values()}) == 1
 
 
+def test_a_backend_that_runs_nothing_of_a_panel_is_drawn_in_the_others(redraw, saved):
+    document = redraw.read(RESULTS / "sdpa_gpu.json")
+    rows = [row for row in document["results"]["rows"] if row["panel"].startswith("head dim 64")]
+    panel = "head dim 64, 32:32 heads"
+    whole = [row for row in rows if (row["panel"], row["side"]) == (panel, "attnreg, FA2")]
+    rows += [row | {"side": "attnreg, efficient"} for row in whole]
+    plots.draw("sdpa", document["results"] | {"rows": rows}, Path("x.png"), document["machine"])
+    drawn = {
+        heading
+        for heading, axes in axes_of(saved).items()
+        if "attnreg, efficient" in [line.get_label() for line in axes.lines]
+    }
+    assert drawn == {f"forward\n{panel}", f"forward + backward\n{panel}"}
+
+
 def test_choices_are_drawn_as_shares_of_shapes(redraw, saved):
     document = redraw.read(RESULTS / "selection_gpu.json")
     plots.draw("selection", document["results"], Path("x.png"), document["machine"])

@@ -86,6 +86,8 @@ def _speed_lines(
     cases = _each(rows, "case")
     for number, (side, colour) in enumerate(sides.items()):
         drawn = [row for row in rows if row["side"] == side]
+        if not drawn:  # a backend may run none of a panel's cases
+            continue
         at = [cases.index(row["case"]) for row in drawn]
         speeds = [row["teraflops"] for row in drawn]
         # The first marks are the largest, so that they show behind others.
