@@ -53,7 +53,7 @@ def _continued(line: str, width: int | None) -> Iterator[str]:
         return
     indent = len(line) - len(line.lstrip())
     first, *rest = wrapped(line.lstrip(), max(width - indent - GAP, 1))
-    yield " " * GAP + first
+    yield " " * indent + first
     yield from (" " * (indent + GAP) + more for more in rest)
 
 
