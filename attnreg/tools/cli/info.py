@@ -84,7 +84,7 @@ def collected() -> dict[str, Any]:
             "untouched_programs": facts.untouched_programs(),
         },
         "compiled": [_library(library) for library in building.LIBRARIES],
-        "torch": {"chooses": {str(device): facts.chosen_by_torch(device) for device, _ in facts.devices()}},
+        "torch": facts.of_torch(),
     }
 
 
