@@ -5,6 +5,7 @@ A figure is as wide as a page, so that its labels have their size there.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +18,9 @@ PAGE, DPI = 8.6, 150
 
 # Points. None is smaller than `SMALL`.
 TITLE, HEADING, SMALL = 11, 10, 9
+
+# Characters of a title that a page has room for.
+TITLE_WIDTH = 88
 
 # Greys for torch, then Okabe and Ito's palette: distinct for every kind of colour vision. What attnreg
 # chooses, and each backend, has the same colour in every picture.
@@ -73,6 +77,8 @@ def add_legend(figure: Figure, last: str = "") -> None:
 
 def save(figure: Figure, title: str, path: Path) -> None:
     """Write the figure below a title, as PNG or SVG by its suffix."""
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=TITLE)
+    # A processor may have a long name.
+    lines = [line for long in title.splitlines() for line in textwrap.wrap(long, TITLE_WIDTH)]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", color=INK, fontsize=TITLE)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
