@@ -22,10 +22,13 @@ TITLE, HEADING, SMALL = 11, 10, 9
 # Characters of a title that a page has room for.
 TITLE_WIDTH = 88
 
-# Greys for torch, then Okabe and Ito's palette: distinct for every kind of colour vision. What attnreg
-# chooses, and each backend, has the same colour in every picture.
+# Greys for torch, then Okabe and Ito's palette and three darker colours of Paul Tol's: distinct for every
+# kind of colour vision. What attnreg chooses, and each backend, has the same colour in every picture.
 GREYS = ("#404040", "#8C8C8C", "#D0D0D0")
-COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+COLOURS = (
+    "#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442",
+    "#882255", "#332288", "#999933",
+)  # fmt: skip
 OURS, NEUTRAL = COLOURS[0], GREYS[1]
 OF_BACKENDS = dict(zip(("FA2", "FA4", "cuDNN", "cpu", "math"), COLOURS[1:], strict=False))
 MARKS = "osD^vP*X<>"

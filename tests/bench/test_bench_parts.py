@@ -176,6 +176,14 @@ def test_a_backend_has_the_same_colour_in_every_picture():
         assert len(set(found.values())) == len(names)
 
 
+def test_every_way_to_choose_has_a_colour_of_its_own_where_all_backends_of_a_gpu_are_compared():
+    backends = ("cuDNN", "efficient", "FA2", "FA3", "FA4", "flex", "math")
+    ways = [CHOSEN, selection.ORDER, *(selection.FIXED + name for name in backends), ADAPTIVE, TORCH]
+    found = drawing.colours_of(ways)
+    assert len(set(found.values())) == len(ways) and "#000000" not in found.values()
+    assert (found[CHOSEN], found[TORCH]) == (drawing.OURS, drawing.GREYS[0])
+
+
 def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():
     kernels, directions = registry.find("math").kernels(), []
 
