@@ -61,6 +61,13 @@ def test_shapes_without_random_are_in_no_grid_and_in_no_table_that_ships():
         assert len(set(specs)) == len(specs)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_no_seed_draws_the_shapes_without_random(device):
+    fixed = {shape.name for shape in usual(device)}
+    drawn = {shapes.drawn(seed, number, device).name for seed in range(100) for number in range(6)}
+    assert fixed and not fixed & drawn
+
+
 def test_shapes_without_random_vary_in_everything_early():
     found = usual("cuda")
     assert len(found) == 58
