@@ -1,14 +1,18 @@
 """Promises of the parts of `attnreg bench`: shapes, sides, contexts, and what it makes of figures."""
 
 import contextlib
+import importlib
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import attnreg
 from attnreg.core import aten, registry
 from attnreg.core.contract.spec import Device
+from attnreg.core.dispatch import call_cache
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import Sources, without_implementation
 from attnreg.core.times import tables
@@ -125,6 +129,32 @@ def test_a_strategy_runs_what_its_name_says_out_of_the_compared_backends(routers
     led = {f"always {name}": name for name in compared}
     by_choice = dict.fromkeys((CHOSEN, "attnreg, order", ADAPTIVE), compared[0])
     assert found == {**by_choice, **led, TORCH: "torch"}
+
+
+def test_views_that_the_ablation_makes_in_python_have_the_layout_of_kernels(compiled_routers, monkeypatch):
+    monkeypatch.syspath_prepend(Path(attnreg.__file__).parents[1] / "benchmarks")
+    ablation, shapes_seen = importlib.import_module("ablation"), []
+    original = call_cache.kept_for
+
+    def noting(*given):
+        kept = original(*given)
+
+        def run(*tensors):
+            shapes_seen.append(tuple(tensors[0].shape))
+            return kept.launcher(*tensors)
+
+        return kept and kept._replace(launcher=run)
+
+    monkeypatch.setattr(call_cache, "kept_for", noting)
+    inputs = torch.randn(3, 2, 4, 9, 8).unbind()
+    with attnreg.register_backend("math"):
+        wanted = F.scaled_dot_product_attention(*inputs)
+        with ablation.off(ablation.views_in_python):
+            found = [F.scaled_dot_product_attention(*inputs) for _ in range(6)]
+    assert attnreg.stats().calls.keys() == {"math"}
+    # From the third call on C++ calls the launcher, which has the contract's layout.
+    assert shapes_seen == [(2, 9, 4, 8)] * 4
+    assert all(torch.equal(out, wanted) for out in found)
 
 
 @pytest.mark.parametrize("wanted", ["python", "compiled"])
