@@ -21,7 +21,7 @@ from attnreg.core.times.table import load
 from attnreg.core.torchlib import captured
 from attnreg.errors import ConfigError
 from attnreg.tools import drawing
-from attnreg.tools.bench import compare, fronts, overhead, selection, shapes, sides
+from attnreg.tools.bench import compare, fronts, overhead, sdpa, selection, shapes, sides
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.selection import ADAPTIVE, CHOSEN, TORCH
@@ -204,6 +204,13 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
     side = sides.Side(batch.with_attnreg, batch.sets, sides.by_default)
     assert compare.SideTimer(side, side.runs_of_model(True), 0.01, 100).measure() == {FORWARD: 6.0, BOTH: 2.0}
     assert ran == [2, 1] * 2
+
+
+def test_the_mean_of_a_single_case_is_said_in_the_singular():
+    row = {"step": FORWARD, "side": CHOSEN, "times_yardstick": 1.25}
+    line = "forward: 1.25 x torch SDPA in the geometric mean of 1 case, 1.25 at worst"
+    assert sdpa._mean_gains([row]) == [line]
+    assert "of 2 cases, 1.25 at worst" in sdpa._mean_gains([row, row | {"times_yardstick": 5.0}])[0]
 
 
 def test_a_backend_has_the_same_colour_in_every_picture():

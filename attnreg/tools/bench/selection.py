@@ -40,6 +40,7 @@ from attnreg.tools.bench.compare import (
 from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BOTH, FORWARD, drawn, facts_of, trains
 from attnreg.tools.bench.sides import Side
+from attnreg.tools.lines import counted
 from attnreg.tools.measure import Case
 from attnreg.tools.measure.timing import timer_for
 
@@ -88,7 +89,7 @@ def measure(job: Job, count: int | None = None, seed: int | str = SEED) -> None:
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
     job.keep(results | {"summary": summed, "worst": worst, "rows": rows})
     job.tables = tables(summed, worst)
-    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed!r}"]
+    job.summary = [f"chosen by: {table}", f"{counted(len(rows), 'shape')} of seed {seed!r}"]
 
 
 def _compile_ahead(job: Job, shapes: Sequence[Case]) -> None:

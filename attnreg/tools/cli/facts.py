@@ -21,7 +21,7 @@ from attnreg.core.dispatch import planning
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, default_source, select
 from attnreg.errors import BackendUnavailableError
-from attnreg.tools.cli.output import counted
+from attnreg.tools.lines import counted
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 

@@ -12,7 +12,8 @@ import typer
 
 from attnreg.errors import AttnregError
 from attnreg.tools.cli.options import AsJson, Verbose
-from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.cli.output import USAGE, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.lines import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
