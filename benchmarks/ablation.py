@@ -27,7 +27,6 @@ from _program import parser_of, show, show_machine
 
 import attnreg
 from attnreg.core import aten, registry
-from attnreg.core.aten import routing
 from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import Capabilities
 from attnreg.core.dispatch import call_cache
@@ -87,7 +86,7 @@ def views_in_python() -> Iterator[None]:
 
         return run
 
-    original = routing.kept_for
+    original = call_cache.kept_for
 
     def kept_for(*args: Any, **kwargs: Any) -> Any:
         kept = original(*args, **kwargs)
@@ -97,7 +96,7 @@ def views_in_python() -> Iterator[None]:
     routes = [route._replace(layout=route.layout._replace(**plain)) for route in aten.ROUTES]
     aten.restore()
     aten.ensure(tuple(routes))
-    with mock.patch.object(routing, "kept_for", kept_for):
+    with mock.patch.object(call_cache, "kept_for", kept_for):
         yield
     aten.restore()
     aten.ensure()

@@ -240,12 +240,15 @@ def main() -> None:
         measured = [name for name in found[-1] if name not in ("step", "side", "off", "failed")]
         cells = [cells_of(row, measured) for row in found]
         show(f"{found[0]['step']}, µs (of the host)", ("side", *measured, "off by"), cells)
+        for row in found:
+            if "failed" in row:
+                print(f"{row['side']}: {row['failed']}\n")
 
 
 def cells_of(row: dict[str, Any], states: list[str]) -> tuple[str, ...]:
     """Return the cells of a row of the printed table."""
     if "failed" in row:
-        return row["side"], row["failed"][:40], *[""] * len(states)
+        return row["side"], "failed", *[""] * len(states)
     return row["side"], *[f"{row[name][0]:.0f} ({row[name][1]:.0f})" for name in states], f"{row['off']:.1e}"
 
 

@@ -3,7 +3,7 @@
     python benchmarks/redraw.py                             draws all pictures of docs/results/
     python benchmarks/redraw.py NAME RUN PICTURE
     python benchmarks/redraw.py selection RUN RUN ... PICTURE --out FILE
-    python benchmarks/redraw.py fresh RUN --markdown        prints the tables of docs/benchmarks.md
+    python benchmarks/redraw.py fresh RUN --markdown        prints the tables of docs/results/fresh.md
 
 Several runs of random shapes, on machines of the same kind, are joined: FILE has all of their shapes.
 """
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from _runs import read
 from context_parallel_simulated import draw as draw_simulated
 
-from attnreg.tools.bench.fresh import each_case, ratio_text, time_text
+from attnreg.tools.bench.fresh import each_case, ratio_text
 from attnreg.tools.bench.plots import TITLES, draw
+from attnreg.tools.bench.report import time_text
 from attnreg.tools.bench.selection import summary, worst_of
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 

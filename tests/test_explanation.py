@@ -19,6 +19,7 @@ from attnreg.core.aten.bypassed import ROUTED
 from attnreg.core.registry.entry import Entry
 from attnreg.core.torchlib import building, captured, versions
 from attnreg.tools.explanation import call_spec
+from attnreg.tools.lines import fitted
 
 NOTHING_ASKS = "nothing asks for a backend: torch's functions run torch's own kernels"
 NOT_SERVED = NOTHING_ASKS.replace("torch's f", "attnreg.varlen_attn runs as explained, torch's f")
@@ -109,6 +110,14 @@ def test_lines_fit_the_terminal_and_a_pipe_gets_whole_ones(known, fake, monkeypa
             assert kept in text
         verbose = explanation.text(verbose=True, width=columns)
         assert "pip install 'its[own]'" in verbose and max(map(len, verbose.splitlines())) <= columns
+    first, second, *_ = text.splitlines()
+    assert first.startswith("torch's own kernel, ") and second.startswith("  choose: cpu forward")
+
+
+def test_a_wrapped_line_begins_at_its_own_indentation_and_goes_on_two_columns_behind():
+    assert fitted("one two three four\n    five six seven", 12) == (
+        "one two\n  three four\n    five\n      six\n      seven"
+    )
 
 
 def test_without_the_compiled_part_the_slow_path_and_its_cost_are_named(monkeypatch):

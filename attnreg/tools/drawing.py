@@ -5,6 +5,7 @@ A figure is as wide as a page, so that its labels have their size there.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,10 +19,16 @@ PAGE, DPI = 8.6, 150
 # Points. None is smaller than `SMALL`.
 TITLE, HEADING, SMALL = 11, 10, 9
 
-# Greys for torch, then Okabe and Ito's palette: distinct for every kind of colour vision. What attnreg
-# chooses, and each backend, has the same colour in every picture.
+# Characters of a title that a page has room for.
+TITLE_WIDTH = 88
+
+# Greys for torch, then Okabe and Ito's palette and three darker colours of Paul Tol's: distinct for every
+# kind of colour vision. What attnreg chooses, and each backend, has the same colour in every picture.
 GREYS = ("#404040", "#8C8C8C", "#D0D0D0")
-COLOURS = ("#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+COLOURS = (
+    "#D55E00", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442",
+    "#882255", "#332288", "#999933",
+)  # fmt: skip
 OURS, NEUTRAL = COLOURS[0], GREYS[1]
 OF_BACKENDS = dict(zip(("FA2", "FA4", "cuDNN", "cpu", "math"), COLOURS[1:], strict=False))
 MARKS = "osD^vP*X<>"
@@ -73,6 +80,8 @@ def add_legend(figure: Figure, last: str = "") -> None:
 
 def save(figure: Figure, title: str, path: Path) -> None:
     """Write the figure below a title, as PNG or SVG by its suffix."""
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=TITLE)
+    # A processor may have a long name.
+    lines = [line for long in title.splitlines() for line in textwrap.wrap(long, TITLE_WIDTH)]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", color=INK, fontsize=TITLE)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

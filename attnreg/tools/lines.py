@@ -19,6 +19,11 @@ GAP = 2
 LEAST_WIDTH = 28
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 row" or "2 rows"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def width_of(stream: IO[str]) -> int | None:
     """Return the columns of a terminal; None for a pipe or a file, whose lines are never wrapped."""
     try:
@@ -53,7 +58,7 @@ def _continued(line: str, width: int | None) -> Iterator[str]:
         return
     indent = len(line) - len(line.lstrip())
     first, *rest = wrapped(line.lstrip(), max(width - indent - GAP, 1))
-    yield " " * GAP + first
+    yield " " * indent + first
     yield from (" " * (indent + GAP) + more for more in rest)
 
 

@@ -93,7 +93,7 @@ def groups(rows):
 
 def test_selection_divides_what_it_measured(measured):
     found = measured("selection")
-    assert groups(found["rows"]) == ["dense", "packed", "decode"]
+    assert (found["seed"], groups(found["rows"])) == ("repeatable", ["dense", "packed", "decode"])
     losses = {FORWARD: [], BOTH: []}
     for row in found["rows"]:
         assert set(row["rounds"]) == ({FORWARD} if row["case"].startswith("decode") else {FORWARD, BOTH})

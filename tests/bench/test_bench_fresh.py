@@ -17,7 +17,7 @@ from support.processes import forked
 
 import attnreg
 from attnreg.core.dispatch import call_cache
-from attnreg.tools.bench import fresh
+from attnreg.tools.bench import fresh, report
 from attnreg.tools.bench.fresh import attention, turns
 from attnreg.tools.bench.fresh.attention import dense_shapes, growing, packed_shapes, settings_of
 from attnreg.tools.bench.report import Job
@@ -305,10 +305,16 @@ def test_losses_are_said_as_gains_are():
 MARKDOWN = """\
 | packed, forward + backward, ms | same | new | new / same | new / torch's | first call |
 |---|---|---|---|---|---|
-| torch's varlen_attn | 0.7 (1.4) | 0.74 (1.48) | 1.06 | 1.00 | 30 |
-| attnreg | 0.0500 (0.1) | 5.7 (11.4) | 114.00 | 7.70 | 30 |
-| attnreg, FA4 | 0.11 (0.22) | 0.35 (0.7) | 3.18 | 0.47 | 30 |
-| attnreg, FA2 | 0.7 (1.4) | 0.75 (1.5) | 1.07 | 1.01 | 30 |"""
+| torch's varlen_attn | 0.700 (1.40) | 0.740 (1.48) | 1.06 | 1.00 | 30.0 |
+| attnreg | 0.0500 (0.100) | 5.70 (11.4) | 114.00 | 7.70 | 30.0 |
+| attnreg, FA4 | 0.110 (0.220) | 0.350 (0.700) | 3.18 | 0.47 | 30.0 |
+| attnreg, FA2 | 0.700 (1.40) | 0.750 (1.50) | 1.07 | 1.01 | 30.0 |"""
+
+
+def test_times_have_three_digits_and_from_a_thousand_on_whole_numbers():
+    times = (0.0056, 0.075, 0.1, 1.3, 42.0, 100.04, 999.6, 4854.1)
+    shown = ["0.00560", "0.0750", "0.100", "1.30", "42.0", "100", "1000", "4854"]
+    assert list(map(report.time_text, times)) == shown
 
 
 def test_a_run_becomes_the_tables_of_the_docs(tmp_path):

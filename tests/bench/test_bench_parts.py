@@ -1,14 +1,18 @@
 """Promises of the parts of `attnreg bench`: shapes, sides, contexts, and what it makes of figures."""
 
 import contextlib
+import importlib
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import attnreg
 from attnreg.core import aten, registry
 from attnreg.core.contract.spec import Device
+from attnreg.core.dispatch import call_cache
 from attnreg.core.policy import current as policy
 from attnreg.core.policy.sources import Sources, without_implementation
 from attnreg.core.times import tables
@@ -17,7 +21,7 @@ from attnreg.core.times.table import load
 from attnreg.core.torchlib import captured
 from attnreg.errors import ConfigError
 from attnreg.tools import drawing
-from attnreg.tools.bench import compare, fronts, overhead, selection, shapes, sides
+from attnreg.tools.bench import compare, fronts, overhead, sdpa, selection, shapes, sides
 from attnreg.tools.bench.compare import Batch
 from attnreg.tools.bench.report import Job
 from attnreg.tools.bench.selection import ADAPTIVE, CHOSEN, TORCH
@@ -59,6 +63,13 @@ def test_shapes_without_random_are_in_no_grid_and_in_no_table_that_ships():
         specs = [shape.spec(device, needs_backward=trains(shape)) for shape in usual(device.type)]
         assert not kept & {(kind_of(spec, FORWARD), size_of(spec)) for spec in specs}
         assert len(set(specs)) == len(specs)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_no_seed_draws_the_shapes_without_random(device):
+    fixed = {shape.name for shape in usual(device)}
+    drawn = {shapes.drawn(seed, number, device).name for seed in range(100) for number in range(6)}
+    assert fixed and not fixed & drawn
 
 
 def test_shapes_without_random_vary_in_everything_early():
@@ -120,6 +131,32 @@ def test_a_strategy_runs_what_its_name_says_out_of_the_compared_backends(routers
     assert found == {**by_choice, **led, TORCH: "torch"}
 
 
+def test_views_that_the_ablation_makes_in_python_have_the_layout_of_kernels(compiled_routers, monkeypatch):
+    monkeypatch.syspath_prepend(Path(attnreg.__file__).parents[1] / "benchmarks")
+    ablation, shapes_seen = importlib.import_module("ablation"), []
+    original = call_cache.kept_for
+
+    def noting(*given):
+        kept = original(*given)
+
+        def run(*tensors):
+            shapes_seen.append(tuple(tensors[0].shape))
+            return kept.launcher(*tensors)
+
+        return kept and kept._replace(launcher=run)
+
+    monkeypatch.setattr(call_cache, "kept_for", noting)
+    inputs = torch.randn(3, 2, 4, 9, 8).unbind()
+    with attnreg.register_backend("math"):
+        wanted = F.scaled_dot_product_attention(*inputs)
+        with ablation.off(ablation.views_in_python):
+            found = [F.scaled_dot_product_attention(*inputs) for _ in range(6)]
+    assert attnreg.stats().calls.keys() == {"math"}
+    # From the third call on C++ calls the launcher, which has the contract's layout.
+    assert shapes_seen == [(2, 9, 4, 8)] * 4
+    assert all(torch.equal(out, wanted) for out in found)
+
+
 @pytest.mark.parametrize("wanted", ["python", "compiled"])
 def test_the_host_time_of_each_front_is_measured_for_each_backend_and_kind_of_router(
     wanted, compiled_routers, monkeypatch
@@ -169,11 +206,26 @@ def test_a_call_of_a_graph_is_a_share_of_it(routers, monkeypatch):
     assert ran == [2, 1] * 2
 
 
+def test_the_mean_of_a_single_case_is_said_in_the_singular():
+    row = {"step": FORWARD, "side": CHOSEN, "times_yardstick": 1.25}
+    line = "forward: 1.25 x torch SDPA in the geometric mean of 1 case, 1.25 at worst"
+    assert sdpa._mean_gains([row]) == [line]
+    assert "of 2 cases, 1.25 at worst" in sdpa._mean_gains([row, row | {"times_yardstick": 5.0}])[0]
+
+
 def test_a_backend_has_the_same_colour_in_every_picture():
     for names in (["torch SDPA", "attnreg, measured", "attnreg, FA2"], ["always cuDNN", "always FA2"]):
         found = drawing.colours_of(names)
         assert found[names[-1]] == drawing.OF_BACKENDS["FA2"]
         assert len(set(found.values())) == len(names)
+
+
+def test_every_way_to_choose_has_a_colour_of_its_own_where_all_backends_of_a_gpu_are_compared():
+    backends = ("cuDNN", "efficient", "FA2", "FA3", "FA4", "flex", "math")
+    ways = [CHOSEN, selection.ORDER, *(selection.FIXED + name for name in backends), ADAPTIVE, TORCH]
+    found = drawing.colours_of(ways)
+    assert len(set(found.values())) == len(ways) and "#000000" not in found.values()
+    assert (found[CHOSEN], found[TORCH]) == (drawing.OURS, drawing.GREYS[0])
 
 
 def test_functions_that_are_joined_by_the_least_autograd_are_those_that_run():

@@ -1,6 +1,7 @@
 """Promises of the pictures of benchmarks: one style, readable at page width, from committed files."""
 
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_small_multiples_have_one_scale(redraw, saved):
         assert len({getattr(axes, limits)() for axes in axes_of(saved).values()}) == 1
 
 
+def test_a_backend_that_runs_nothing_of_a_panel_is_drawn_in_the_others(redraw, saved):
+    document = redraw.read(RESULTS / "sdpa_gpu.json")
+    rows = [row for row in document["results"]["rows"] if row["panel"].startswith("head dim 64")]
+    panel = "head dim 64, 32:32 heads"
+    whole = [row for row in rows if (row["panel"], row["side"]) == (panel, "attnreg, FA2")]
+    rows += [row | {"side": "attnreg, efficient"} for row in whole]
+    plots.draw("sdpa", document["results"] | {"rows": rows}, Path("x.png"), document["machine"])
+    drawn = {
+        heading
+        for heading, axes in axes_of(saved).items()
+        if "attnreg, efficient" in [line.get_label() for line in axes.lines]
+    }
+    assert drawn == {f"forward\n{panel}", f"forward + backward\n{panel}"}
+
+
 def test_choices_are_drawn_as_shares_of_shapes(redraw, saved):
     document = redraw.read(RESULTS / "selection_gpu.json")
     plots.draw("selection", document["results"], Path("x.png"), document["machine"])
@@ -84,3 +100,41 @@ def test_what_a_call_costs_has_its_spread_where_the_file_has_it(saved):
     (drawn,) = (path.vertices.tolist() for lines in axes.collections for path in lines.get_paths())
     assert drawn == [[28.0, 0.0], [33.0, 0.0]]
     assert [text.get_text() for text in axes.texts] == ["30.0", "20.0"]
+
+
+def test_a_case_of_calls_with_new_lengths_stands_once_and_its_times_have_three_digits(redraw, saved):
+    document = redraw.read(RESULTS / "fresh_varlen_h200.json")
+    plots.draw("fresh", document["results"], Path("x.png"), document["machine"])
+    ((title, figure, _),) = saved
+    assert title.splitlines()[2] == "lower is better; lines end at the 95th percentile"
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "packed, 8 of up to 256 tokens, 8 heads of 64, causal\nforward + backward",
+        "\nforward",
+        "packed, 8 of up to 4096 tokens, 16 heads of 128, causal\nforward + backward",
+        "\nforward",
+    ]
+    shown = {text.get_text() for axes in figure.axes for text in axes.texts}
+    assert {"1.32", "1.37", "0.0884", "0.550"} <= shown
+
+
+def test_labels_of_times_that_differ_much_do_not_touch_and_long_titles_fit(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(
+        plots, "save", lambda figure, *rest: (figures.append(figure), drawing.save(figure, *rest))
+    )
+    sides = {"attnreg": dict.fromkeys(("forward, no grad", "forward, grad", "forward + backward"), 2.4)}
+    sides |= {"attnreg, math, use_backend()": dict.fromkeys(sides["attnreg"], 4806.0)}
+    machine = {
+        "processor": "AMD EPYC 7R13 Processor of a name that is longer than most, " * 2,
+        "torch": "2.13.0",
+    }
+    plots.draw("overhead", {"varlen_attn": sides, "SDPA": sides}, tmp_path / "x.png", machine)
+    (figure,) = figures
+    assert {text.get_text() for axes in figure.axes for text in axes.texts} == {"2.40", "4806"}
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        labels = [label for label in axes.get_xticklabels() if low < label.get_position()[0] < high]
+        ends = [label.get_window_extent() for label in labels]
+        assert [label.get_text() for label in labels][-2:] == ["1000", "10k"]
+        assert all(one.x1 + 5 < other.x0 for one, other in itertools.pairwise(ends))
+    assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in figure.texts)

@@ -139,11 +139,13 @@ def test_the_command_measures_saves_draws_and_repeats_a_seed(tmp_path, monkeypat
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_shape_that_the_host_bounds_is_measured_thrice_as_often_and_all_rounds_count(monkeypatch):
+def test_a_shape_that_the_host_bounds_is_measured_thrice_as_often_and_all_rounds_count(monkeypatch, tmp_path):
     monkeypatch.setattr(selection, "SECONDS", 1e-4)
     monkeypatch.setattr(selection, "_bound", lambda side, backward, step: BY_HOST)
     given = ("--device", "cpu", "--backend", "cpu,math", "--random", "1", "--seed", "1", "--rounds", "1")
-    (row,) = json.loads(invoke("bench", "selection", *given, "--json").stdout)["results"]["rows"]
+    done = invoke("bench", "selection", *given, "--out", str(tmp_path / "found.json"))
+    assert "1 shape of seed 1\n" in done.output
+    (row,) = json.loads((tmp_path / "found.json").read_text())["results"]["rows"]
     for step, times in row["microseconds"].items():
         for way, time in times.items():
             assert (len(row["rounds"][step][way]), sorted(row["rounds"][step][way])[1]) == (3, time)

@@ -139,9 +139,12 @@ def test_info_shows_every_gpu_even_one_that_fails(call, monkeypatch):
 def test_info_says_what_torch_would_do(call):
     found = json.loads(call("info", "--json").stdout)["torch"]
     assert found["chooses"] == {"cpu": "flash"}
+    assert set(found["priority"]) >= {"flash", "efficient", "math", "cudnn"}
+    assert found["flash_implementation"] is None and "FA4" in found["flash_implementations"]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         found = json.loads(call("info", "--json").stdout)["torch"]
     assert found["chooses"] == {"cpu": "math"}
+    assert found["enabled"] == {"flash": False, "efficient": False, "cudnn": False, "math": True}
 
 
 def test_info_says_when_torch_has_another_implementation_above_the_routers(call, monkeypatch):

@@ -256,19 +256,24 @@ def test_a_gain_is_a_prediction_of_a_table_for_a_backend_that_can_run_the_call(
         "python": "3",
         "platform": "x",
         "environments": [],
-        "plans": [plan],
+        "plans": [plan, plan | {"direction": "backward"}],
         "masks": [],
     }
 
     class Table:
+        def identity(self, device):
+            return "contents", "T"
+
         def predict(self, spec, direction):
+            if direction == "backward":
+                return None
             costs = {backend: 30.0, faster: 10.0, "FA2": 1.0}  # FA2 can't run it
             candidates = [Candidate(name, cost) for name, cost in costs.items()]
             return Prediction("table <T>", tuple(candidates))
 
     monkeypatch.setattr(gains, "_tables", Table)
     source = page(lines.RunReport([LINE | {"report": report}], lines.rows_of([{"report": report}])), "x")
-    assert "All times of this table are predictions of: table &lt;T&gt;" in source
+    assert "All times of this table are predictions of: table &lt;T&gt;. None was" in source
     assert f">{html.escape(ran)}, 30 µs</td>" in source
     assert f">{faster}, 10 µs</td>" in source and ">100 µs</td>" in source
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -146,6 +147,8 @@ def test_tune_on_a_cpu_makes_a_table_that_then_decides_and_prints_it(tune, backe
     text = words(result)
     assert "bfloat16, head dim 64, 1:1 heads, no mask, dense, forward" in text
     assert "B 2, 32 x 32, H 4 3000.0 µs 1000.0 µs wrong fast" in text
+    head, row = [line for line in result.output.splitlines() if re.search(" fast(est)?$", line)][:2]
+    assert head.index("slow") + len("slow") == row.index("3000.0 µs") + len("3000.0 µs")  # flush right
     assert "never chosen for these" in text
     assert "measured 2 points; 0 of 1 calls are left" in text
     assert f"{tmp_path / 'table.json'}, 2 points\n" in result.output  # whole, as in any pipe

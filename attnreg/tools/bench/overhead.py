@@ -85,15 +85,13 @@ def measure(job: Job) -> None:
 def _compare(front: str, batch: Batch, job: Job, results: dict[str, Any]) -> None:
     """Add to the results what all calls through one front take."""
     timed_sides = sides(batch, job)
-    nothing = {NOTHING: timed_sides.pop(NOTHING)}  # gives no result that could be wrong
+    nothing = timed_sides.pop(NOTHING)  # gives no result that could be wrong
     right = {name: checked_side.side for name, checked_side in checked(batch, timed_sides, job).items()}
-    right |= nothing
+    right[NOTHING] = nothing
     seconds, calls = QUICK_CPU_SECONDS if job.quick else CPU_SECONDS, CPU_CALLS
     if job.device.type == "cuda":
         seconds, calls = math.inf, CALLS
-    timers = {
-        name: SideTimer(side, side.runs(STEPS), seconds, calls) for name, side in (right | nothing).items()
-    }
+    timers = {name: SideTimer(side, side.runs(STEPS), seconds, calls) for name, side in right.items()}
     taken: dict[str, dict[str, float]] = {name: {} for name in timers}
     quartiles: dict[str, dict[str, list[float]]] = {name: {} for name in timers}
     for step, sides_of_step in by_step(timers, job.rounds, "host").items():

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-from attnreg.tools.bench.report import machine
+from attnreg.tools.bench.report import machine, time_text
 from attnreg.tools.bench.selection import CHOSEN, losses
 from attnreg.tools.bench.shapes import BOTH, FORWARD
 from attnreg.tools.drawing import (
@@ -86,6 +86,8 @@ def _speed_lines(
     cases = _each(rows, "case")
     for number, (side, colour) in enumerate(sides.items()):
         drawn = [row for row in rows if row["side"] == side]
+        if not drawn:  # a backend may run none of a panel's cases
+            continue
         at = [cases.index(row["case"]) for row in drawn]
         speeds = [row["teraflops"] for row in drawn]
         # The first marks are the largest, so that they show behind others.
@@ -171,14 +173,14 @@ def _of_streams(rows: Iterable[Mapping[str, Any]]) -> tuple[Marks, Ends]:
 def _draw_times(times: Marks, ends: Ends, title: str, unit: str, note: str, path: Path) -> None:
     """Draw a mark with its value for each side; all axes have one logarithmic scale.
 
-    A case has a line of axes, one for each of its steps.
+    A case has a line of axes, one for each of its steps. It stands once, above the first: it is often wider.
     """
     lines: dict[str, list[str]] = {}
     for panel in times:
         lines.setdefault(panel.partition(":")[0], []).append(panel)
     values = [time for sides in times.values() for time in sides.values()]
     heights = [0.21 * max(len(times[panel]) for panel in line) + 0.95 for line in lines.values()]
-    figure = new_figure(sum(heights) + 0.9)
+    figure = new_figure(sum(heights) + 1.1)
     rows = figure.add_gridspec(len(lines), 1, height_ratios=heights)
     for number, line in enumerate(lines.values()):
         cells = rows[number].subgridspec(1, len(line))
@@ -186,17 +188,21 @@ def _draw_times(times: Marks, ends: Ends, title: str, unit: str, note: str, path
         for column, panel in enumerate(line):
             axes = figure.add_subplot(cells[column])
             _time_marks(axes, names, times[panel], ends[panel])
-            dress(axes, panel.replace(": ", "\n"), f"{unit}, log scale", grid="x")
+            case, _, step = panel.partition(": ")
+            dress(axes, f"{'' if column else case}\n{step}", f"{unit}, log scale", grid="x")
             axes.set_xscale("log")
             axes.set_xlim(0.8 * min(values), 2.5 * max(values))
             wide = max(values) > 100 * min(values)
             axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 3.0)))
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            # Three axes beside each other have no room for "10000" behind "1000".
+            axes.xaxis.set_major_formatter(
+                lambda value, _: f"{value:g}" if value < 1e4 else f"{value / 1e3:g}k"
+            )
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_yticks(range(len(names)), names if column == 0 else [""] * len(names))
             axes.set_ylim(-0.6, len(names) - 0.4)
             axes.tick_params(axis="y", length=0)
-    save(figure, f"{title} (lower is better; {note})", path)
+    save(figure, f"{title}\nlower is better; {note}", path)
 
 
 def _time_marks(
@@ -213,10 +219,9 @@ def _time_marks(
         low, high = ends[name] or (times[name], times[name])
         if high > low:
             axes.hlines(number, low, high, color=colour, **SPREAD)
-        shown = f"{times[name]:.1f}" if 1 <= times[name] < 100 else f"{times[name]:.3g}"
         axes.annotate(
-            shown, (max(times[name], high), number), (5, 0), textcoords="offset points", va="center",
-            fontsize=SMALL, color=INK,
+            time_text(times[name]), (max(times[name], high), number), (5, 0), textcoords="offset points",
+            va="center", fontsize=SMALL, color=INK,
         )  # fmt: skip
 
 

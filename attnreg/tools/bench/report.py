@@ -132,6 +132,11 @@ def _rounded(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_float=lambda number: float(f"{float(number):.5g}"))
 
 
+def time_text(value: float) -> str:
+    """Return a time without its unit: three significant digits, from 1000 on a whole number."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
+
+
 def machine_line() -> str:
     """Return what figures are measured on here, as a line."""
     return " · ".join(f"{key} {value}" for key, value in machine().items())

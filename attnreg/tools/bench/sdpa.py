@@ -18,6 +18,7 @@ from attnreg.tools.bench.compare import batch_beyond_the_cache, checked, timed
 from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import sdpa_grid
 from attnreg.tools.bench.sides import STEPS, Side, settings, table_in_force, torch_alone
+from attnreg.tools.lines import counted
 from attnreg.tools.measure import Case
 from attnreg.tools.measure.timing import matmul_rate
 
@@ -87,7 +88,7 @@ def _mean_gains(rows: list[dict[str, Any]]) -> list[str]:
         gains = [r["times_yardstick"] for r in rows if (r["step"], r["side"]) == (step, CHOSEN)]
         if gains:
             lines.append(
-                f"{step}: {geometric_mean(gains):.2f} x {TORCH} in the geometric mean of {len(gains)} cases, "
-                f"{min(gains):.2f} at worst"
+                f"{step}: {geometric_mean(gains):.2f} x {TORCH} in the geometric mean of "
+                f"{counted(len(gains), 'case')}, {min(gains):.2f} at worst"
             )
     return lines

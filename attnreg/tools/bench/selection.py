@@ -40,6 +40,7 @@ from attnreg.tools.bench.compare import (
 from attnreg.tools.bench.report import Job, PrintedTable
 from attnreg.tools.bench.shapes import BOTH, FORWARD, drawn, facts_of, trains
 from attnreg.tools.bench.sides import Side
+from attnreg.tools.lines import counted
 from attnreg.tools.measure import Case
 from attnreg.tools.measure.timing import timer_for
 
@@ -54,8 +55,8 @@ MUCH, WORST = 1.15, 10
 ALL, BY_HOST, BY_DEVICE = "all", "bound by the host", "bound by the device"
 
 # How many shapes there are without `--random`, without and with `--quick`; and their seed, by which already
-# the first vary in everything.
-GPU_COUNTS, COUNTS, SEED = (58, 6), (6, 3), 1
+# the first vary in everything. `--seed` takes numbers, so no random shapes are these.
+GPU_COUNTS, COUNTS, SEED = (58, 6), (6, 3), "repeatable"
 # Seconds of a measurement, unless a call takes longer. With 50 calls of 40 us in each of three rounds, the
 # best backend of a call bound by the host took 1.03 times as long as itself. `FEW_CALLS` is for the host's
 # time: so few calls don't fill a GPU's queue, for which the host would wait.
@@ -70,7 +71,7 @@ HOST_BOUND = 0.9
 MORE = 2
 
 
-def measure(job: Job, count: int | None = None, seed: int = SEED) -> None:
+def measure(job: Job, count: int | None = None, seed: int | str = SEED) -> None:
     """Measure `count` shapes of a seed, while there is time; refuses where none could be measured."""
     table = sides.table_in_force(job.device, job.table)
     usual = GPU_COUNTS if job.device.type == "cuda" else COUNTS
@@ -88,7 +89,7 @@ def measure(job: Job, count: int | None = None, seed: int = SEED) -> None:
     summed, worst = summary(rows), {step: worst_of(rows, step) for step in (FORWARD, BOTH)}
     job.keep(results | {"summary": summed, "worst": worst, "rows": rows})
     job.tables = tables(summed, worst)
-    job.summary = [f"chosen by: {table}", f"{len(rows)} shapes of seed {seed}"]
+    job.summary = [f"chosen by: {table}", f"{counted(len(rows), 'shape')} of seed {seed!r}"]
 
 
 def _compile_ahead(job: Job, shapes: Sequence[Case]) -> None:

@@ -114,7 +114,7 @@ def sdpa_grid(device: str) -> list[Case]:
 GPU, CPU = (180, 11_600, 48_000, 6e11), (12, 400, 1_200, 2e8)
 
 
-def drawn(seed: int, number: int, device: str) -> Case:
+def drawn(seed: int | str, number: int, device: str) -> Case:
     """Draw a shape at random; one seed and number are always the same shape."""
     rng = random.Random(f"{seed}/{number}")
     gpu = device == "cuda"

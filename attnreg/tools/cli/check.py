@@ -15,7 +15,8 @@ import typer
 
 from attnreg.errors import AttnregError, ConfigError, file_errors
 from attnreg.tools.cli.options import AsJson
-from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.cli.output import USAGE, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.lines import counted
 from attnreg.tools.report import BEGIN_OF_LINE
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
+from torch.nn.attention import _registry as torch_registry
 
 from attnreg import __version__
 from attnreg.core import registry
@@ -20,7 +21,7 @@ from attnreg.core.dispatch import planning
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.decision import Policy, default_source, select
 from attnreg.errors import BackendUnavailableError
-from attnreg.tools.cli.output import counted
+from attnreg.tools.lines import counted
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -52,14 +53,34 @@ def devices() -> Iterator[tuple[torch.device, dict[str, Any]]]:
         yield device, {"device": str(device), "name": name, "compute_capability": capability}
 
 
-def chosen_by_torch(device: torch.device) -> str:
+def of_torch() -> dict[str, Any]:
+    """Return which kernels `F.scaled_dot_product_attention` uses without attnreg."""
+    # On CUDA torch settles its order with its first choice; until then it reports another one.
+    chosen = {str(device): _chosen_by_torch(device) for device, _ in devices()}
+    order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
+    return {
+        "chooses": chosen,
+        "priority": [_kernel(number) for number in order],
+        "enabled": {
+            name.removeprefix("mem_"): bool(getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+            for name in ("flash", "mem_efficient", "cudnn", "math")
+        },
+        "flash_implementation": torch_registry.current_flash_attention_impl(),
+        "flash_implementations": torch_registry.list_flash_attention_impls(),
+    }
+
+
+def _chosen_by_torch(device: torch.device) -> str:
     """Return the kernel that torch picks for a common call of SDPA: bfloat16, 8 heads of 128, causal."""
     try:
         query = torch.empty(1, 8, 256, 128, dtype=torch.bfloat16, device=device)
-        kernel = SDPBackend(torch._fused_sdp_choice(query, query, query, is_causal=True))
+        return _kernel(torch._fused_sdp_choice(query, query, query, is_causal=True))
     except Exception as error:  # noqa: BLE001 - a GPU without free memory is no reason to fail
         return f"{type(error).__name__}: {error}"
-    return kernel.name.removesuffix("_ATTENTION").lower()
+
+
+def _kernel(number: int) -> str:
+    return SDPBackend(number).name.removesuffix("_ATTENTION").lower()
 
 
 def untouched_programs() -> str:

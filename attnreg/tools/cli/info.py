@@ -12,7 +12,8 @@ import typer
 
 from attnreg.errors import AttnregError
 from attnreg.tools.cli.options import AsJson, Verbose
-from attnreg.tools.cli.output import USAGE, counted, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.cli.output import USAGE, import_torch, print_json, stdout_to_stderr, table
+from attnreg.tools.lines import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +85,7 @@ def collected() -> dict[str, Any]:
             "untouched_programs": facts.untouched_programs(),
         },
         "compiled": [_library(library) for library in building.LIBRARIES],
-        "torch": {"chooses": {str(device): facts.chosen_by_torch(device) for device, _ in facts.devices()}},
+        "torch": facts.of_torch(),
     }
 
 

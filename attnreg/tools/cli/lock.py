@@ -20,12 +20,12 @@ from attnreg.tools.cli.output import (
     FAILED,
     USAGE,
     console,
-    counted,
     import_torch,
     print_json,
     stdout_to_stderr,
     table,
 )
+from attnreg.tools.lines import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

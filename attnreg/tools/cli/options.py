@@ -23,7 +23,7 @@ from attnreg.errors import (
     UnknownBackendError,
     did_you_mean,
 )
-from attnreg.tools.cli.output import counted
+from attnreg.tools.lines import counted
 
 if TYPE_CHECKING:
     import torch

@@ -141,8 +141,3 @@ def print_json(data: object) -> None:
 def finite(number: float) -> float | None:
     """Return the number, or None for an infinity or NaN, which JSON doesn't have."""
     return number if math.isfinite(number) else None
-
-
-def counted(number: int, noun: str) -> str:
-    """Return "1 row" or "2 rows"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -14,6 +14,7 @@ import typer
 
 from attnreg.errors import InvalidInputError, did_you_mean
 from attnreg.tools.cli import options, output
+from attnreg.tools.lines import counted
 
 if TYPE_CHECKING:
     import torch
@@ -214,7 +215,7 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
     names = list(dict.fromkeys(entry.name for entry in session.entries))
     for kind, points in groupby(measured_points, key=lambda point: point.kind):
         rows = (_row(point, names) for point in points)
-        output.table(str(kind), rows, ("call", *names, "fastest"), right=len(names))
+        output.table(str(kind), rows, ("call", *names, "fastest"), right=len(names) + 1)
     if session.fronts:
         headers = ("backend", "front", "routers", "call", "forward", "backward", "forward alone")
         output.table("Host time per call, µs", host_rows(session.fronts), headers, right=3)
@@ -236,8 +237,8 @@ def _print(session: Session, specs: list[AttentionSpec], end: str) -> None:
     left = f"{data['left']} of {data['calls']} calls are left"
     summary = {
         "end": end,
-        "measured": f"{output.counted(data['measured'], 'point')}; {left}",
-        "table": f"{session.out}, {output.counted(data['table_points'], 'point')}",
+        "measured": f"{counted(data['measured'], 'point')}; {left}",
+        "table": f"{session.out}, {counted(data['table_points'], 'point')}",
     }
     output.table("Summary", summary.items())
 

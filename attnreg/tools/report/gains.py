@@ -51,12 +51,12 @@ class Predicted(NamedTuple):
 def predicted(rows: Iterable[CallRow]) -> Predicted:
     """Return what the tables in force, or tables that ship with attnreg, predict for calls of these rows."""
     tables = _tables()
-    gains, known, notes = [], 0, []
+    gains, known, notes, missing = [], 0, [], []
     for row in rows:
         direction = cast("Direction", row.direction)
         prediction = tables.predict(row.spec.of(direction), direction)
         if prediction is None:
-            notes.append(tables.identity(row.spec.device)[1])
+            missing.append(tables.identity(row.spec.device)[1])
             continue
         notes.append(prediction.table)
         now = prediction.of(BACKENDS.get((row.spec.device.type, row.backend), row.backend))
@@ -73,7 +73,7 @@ def predicted(rows: Iterable[CallRow]) -> Predicted:
         if best.cost_us is not None and best.cost_us < (1 - LEAST) * now.cost_us:
             gains.append(Gain(row, best.backend, now.cost_us, best.cost_us))
     gains.sort(key=lambda gain: -gain.saves_us)
-    return Predicted(tuple(gains), known, "; ".join(dict.fromkeys(notes)))
+    return Predicted(tuple(gains), known, "; ".join(dict.fromkeys(notes or missing)))
 
 
 def _tables() -> Tables:

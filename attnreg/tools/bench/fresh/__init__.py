@@ -19,10 +19,10 @@ from attnreg.tools.bench.compare import measured_in_time
 from attnreg.tools.bench.fresh import attention
 from attnreg.tools.bench.fresh.attention import OURS
 from attnreg.tools.bench.fresh.turns import FreshRow, measured
-from attnreg.tools.bench.report import Job, PrintedTable
+from attnreg.tools.bench.report import Job, PrintedTable, time_text
 from attnreg.tools.bench.sides import table_in_force
 
-__all__ = ["each_case", "lines", "measure", "measure_rows", "ratio_text", "tables", "time_text"]
+__all__ = ["each_case", "lines", "measure", "measure_rows", "ratio_text", "tables"]
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -93,11 +93,6 @@ def each_case(rows: Rows) -> Iterator[tuple[tuple[str, str], list[Mapping[str, A
     """Yield case and step with what was measured of them."""
     for key in dict.fromkeys((row["case"], row["step"]) for row in rows):
         yield key, [row for row in rows if (row["case"], row["step"]) == key]
-
-
-def time_text(milliseconds: float) -> str:
-    """Return milliseconds as text."""
-    return f"{milliseconds:.4f}" if milliseconds < 0.1 else f"{milliseconds:.3g}"
 
 
 def ratio_text(ratio: float | None) -> str:
