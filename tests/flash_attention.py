@@ -43,7 +43,7 @@ import attnreg  # noqa: E402
 from attnreg.core import registry  # noqa: E402
 from attnreg.errors import UnsupportedInputError  # noqa: E402
 from attnreg.flash_attn import activation  # noqa: E402
-from attnreg.tools.bench.report import save, show_machine  # noqa: E402
+from attnreg.tools.bench.report import machine_line, save  # noqa: E402
 
 TESTS = "tests/test_flash_attn.py"
 CHOSEN = "chosen"
@@ -256,7 +256,7 @@ def main() -> int:
         sample = given.each, (number, parts), given.until, given.record
         return run(file, Runner(backend, *sample))
 
-    show_machine()
+    print(f"{machine_line()}\n")
     names = [name.strip() for name in given.backends.split(",") if name.strip()]
     started, seconds, results = time.time(), 60.0 * given.minutes, {}
     for at, name in enumerate(names, 1):

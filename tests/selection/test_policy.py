@@ -91,17 +91,17 @@ def test_all_sources_are_named_by_file_and_line_and_what_several_disable_by_the_
     )
     assert policy.current() == Policy(
         (Preference("attnreg.toml:7", ("mine",), ("cpu",)),),
-        {"one": "attnreg.toml:2", "two": "attnreg.toml:2"},
+        {"one": "attnreg.toml:3", "two": "attnreg.toml:4"},
         "attnreg.toml:1",
     )
     assert attnreg.explain(SPEC).rejected == {
-        "one": ("disabled by attnreg.toml:2",),
-        "two": ("disabled by attnreg.toml:2",),
+        "one": ("disabled by attnreg.toml:3",),
+        "two": ("disabled by attnreg.toml:4",),
         "gpu": ("can't load here: needs a GPU; install it with: make gpu", "device must be cuda, got cpu"),
     }
     monkeypatch.setenv("ATTNREG_DISABLE", "TWO")
     attnreg.reload()
-    assert policy.current().disabled == {"two": "ATTNREG_DISABLE", "one": "attnreg.toml:2"}
+    assert policy.current().disabled == {"two": "ATTNREG_DISABLE", "one": "attnreg.toml:3"}
 
 
 @pytest.mark.parametrize(
