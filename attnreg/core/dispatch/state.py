@@ -268,7 +268,8 @@ class State:
                 kind.plans = {}
         kind = plan.kind
         # Neither a turn, nor a call in a capture, nor a first call that fails comes here.
-        kind.shapes += plan.key not in kind.plans and kind.detail_of(plan.key) is Detail.SHAPES
+        if plan.key not in kind.plans and kind.detail_of(plan.key) is Detail.SHAPES:
+            kind.shapes += 1
         kind.plans[plan.key] = plan
 
     def keep_kind(self, key: tuple[object, ...], kind: CallKind) -> CallKind:
