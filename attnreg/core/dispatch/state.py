@@ -47,7 +47,7 @@ class Plan(NamedTuple):
             it can't.
         specialize: the backend's `Kernels.specialize` for this direction; None if it has none.
         kind: the kind of calls that the plan belongs to.
-        key: what the plan is kept under: its class of lengths, followed by the lengths where they are exact.
+        key: what the plan is kept under: its class of lengths; where more counts, how much, and that of them.
         set_aside: the backend's `Entry.set_aside` for this call.
         turn: what times the call, where backends take turns (`policy = "adaptive"`).
     """

@@ -104,13 +104,13 @@ def _range_from(name: str, ends: Any, place: str) -> LengthRange:
     known = all(factors and {*factors} <= {*LENGTHS} for _, factors in terms)
     if not (terms and known and LengthRange(tuple(terms), None, None).name == name):
         raise Malformed(f"{place}: got an unknown length, expected {', '.join(LENGTHS)} or a sum of them")
-    are_ends = (
-        isinstance(ends, list)
-        and len(ends) == 2
-        and all(end is None or (type(end) is int and abs(end) < LARGEST_LIMIT - 1) for end in ends)
-    )
+    are_ends = isinstance(ends, list) and len(ends) == 2 and all(map(_is_end, ends))
     checked(ends, place, ("[lowest, highest], whole numbers or null", lambda _: are_ends))
     return LengthRange(tuple(terms), *ends)
+
+
+def _is_end(end: object) -> bool:
+    return end is None or (type(end) is int and abs(end) < LARGEST_LIMIT - 1)
 
 
 class Decided(NamedTuple):
@@ -162,7 +162,10 @@ def split(calls: Sequence[Decided], cuts: Iterable[Cut]) -> list[tuple[Ranges, l
 
 
 def narrow(
-    ranges: Ranges, calls: Sequence[Decided], cuts: Iterable[Cut], runs: Callable[[AttentionSpec], bool]
+    ranges: Ranges,
+    calls: Sequence[Decided],
+    cuts: Iterable[Cut],
+    runs: Callable[[AttentionSpec], bool],
 ) -> list[tuple[Ranges, list[Decided]]]:
     """Return the parts of ranges in which a backend runs calls of any lengths, as far as cuts show.
 
@@ -174,7 +177,9 @@ def narrow(
 
 
 def _divided_while(
-    ranges: Ranges, calls: Sequence[Decided], next_cut: Callable[[Ranges, Sequence[Decided]], Cut | None]
+    ranges: Ranges,
+    calls: Sequence[Decided],
+    next_cut: Callable[[Ranges, Sequence[Decided]], Cut | None],
 ) -> list[tuple[Ranges, list[Decided]]]:
     """Divide ranges with calls for as long as there is a cut to divide a part at."""
     done: list[tuple[Ranges, list[Decided]]] = []

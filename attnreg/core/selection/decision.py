@@ -18,8 +18,15 @@ from attnreg.core.selection.protocols import Adaptive, Lock, Tables
 from attnreg.errors import UnsupportedInputError
 
 __all__ = [
-    "BATCH_INVARIANT", "Decision", "Policy", "Preference", "default_source", "replayed", "select", "tied_to",
-]  # fmt: skip
+    "BATCH_INVARIANT",
+    "Decision",
+    "Policy",
+    "Preference",
+    "default_source",
+    "replayed",
+    "select",
+    "tied_to",
+]
 
 BATCH_INVARIANT = 'policy = "batch_invariant"'
 
@@ -159,9 +166,7 @@ def select(
         return here
     usual = _selected(spec.of_any_batch(), direction, entries, policy, complete=False)
     # A backend that was set aside may have run such calls before.
-    before = here.order[: here.order.index(here.backend)]
-    reasons = ((name, reason) for name in before for reason in here.rejected.get(name, ()))
-    aside = next((name for name, reason in reasons if reason.startswith(SET_ASIDE)), "")
+    aside = next((name for name in here.order[: here.order.index(here.backend)] if _is_aside(here, name)), "")
     expected = aside or usual.backend
     if expected == here.backend:
         return here
@@ -169,6 +174,10 @@ def select(
     runs = f"{expected} runs" if expected else "no backend can run"
     refusal = f"by {BATCH_INVARIANT} {runs} such calls, whatever the batch{way_out}"
     return replace(here, backend=None, refusal=refusal)
+
+
+def _is_aside(decision: Decision, name: str) -> bool:
+    return any(reason.startswith(SET_ASIDE) for reason in decision.rejected.get(name, ()))
 
 
 class _Reasons:

@@ -144,10 +144,12 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     if not autocasts(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = (
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value)
-    )
+    query, key, value = (x.to(dtype) if _is_cast(x) else x for x in (query, key, value))
     return query, key, value
+
+
+def _is_cast(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64  # autocast never casts float64
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

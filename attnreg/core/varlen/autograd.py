@@ -155,7 +155,10 @@ _backward_uncompiled = _disable_dynamo(_backward)
 
 
 def _in_memory(grad: Tensor) -> Tensor:
-    """Return a gradient as memory that kernels can read. In C++ `as_memory` does the same."""
+    """Return a gradient as memory that kernels can read. In C++ `as_memory` does the same.
+
+    The dispatcher would make it that, but it isn't asked here.
+    """
     found = in_memory(grad)
     if found is None:
         raise UnsupportedInputError("a gradient must be a plain tensor, got a tensor subclass")
