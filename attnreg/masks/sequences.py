@@ -55,9 +55,9 @@ def sequences(low: Tensor, high: Tensor) -> list[Sequences] | str:
     expected = low[starts][number]
     if left >= 0:
         expected = torch.maximum(expected, high - left)
-    if (low != expected)[is_causal].any():
+    if ((low != expected) & is_causal).any():
         return IRREGULAR
-    lengths = first.nonzero().flatten().diff(append=torch.tensor([len(low)]))
+    lengths = starts.diff(append=torch.tensor([len(low)]))
     counts = high[starts + lengths - 1] - low[starts] + 1
     causal = is_causal[starts]
     if causal.any():  # a sequence's only query sees all of its keys with either window

@@ -147,6 +147,19 @@ def test_a_large_mask_is_looked_at_in_pieces_with_the_same_result(monkeypatch):
     assert torch.equal(describe(mask), whole)
 
 
+@pytest.mark.parametrize("keys", [7, 8, 2040, 2041, 4081])
+def test_first_and_last_keys_are_exact_at_every_end_of_a_word_and_of_a_sum_of_words(keys):
+    places = torch.arange(keys)
+    firsts = torch.tensor([0, 1, keys // 2, keys - 1, 0])
+    lasts = torch.tensor([keys - 1, keys - 2, keys // 2, keys - 1, -1])
+    mask = (places >= firsts[:, None]) & (places <= lasts[:, None])
+    expected = [1, *[1] * keys, *firsts.tolist(), *lasts.tolist()]
+    assert describe(mask[None]).tolist() == expected
+    mask[0, keys - 2] = False
+    assert describe(mask[None])[0] == 0  # the first query sees keys with a gap between them
+    assert describe(mask[None].view(torch.uint8).mul(2).view(torch.bool)).equal(describe(mask[None]))
+
+
 def test_packed_calls_with_the_same_keys_have_one_tensor_of_them_on_any_device():
     """Where every row of the batch is padded: the queries before the padding see what those in it see."""
     all_padded = (torch.tensor([3, 6])[:, None] > PLACES)[:, None]
