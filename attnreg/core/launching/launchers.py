@@ -15,7 +15,7 @@ looks at itself, and returns None where that has changed: Python then looks up t
 means what it means of a kernel: after a BackendUnavailableError the next backend runs such calls.
 
 A launcher's arguments are the tensors of the backend's function. In a packed call further arguments follow:
-the tensors of options, which are sinks that the kernel counts, or what a forward's launcher `takes`; both
+the tensors of options that the kernel itself counts, or what a forward's launcher `takes`; both
 offsets (the same tensor twice if the first call's were; with pages None for the key's); `max_q` and
 `max_k`; whether every row is known to belong to a sequence and to see a key. If that isn't known, the
 launcher itself keeps the contract for rows of no sequence and without a key (`rows`). It returns what the
