@@ -6,6 +6,7 @@ A call whose mask isn't recognised runs with its mask, and `stats().masks` count
 from __future__ import annotations
 
 import functools
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from attnreg.core.dispatch.calls import (
     wants_gradient,
 )
 from attnreg.core.dispatch.planning import device_of
-from attnreg.core.dispatch.state import state
+from attnreg.core.dispatch.state import FEW_SHAPES, state
 from attnreg.core.settings.environment import LARGE, RECOGNISE
 from attnreg.core.torchlib.layout import needs_graph_memory
 from attnreg.core.torchlib.modes import autocast, is_plain
@@ -43,15 +44,22 @@ MOST_KINDS = 64
 # Pairs of a query and a key, B * S_q * S_k, from which on calls on a GPU are large. A look at their mask
 # takes the host a few ms, in which it waits for the device. Two layers save more.
 LARGE_PAIRS = 2**24
+# The same in a program whose masked calls have had more than `FEW_SHAPES`. cuDNN would take 50 ms to set up
+# each shape, so `efficient` would run them, in twice cuDNN's time.
+LARGE_PAIRS_OF_NEW_SHAPES = 2**21
 # Where a mask takes several packed calls, the least number of queries and of keys. At 1,024 such calls took
 # up to 1.35 times as long as torch's (H200; `benchmarks/masks.py`).
 LARGE_IN_PARTS = 2048
+
+# Shapes (B, S_q, S_k) of masked calls, until they are more than a few.
+_shapes: set[tuple[int, int, int]] = set()
 
 
 def follow() -> None:
     """Route calls here if the settings in force ask for recognised masks."""
     bypassed.run_recognised = run
     bypassed.follow()
+    _shapes.clear()
 
 
 def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
@@ -112,8 +120,17 @@ def is_large(query: Tensor, key: Tensor) -> bool:
     """
     if not query.is_cuda or query.dim() != 4 or key.dim() != 4:
         return False
-    is_many = query.shape[0] * query.shape[2] * key.shape[2] >= LARGE_PAIRS
+    shape = query.shape[0], query.shape[2], key.shape[2]
+    pairs = prod(shape)
+    is_many = pairs >= LARGE_PAIRS or (pairs >= LARGE_PAIRS_OF_NEW_SHAPES and _has_many_shapes(shape))
     return is_many and not torch.cuda.get_sync_debug_mode()
+
+
+def _has_many_shapes(shape: tuple[int, int, int]) -> bool:
+    """Whether masked calls have had more than a few shapes, this one included."""
+    if len(_shapes) <= FEW_SHAPES:
+        _shapes.add(shape)
+    return len(_shapes) > FEW_SHAPES
 
 
 def _has_mask(call: SdpaCall) -> bool:

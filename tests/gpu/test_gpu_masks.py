@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from support import gpu
 
 import attnreg
+from attnreg.core.dispatch.state import FEW_SHAPES
 from attnreg.core.launching import offsets
 from attnreg.errors import InvalidInputError
 from attnreg.masks.serving import LEFT
@@ -116,6 +117,24 @@ def test_a_measured_policy_has_large_masks_recognised_and_no_others(ran):
     attnreg.reset_stats()
     short = [x[:, :, :4000].contiguous().detach().requires_grad_() for x in inputs]
     gpu.sdpa_and_back(short, attn_mask=mask.cuda()[None, None, :4000, :4000])
+    assert attnreg.stats().masks == ()
+
+
+def test_a_measured_policy_has_smaller_masks_recognised_once_a_program_has_brought_many_shapes(ran):
+    attnreg.configure({"policy": "measured"})
+    for count in range(1, FEW_SHAPES + 3):
+        length = 1449 + 8 * count  # 2**21 pairs and more
+        places = torch.arange(length)
+        mask = (places[:, None] >= places) & (places[:, None] // 700 == places // 700)
+        inputs = gpu.bhsd(batch=1, heads=2, length=length)
+        results = gpu.sdpa_and_back(inputs, attn_mask=mask.cuda()[None, None])
+        seen = [(row.seen, row.count) for row in attnreg.stats().masks]
+        assert seen == ([("causal, documents", count - FEW_SHAPES)] if count > FEW_SHAPES else [])
+        bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+        gpu.assert_near(results, gpu.expected_of_sdpa(inputs, bias=bias[None, None]))
+    attnreg.reset_stats()
+    short = [x[:, :, :1400].contiguous().detach().requires_grad_() for x in inputs]
+    gpu.sdpa_and_back(short, attn_mask=mask.cuda()[None, None, :1400, :1400])
     assert attnreg.stats().masks == ()
 
 

@@ -1,6 +1,7 @@
 """Promises about who asks for masks to be recognised, and where one reads what they were recognised as."""
 
 import json
+import types
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.processes import COMMAND, forked
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnreg
+from attnreg.core.dispatch.state import FEW_SHAPES
 from attnreg.errors import ConfigError
 from attnreg.masks import serving
 from attnreg.tools.cli.run import _print_stats
@@ -159,6 +161,24 @@ def test_without_cuda_no_mask_is_large(seen):
     attnreg.configure({"policy": "measured"})
     attend()
     assert (seen(), F.scaled_dot_product_attention) == ({}, SDPA)
+
+
+def test_smaller_calls_are_large_once_a_program_has_brought_more_than_a_few_shapes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", int)
+    attnreg.configure({"policy": "measured"})
+
+    def is_large(length, batch=1, is_cuda=True):
+        x = types.SimpleNamespace(is_cuda=is_cuda, shape=(batch, 2, length, 8), dim=lambda: 4)
+        return serving.is_large(x, x)
+
+    assert (is_large(4096), is_large(4095), is_large(4096, is_cuda=False)) == (True, False, False)
+    others = [is_large(length) for length in range(2000, 2000 + FEW_SHAPES - 1)]
+    repeated = [is_large(2000) for _ in range(9)]
+    assert not any(others + repeated)
+    assert not any(is_large(length) for length in range(100, 120))  # which don't count
+    assert is_large(1449) and is_large(2000) and is_large(725, batch=4) and not is_large(1448)
+    attnreg.configure({"policy": "adaptive"})
+    assert not is_large(2000)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
