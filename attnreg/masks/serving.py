@@ -89,6 +89,7 @@ def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
             call.query, call.key, call.value, None, call.dropout_p, structure.is_causal,
             scale=call.scale, enable_gqa=call.enable_gqa,
         )  # fmt: skip
+    structure.is_used = True
     counters.mask_seen(structure.seen)
     return out
 
