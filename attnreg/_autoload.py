@@ -61,14 +61,18 @@ def activate() -> None:
     """Install the routers if the environment requests something; never an error of `import torch`.
 
     `import torch` calls this, and so does the first use of a name of attnreg, because a program may set a
-    variable in between.
+    variable in between. If a module of attnreg imports torch, all this happens once that module is whole.
     """
     global variables_are_set
     offer()
     ours = {name: value for name, value in os.environ.items() if name.upper().startswith("ATTNREG_")}
+    near = [name for name in os.environ if _NEAR_OURS.match(name) and name not in ours]
+    if (ours or near) and (importer := _find_importer_of_torch()):
+        _after_import(importer, activate)
+        return
     if others := [name for name, value in ours.items() if not name.startswith("ATTNREG_") and value.strip()]:
         _hint_at_case(others)
-    if near := [name for name in os.environ if _NEAR_OURS.match(name) and name not in ours]:
+    if near:
         _hint_at_prefix(near)
     if not any(
         value.strip() and name not in others and not (name == _BUILD and _is_way(value))
@@ -76,6 +80,11 @@ def activate() -> None:
     ):
         return
     variables_are_set = True
+    _apply_variables()
+
+
+def _apply_variables() -> None:
+    """Install the routers and what else variables request; a fault is a warning."""
     from attnreg.errors import ConfigError
 
     try:
@@ -101,6 +110,19 @@ def activate() -> None:
             _print_in_short(error)
     except Exception as error:  # noqa: BLE001 - `import torch` must not fail because of attnreg
         _warn(f"attnreg is not active: {type(error).__name__}: {error}")
+
+
+def _find_importer_of_torch() -> str:
+    """Return the first module of attnreg that is half imported while torch is; else an empty string."""
+    if not _is_running(sys.modules.get("torch")):
+        return ""
+    ours = [(name, module) for name, module in [*sys.modules.items()] if name.startswith("attnreg.")]
+    return next((name for name, module in ours if _is_running(module)), "")
+
+
+def _is_running(module: ModuleType | None) -> bool:
+    """Return whether the code of a module has begun and not ended."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _hint_at_case(names: list[str]) -> None:
@@ -193,11 +215,14 @@ def run_behind_transformers(name: str) -> None:
 
 
 def _after_import(name: str, then: Callable[[], None]) -> None:
-    """Call a function once a module is imported: now, if it is; else when its code has run to the end."""
+    """Call a function once a module is imported: now, if it is; else when its code has run to the end.
+
+    Of a module whose code fails it is called only if the module is attnreg's own.
+    """
     spec: Any = getattr(sys.modules.get(name), "__spec__", None)
     if name not in sys.modules:
         sys.meta_path.insert(0, _AfterImport(name, then))
-    elif getattr(spec, "_initializing", False):  # it is what imports torch for the first time
+    elif _is_running(sys.modules[name]):  # it is what imports torch for the first time
         if not isinstance(spec, _BeingImported):
             spec.__class__ = _BeingImported
         vars(spec).setdefault("attnreg_calls", []).append(then)
@@ -237,7 +262,7 @@ class _BeingImported(ModuleSpec):
             return
         calls = vars(self).pop("attnreg_calls", [])
         self.__class__ = ModuleSpec  # type: ignore[assignment]
-        if self.name in sys.modules:  # else its code has failed
+        if self.name in sys.modules or self.name.startswith("attnreg."):  # else its code has failed
             for call in calls:
                 call()
 

@@ -226,13 +226,42 @@ def test_a_registry_of_torchs_that_has_changed_is_a_warning_and_the_routers_are_
     installing.assert_called_once_with()
 
 
+# Importing torch runs attnreg's entry point while a module of attnreg is half imported.
+MODULE_FIRST = """\
+import contextlib, json
+with contextlib.suppress(ModuleNotFoundError):
+    import {}
+import torch, torch.nn.functional as F
+out = F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 16))
+import attnreg
+print(json.dumps([out.unique().tolist(), attnreg.stats().calls]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "variables"),
+    [
+        ("attnreg.core.aten", {}),
+        pytest.param(
+            "attnreg.core.dispatch.planning", {"ATTNREG_MASKS": "recognise"}, marks=pytest.mark.slow
+        ),
+        pytest.param("attnreg.core.torchlib.layout", {"ATTNREG_STRICT": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_where_a_module_of_attnreg_is_imported_before_torch_variables_apply_without_a_warning(
+    module, variables
+):
+    printed, errors = run(program=MODULE_FIRST.format(module), ATTNREG_BACKEND="math", **variables)
+    assert (printed, errors) == ([[1.0], {"math": {"forward": 1, "backward": 0}}], [])
+
+
 @pytest.mark.slow
-def test_a_module_of_attnreg_that_is_imported_before_torch_fails_no_import_of_torch():
-    # Importing torch imports attnreg again, which is half-way in then.
-    program = "import attnreg.core.dispatch.planning, torch\nprint('[1]')"
-    printed, errors = run(program=program, ATTNREG_BACKEND="math")
-    assert printed == [1]
-    assert "UserWarning: attnreg is not active: ImportError: cannot import name" in errors[0]
+def test_where_a_module_of_attnreg_imports_torch_and_fails_variables_apply_all_the_same():
+    lacking = "import sys\nsys.modules['attnreg.tools.tuning'] = None\n"
+    printed, errors = run(
+        program=lacking + MODULE_FIRST.format("attnreg.tools.warmup"), ATTNREG_BACKEND="math"
+    )
+    assert (printed, errors) == ([[1.0], {"math": {"forward": 1, "backward": 0}}], [])
 
 
 def test_the_public_names_may_be_imported_before_torch():

@@ -120,6 +120,14 @@ def test_a_wrapped_line_begins_at_its_own_indentation_and_goes_on_two_columns_be
     )
 
 
+def test_a_wrapped_row_keeps_its_columns_and_goes_on_behind_the_first():
+    rows = "  ab    one two three four five six seven eight\n  abcd  nine"
+    assert fitted(rows, 40) == ("  ab    one two three four five six\n          seven eight\n  abcd  nine")
+    assert fitted(rows, 20) == ("  ab one two three\n    four five six\n    seven eight\n  abcd  nine"), (
+        "without room for the second column"
+    )
+
+
 def test_without_the_compiled_part_the_slow_path_and_its_cost_are_named(monkeypatch):
     monkeypatch.setattr(building, "may_be_loaded", lambda library: False)
     text = str(explain(spec()))

@@ -3,7 +3,7 @@
 The key is the mask's tensor, or the tensor that it is a view of, with its version. So layers that cut the
 same view out of a mask share the structure. On a GPU writes that torch doesn't count are looked for, as
 `launching.offsets` does for offsets. On a CPU they aren't noticed, because a look takes as long as a small
-call.
+call. If no call has run without the mask, such a write is no error, and the mask is looked at again.
 """
 
 from __future__ import annotations
@@ -59,11 +59,16 @@ class Look:
         self._numbers = describe(mask[:, 0]) if mask.shape[1] == 1 else None
 
     def differs(self, newer: Self) -> Tensor:
-        """Return on the device whether the mask holds something else now, and calls ran without it."""
-        is_passed_on = isinstance(vars(self).get("structure"), str)
-        if self._numbers is None or newer._numbers is None or is_passed_on:
+        """Return on the device whether the mask holds something else now."""
+        if self._numbers is None or newer._numbers is None:
             return torch.zeros((), dtype=torch.bool, device=self._device)
         return (self._numbers != newer._numbers).any()
+
+    @property
+    def error(self) -> str:
+        """The error of a mask that holds something else now; empty if no call has run without the mask."""
+        structure = vars(self).get("structure")
+        return CHANGED if isinstance(structure, Structure) and structure.is_used else ""
 
     @cached_property
     def structure(self) -> Structure | str:
@@ -98,7 +103,7 @@ def find(mask: Tensor, sizes: Sizes, is_served: bool = True) -> Structure | str:
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
         return derived_from(
             (_owner(mask),), stream, ("mask", layout, sizes), partial(Look, layout, sizes),
-            said=CHANGED, is_compared=is_served and is_compared(mask),
+            said=lambda look: look.error, is_compared=is_served and is_compared(mask),
         ).structure  # fmt: skip
 
 

@@ -50,6 +50,8 @@ LARGE_PAIRS_OF_NEW_SHAPES = 2**21
 # Where a mask takes several packed calls, the least number of queries and of keys. At 1,024 such calls took
 # up to 1.35 times as long as torch's (H200; `benchmarks/masks.py`).
 LARGE_IN_PARTS = 2048
+# Tensors whose sizes may be read; a subclass has to see the call first.
+_SIZED = Tensor, torch.nn.Parameter
 
 # Shapes (B, S_q, S_k) of masked calls, until they are more than a few.
 _shapes: set[tuple[int, int, int]] = set()
@@ -63,27 +65,21 @@ def follow() -> None:
 
 
 def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
-    """As `serve`, of the arguments of SDPA by place and by name. Of small calls only the sizes are read."""
-    if bypassed.mask_mode == LARGE and len(arguments) > 1:
-        query, key = arguments[:2]
-        has_sizes = type(query) is type(key) is Tensor and not (query.is_nested or key.is_nested)
-        if has_sizes and not is_large(query, key) and state() and not timed.is_on:
-            return None
+    """Return the result of a call whose mask has structure; None if torch is to run the call.
+
+    The arguments are SDPA's, by place and by name. Of small calls only the sizes are read. For a report alone
+    masks are only counted. torch itself raises the errors of a wrong call.
+    """
+    state()  # which finds out whether a report is asked for
+    query = arguments[0] if arguments else options.get("query")
+    is_served = serves(query, arguments[1] if len(arguments) > 1 else options.get("key"))
+    if not (is_served or timed.is_on):
+        return None
     try:
         call = SdpaCall(*arguments, **options)
     except TypeError:  # torch's function raises the error that the caller expects
         return None
-    return serve(call)
-
-
-def serve(call: SdpaCall) -> Tensor | None:
-    """Return the result of a call whose mask has structure; None if torch is to run the call.
-
-    For a report alone masks are only counted. torch itself raises the errors of a wrong call.
-    """
-    state()  # which finds out whether a report is asked for
-    is_served = serves(call)
-    structure = recognised(call, is_served) if is_served or timed.is_on else None
+    structure = recognised(call, is_served)
     if structure is None:
         return None
     if timed.is_on:
@@ -101,15 +97,17 @@ def serve(call: SdpaCall) -> Tensor | None:
             call.query, call.key, call.value, None, call.dropout_p, structure.is_causal,
             scale=call.scale, enable_gqa=call.enable_gqa,
         )  # fmt: skip
+    structure.is_used = True
     counters.mask_seen(structure.seen)
     return out
 
 
-def serves(call: SdpaCall) -> bool:
-    """Whether the settings have a call's mask recognised."""
+def serves(query: Any, key: Any) -> bool:
+    """Whether the settings have a call's mask recognised; of a wrong call these may be no tensors."""
     if bypassed.mask_mode != LARGE:
         return bypassed.mask_mode == RECOGNISE
-    return _has_mask(call) and is_plain(*call[:4]) and is_large(call.query, call.key)
+    is_sized = type(query) in _SIZED and type(key) in _SIZED and not (query.is_nested or key.is_nested)
+    return is_sized and is_large(query, key)
 
 
 def is_large(query: Tensor, key: Tensor) -> bool:

@@ -50,7 +50,7 @@ class MaskPart(NamedTuple):
     window: tuple[int, int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Structure:
     """A recognised mask.
 
@@ -60,6 +60,7 @@ class Structure:
         is_causal: the `is_causal` that alone equals the mask; None if neither value does.
         shares: the shares of the queries and of the keys that count.
         refused: by kind of call, why it keeps its mask; empty if packed calls run instead.
+        is_used: whether a call has run without the mask.
     """
 
     seen: str
@@ -67,6 +68,7 @@ class Structure:
     is_causal: bool | None
     shares: tuple[float, float]
     refused: dict[tuple[object, ...], str]
+    is_used: bool = False
 
     def to(self, device: torch.device) -> Structure:
         """Return the same on another device; packed calls that share a tensor share it there, too."""

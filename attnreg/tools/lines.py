@@ -17,6 +17,8 @@ WHOLE = re.compile(
 GAP = 2
 # A last column that would be narrower begins on a line of its own.
 LEAST_WIDTH = 28
+# The indentation and the first column of a row.
+FIRST_COLUMN = re.compile(rf" *\S+ {{{GAP},}}")
 
 
 def counted(number: int, noun: str) -> str:
@@ -48,7 +50,7 @@ def wrapped(text: str, width: int | None) -> list[str]:
 
 
 def fitted(text: str, width: int | None) -> str:
-    """Return a text of several lines, the long ones wrapped behind their own indentation."""
+    """Return a text of several lines, the long ones wrapped behind their indentation and first column."""
     return "\n".join(line for long in text.split("\n") for line in _continued(long, width))
 
 
@@ -57,9 +59,12 @@ def _continued(line: str, width: int | None) -> Iterator[str]:
         yield line
         return
     indent = len(line) - len(line.lstrip())
-    first, *rest = wrapped(line.lstrip(), max(width - indent - GAP, 1))
-    yield " " * indent + first
-    yield from (" " * (indent + GAP) + more for more in rest)
+    column = match.end() if (match := FIRST_COLUMN.match(line)) else indent
+    if width - column - GAP < LEAST_WIDTH:
+        column = indent
+    first, *rest = wrapped(line[column:], max(width - column - GAP, 1))
+    yield line[:column] + first
+    yield from (" " * (column + GAP) + more for more in rest)
 
 
 def aligned(rows: Iterable[Iterable[str]], width: int | None, *, right: int = 0) -> Iterator[list[str]]:

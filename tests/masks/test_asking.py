@@ -104,6 +104,27 @@ def test_a_program_that_asks_for_measured_choices_gets_large_masks_recognised(po
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("named", [False, True], ids=["by place", "by name"])
+def test_of_a_large_call_tensors_mask_and_sizes_are_checked_once(monkeypatch, named):
+    checks, inputs = [], dense.qkv()
+
+    def count(name):
+        check = getattr(serving, name)
+        monkeypatch.setattr(serving, name, lambda *given: checks.append(name) or check(*given))
+
+    for name in ("is_plain", "is_large", "_has_mask"):
+        count(name)
+    attnreg.configure({"policy": "measured"})
+    given = dict(zip(("query", "key", "value"), inputs, strict=True)) if named else {}
+    out = F.scaled_dot_product_attention(*(() if named else inputs), **given, attn_mask=PADDED)
+    stats = attnreg.stats().to_dict()
+    assert sorted(checks) == ["_has_mask", "is_large", "is_plain"]
+    torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(*inputs, PADDED))
+    assert stats["masks"] == [{"seen": "padded keys", "count": 1}]
+    assert stats["calls"] == {"cpu": {"forward": 1, "backward": 0}}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("settings", [{"policy": "order"}, {"policy": "measured", "masks": "as_given"}, {}])
 def test_other_programs_keep_their_masks(settings, seen):
     attnreg.configure(settings)

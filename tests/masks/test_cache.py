@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnreg
 from attnreg.core.launching import offsets
-from attnreg.errors import InvalidInputError
+from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.masks import cache, serving
 from attnreg.masks.serving import LEFT
 
@@ -219,14 +220,41 @@ def test_a_write_that_torch_does_not_count_is_an_error_after_a_while(monkeypatch
     torch.testing.assert_close(attend(mask), expected(mask))
 
 
-def test_a_mask_that_no_call_ran_without_may_be_written_to(monkeypatch, trust_offsets):
+def refuse_packed(mask):
+    """Have the settings leave a recognised mask as it is, because only the reference could run the call."""
+    attnreg.configure({"masks": "recognise", "disabled": ["cpu"]})
+    attend(mask)
+
+
+def fail_packed(mask):
+    """Have the packed call that takes the place of a masked call end in an error."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UnsupportedInputError):
+        patch.setattr(serving, "varlen_attn", Mock(side_effect=UnsupportedInputError("refused")))
+        attend(mask)
+
+
+KEPT = {
+    "without structure": (torch.eye(6).bool().logical_not().expand(2, 1, 6, 6), attend),
+    "refused": (padded(4, 6), refuse_packed),
+    "failed": (padded(4, 6), fail_packed),
+}
+
+
+@pytest.mark.parametrize(("mask", "call"), KEPT.values(), ids=KEPT)
+def test_a_mask_that_no_call_ran_without_may_be_written_to(monkeypatch, trust_offsets, ran, mask, call):
     monkeypatch.setattr(cache, "is_compared", lambda _: True)
     trust_offsets(0.0)
-    mask = torch.eye(6).bool().logical_not()[None, None]
-    torch.testing.assert_close(attend(mask), expected(mask))
-    mask.data.fill_(True)
-    for _ in range(3):
-        torch.testing.assert_close(attend(mask), expected(mask))
+    mask = mask.clone()
+    call(mask)
+    mask.data.copy_(padded(2, 3).expand_as(mask))
+    call(mask)  # which begins to compare
+    attnreg.reset_stats()
+    with attnreg.use_backend("math"):
+        results = [attend(mask) for _ in range(3)]
+    assert [(row.seen, row.count) for row in attnreg.stats().masks] == [("padded keys", 3)]
+    assert ran() == {"math": (3, 0)}
+    for result in results:
+        torch.testing.assert_close(result, expected(mask))
 
 
 def test_of_a_mask_that_is_written_to_in_each_step_the_last_state_is_kept():

@@ -555,6 +555,15 @@ def test_explain_shows_times_points_and_choice_for_each_direction(here):
         "    math    not measured",
         "    from B 2, 256 x 256, H 4, this very call",
     ]
+    narrow = found.text(verbose=True, width=60).splitlines()
+    start = next(number for number, line in enumerate(narrow) if line.endswith("in eager mode"))
+    assert narrow[start + 1 : start + 6] == [
+        "    second  0.010 ms (first call 0.000 ms), forward +",
+        "              backward 0.020 ms",
+        "    first   0.033 ms (first call 250.0 ms), forward +",
+        "              backward 0.040 ms",
+        "    third   failed: RuntimeError: no",
+    ]
     assert f"backward on cpu: second, by {TABLE}" in lines
     data = json.loads(json.dumps(found.to_dict()))
     assert data["forward"]["predicted"]["candidates"][0]["backend"] == "second"

@@ -72,14 +72,14 @@ T = TypeVar("T", bound=Derived)
 class _Kept:
     """What was derived, of which tensors and how; when it was last compared, and the comparison under way.
 
-    `said` is the error where they differ.
+    `said` returns the error where they differ; empty if no call has used the value.
     """
 
     tensors: tuple[weakref.ref[Tensor] | None, ...]
     storages: object  # ids and addresses are reused once a storage has gone
     make: Callable[..., Any]
     value: Any
-    said: str
+    said: Callable[[Any], str]
     compared: float
     comparison: AsyncReadback | None = None
 
@@ -99,6 +99,10 @@ _cache: dict[tuple[object, ...], _Kept] = {}
 on_changed: list[Callable[[], object]] = []
 
 
+def _say_changed(_: object) -> str:
+    return CHANGED
+
+
 def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]:
     # The address, too: `x.data = y` changes that alone.
     return [None if x is None else (id(x), x._version, x.data_ptr()) for x in tensors]
@@ -114,7 +118,7 @@ def derived_from(
     purpose: tuple[object, ...],
     make: Callable[..., T],
     used: T | None = None,
-    said: str = CHANGED,
+    said: Callable[[T], str] = _say_changed,
     is_compared: bool = True,
 ) -> T:
     """Return `make(*tensors)`, cached per purpose until the tensors change.
@@ -122,11 +126,12 @@ def derived_from(
     Tensors are offsets, int32 (B + 1,), and `seqused_k`, int32 (B,), or a boolean mask. `stream` is the CUDA
     stream that the result is computed on, 0 on a CPU. `make` must not refer to a tensor. `used` was derived
     elsewhere, and calls have used it for `TRUSTED` seconds. If nothing is cached, it is cached, and compared
-    at once. Without `is_compared` writes that torch doesn't count aren't looked for.
+    at once. Without `is_compared` writes that torch doesn't count aren't looked for. `said` returns the error
+    of such a write from what was derived before. If it is empty, the value is derived anew.
 
     Raises:
         InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile. The
-            message is `said`.
+            message is by `said`.
     """
     there = [x for x in tensors if x is not None]
     if needs_graph_memory(there[0]):
@@ -137,9 +142,9 @@ def derived_from(
         return make(*tensors)  # an inference tensor has no version counter
     cached = _cache.get(source)
     if cached is not None and all(map(operator.is_, cached.given(), tensors)):
-        if is_compared and (cached.comparison is not None or time.monotonic() - cached.compared > TRUSTED):
-            _compare(cached)
-        return cached.value  # type: ignore[no-any-return]
+        is_due = cached.comparison is not None or time.monotonic() - cached.compared > TRUSTED
+        if not (is_compared and is_due) or _still_holds(cached):
+            return cached.value  # type: ignore[no-any-return]
     storages, now = [x.untyped_storage() for x in there], time.monotonic()
     made = make(*tensors) if used is None else used
     with _lock:
@@ -161,18 +166,21 @@ def _sources() -> list[tuple[object, ...]]:
             return list(_cache)
 
 
-def _compare(kept: _Kept) -> None:
-    """See what came of the comparison under way, and begin the next one when it is time."""
+def _still_holds(kept: _Kept) -> bool:
+    """Whether no change was found: see what came of the comparison, and begin the next when it is time."""
     comparison = kept.comparison  # read once: another thread may clear it meanwhile
     if comparison is not None:
         numbers = comparison.read()
         if numbers is None:
-            return
+            return True
         kept.comparison = None
         if numbers[0]:
-            raise_changed(kept.said)
+            if said := kept.said(kept.value):
+                raise_changed(said)
+            return False
     if time.monotonic() - kept.compared > TRUSTED:
         kept.compared, kept.comparison = time.monotonic(), AsyncReadback(kept.changed())
+    return True
 
 
 def raise_changed(said: str = CHANGED) -> NoReturn:
@@ -189,8 +197,8 @@ def _say_at_exit() -> None:
     with suppress(Exception):
         for kept in list(_cache.values()):
             numbers = None if kept.comparison is None else kept.comparison.read()
-            if numbers is not None and numbers[0]:
-                return log.error(kept.said)
+            if numbers is not None and numbers[0] and (said := kept.said(kept.value)):
+                return log.error(said)
 
 
 class Facts:
