@@ -262,7 +262,7 @@ def _first_looks(
             # read the memory of the mask, which nobody has written.
             return mask.__torch_function__(getattr(F, SDPA_NAME), (type(mask),), arguments, options)
         if not torch.compiler.is_compiling():
-            if takes_masks and _recognises and run_recognised is not None:
+            if takes_masks and mask is not None and _recognises and run_recognised is not None:
                 result = run_recognised(arguments, options)
                 if result is not None:
                     return result
