@@ -43,23 +43,6 @@ PASSED = {
 # The head dims of the package's kernels, which others are rounded up to. A build may lack some.
 KERNEL_DIMS = (64, 96, 128, 192, 256)
 
-
-class _FA3Backward(Capabilities):
-    """The declared fields, and a backward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        if reasons := super().unsupported(spec):
-            return reasons
-        without = _without(spec)
-        if "BACKWARD" in without:
-            return (f"{PACKAGE} is built without BACKWARD",)
-        if not spec.deterministic or _kernel_dim(spec, without) != 256:
-            return ()
-        limit = max((dim for dim in _dims(without) if dim < 256), default=0)
-        return (f"head_dim must be at most {limit} with deterministic algorithms, got {spec.head_dim}",)
-
-
 # From hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too,
 # where it has FA2's kernels. Its Hopper kernels run on no newer GPU.
 LIMITS: dict[str, Any] = {
@@ -71,13 +54,21 @@ LIMITS: dict[str, Any] = {
     "heads": Range(0, GRID),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
-FORWARD = Capabilities(**LIMITS, page_size=Range(1), num_splits=True)
-BACKWARD = _FA3Backward(**LIMITS, delta_from_out=True)
 
 
-def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    splits = () if spec.num_splits in (None, 1) else (f"num_splits must be 1 or None, got {spec.num_splits}",)
-    return *splits, *_against_build(spec)
+def _refuses(spec: AttentionSpec) -> Iterator[str]:
+    if spec.num_splits not in (None, 1):
+        yield f"num_splits must be 1 or None, got {spec.num_splits}"
+    yield from _against_build(spec)
+
+
+def _refuses_gradients(spec: AttentionSpec) -> Iterator[str]:
+    without = _without(spec)
+    if "BACKWARD" in without:
+        yield f"{PACKAGE} is built without BACKWARD"
+    elif spec.deterministic and _kernel_dim(spec, without) == 256:
+        limit = max((dim for dim in _dims(without) if dim < 256), default=0)
+        yield f"head_dim must be at most {limit} with deterministic algorithms, got {spec.head_dim}"
 
 
 def _against_build(spec: AttentionSpec) -> Iterator[str]:
@@ -270,8 +261,8 @@ def _cuts(_spec: AttentionSpec) -> tuple[Cut, ...]:
 
 BACKEND = Backend(
     name="FA3",
-    forward=FORWARD,
-    backward=BACKWARD,
+    forward=Capabilities(**LIMITS, page_size=Range(1), num_splits=True),
+    backward=Capabilities(**LIMITS, delta_from_out=True, refuses=_refuses_gradients),
     load=_load,
     unavailable=_unavailable,
     version=_version,
