@@ -24,7 +24,7 @@ from attnreg.core.dispatch.calls import plan_for, wants_deterministic
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.launching.regular import regular_offsets
-from attnreg.core.launching.validation import checked_number
+from attnreg.core.launching.validation import check_layouts, checked_number
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.core.varlen import autograd, spread
@@ -209,9 +209,8 @@ def checked_call(
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that each is a batch of the same size, (B, S, H, D), and that calls aren't spread over ranks."""
+    check_layouts(q=q, k=k, v=v)
     for name, tensor in {"q": q, "k": k, "v": v}.items():
-        if isinstance(tensor, Tensor):
-            check_strided(name, tensor)
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             shown = str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidInputError(
@@ -227,17 +226,6 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def check_strided(name: str, tensor: Tensor) -> None:
-    """Check that a tensor, of any shape and dtype, is neither nested nor sparse.
-
-    Raises:
-        InvalidInputError: it is; the message has the argument's `name`.
-    """
-    if tensor.is_nested or tensor.layout != torch.strided:
-        got = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-        raise InvalidInputError(f"{name}: got {got}, expected torch.strided")
-
-
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True) -> Results:
     """Return the output (B, S_q, H, D_v) and the LSE, float32 (B, H, S_q), of a dense batch.
 
@@ -249,8 +237,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bo
         return results
     check_dense(q, k, v)
     check_tensors(alibi_slopes=options.alibi_slopes)
-    if options.alibi_slopes is not None:
-        check_strided("alibi_slopes", options.alibi_slopes)
+    check_layouts(alibi_slopes=options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
     if not torch.compiler.is_compiling() and is_plain(q, k, v, options.alibi_slopes):
         return _attend(q, k, v, options, (None, None, length_q, length_k))

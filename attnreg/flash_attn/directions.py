@@ -16,7 +16,7 @@ from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import wants_deterministic
 from attnreg.core.dispatch.scope import ScopedChoice
 from attnreg.core.launching.regular import regular_offsets
-from attnreg.core.launching.validation import check
+from attnreg.core.launching.validation import check, check_layouts
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.core.varlen import custom_op, spread
 from attnreg.core.varlen.autograd import run_backward
@@ -28,7 +28,6 @@ from attnreg.flash_attn.attention import (
     Lengths,
     Options,
     check_dense,
-    check_strided,
     naming,
     unpacked,
 )
@@ -299,8 +298,7 @@ def _check(
             seqused_k=seqused_k, block_table=block_table,
         )  # fmt: skip
     check_tensors(alibi_slopes=options.alibi_slopes)
-    if options.alibi_slopes is not None:
-        check_strided("alibi_slopes", options.alibi_slopes)
+    check_layouts(alibi_slopes=options.alibi_slopes)
 
 
 def _check_results(inputs: Inputs, results: Inputs, into: tuple[Tensor | None, ...], is_packed: bool) -> None:
@@ -311,9 +309,10 @@ def _check_results(inputs: Inputs, results: Inputs, into: tuple[Tensor | None, .
     named = {"dout": (results[0], shape), "out": (results[1], shape), "softmax_lse": (results[2], of_lse)}
     optional = {"dq": (into[0], q.shape), "dk": (into[1], k.shape), "dv": (into[2], v.shape)}
     named |= {name: (x, shape) for name, (x, shape) in optional.items() if x is not None}
-    check_tensors(**{name: x for name, (x, _) in named.items()})
+    given = {name: x for name, (x, _) in named.items()}
+    check_tensors(**given)
+    check_layouts(**given)
     for name, (x, expected) in named.items():
-        check_strided(name, x)
         dtype = x.dtype if name == "softmax_lse" and x.is_floating_point() else q.dtype
         if (tuple(x.shape), x.dtype, x.device) != (tuple(expected), dtype, q.device):
             raise InvalidInputError(

@@ -14,8 +14,7 @@ README.md has the reasons.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Iterator
 from importlib.metadata import version as installed
 from importlib.util import find_spec
 from typing import Any
@@ -30,6 +29,7 @@ from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.torchlib.versions import version_of
 
 PACKAGE = "nvidia-cudnn-frontend"
 
@@ -50,7 +50,7 @@ _BOTH: dict[str, Any] = {
 
 
 def _unavailable() -> str | None:
-    if _frontend_by(installed) is None:
+    if version_of(PACKAGE, installed) is None:
         return f"{PACKAGE} isn't installed"
     if find_spec("cudnn") is None:
         return f"{PACKAGE} is installed, but its module cudnn is missing"
@@ -59,20 +59,12 @@ def _unavailable() -> str | None:
 
 def _version() -> str | None:
     """Return cuDNN's version, then the frontend's: faults of kernels depend on cuDNN's."""
-    number, frontend = torch.backends.cudnn.version(), _frontend_by(installed)  # type: ignore[no-untyped-call]
+    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    frontend = version_of(PACKAGE, installed)
     if number is None or frontend is None:
         return None
     major, rest = divmod(number, 10000)
     return f"{major}.{rest // 100}.{rest % 100} (frontend {frontend})"
-
-
-# Cached: reading the package's metadata takes a millisecond, and each decision may need the version.
-@functools.cache
-def _frontend_by(ask: Callable[[str], str]) -> str | None:
-    try:
-        return ask(PACKAGE)
-    except PackageNotFoundError:
-        return None
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
