@@ -41,6 +41,8 @@ OF_PACKED = OF_DENSE | {
     "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
 }  # fmt: skip
 
+Inputs = tuple[Tensor, Tensor, Tensor]
+
 # Output and LSE; where a function is told that nobody reads the LSE, it may be None.
 Results = tuple[Tensor, Any]
 
@@ -239,11 +241,21 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bo
     check_tensors(alibi_slopes=options.alibi_slopes)
     check_layouts(alibi_slopes=options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
+    lengths = None, None, length_q, length_k
     if not torch.compiler.is_compiling() and is_plain(q, k, v, options.alibi_slopes):
-        return _attend(q, k, v, options, (None, None, length_q, length_k))
+        return _attend(q, k, v, options, lengths)
+    packed, of_packed = as_packed((q, k, v), lengths)
+    return unpacked(*attend_packed(*packed, of_packed, options), batch, length_q)
+
+
+def as_packed(inputs: Inputs, lengths: Lengths) -> tuple[Inputs, Lengths]:
+    """Return a dense batch, (B, S, H, D), as packed sequences of equal lengths; packed ones as they are."""
+    if lengths[0] is not None:
+        return inputs, lengths
+    q, k, v = inputs
+    (batch, length_q), length_k = q.shape[:2], k.shape[1]
     offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return unpacked(*attend_packed(q, k, v, (*offsets, length_q, length_k), options), batch, length_q)
+    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), (*offsets, length_q, length_k)
 
 
 def _attend_kept(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> Results | None:

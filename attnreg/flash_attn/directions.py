@@ -15,7 +15,6 @@ from attnreg.core.contract.spec import UNBOUNDED
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import wants_deterministic
 from attnreg.core.dispatch.scope import ScopedChoice
-from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.launching.validation import check, check_layouts
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.core.varlen import custom_op, spread
@@ -25,8 +24,10 @@ from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.flash_attn.attention import (
     OF_DENSE,
     OF_PACKED,
+    Inputs,
     Lengths,
     Options,
+    as_packed,
     check_dense,
     naming,
     unpacked,
@@ -34,7 +35,6 @@ from attnreg.flash_attn.attention import (
 
 # Output, LSE, the weights, always an empty tensor, and the random state.
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
-Inputs = tuple[Tensor, Tensor, Tensor]
 
 _OF_BACKWARD = {"grad_out": "dout", "lse": "softmax_lse"}
 
@@ -337,7 +337,7 @@ def _forward_in_graph(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, LSE and random state of a call, by the op of packed calls."""
     _check_for_op(options)
-    q, packed, of_packed = inputs[0], *_as_packed(inputs, lengths)
+    q, packed, of_packed = inputs[0], *as_packed(inputs, lengths)
     out, lse, token = custom_op.forward(
         *packed, *of_packed, options.causal, options.softmax_scale, list(options.window_size), True,
         seqused_k, block_table, None, "", True, options.bound_on_scores, options.alibi_slopes,
@@ -352,7 +352,7 @@ def _backward_in_graph(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, by the op of packed calls."""
     _check_for_op(options)
-    packed, of_packed = _as_packed(inputs, lengths)
+    packed, of_packed = as_packed(inputs, lengths)
     dout, out, lse = results
     if lengths[0] is None:
         dout, out, lse = dout.flatten(0, 1), out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
@@ -372,13 +372,3 @@ def _check_for_op(options: Options) -> None:
         raise UnsupportedInputError(
             f"deterministic: got True {where}, expected False, or torch.use_deterministic_algorithms(True)"
         )
-
-
-def _as_packed(inputs: Inputs, lengths: Lengths) -> tuple[Inputs, Lengths]:
-    """Return a dense batch as packed sequences of equal lengths; packed ones stay as they are."""
-    if lengths[0] is not None:
-        return inputs, lengths
-    q, k, v = inputs
-    (batch, length_q), length_k = q.shape[:2], k.shape[1]
-    offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
-    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), (*offsets, length_q, length_k)
