@@ -1,7 +1,7 @@
 """What a backend can run, as data, and the one function that turns the data into reasons.
 
-A limit is a field. A limit that no other field can express goes into `Backend.refuses` or `refuses`, which
-return reasons of the same form: lower case, no full stop, subject first, what was expected and what was got.
+A limit is a field. What no field can express goes into a function, `Backend.refuses` or `refuses`. It returns
+reasons of the same form: lower case, no full stop, subject first, what was expected and what was got.
 """
 
 from __future__ import annotations
