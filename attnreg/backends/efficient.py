@@ -51,11 +51,7 @@ FORWARD = Capabilities(**LIMITS)
 BACKWARD = Capabilities(**LIMITS, delta_from_out=True)
 
 
-def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    return tuple(_reasons(spec))
-
-
-def _reasons(spec: AttentionSpec) -> Iterator[str]:
+def _refuses(spec: AttentionSpec) -> Iterator[str]:
     capability = spec.device.capability
     if spec.dtype == "bfloat16" and capability is not None and capability < (8, 0):
         yield f"compute capability must be 8.0 or above for bfloat16, got {capability[0]}.{capability[1]}"
@@ -80,7 +76,7 @@ def _reasons(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _cuts_of_lengths(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield the lengths at which `_reasons` of calls of the spec's kind change."""
+    """Yield the lengths at which `_refuses` changes for calls of the spec's kind."""
     yield from (Cut.beyond("max_q", "max_k", at=spec.window[1] + step) for step in (0, 1))
     yield Cut.beyond("max_q", "max_k")
     yield from (Cut.of("max_k", at=length) for length in (1, 2))

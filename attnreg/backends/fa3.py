@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +24,9 @@ from attnreg.core.contract.backend import Backend, Call, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec
-from attnreg.core.launching.offsets import Unused, empty_results, find_unused, is_empty, none_unused
+from attnreg.core.launching.offsets import Unused, empty_results, find_unused, is_empty, none_unused, zeroed
 from attnreg.core.torchlib.layout import readable, with_last_stride_1
+from attnreg.core.torchlib.versions import version_of
 from attnreg.errors import RegistrationError
 
 PACKAGE = "flash_attn_3"
@@ -43,23 +44,6 @@ PASSED = {
 # The head dims of the package's kernels, which others are rounded up to. A build may lack some.
 KERNEL_DIMS = (64, 96, 128, 192, 256)
 
-
-class _FA3Backward(Capabilities):
-    """The declared fields, and a backward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        if reasons := super().unsupported(spec):
-            return reasons
-        without = _without(spec)
-        if "BACKWARD" in without:
-            return (f"{PACKAGE} is built without BACKWARD",)
-        if not spec.deterministic or _kernel_dim(spec, without) != 256:
-            return ()
-        limit = max((dim for dim in _dims(without) if dim < 256), default=0)
-        return (f"head_dim must be at most {limit} with deterministic algorithms, got {spec.head_dim}",)
-
-
 # From hopper/flash_api.cpp of flash-attention. The package can be built for compute capability 8.x, too,
 # where it has FA2's kernels. Its Hopper kernels run on no newer GPU.
 LIMITS: dict[str, Any] = {
@@ -71,13 +55,21 @@ LIMITS: dict[str, Any] = {
     "heads": Range(0, GRID),
     **dict.fromkeys(("varlen", "gqa", "causal", "window", "seqused_k", "deterministic", "capture"), True),
 }
-FORWARD = Capabilities(**LIMITS, page_size=Range(1), num_splits=True)
-BACKWARD = _FA3Backward(**LIMITS, delta_from_out=True)
 
 
-def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    splits = () if spec.num_splits in (None, 1) else (f"num_splits must be 1 or None, got {spec.num_splits}",)
-    return *splits, *_against_build(spec)
+def _refuses(spec: AttentionSpec) -> Iterator[str]:
+    if spec.num_splits not in (None, 1):
+        yield f"num_splits must be 1 or None, got {spec.num_splits}"
+    yield from _against_build(spec)
+
+
+def _refuses_gradients(spec: AttentionSpec) -> Iterator[str]:
+    without = _without(spec)
+    if "BACKWARD" in without:
+        yield f"{PACKAGE} is built without BACKWARD"
+    elif spec.deterministic and _kernel_dim(spec, without) == 256:
+        limit = max((dim for dim in _dims(without) if dim < 256), default=0)
+        yield f"head_dim must be at most {limit} with deterministic algorithms, got {spec.head_dim}"
 
 
 def _against_build(spec: AttentionSpec) -> Iterator[str]:
@@ -135,16 +127,7 @@ def _unavailable() -> str | None:
 
 
 def _version() -> str | None:
-    return _version_by(version)
-
-
-# Cached: reading the version takes a millisecond, and each decision may need it.
-@functools.cache
-def _version_by(ask: Callable[[str], str]) -> str | None:
-    try:
-        return ask(PACKAGE)
-    except PackageNotFoundError:
-        return None
+    return version_of(PACKAGE, version)
 
 
 def _load() -> Kernels:
@@ -156,13 +139,13 @@ def _load() -> Kernels:
             return empty_results(query, value, call)
         queries, keys = _unused(query, key, call)
         # Weights of unused keys are 0, whatever is in the keys, so that only the values matter.
-        (value,) = _zeroed(keys, value)
+        (value,) = zeroed(keys, value)
         # One split, because several splits are added up in an order that changes from run to run.
         arguments = _arguments(query, key, value, call) | {"num_splits": 1} | _pages(call)
         out, lse = run_forward(**arguments)[:2]
         if queries is None:
             return out, lse
-        (out,) = _zeroed(queries, out)
+        (out,) = zeroed(queries, out)
         return out, lse.masked_fill(queries, -torch.inf)
 
     def backward(
@@ -174,8 +157,8 @@ def _load() -> Kernels:
         if is_empty(query, key, call):
             return grads
         queries, keys = _unused(query, key, call)
-        query, grad_out = _zeroed(queries, query, grad_out)
-        key, value = _zeroed(keys, key, value)
+        query, grad_out = zeroed(queries, query, grad_out)
+        key, value = zeroed(keys, key, value)
         if call.seqused_k is not None and call.cu_seqlens_k is None:
             batch, length = key.shape[:2]
             offsets = torch.arange(batch + 1, dtype=torch.int32, device=key.device) * length
@@ -256,22 +239,14 @@ def _checked(name: str) -> Callable[..., Any]:
     return functools.partial(op.default, **dict.fromkeys((argument.name for argument in further), None))
 
 
-# Copies each tensor, because only the GPU knows where a packed batch ends.
-def _zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return copies of the tensors with zeros in the marked rows; without `rows` the tensors themselves."""
-    if rows is None:
-        return tensors
-    return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
-
-
 def _cuts(_spec: AttentionSpec) -> tuple[Cut, ...]:
     return (Cut.of("batch", at=GRID + 1),)
 
 
 BACKEND = Backend(
     name="FA3",
-    forward=FORWARD,
-    backward=BACKWARD,
+    forward=Capabilities(**LIMITS, page_size=Range(1), num_splits=True),
+    backward=Capabilities(**LIMITS, delta_from_out=True, refuses=_refuses_gradients),
     load=_load,
     unavailable=_unavailable,
     version=_version,

@@ -24,7 +24,7 @@ from attnreg.core.dispatch.calls import plan_for, wants_deterministic
 from attnreg.core.dispatch.state import Plan
 from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.launching.regular import regular_offsets
-from attnreg.core.launching.validation import checked_number
+from attnreg.core.launching.validation import check_layouts, checked_number
 from attnreg.core.torchlib.frames import leave_module_uncompiled
 from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.core.varlen import autograd, spread
@@ -40,6 +40,8 @@ OF_DENSE = {"query": "q", "key": "k", "value": "v", "scale": "softmax_scale", "i
 OF_PACKED = OF_DENSE | {
     "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k", "max_q": "max_seqlen_q", "max_k": "max_seqlen_k",
 }  # fmt: skip
+
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 # Output and LSE; where a function is told that nobody reads the LSE, it may be None.
 Results = tuple[Tensor, Any]
@@ -209,9 +211,8 @@ def checked_call(
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that each is a batch of the same size, (B, S, H, D), and that calls aren't spread over ranks."""
+    check_layouts(q=q, k=k, v=v)
     for name, tensor in {"q": q, "k": k, "v": v}.items():
-        if isinstance(tensor, Tensor):
-            check_strided(name, tensor)
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             shown = str(tuple(tensor.shape)) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidInputError(
@@ -227,17 +228,6 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
 
 
-def check_strided(name: str, tensor: Tensor) -> None:
-    """Check that a tensor, of any shape and dtype, is neither nested nor sparse.
-
-    Raises:
-        InvalidInputError: it is; the message has the argument's `name`.
-    """
-    if tensor.is_nested or tensor.layout != torch.strided:
-        got = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-        raise InvalidInputError(f"{name}: got {got}, expected torch.strided")
-
-
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool = True) -> Results:
     """Return the output (B, S_q, H, D_v) and the LSE, float32 (B, H, S_q), of a dense batch.
 
@@ -249,14 +239,23 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bo
         return results
     check_dense(q, k, v)
     check_tensors(alibi_slopes=options.alibi_slopes)
-    if options.alibi_slopes is not None:
-        check_strided("alibi_slopes", options.alibi_slopes)
+    check_layouts(alibi_slopes=options.alibi_slopes)
     (batch, length_q), length_k = q.shape[:2], k.shape[1]
+    lengths = None, None, length_q, length_k
     if not torch.compiler.is_compiling() and is_plain(q, k, v, options.alibi_slopes):
-        return _attend(q, k, v, options, (None, None, length_q, length_k))
+        return _attend(q, k, v, options, lengths)
+    packed, of_packed = as_packed((q, k, v), lengths)
+    return unpacked(*attend_packed(*packed, of_packed, options), batch, length_q)
+
+
+def as_packed(inputs: Inputs, lengths: Lengths) -> tuple[Inputs, Lengths]:
+    """Return a dense batch, (B, S, H, D), as packed sequences of equal lengths; packed ones as they are."""
+    if lengths[0] is not None:
+        return inputs, lengths
+    q, k, v = inputs
+    (batch, length_q), length_k = q.shape[:2], k.shape[1]
     offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    return unpacked(*attend_packed(q, k, v, (*offsets, length_q, length_k), options), batch, length_q)
+    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), (*offsets, length_q, length_k)
 
 
 def _attend_kept(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bool) -> Results | None:

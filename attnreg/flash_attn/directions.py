@@ -15,8 +15,7 @@ from attnreg.core.contract.spec import UNBOUNDED
 from attnreg.core.dispatch import scope
 from attnreg.core.dispatch.calls import wants_deterministic
 from attnreg.core.dispatch.scope import ScopedChoice
-from attnreg.core.launching.regular import regular_offsets
-from attnreg.core.launching.validation import check
+from attnreg.core.launching.validation import check, check_layouts
 from attnreg.core.torchlib.modes import is_plain
 from attnreg.core.varlen import custom_op, spread
 from attnreg.core.varlen.autograd import run_backward
@@ -25,17 +24,17 @@ from attnreg.errors import InvalidInputError, UnsupportedInputError
 from attnreg.flash_attn.attention import (
     OF_DENSE,
     OF_PACKED,
+    Inputs,
     Lengths,
     Options,
+    as_packed,
     check_dense,
-    check_strided,
     naming,
     unpacked,
 )
 
 # Output, LSE, the weights, always an empty tensor, and the random state.
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
-Inputs = tuple[Tensor, Tensor, Tensor]
 
 _OF_BACKWARD = {"grad_out": "dout", "lse": "softmax_lse"}
 
@@ -299,8 +298,7 @@ def _check(
             seqused_k=seqused_k, block_table=block_table,
         )  # fmt: skip
     check_tensors(alibi_slopes=options.alibi_slopes)
-    if options.alibi_slopes is not None:
-        check_strided("alibi_slopes", options.alibi_slopes)
+    check_layouts(alibi_slopes=options.alibi_slopes)
 
 
 def _check_results(inputs: Inputs, results: Inputs, into: tuple[Tensor | None, ...], is_packed: bool) -> None:
@@ -311,9 +309,10 @@ def _check_results(inputs: Inputs, results: Inputs, into: tuple[Tensor | None, .
     named = {"dout": (results[0], shape), "out": (results[1], shape), "softmax_lse": (results[2], of_lse)}
     optional = {"dq": (into[0], q.shape), "dk": (into[1], k.shape), "dv": (into[2], v.shape)}
     named |= {name: (x, shape) for name, (x, shape) in optional.items() if x is not None}
-    check_tensors(**{name: x for name, (x, _) in named.items()})
+    given = {name: x for name, (x, _) in named.items()}
+    check_tensors(**given)
+    check_layouts(**given)
     for name, (x, expected) in named.items():
-        check_strided(name, x)
         dtype = x.dtype if name == "softmax_lse" and x.is_floating_point() else q.dtype
         if (tuple(x.shape), x.dtype, x.device) != (tuple(expected), dtype, q.device):
             raise InvalidInputError(
@@ -338,7 +337,7 @@ def _forward_in_graph(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, LSE and random state of a call, by the op of packed calls."""
     _check_for_op(options)
-    q, packed, of_packed = inputs[0], *_as_packed(inputs, lengths)
+    q, packed, of_packed = inputs[0], *as_packed(inputs, lengths)
     out, lse, token = custom_op.forward(
         *packed, *of_packed, options.causal, options.softmax_scale, list(options.window_size), True,
         seqused_k, block_table, None, "", True, options.bound_on_scores, options.alibi_slopes,
@@ -353,7 +352,7 @@ def _backward_in_graph(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, by the op of packed calls."""
     _check_for_op(options)
-    packed, of_packed = _as_packed(inputs, lengths)
+    packed, of_packed = as_packed(inputs, lengths)
     dout, out, lse = results
     if lengths[0] is None:
         dout, out, lse = dout.flatten(0, 1), out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
@@ -373,13 +372,3 @@ def _check_for_op(options: Options) -> None:
         raise UnsupportedInputError(
             f"deterministic: got True {where}, expected False, or torch.use_deterministic_algorithms(True)"
         )
-
-
-def _as_packed(inputs: Inputs, lengths: Lengths) -> tuple[Inputs, Lengths]:
-    """Return a dense batch as packed sequences of equal lengths; packed ones stay as they are."""
-    if lengths[0] is not None:
-        return inputs, lengths
-    q, k, v = inputs
-    (batch, length_q), length_k = q.shape[:2], k.shape[1]
-    offsets = regular_offsets(batch, length_q, q), regular_offsets(batch, length_k, k)
-    return (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)), (*offsets, length_q, length_k)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from attnreg.core.launching.memory import check_in_memory
+from attnreg.core.launching.validation import check_layouts
 from attnreg.core.torchlib.modes import autocasts, is_plain
 from attnreg.core.varlen.plans import check_untraced
 from attnreg.errors import InvalidInputError
-from attnreg.flash_attn.attention import check_strided
 
 
 def check(
@@ -34,8 +34,8 @@ def check(
     check_untraced("PyTorch's scaled_dot_product_attention")
     numbers = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
     check_in_memory(**numbers)
+    check_layouts(q=q, k_cache=k_cache, v_cache=v_cache)
     for name, tensor in {"q": q, "k_cache": k_cache, "v_cache": v_cache}.items():
-        check_strided(name, tensor)
         if tensor.dim() != 4:
             layout = "(batch, length, heads, head_dim)"
             raise InvalidInputError(f"{name}: got {tuple(tensor.shape)}, expected 4 dimensions {layout}")

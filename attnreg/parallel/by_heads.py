@@ -253,7 +253,8 @@ class AttentionByHeads(torch.autograd.Function):
             if coming_lse is not None:
                 (part_lse,) = work.came(coming_lse[number], [(of_group, 1)])
                 part_lse = part_lse[..., 0].mT.contiguous()
-            grads = _backward(work, part, part_lse, saved[5 * number : 5 * number + 5])
+            kept = saved[5 * number : 5 * number + 5]
+            grads = run_backward(part, kept, work.call(kept[0]), work.options.choice, part_lse)
             returning.append(work.send_back(grads, groups))
             del part, grads
         mine = [
@@ -262,13 +263,6 @@ class AttentionByHeads(torch.autograd.Function):
         for number, pending in enumerate(returning):
             work.put_back(pending, mine, groups, number)
         return *(_summed(x, shape) for x, shape in zip(mine, shapes, strict=True)), of_sinks, None
-
-
-def _backward(
-    work: WorkByHeads, grad: Tensor, grad_lse: Tensor | None, saved: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Return the gradients of a group of heads."""
-    return run_backward(grad, tuple(saved), work.call(saved[0]), work.options.choice, grad_lse)
 
 
 def _multiple(heads: int, ranks: int) -> int:

@@ -9,7 +9,7 @@ from support.lse_gradients import beyond_the_rule, drawn
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.adaptation.lse_columns import with_columns
+from attnreg.core.adaptation.lse_columns import LseColumns
 from attnreg.core.contract.backend import Call, Kernels
 from attnreg.core.contract.capabilities import Range
 from attnreg.core.contract.spec import AttentionSpec, Device
@@ -85,7 +85,7 @@ def test_a_gradient_beyond_float16_is_right_where_the_weights_bring_it_down_agai
     kernels, given = cpu_flash(), drawn(case, 1.5e5)
     assert given.call.grad_lse.abs().max() > 3 * torch.finfo(torch.float16).max
     truth = attention(case, given, torch.float64)[2:5]
-    grads = gradients(kernels._replace(backward=with_columns(kernels.backward)), given)
+    grads = gradients(kernels._replace(backward=LseColumns().wrap(kernels.backward, "backward")), given)
     for got, wanted in zip(grads, truth, strict=True):
         atol = 4e-3 * float(wanted.abs().max())
         torch.testing.assert_close(got.double(), wanted, rtol=2e-2, atol=atol)
@@ -117,7 +117,9 @@ def test_delta_has_the_gradient_of_every_size(dtype):
     zeros = torch.zeros_like(query)
     offsets = torch.tensor([0, len(sizes)], dtype=torch.int32)
     call = Call(0.3, len(sizes), len(sizes), (-1, 0), offsets, offsets, grad_lse=grad_lse)
-    results = with_columns(backward)(zeros, query, key, value, query, torch.zeros_like(grad_lse), call)
+    results = LseColumns().wrap(backward, "backward")(
+        zeros, query, key, value, query, torch.zeros_like(grad_lse), call
+    )
     assert all(map(torch.equal, results, (query, key, value)))
     assert all(x.is_contiguous() for x in results)
     grad_out, *wide, out, _lse, narrow = given
@@ -144,7 +146,7 @@ def test_a_row_that_sees_no_key_has_no_gradient_in_the_columns(dtype):
 
     lse = torch.tensor([0.0, -torch.inf, 1.0]).expand(2, 1, 3)
     grad_lse = torch.tensor([2.0, torch.nan, 3.0]).expand(2, 1, 3)
-    with_columns(backward)(x, x, x, x, x, lse, Call(1.0, 3, 3, grad_lse=grad_lse))
+    LseColumns().wrap(backward, "backward")(x, x, x, x, x, lse, Call(1.0, 3, 3, grad_lse=grad_lse))
     columns = (given[0] * given[4])[..., 8:].sum(-1)
     assert columns[..., 0].tolist() == [[-2.0, 0.0, -3.0]] * 2
 

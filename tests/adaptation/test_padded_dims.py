@@ -8,7 +8,7 @@ from support import flash
 
 import attnreg
 from attnreg.core import registry
-from attnreg.core.adaptation.padded_dims import padded, with_padding
+from attnreg.core.adaptation.padded_dims import PaddedDims
 from attnreg.core.contract.backend import Call
 from attnreg.core.contract.capabilities import Range
 from attnreg.core.contract.spec import AttentionSpec, Device
@@ -77,12 +77,12 @@ def test_results_are_contiguous_and_only_what_needs_it_is_copied():
 
     query, key = torch.randn(2, 7, 2, 16).unbind()
     value, call = torch.randn(7, 2, 13), Call(0.3, 7, 7)
-    out, _ = with_padding(kernel, "forward")(query, key, value, call)
+    out, _ = PaddedDims().wrap(kernel, "forward")(query, key, value, call)
     assert torch.equal(out, value) and out.is_contiguous()
     assert given[0][0] is query and given[0][1] is key
     assert given[0][2].shape == (7, 2, 16) and given[0][2][..., 13:].eq(0).all()
     last = call._replace(max_q=0)
-    results = with_padding(kernel, "backward")(value, query, key, value, value, query, last)
+    results = PaddedDims().wrap(kernel, "backward")(value, query, key, value, value, query, last)
     # What follows the three gradients, as that of sinks does, is left alone.
     assert results[:2] == (query, key) and results[3] is last
     assert torch.equal(results[2], value) and results[2].is_contiguous()
@@ -104,8 +104,8 @@ def spec(**changes):
 
 def test_a_spec_without_anything_to_pad_is_the_same_object():
     for one in (spec(head_dim=64, head_dim_v=8), spec(varlen=True, seqused_k=True, page_size=16)):
-        assert padded(one) is one
-    assert padded(spec(head_dim_v=111)) == spec(head_dim=64, head_dim_v=112)
+        assert PaddedDims().adapted(one) is one
+    assert PaddedDims().adapted(spec(head_dim_v=111)) == spec(head_dim=64, head_dim_v=112)
 
 
 def test_only_a_direction_that_does_not_take_the_head_dims_gets_others(fake):
@@ -121,7 +121,7 @@ def test_only_a_direction_that_does_not_take_the_head_dims_gets_others(fake):
         assert (fit.forward is not own.forward, fit.backward is not own.backward) == pads
         assert entry.kernels(spec(head_dim=64, head_dim_v=64)) is own
         assert (entry.adapted(spec(), "forward"), entry.adapted(spec(), "backward")) == tuple(
-            padded(spec()) if pad else spec() for pad in pads
+            PaddedDims().adapted(spec()) if pad else spec() for pad in pads
         )
         for direction in ("forward", "backward"):
             assert entry.reasons(spec(), direction) == ()

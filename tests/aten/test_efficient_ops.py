@@ -522,18 +522,13 @@ ONLY_TORCHS = {
 
 
 @pytest.mark.parametrize("options", ONLY_TORCHS.values(), ids=ONLY_TORCHS)
-def test_what_only_torchs_kernel_understands_is_left_to_it(route, ran, options):
+def test_what_only_torchs_kernel_understands_is_left_to_it_or_an_error(route, ran, options):
     kernels = native_kernels()
     route(kernels)
     attnreg.register_backend("math")
     varlen(*packed_inputs(), **options)
     assert len(kernels[FORWARD].calls) == 1
     assert ran() == {}
-
-
-@pytest.mark.parametrize("options", ONLY_TORCHS.values(), ids=ONLY_TORCHS)
-def test_what_only_torchs_kernel_understands_is_an_error_where_torch_has_none(route, options):
     route()
-    attnreg.register_backend("math")
     with pytest.raises(UnsupportedInputError, match="torch has no kernel for this device"):
         varlen(*packed_inputs(), **options)

@@ -59,7 +59,7 @@ def package(monkeypatch, request):
 def torch_212(monkeypatch):
     """Have torch's kernels read pages and split keys, whichever torch this is."""
     monkeypatch.setattr(fa2, "PAGES", True)
-    forward = dataclasses.replace(fa2.FORWARD, num_splits=True)
+    forward = dataclasses.replace(fa2.BACKEND.forward, num_splits=True)
     monkeypatch.setattr(fa2, "BACKEND", dataclasses.replace(fa2.BACKEND, forward=forward))
 
 

@@ -93,7 +93,7 @@ def test_every_field_is_behind_some_reason():
     behind = {name for *_, wider in REASONS for name in wider}
     # By itself it refuses nothing: it says how a backward is given what it doesn't take (`lse_columns`).
     # Options that have no field are in a test of their own: `test_made_up_option.py`.
-    assert behind | {"delta_from_out", "options"} == {
+    assert behind | {"delta_from_out", "options", "refuses"} == {
         field.name for field in dataclasses.fields(Capabilities)
     }
 
@@ -130,6 +130,14 @@ def test_all_reasons_are_listed_at_once_in_a_fixed_order():
         "dropout_p must be 0 where policy is batch_invariant, got 0.5",
         "can't be recorded in a CUDA graph",
     )  # fmt: skip
+
+
+def test_a_function_of_a_direction_is_asked_about_calls_that_the_fields_accept():
+    limits = {"head_dim": Range(8, 64), "refuses": lambda spec: iter((f"batch must be 1, got {spec.batch}",))}
+    assert against(limits) == ("batch must be 1, got 2",)
+    assert against(limits, head_dim=72, head_dim_v=72) == ("head_dim must be 8 to 64, got 72",)
+    with pytest.raises(TypeError, match="expected a tuple of reasons"):
+        against({"refuses": lambda _: "too long"})
 
 
 def test_a_device_that_is_not_served_is_the_only_reason():
@@ -197,6 +205,7 @@ BAD = [
     ("options", ("softcap",), "softcap=True in place of 'softcap', which has a field"),
     ("options", ("block_table",), "page_size=Range(...) in place of 'block_table', which has a field"),
     *(("page_size", value, RANGE) for value in (16, Range(16, None))),
+    ("refuses", "never", "a function or None"),
 ] + [
     (field.name, value, "True or False")
     for field in dataclasses.fields(Capabilities)

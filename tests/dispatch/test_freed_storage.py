@@ -17,6 +17,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 FREED = "got a tensor whose storage was freed .its size is 0., expected one in memory"
 VARLEN = ("query", "key", "value", "cu_seq_q", "cu_seq_k")
+FURTHER = {
+    "seqused_k": torch.tensor([5, 20], dtype=torch.int32),
+    "alibi_slopes": torch.ones(2),
+    "sinks": torch.zeros(2),
+}
 
 
 class Blind:
@@ -73,20 +78,12 @@ def refused(name, attend, blind):
 
 
 @pytest.mark.parametrize("times", [0, 3])
-@pytest.mark.parametrize("name", [*VARLEN, "sinks"])
+@pytest.mark.parametrize("name", [*VARLEN, *FURTHER])
 def test_a_packed_call_is_refused_whatever_ran_before(blind, name, times):
-    given = separate(packed() | ({"sinks": torch.zeros(2)} if name == "sinks" else {}))
+    given = separate(packed() | ({name: FURTHER[name]} if name in FURTHER else {}))
     for _ in range(times):
         attnreg.varlen_attn(**given, max_q=25, max_k=25)
     assert blind.ran == ["forward"] * times
-    free(given[name])
-    refused(name, lambda: attnreg.varlen_attn(**given, max_q=25, max_k=25), blind)
-
-
-@pytest.mark.parametrize("name", ["seqused_k", "alibi_slopes"])
-def test_a_packed_call_with_further_tensors_is_refused(blind, name):
-    further = {"seqused_k": torch.tensor([5, 20], dtype=torch.int32), "alibi_slopes": torch.ones(2)}
-    given = separate(packed() | {name: further[name]})
     free(given[name])
     refused(name, lambda: attnreg.varlen_attn(**given, max_q=25, max_k=25), blind)
 
@@ -199,16 +196,15 @@ def shrink(tensor):
 
 
 @pytest.mark.parametrize("times", [0, 3])
-@pytest.mark.parametrize("name", [*VARLEN, "sinks", "seqused_k", "alibi_slopes", "block_table"])
+@pytest.mark.parametrize("name", [*VARLEN, *FURTHER, "block_table"])
 def test_a_storage_that_was_shrunk_is_refused_like_one_that_was_freed(blind, name, times):
     given = packed()
-    further = {"seqused_k": torch.tensor([5, 20], dtype=torch.int32), "alibi_slopes": torch.ones(2)}
-    further |= {"sinks": torch.zeros(2), "block_table": torch.arange(4, dtype=torch.int32).view(2, 2)}
-    if name in further:
-        given[name] = further[name]
+    if name in FURTHER:
+        given[name] = FURTHER[name]
     if name == "block_table":
-        pages = torch.randn(2, 4, 16, 2, 16)
-        given |= {"key": pages[0], "value": pages[1], "cu_seq_k": None, "seqused_k": further["seqused_k"]}
+        pages, table = torch.randn(2, 4, 16, 2, 16), torch.arange(4, dtype=torch.int32).view(2, 2)
+        given |= {"key": pages[0], "value": pages[1], "cu_seq_k": None, "block_table": table}
+        given["seqused_k"] = FURTHER["seqused_k"]
     given = {key: x if x is None else separate({key: x})[key] for key, x in given.items()}
     for _ in range(times):
         attnreg.varlen_attn(**given, max_q=25, max_k=32)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from attnreg.core import registry
-from attnreg.core.adaptation.sinks import with_rescaling
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.contract.options import OPTIONS
 from attnreg.errors import InvalidInputError
 from attnreg.tools.measure import Case, Sample, copies
 from attnreg.tools.measure.inputs import inputs
+from attnreg.tools.tuning.checks import with_rescaling
 
 CPU = torch.device("cpu")
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -337,7 +337,7 @@ BOTH, NEITHER = ["forward", "backward"], []
 def offered(case):
     """Return what the backend's own limits leave of a case: nothing, the forward, or both."""
     spec = case.spec(Device("cuda", (9, 0)))
-    if BACKEND.forward.unsupported(spec) or BACKEND.refuses(spec):
+    if BACKEND.forward.unsupported(spec) or tuple(BACKEND.refuses(spec)):
         return ()
     return ("forward",) if BACKEND.backward.unsupported(spec) else ("forward", "backward")
 

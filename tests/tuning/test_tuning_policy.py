@@ -175,67 +175,16 @@ def test_torchs_own_kernel_is_measured_under_the_name_of_its_backend(here, known
     assert (decision.backend, decision.source) == (backend, TABLE)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_calls_of_ever_new_shapes_leave_a_backend_that_builds_something_for_each(
-    here, known, routers, ran, monkeypatch, masked
-):
-    """Calls with a mask, too: times without a mask stand in for theirs."""
-    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
-    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
-    # "cpu" is torch's own kernel here.
-    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
-
-    def call(length):
-        tensors = [torch.randn(1, 4, length, 64, dtype=torch.bfloat16) for _ in range(3)]
-        mask = torch.ones(length, length, dtype=torch.bool) if masked else None
-        F.scaled_dot_product_attention(*tensors, attn_mask=mask)
-
-    for length in range(230, 230 + FEW_SHAPES):
-        call(length)
-    assert ran() == {"first": (FEW_SHAPES, 0)}
-    for length in range(250 - FEW_SHAPES, 250):
-        call(length)
-    ran()  # some of these are still among the few
-    for length in (250, 255, 256):
-        call(length)
-    assert ran() == {"second": (3, 0)}
-
-
-@pytest.mark.parametrize("longer", [0, 700], ids=["all built for", "every second one on another backend"])
-def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, known, routers, ran, monkeypatch, longer):
-    """Whichever backend runs them; then lengths of a step share a decision."""
-    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
-    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
-    sizes = {128: (took(10.0, 0.0, 0.05), took(40.0)), 1024: (took(900.0, 0.0, 0.05), took(200.0))}
-    points = [
-        point(spec_with(max_q=length, max_k=length), cpu=990.0, first=first, second=second)
-        for length, (first, second) in sizes.items()
-    ]
-    attnreg.configure(here(*points))
-    decided, make_plan = [], calls.make_plan
-    monkeypatch.setattr(
-        calls, "make_plan", lambda *given: decided.append(given[3].max_q) or make_plan(*given)
-    )
-
-    def call(length):
-        F.scaled_dot_product_attention(*(torch.randn(1, 4, length, 64).bfloat16() for _ in "qkv"))
-
-    for length in range(200, 200 + FEW_SHAPES):
-        call(length + longer * (length % 2))
-    assert len(decided) == FEW_SHAPES
-    assert ran() == ({"first": (4, 0), "second": (4, 0)} if longer else {"first": (FEW_SHAPES, 0)})
-    for length in range(210, 240):
-        call(length + longer * (length % 2))
-    assert ran() == {"second": (30, 0)}
-    assert decided[FEW_SHAPES:] == ([210, 911] if longer else [210])
+@pytest.fixture
+def building(known, monkeypatch):
+    """Know a backend, the first, that builds something for each new shape, and the second and math."""
+    first = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
+    know(monkeypatch, first, *(known[name].backend for name in ("second", "math")))
 
 
 @pytest.fixture
-def decided_for(here, known, monkeypatch):
-    """Have times choose a backend that builds for each shape; return a list of the lengths decided for."""
-    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
-    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
-    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
+def lengths_decided(building, monkeypatch):
+    """Return a list of the lengths that plans are made for."""
     lengths, make_plan = [], calls.make_plan
     monkeypatch.setattr(
         calls, "make_plan", lambda *given: lengths.append(given[3].max_q) or make_plan(*given)
@@ -243,8 +192,57 @@ def decided_for(here, known, monkeypatch):
     return lengths
 
 
-def call(length):
-    F.scaled_dot_product_attention(*(torch.randn(1, 4, length, 64).bfloat16() for _ in "qkv"))
+def call(length, mask=None):
+    tensors = (torch.randn(1, 4, length, 64).bfloat16() for _ in "qkv")
+    F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_calls_of_ever_new_shapes_leave_a_backend_that_builds_something_for_each(
+    here, building, routers, ran, masked
+):
+    """Calls with a mask, too: times without a mask stand in for theirs."""
+    # "cpu" is torch's own kernel here.
+    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
+
+    def call_as_asked(length):
+        call(length, torch.ones(length, length, dtype=torch.bool) if masked else None)
+
+    for length in range(230, 230 + FEW_SHAPES):
+        call_as_asked(length)
+    assert ran() == {"first": (FEW_SHAPES, 0)}
+    for length in range(250 - FEW_SHAPES, 250):
+        call_as_asked(length)
+    ran()  # some of these are still among the few
+    for length in (250, 255, 256):
+        call_as_asked(length)
+    assert ran() == {"second": (3, 0)}
+
+
+@pytest.mark.parametrize("longer", [0, 700], ids=["all built for", "every second one on another backend"])
+def test_of_ever_new_shapes_a_few_are_decided_one_by_one(here, lengths_decided, routers, ran, longer):
+    """Whichever backend runs them; then lengths of a step share a decision."""
+    sizes = {128: (took(10.0, 0.0, 0.05), took(40.0)), 1024: (took(900.0, 0.0, 0.05), took(200.0))}
+    points = [
+        point(spec_with(max_q=length, max_k=length), cpu=990.0, first=first, second=second)
+        for length, (first, second) in sizes.items()
+    ]
+    attnreg.configure(here(*points))
+    for length in range(200, 200 + FEW_SHAPES):
+        call(length + longer * (length % 2))
+    assert len(lengths_decided) == FEW_SHAPES
+    assert ran() == ({"first": (4, 0), "second": (4, 0)} if longer else {"first": (FEW_SHAPES, 0)})
+    for length in range(210, 240):
+        call(length + longer * (length % 2))
+    assert ran() == {"second": (30, 0)}
+    assert lengths_decided[FEW_SHAPES:] == ([210, 911] if longer else [210])
+
+
+@pytest.fixture
+def decided_for(here, lengths_decided):
+    """Have times choose the backend that builds for each shape; return a list of the lengths decided for."""
+    attnreg.configure(here(cpu=90.0, first=took(10.0, 0.0, 0.05), second=took(40.0)))
+    return lengths_decided
 
 
 def test_shapes_that_two_threads_bring_at_once_are_counted_past_the_few(
@@ -302,10 +300,8 @@ def test_a_decision_that_began_before_the_plans_were_forgotten_is_made_again(
 
 
 def test_the_plan_of_a_step_of_lengths_runs_no_call_whose_exact_lengths_are_those_numbers(
-    here, known, routers, ran, monkeypatch
+    here, building, routers, ran
 ):
-    building = dataclasses.replace(known["first"].backend, builds=lambda spec: True)
-    know(monkeypatch, building, *(known[name].backend for name in ("second", "math")))
     times = {(20, 24): (1.0, 50.0), (100, 500): (10.0, 50.0), (600, 2500): (900.0, 100.0)}
     points = [
         point(

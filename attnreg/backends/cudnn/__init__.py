@@ -14,8 +14,7 @@ README.md has the reasons.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Iterator
 from importlib.metadata import version as installed
 from importlib.util import find_spec
 from typing import Any
@@ -30,20 +29,12 @@ from attnreg.core.contract.backend import Backend, Kernels
 from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut
 from attnreg.core.contract.spec import AttentionSpec
+from attnreg.core.torchlib.versions import version_of
 
 PACKAGE = "nvidia-cudnn-frontend"
 
 # The most bytes that a deterministic backward may allocate.
 MOST_BYTES = 2**30
-
-
-class _CuDNNBackward(Capabilities):
-    """The declared fields, and a backward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        return super().unsupported(spec) or (*_against_deterministic(spec), *_against_bias_gradient(spec))
-
 
 _BOTH: dict[str, Any] = {
     "devices": ("cuda",),
@@ -53,14 +44,13 @@ _BOTH: dict[str, Any] = {
     "head_dim_v": Range(8, 256, 8),
     "batch": Range(0, GRID),
     "heads": Range(0, GRID),
-    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "seqused_k", "dropout", "capture"), True),
+    **dict.fromkeys(("varlen", "gqa", "causal", "window", "bias", "seqused_k", "dropout"), True),
+    **dict.fromkeys(("deterministic", "capture"), True),
 }
-FORWARD = Capabilities(**_BOTH, deterministic=True)
-BACKWARD = _CuDNNBackward(**_BOTH, bias_gradient=True, deterministic=True, delta_from_out=True)
 
 
 def _unavailable() -> str | None:
-    if _frontend_by(installed) is None:
+    if version_of(PACKAGE, installed) is None:
         return f"{PACKAGE} isn't installed"
     if find_spec("cudnn") is None:
         return f"{PACKAGE} is installed, but its module cudnn is missing"
@@ -69,20 +59,12 @@ def _unavailable() -> str | None:
 
 def _version() -> str | None:
     """Return cuDNN's version, then the frontend's: faults of kernels depend on cuDNN's."""
-    number, frontend = torch.backends.cudnn.version(), _frontend_by(installed)  # type: ignore[no-untyped-call]
+    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    frontend = version_of(PACKAGE, installed)
     if number is None or frontend is None:
         return None
     major, rest = divmod(number, 10000)
     return f"{major}.{rest // 100}.{rest % 100} (frontend {frontend})"
-
-
-# Cached: reading the package's metadata takes a millisecond, and each decision may need the version.
-@functools.cache
-def _frontend_by(ask: Callable[[str], str]) -> str | None:
-    try:
-        return ask(PACKAGE)
-    except PackageNotFoundError:
-        return None
 
 
 def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
@@ -155,9 +137,9 @@ def _against_dropout(spec: AttentionSpec) -> Iterator[str]:
         yield f"dropout_p must be 0 with attn_bias, got {spec.dropout}"
 
 
-def _against_bias_gradient(spec: AttentionSpec) -> Iterator[str]:
-    """Yield the reason against the gradient of a bias: there is no execution plan for padded rows of it."""
-    if spec.bias_gradient and spec.max_k % STEP:
+def _refuses_gradients(spec: AttentionSpec) -> Iterator[str]:
+    yield from _against_deterministic(spec)
+    if spec.bias_gradient and spec.max_k % STEP:  # there is no execution plan for padded rows of a bias
         yield f"max_k must be a multiple of {STEP} for the gradient of attn_bias, got {spec.max_k}"
 
 
@@ -184,7 +166,7 @@ def _against_deterministic(spec: AttentionSpec) -> Iterator[str]:
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
-    """Yield the lengths at which reasons of `_refuses` and `BACKWARD` change for calls of the spec's kind."""
+    """Yield the lengths at which this module's reasons change for calls of the spec's kind."""
     yield Cut.of("batch", at=GRID + 1)
     # With that gradient the number of keys has no cut: whether it is a multiple is decided for each.
     if not (spec.varlen or spec.bias_gradient):
@@ -220,8 +202,8 @@ def _load() -> Kernels:
 
 BACKEND = Backend(
     name="cuDNN",
-    forward=FORWARD,
-    backward=BACKWARD,
+    forward=Capabilities(**_BOTH),
+    backward=Capabilities(**_BOTH, bias_gradient=True, delta_from_out=True, refuses=_refuses_gradients),
     load=_load,
     unavailable=_unavailable,
     version=_version,

@@ -27,23 +27,6 @@ from attnreg.core.contract.capabilities import GRID, Capabilities, Range
 from attnreg.core.contract.lengths import Cut, cut_of_decoding
 from attnreg.core.contract.spec import AttentionSpec
 
-
-class _FA2Forward(Capabilities):
-    """The declared fields, and a forward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        return super().unsupported(spec) or tuple(_forward_reasons(spec))
-
-
-class _FA2Backward(Capabilities):
-    """The declared fields, and a backward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        return super().unsupported(spec) or tuple(_backward_reasons(spec))
-
-
 # torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: compute capability 8.0 on,
 # fp16 and bf16, head dims in steps of 8 up to 256, equal for value and query.
 LIMITS: dict[str, Any] = {
@@ -57,8 +40,6 @@ LIMITS: dict[str, Any] = {
     **dict.fromkeys(("alibi", "softcap", "deterministic", "capture"), True),
 }
 MOST_SPLITS = 128  # the same file
-FORWARD = _FA2Forward(**LIMITS, seqused_k=True, page_size=Range(256, step=256), num_splits=SPLITS)
-BACKWARD = _FA2Backward(**LIMITS, delta_from_out=True)
 
 
 def _needs_package(paged: bool, alibi: bool, softcap: float) -> bool:
@@ -157,8 +138,10 @@ def _folds(spec: AttentionSpec) -> bool:
 
 BACKEND = Backend(
     name="FA2",
-    forward=FORWARD,
-    backward=BACKWARD,
+    forward=Capabilities(
+        **LIMITS, seqused_k=True, page_size=Range(256, step=256), num_splits=SPLITS, refuses=_forward_reasons
+    ),
+    backward=Capabilities(**LIMITS, delta_from_out=True, refuses=_backward_reasons),
     load=_load,
     unavailable=_unavailable,
     version=_version,

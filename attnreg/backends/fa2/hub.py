@@ -24,26 +24,6 @@ from attnreg.core.settings.hub_names import HubName
 from attnreg.core.torchlib.isolation import raise_if_of_program
 
 
-class _HubBackward(Capabilities):
-    """The declared fields, and a backward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        further = (*against_card(spec), *against_sums(spec, "a kernel from the hub"))
-        return super().unsupported(spec) or further
-
-
-class _OneBackward(_HubBackward):
-    """A backward for both layouts, as flash-attn 3 has it, with the limits of its kernels."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        reasons = super().unsupported(spec)
-        if reasons or not spec.deterministic or spec.head_dim <= 192:
-            return reasons
-        return (f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}",)
-
-
 def backend_of(source: HubName) -> Backend:
     """Load a kernel and declare what it can run.
 
@@ -62,12 +42,15 @@ def backend_of(source: HubName) -> Backend:
         "gqa": True,
         "capture": device == "cuda",
     }
-    of_kernel = _OneBackward if functions.has_one_backward else _HubBackward
+    backward_limits = None
+    if of_backward:
+        refuses = partial(_refuses_gradients, functions)
+        backward_limits = Capabilities(**limits | of_backward, delta_from_out=True, refuses=refuses)
     version = ", ".join(filter(None, (f"kernels {loaded.version}", loaded.variant)))
     return Backend(
         name=str(source),
         forward=Capabilities(**limits | of_forward | {"deterministic": True}),
-        backward=of_kernel(**limits | of_backward, delta_from_out=True) if of_backward else None,
+        backward=backward_limits,
         load=lambda: Kernels(forward, backward if of_backward else None),
         unavailable=partial(_unavailable, device),
         version=lambda: f"{loaded.revision} ({version})",
@@ -140,6 +123,14 @@ def _refuses(functions: FlashFunctions, spec: AttentionSpec) -> tuple[str, ...]:
             f"{spec.max_k} for {spec.max_q}"
         )
     return (*reasons, *against_size(spec))
+
+
+def _refuses_gradients(functions: FlashFunctions, spec: AttentionSpec) -> Iterator[str]:
+    yield from against_card(spec)
+    yield from against_sums(spec, "a kernel from the hub")
+    # A backward for both layouts is flash-attn 3's, with the limits of its kernels.
+    if functions.has_one_backward and spec.deterministic and spec.head_dim > 192:
+        yield f"head_dim must be at most 192 with deterministic algorithms, got {spec.head_dim}"
 
 
 def _cuts(spec: AttentionSpec) -> Iterator[Cut]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from attnreg.backends.fa2.flash_attn_package import shared_arguments
 from attnreg.backends.fa2.native import kernel_mask
 from attnreg.core.contract.backend import Call
-from attnreg.core.launching.offsets import find_unused
+from attnreg.core.launching.offsets import find_unused, zeroed
 from attnreg.core.torchlib.layout import readable
 from attnreg.core.torchlib.modes import autocasts
 from attnreg.errors import RegistrationError, did_you_mean
@@ -117,7 +117,7 @@ class FlashFunctions:
         query, key, value = tensors
         if self._reads_unused:
             _, keys = find_unused(query, key, call)
-            key, value = _zeroed(keys, key, value)
+            key, value = zeroed(keys, key, value)
         known = _arguments(call, query, key, value) | dict.fromkeys(RETURNS_LSE, True)
         result = self._run(self.forwards[call.varlen], known, query.device.type)
         if not isinstance(result, tuple | list) or len(result) < 2:
@@ -133,8 +133,8 @@ class FlashFunctions:
         grad_out, query, key, value, out, lse = tensors
         if self._reads_unused:
             queries, keys = find_unused(query, key, call)
-            query, grad_out, out = _zeroed(queries, query, grad_out, out)
-            key, value = _zeroed(keys, key, value)
+            query, grad_out, out = zeroed(queries, query, grad_out, out)
+            key, value = zeroed(keys, key, value)
         # Passed to the function, which may or may not return them, too.
         grad_q, grad_k, grad_v = (x.new_zeros(x.shape) for x in (query, key, value))
         known = _arguments(call, query, key, value) | {
@@ -172,13 +172,6 @@ def _arguments(call: Call, query: Tensor, key: Tensor, value: Tensor) -> dict[st
             **dict.fromkeys(("seqused_q", "sequed_q", "sequed_k")),
         }
     )
-
-
-def _zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return copies of the tensors with zeros in the marked rows; without `rows` the tensors themselves."""
-    if rows is None:
-        return tensors
-    return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
 
 
 def _parameters(function: Any) -> Iterator[tuple[str, bool]]:

@@ -30,23 +30,6 @@ PAGED = ((192, 128), (192, 192), (256, 128), (256, 256))
 # Head dims of 8 or 16 modulo 32 below 128, whose gradients 4.0.0b36 gets wrong on an H200.
 WRONG_GRADIENTS = (8, 16, 40, 48, 72, 80, 104, 112)
 
-
-class _FA4Forward(Capabilities):
-    """The declared fields, and a forward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        return super().unsupported(spec) or (*_pages(spec), *_not_yet_compiled(spec, "forward"))
-
-
-class _FA4Backward(Capabilities):
-    """The declared fields, and a backward's limits that no field can express."""
-
-    def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
-        """Return every reason why `spec` can't run here; empty if it can."""
-        return super().unsupported(spec) or (*_gradients(spec), *_not_yet_compiled(spec, "backward"))
-
-
 # From flash_attn/cute/interface.py of 4.0.0b36: `_validate_head_dims` and the assertions of both
 # functions. It has no backward for compute capability 8.x, where FA2's forward is faster.
 _BOTH: dict[str, Any] = {
@@ -60,15 +43,9 @@ _BOTH: dict[str, Any] = {
     "key_ranges": True,
     "ranges": Range(0, 8),  # with which kernels compare each key: more take longer to compile
 }
-FORWARD = _FA4Forward(**_BOTH, page_size=Range(16, 256, 16))
-BACKWARD = _FA4Backward(**_BOTH)
 
 
-def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    return tuple(_in_both(spec))
-
-
-def _in_both(spec: AttentionSpec) -> Iterator[str]:
+def _refuses(spec: AttentionSpec) -> Iterator[str]:
     major = _major(spec)
     dims = (spec.head_dim, spec.head_dim_v)
     if spec.num_splits not in (None, 1):  # a backward's spec has None
@@ -129,6 +106,16 @@ def _with_ranges(spec: AttentionSpec) -> Iterator[str]:
         yield "block_table must be None with key_ranges"
     if spec.softcap:
         yield f"softcap must be 0 with key_ranges, which no test has tried, got {spec.softcap}"
+
+
+def _refuses_forward(spec: AttentionSpec) -> Iterator[str]:
+    yield from _pages(spec)
+    yield from _not_yet_compiled(spec, "forward")
+
+
+def _refuses_backward(spec: AttentionSpec) -> Iterator[str]:
+    yield from _gradients(spec)
+    yield from _not_yet_compiled(spec, "backward")
 
 
 def _pages(spec: AttentionSpec) -> Iterator[str]:
@@ -202,8 +189,8 @@ def _cuts(spec: AttentionSpec) -> Iterator[Cut]:
 
 BACKEND = Backend(
     name="FA4",
-    forward=FORWARD,
-    backward=BACKWARD,
+    forward=Capabilities(**_BOTH, page_size=Range(16, 256, 16), refuses=_refuses_forward),
+    backward=Capabilities(**_BOTH, refuses=_refuses_backward),
     load=load,
     unavailable=unavailable,
     version=installed,

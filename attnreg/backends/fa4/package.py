@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnreg.core.torchlib import caches
 from attnreg.core.torchlib.layout import readable
+from attnreg.core.torchlib.versions import version_of
 from attnreg.errors import BackendUnavailableError
 
 PACKAGE = "flash-attn-4"
@@ -92,16 +93,7 @@ class PackageCall(NamedTuple):
 
 def installed() -> str | None:
     """Return the version of the package; None where it isn't installed."""
-    try:
-        return _version_by(version)
-    except PackageNotFoundError:
-        return None
-
-
-# Cached: reading the version takes a millisecond, and each plan of a call with sinks needs it.
-@functools.cache
-def _version_by(ask: Callable[[str], str]) -> str:
-    return ask(PACKAGE)
+    return version_of(PACKAGE, version)
 
 
 def release() -> str:

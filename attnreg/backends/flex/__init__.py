@@ -41,11 +41,7 @@ FORWARD = Capabilities(**LIMITS, num_splits=True)
 BACKWARD = Capabilities(**LIMITS, grad_lse=True)
 
 
-def _refuses(spec: AttentionSpec) -> tuple[str, ...]:
-    return tuple(_reasons(spec))
-
-
-def _reasons(spec: AttentionSpec) -> Iterator[str]:
+def _refuses(spec: AttentionSpec) -> Iterator[str]:
     capability = spec.device.capability
     if spec.dtype == "bfloat16" and capability is not None and capability < (8, 0):
         yield f"compute capability must be 8.0 or above for bfloat16, got {capability[0]}.{capability[1]}"

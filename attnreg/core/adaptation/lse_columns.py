@@ -30,12 +30,6 @@ COLUMNS = STEP
 UNITS = {"float16": (2.0**5, 2.0**-6)}
 
 
-def widened(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec of the backward that the kernel runs in the place of one with a gradient of the LSE."""
-    dims = spec.head_dim + COLUMNS, spec.head_dim_v + COLUMNS
-    return spec.but(grad_lse=False, head_dim=dims[0], head_dim_v=dims[1])
-
-
 class LseColumns:
     """The adaptation of backwards that compute delta from the output and take no gradient of the LSE."""
 
@@ -47,7 +41,8 @@ class LseColumns:
 
     def adapted(self, spec: AttentionSpec) -> AttentionSpec:
         """Return the spec with further columns in place of the gradient."""
-        return widened(spec)
+        dims = spec.head_dim + COLUMNS, spec.head_dim_v + COLUMNS
+        return spec.but(grad_lse=False, head_dim=dims[0], head_dim_v=dims[1])
 
     def plain(self, spec: AttentionSpec) -> AttentionSpec:
         """Return the spec without the gradient of the LSE."""
@@ -62,31 +57,26 @@ class LseColumns:
         given = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
         return f"{given}, {spec.head_dim + COLUMNS} for {spec.head_dim}"
 
-    def wrap(self, kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
-        """Return a backward for calls with a gradient of the LSE."""
-        return with_columns(kernel)
+    def wrap(self, kernel: Callable[..., Any], direction: Direction) -> Callable[..., tuple[Tensor, ...]]:
+        """Return a backward for calls with a gradient of the LSE, from a kernel's for calls without.
 
+        It copies each tensor once, and reads nothing back.
+        """
 
-def with_columns(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a backward for calls with a gradient of the LSE, from a kernel's for calls without.
+        def run(
+            grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
+        ) -> tuple[Tensor, ...]:
+            if call.grad_lse is None:
+                raise TypeError("grad_lse: got None, expected a tensor")
+            dims = query.shape[-1], key.shape[-1], value.shape[-1]
+            tensors = grad_out, query, key, value, out
+            grad_out, query, key, value, out = (with_zeros(x, x.shape[-1] + COLUMNS) for x in tensors)
+            # A row that sees no key takes no gradient, and may have NaN for one.
+            rest = call.grad_lse.masked_fill(lse == float("-inf"), 0.0).mT
+            for column, unit in enumerate(UNITS.get(canonical_dtype(out.dtype), (1.0, 1.0)), dims[2]):
+                out[..., column].fill_(unit)
+                rest = rest.add(grad_out[..., column].copy_(rest / -unit), alpha=unit)
+            grads = kernel(grad_out, query, key, value, out, lse, call._replace(grad_lse=None))
+            return tuple(grad[..., :dim].contiguous() for grad, dim in zip(grads, dims, strict=True))
 
-    It copies each tensor once, and reads nothing back.
-    """
-
-    def run(
-        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> tuple[Tensor, ...]:
-        if call.grad_lse is None:
-            raise TypeError("grad_lse: got None, expected a tensor")
-        dims = query.shape[-1], key.shape[-1], value.shape[-1]
-        tensors = grad_out, query, key, value, out
-        grad_out, query, key, value, out = (with_zeros(x, x.shape[-1] + COLUMNS) for x in tensors)
-        # A row that sees no key takes no gradient, and may have NaN for one.
-        rest = call.grad_lse.masked_fill(lse == float("-inf"), 0.0).mT
-        for column, unit in enumerate(UNITS.get(canonical_dtype(out.dtype), (1.0, 1.0)), dims[2]):
-            out[..., column].fill_(unit)
-            rest = rest.add(grad_out[..., column].copy_(rest / -unit), alpha=unit)
-        grads = backward(grad_out, query, key, value, out, lse, call._replace(grad_lse=None))
-        return tuple(grad[..., :dim].contiguous() for grad, dim in zip(grads, dims, strict=True))
-
-    return run
+        return run

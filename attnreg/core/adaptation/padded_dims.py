@@ -20,34 +20,29 @@ if TYPE_CHECKING:  # limits are looked up without torch
 STEP = 8
 
 
-def padded(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec with padded head dims; the same object if there is nothing to pad.
-
-    Pages of a cache stay as they are: padding would copy all of it at each call.
-    """
-    if not (spec.head_dim % STEP or spec.head_dim_v % STEP) or spec.page_size is not None:
-        return spec
-    return spec.but(head_dim=_padded(spec.head_dim), head_dim_v=_padded(spec.head_dim_v))
-
-
 class PaddedDims:
     """The adaptation of calls whose head dims a kernel declares only when they are padded."""
 
     def applies(self, spec: AttentionSpec, direction: Direction, limits: Capabilities) -> bool:
         """Whether the padded head dims are declared, but not the call's own."""
-        wide = padded(spec)
+        wide = self.adapted(spec)
         return wide is not spec and not limits.has_dims(spec) and not any(limits.against_dims(wide))
 
     def adapted(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the spec with padded head dims."""
-        return padded(spec)
+        """Return the spec with padded head dims; the same object if there is nothing to pad.
+
+        Pages of a cache stay as they are: padding would copy all of it at each call.
+        """
+        if not (spec.head_dim % STEP or spec.head_dim_v % STEP) or spec.page_size is not None:
+            return spec
+        return spec.but(head_dim=_padded(spec.head_dim), head_dim_v=_padded(spec.head_dim_v))
 
     def plain(self, spec: AttentionSpec) -> None:
         """Return None: every call has head dims."""
 
     def in_reason(self, spec: AttentionSpec) -> str:
         """Return the head dims before and after."""
-        wide = padded(spec)
+        wide = self.adapted(spec)
         before, after = (
             str(shown.head_dim if spec.head_dim == spec.head_dim_v else (shown.head_dim, shown.head_dim_v))
             for shown in (spec, wide)
@@ -57,28 +52,23 @@ class PaddedDims:
     described = in_reason
 
     def wrap(self, kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
-        """Return a kernel for any head dims."""
-        return with_padding(kernel, direction)
+        """Return a kernel for any head dims, from one of that direction for multiples of 8.
 
+        It copies each tensor whose head dim isn't one, and reads nothing back.
+        """
 
-def with_padding(kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
-    """Return a kernel for any head dims, from one of that direction for multiples of 8.
+        def forward(*given: Any) -> tuple[Tensor, ...]:
+            *tensors, call = given
+            out, lse = kernel(*map(_wide, tensors), call)
+            return _cut(out, tensors[2]), lse
 
-    It copies each tensor whose head dim isn't one, and reads nothing back.
-    """
+        def backward(*given: Any) -> tuple[Tensor, ...]:
+            *tensors, lse, call = given
+            # Gradients of options may follow the gradients of query, key and value. They have no head dim.
+            grad_q, grad_k, grad_v, *rest = kernel(*map(_wide, tensors), lse, call)
+            return *map(_cut, (grad_q, grad_k, grad_v), tensors[1:4]), *rest
 
-    def forward(*given: Any) -> tuple[Tensor, ...]:
-        *tensors, call = given
-        out, lse = kernel(*map(_wide, tensors), call)
-        return _cut(out, tensors[2]), lse
-
-    def backward(*given: Any) -> tuple[Tensor, ...]:
-        *tensors, lse, call = given
-        # Gradients of options may follow the gradients of query, key and value. They have no head dim.
-        grad_q, grad_k, grad_v, *rest = kernel(*map(_wide, tensors), lse, call)
-        return *map(_cut, (grad_q, grad_k, grad_v), tensors[1:4]), *rest
-
-    return forward if direction == "forward" else backward
+        return forward if direction == "forward" else backward
 
 
 def with_zeros(x: Tensor, dim: int) -> Tensor:

@@ -7,13 +7,10 @@ value. Its weights are then exp(s_j - L), and it subtracts rowsum(grad_out * out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-
-from attnreg.core.contract.spec import Direction
 
 # How many rows are computed at a time. On a CPU torch makes copies of 16-bit numbers that it computes with in
 # a wider dtype: of few rows, which stay in the cache, that took a fifth of the time. On a GPU a product in
@@ -64,21 +61,6 @@ def grad_of_sinks(
     weights = (sinks.to(lse.dtype)[:, None] - lse).exp()
     # The weight of a row without a key is infinite here. A NaN stays one.
     return torch.where(lse == -torch.inf, 0.0, weights * of_rows).sum(-1).to(sinks.dtype)
-
-
-def with_rescaling(kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
-    """Return a kernel for calls with sinks, from one of that direction for calls without."""
-
-    def forward(query: Tensor, key: Tensor, value: Tensor, call: Any) -> tuple[Tensor, ...]:
-        out, lse = kernel(query, key, value, call._replace(sinks=None))
-        return rescaled(out, lse, call.sinks, call.batch_invariant)
-
-    def backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *tensors, call = rest
-        grads = kernel(grad_out, *tensors, call._replace(sinks=None))
-        return (*grads, grad_of_sinks(grad_out, tensors[3:], call.sinks, call.grad_lse))
-
-    return forward if direction == "forward" else backward
 
 
 def _parts(rows: Tensor, others: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

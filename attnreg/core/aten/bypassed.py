@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
-from attnreg.core.contract.spec import AttentionSpec, Device
+from attnreg.core.contract.spec import Device
 from attnreg.core.dispatch import scope, trace
 from attnreg.core.dispatch.planning import NOTHING_ASKS, Native, device_of
 from attnreg.core.dispatch.state import state
@@ -123,19 +123,6 @@ def selected_nested(call: SdpaCall, leading: Preference | None = None) -> Bypass
     """
     why = nested.why_torchs(call.query, call.key, call.value, call.is_causal, leading)
     return Bypassed(nested.KERNELS, why) if why else None
-
-
-def selected_for(spec: AttentionSpec) -> Bypassed | None:
-    """Return the kernel that bypasses the routers for a dense call of this spec, else None.
-
-    Only for specs of a CPU: on a GPU the spec doesn't determine the choice of torch's selector.
-    """
-    if spec.varlen or spec.device.type != "cpu":
-        return None
-    reasons = reasons_of_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
-    sizes = spec.batch, spec.heads_q, spec.heads_k, spec.max_q, spec.max_k, spec.head_dim, spec.head_dim_v
-    reasons += [NOTHING_TO_DO] if 0 in sizes else []
-    return Bypassed(MATH, "; ".join(reasons)) if reasons else None
 
 
 def reasons_of_sizes(dropout_p: float, head_dim: int, head_dim_v: int) -> list[str]:

@@ -336,7 +336,7 @@ class Backend(_Functions):
     backward: Capabilities | None = None
     unavailable: Callable[[], str | None] = _nothing_missing
     version: Callable[[], str | None] = _nothing_missing
-    refuses: Callable[[AttentionSpec], tuple[str, ...]] | None = None
+    refuses: Callable[[AttentionSpec], Iterable[str]] | None = None
     install: str = ""
     priority: int | Callable[[AttentionSpec], int] = 0
     cuts: Callable[[AttentionSpec], Iterable[Cut]] | None = None

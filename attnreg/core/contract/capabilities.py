@@ -1,13 +1,13 @@
 """What a backend can run, as data, and the one function that turns the data into reasons.
 
-A limit is a field. A limit that no field can express goes into `Backend.refuses`, which returns reasons of
-the same form: lower case, no full stop, subject first, what was expected and what was got.
+A limit is a field. What no field can express goes into a function, `Backend.refuses` or `refuses`. It returns
+reasons of the same form: lower case, no full stop, subject first, what was expected and what was got.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -74,6 +74,8 @@ class Capabilities:
             grid, which `GRID` limits.
         ranges: how many `key_ranges` a query may have.
         options: names of the options that it runs and that have no field here: see `contract.options`.
+        refuses: returns what else it can't run, as `Backend.refuses` does for both directions. It is asked
+            only about calls that the other fields accept.
 
     The booleans say whether it accepts dense and packed (`varlen`) tensors; fewer key than query heads
     (`gqa`); a causal mask; a sliding `window`; `dropout`; an additive or boolean `bias`; `alibi` slopes;
@@ -101,6 +103,7 @@ class Capabilities:
     heads: Range = ANY_SIZE
     ranges: Range = ANY_SIZE
     options: tuple[str, ...] = ()
+    refuses: Callable[[AttentionSpec], Iterable[str]] | None = None
     dense: bool = True
     varlen: bool = False
     gqa: bool = False
@@ -135,7 +138,8 @@ class Capabilities:
         of_device = tuple(self.against_device(spec.device))
         if spec.device.type not in self.devices:
             return of_device  # further reasons would be about a device that this backend doesn't serve
-        return (*of_device, *self._limits(spec), *self._switches(spec))
+        reasons = (*of_device, *self._limits(spec), *self._switches(spec))
+        return reasons or reasons_of(self.refuses, spec)
 
     def against_device(self, device: Device) -> Iterator[str]:
         """Yield the reason why the backend runs no call on a device; none if it may run some."""
@@ -223,6 +227,21 @@ class Capabilities:
                 yield reason
 
 
+def reasons_of(
+    refuses: Callable[[AttentionSpec], Iterable[str]] | None, spec: AttentionSpec
+) -> tuple[str, ...]:
+    """Return the reasons of a function `refuses`, which may be missing; a TypeError if they are none."""
+    if refuses is None:
+        return ()
+    found = refuses(spec)
+    # As a sequence, each letter of a text would be a reason.
+    is_sequence = isinstance(found, Iterable) and not isinstance(found, str)
+    reasons = tuple(found) if is_sequence else ()
+    if not is_sequence or not all(isinstance(reason, str) for reason in reasons):
+        raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
+    return reasons
+
+
 def one_line(reasons: Iterable[str]) -> str:
     """Return reasons as one line, for logs and for sentences about one backend."""
     # The text of an exception may have lines.
@@ -238,6 +257,8 @@ def _badly_typed(name: str, value: object) -> str:
         return "" if all(map(exists, value)) else f"torch's own names: {', '.join(known)}"
     if name == "options":
         return _expected_options(value)
+    if name == "refuses":
+        return "" if value is None or callable(value) else "a function or None"
     if name == "compute_capability":
         return (
             ""

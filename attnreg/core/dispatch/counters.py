@@ -147,15 +147,8 @@ class Stats:
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data, for JSON."""
-        return {
-            "calls": self.calls,
-            "fallbacks": [asdict(row) for row in self.fallbacks],
-            "failures": [asdict(row) for row in self.failures],
-            "bypassed": [asdict(row) for row in self.bypassed],
-            "masks": [asdict(row) for row in self.masks],
-            "overridden": list(self.overridden),
-            "slow_paths": list(self.slow_paths),
-        }
+        rows = asdict(self)
+        return {name: list(found) if isinstance(found, tuple) else found for name, found in rows.items()}
 
 
 def call_counter(backend: str, direction: Direction) -> Counter:

@@ -13,10 +13,10 @@ again. Any other error may come from a kernel that was launched. It is counted, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
-from attnreg.core.contract.backend import Backend
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry.entry import Entry
 from attnreg.errors import UnsupportedInputError
@@ -58,22 +58,14 @@ def retry_on_decline(run: Callable[[Declined], T]) -> T:
         declined = {**declined, name: reason}
 
 
+@dataclass(eq=False)
 class JudgedEntry(Entry):
     """A backend about whose kernel more is known than its declaration says; it has loaded."""
 
-    def __init__(
-        self,
-        name: str,
-        origin: str,
-        backend: Backend | None = None,
-        reasons: tuple[str, ...] = (),
-        installed: bool = False,
-    ) -> None:
-        super().__init__(name, origin, backend, installed=installed)
-        self._reasons = reasons
+    judged: tuple[str, ...] = ()
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        return self._reasons
+        return self.judged
 
     def unavailable(self) -> str:
         return ""
@@ -83,7 +75,9 @@ def with_reasons(entries: Mapping[str, Entry], declined: Declined) -> Mapping[st
     """Return the backends; a backend that has declined a call has its reason against the call."""
     known = {name: (entries.get(name.casefold()), reason) for name, reason in declined.items()}
     judged = {
-        name.casefold(): JudgedEntry(entry.name, entry.origin, entry.backend, (reason,), entry.installed)
+        name.casefold(): JudgedEntry(
+            entry.name, entry.origin, entry.backend, installed=entry.installed, judged=(reason,)
+        )
         for name, (entry, reason) in known.items()
         if entry is not None
     }

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +230,8 @@ def entries_with_native(native: Native | None, entries: Mapping[str, Entry]) -> 
     """Return the backends with torch's own kernel in place of the backend of its name."""
     if native is None or (native.judged and native.name.casefold() in entries):
         return entries
-    return {**entries, native.name.casefold(): _NativeEntry(native)}
+    entry = _NativeEntry(native.name, "torch", positive_scale=native.positive_scale)
+    return {**entries, native.name.casefold(): entry}
 
 
 _SPEC_FIELDS = frozenset(field.name for field in fields(AttentionSpec))
@@ -281,18 +282,17 @@ def device_of(device: torch.device) -> Device:
     return Device("cuda", (properties.major, properties.minor), device.index, properties.name)
 
 
+@dataclass(eq=False)
 class _NativeEntry(JudgedEntry):
     """Torch's own kernel of an op, to which torch's selector has sent the call.
 
     So nothing is against it but what the selector doesn't know.
     """
 
-    def __init__(self, native: Native) -> None:
-        super().__init__(native.name, "torch")
-        self._positive_scale = native.positive_scale
+    positive_scale: bool = False
 
     def reasons(self, spec: AttentionSpec, direction: Direction) -> tuple[str, ...]:
-        if self._positive_scale and not spec.positive_scale:
+        if self.positive_scale and not spec.positive_scale:
             return ("scale must be above 0: the results of torch's own kernel aren't finite",)
         return super().reasons(spec, direction)
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ def places_of(values: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((place, int(x)) for place, x in enumerate(values) if isinstance(x, Length))
 
 
+@dataclass(eq=False)
 class OpLauncher:
     """One of torch's own kernels, with all its arguments but the tensors.
 
@@ -87,25 +88,20 @@ class OpLauncher:
             reads the LSE and all rows belong to a sequence, nothing is cleared then.
     """
 
-    form = "op"
+    form: ClassVar = "op"
+    op: str
+    key: str
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+    results: int
+    window: tuple[int, int] = (-1, -1)
+    _: KW_ONLY
+    takes: tuple[str, ...] = ()
+    folds: bool = False
+    zeroes_rows: bool = False
 
-    def __init__(
-        self,
-        op: str,
-        key: str,
-        rest: tuple[Any, ...],
-        options: dict[str, Any],
-        results: int,
-        window: tuple[int, int] = (-1, -1),
-        *,
-        takes: tuple[str, ...] = (),
-        folds: bool = False,
-        zeroes_rows: bool = False,
-    ) -> None:
-        self.op, self.key, self.rest, self.options, self.results = op, key, rest, options, results
-        self.window = window
-        self.takes, self.folds, self.zeroes_rows = takes, folds, zeroes_rows
-        self._run = captured.kernel(op, key)
+    def __post_init__(self) -> None:
+        self._run = captured.kernel(self.op, self.key)
 
     @property
     def takes_used(self) -> bool:

@@ -330,6 +330,17 @@ def find_unused(query: Tensor, key: Tensor, call: Call) -> Unused:
     return derived_from(tensors, stream, ("unused rows", paged, rows_q, rows_k), make)
 
 
+def zeroed(rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return copies of the tensors with zeros in the rows of a mask; the tensors themselves if it is None.
+
+    It copies each tensor, because only the GPU knows where a packed batch ends. A mask (T,) goes with tensors
+    (T, H, D) in any floating-point dtype, one (B, S) with tensors (B, S, H, D).
+    """
+    if rows is None:
+        return tensors
+    return tuple(tensor.masked_fill(rows[..., None, None], 0.0) for tensor in tensors)
+
+
 def _find(
     tokens_q: int,
     rows_k: torch.Size,

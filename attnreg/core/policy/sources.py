@@ -73,8 +73,6 @@ def read(before: Sources) -> Sources:
     now = replace(
         before, environment=variables._replace(backend=backend, disable=disable), environment_file=None
     )
-    if now.environment.config is None and before.file is None:
-        return now
     if now.environment.config is not None:
         now = replace(now, environment_file=load_settings(now.environment.config))
     if before.file is not None and before.file.origin.path:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adaptation
 from attnreg.core.contract.backend import Backend, Kernels
-from attnreg.core.contract.capabilities import ANY_SIZE, Capabilities
+from attnreg.core.contract.capabilities import Capabilities, reasons_of
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry import known_issues
@@ -158,14 +158,7 @@ class Entry:
                 for reason in against
             )
         backend.priority_for(spec)  # what it raises is against the call
-        against = limits.unsupported(spec)
-        if not against and backend.refuses is not None:
-            found = backend.refuses(spec)
-            # As a sequence, each letter of a text would be a reason.
-            is_sequence = isinstance(found, Iterable) and not isinstance(found, str)
-            against = tuple(found) if is_sequence else ()
-            if not is_sequence or not all(isinstance(reason, str) for reason in against):
-                raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
+        against = limits.unsupported(spec) or reasons_of(backend.refuses, spec)
         if not against and not missing:
             against = known_issues.against(self.name, self.version, spec, direction)
         return against
@@ -227,10 +220,8 @@ class Entry:
             yield backend.priority_for
         if ranks_only:
             return
-        if type(limits) is not Capabilities:  # whose own limits of lengths are cuts already
-            yield replace(limits, batch=ANY_SIZE, ranges=ANY_SIZE).unsupported
-        if backend.refuses is not None:
-            yield backend.refuses
+        # The limits' fields of lengths are cuts already.
+        yield from filter(None, (limits.refuses, backend.refuses))
         if self._kernels is not None and self._kernels.replaces_native is not None:
             yield functools.partial(self._kernels.replaces_native, direction)
 

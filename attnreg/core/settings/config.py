@@ -34,7 +34,7 @@ from attnreg.core.settings.toml_file import KeyPath, Origin
 from attnreg.errors import MOST_KNOWN, MOST_LISTED, ConfigError, did_you_mean, first_ten, nearest, short_repr
 
 __all__ = [
-    "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "schema", "settings_from",
+    "DeviceSettings", "LoadedSettings", "Settings", "check_backends", "load", "settings_from",
 ]  # fmt: skip
 
 
@@ -376,28 +376,6 @@ def check_file(path: str | os.PathLike[str], known: Iterable[str], most: int = M
                 line = functools.partial(origin.problem, key, f"got {short_repr(got)}, expected {text}")
                 problems.append((key, line))
     _raise_if_any(problems, origin, most)
-
-
-def named_files(path: str | os.PathLike[str]) -> dict[str, tuple[Path, str]]:
-    """Return the files that a settings file names, whatever else is wrong in it.
-
-    By the key: the path, and the line with the key.
-    """
-    files = {}
-    for key in FILES:
-        try:
-            data, origin = toml_file.read(path)
-            file = getattr(settings_from({key: data.get(key)}), key)
-        except ConfigError:  # `check_file` says so
-            continue
-        if file is not None and origin.path is not None:
-            files[key] = origin.path.parent / file, origin.describe((key,))
-    return files
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of a settings file, for editors that complete and check it."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Settings.model_json_schema()}
 
 
 def _validated(value: Settings | Mapping[str, Any], origin: Origin) -> Settings:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnreg.core.adaptation.lse_columns import widened
+from attnreg.core.adaptation.lse_columns import LseColumns
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
 from attnreg.core.registry.entry import Entry
 from attnreg.core.selection.predictions import Prediction
@@ -121,7 +121,7 @@ class NamedTables:
             return None
         of_lse = direction == "backward" and spec.grad_lse
         if of_lse and table.kinds.index_for(kind_of(spec, direction), spec.max_q) is None:
-            spec = widened(spec)
+            spec = LseColumns().adapted(spec)
         if not spec.needs_backward:
             return predict(table.kinds, spec, direction, str(table), self.compiled, builders)
         last, call = self._last, (spec, builders)

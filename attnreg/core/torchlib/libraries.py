@@ -39,9 +39,6 @@ SCRATCH = ".building-"
 # How many characters of a compiler's output a message has, and after how many seconds the compiler is killed.
 MOST_CHARACTERS, TIMEOUT = 2000, 1800
 
-# Flags of a library that a wheel brings: it loads on older systems than this one.
-FOR_WHEELS = ("-DATTNREG_FOR_WHEELS", "-Wl,--strip-all")
-
 # Scripts that load a new file in another process, because a broken file may crash it.
 TRY_MODULE = """
 import importlib.util, torch
@@ -331,7 +328,7 @@ def compile_library(library: Library) -> Path:
         # Other processes may load the file, or compile it as well: it must appear complete or not at all.
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place) as folder:
             made = Path(folder) / file.name
-            _compile(library, made)
+            compile_into(library, made)
             made.chmod(0o700)
             # The contents reach the disk before the name does, so that a crash leaves no empty file.
             with made.open("rb") as contents:
@@ -344,20 +341,11 @@ def compile_library(library: Library) -> Path:
     return file
 
 
-def compile_prebuilt(level: Level, folder: Path) -> Path:
-    """Compile the CPU kernel for a level into a folder, as a wheel brings it, and return the file.
+def compile_into(library: Library, file: Path, *flags: str) -> None:
+    """Compile a library into a file with its digest at the end, and load it in another process for a test.
 
     Raises BuildError as `compile_library` does.
     """
-    library = CPU_KERNEL.for_level(level)
-    file = folder / f"{identity(library)}.so"
-    folder.mkdir(parents=True, exist_ok=True)
-    _compile(library, file, *FOR_WHEELS)
-    return file
-
-
-def _compile(library: Library, file: Path, *flags: str) -> None:
-    """Compile a library into a file with its digest at the end, and load it in another process for a test."""
     _run_command([*find(), *_make_arguments(library, file), *flags], str(file.parent))
     with file.open("ab") as contents:
         contents.write(DIGEST(file.read_bytes()).digest())

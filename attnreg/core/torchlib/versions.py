@@ -1,10 +1,14 @@
-"""What differs between the versions of torch that attnreg supports, by name.
+"""What differs between the versions of torch that attnreg supports, by name; the versions of other packages.
 
 Each name says what torch does, so that a reader of the code that asks needs no version. Facts about CUDA were
 read in torch's headers and libraries of 2.11, 2.14.1 and 2.15.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -31,6 +35,16 @@ EFFICIENT_SHARES_HEADS = TORCH_VERSION >= (2, 14) and torch.version.hip is None
 # Whether torch.export with a dynamic length takes repeated heads of (B, H, S, D). Torch 2.12 compares their
 # strides, which depend on the length, and refuses the program: "Constraints violated".
 EXPORTS_REPEATED_HEADS = TORCH_VERSION >= (2, 13)
+
+
+# Cached: reading a version takes a millisecond, and each decision may need it.
+@functools.cache
+def version_of(package: str, ask: Callable[[str], str] = version) -> str | None:
+    """Return the version of an installed package, as `ask` gives it; None where it isn't installed."""
+    try:
+        return ask(package)
+    except PackageNotFoundError:
+        return None
 
 
 def selector_counts_on_fa4() -> bool:

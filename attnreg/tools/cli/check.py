@@ -137,7 +137,7 @@ def _of_settings(file: Path) -> Iterator[Finding]:
 
     names = [entry.name for entry in registry.entries().values()]
     yield from _faults(lambda file: config.check_file(file, names, sys.maxsize), file)
-    named = config.named_files(file)
+    named = _named_files(file)
     if "tuned" in named:
         path, line = named["tuned"]
         yield from _faults(functools.partial(measured.load, most=sys.maxsize), path, f"{line}: tuned: ")
@@ -149,6 +149,25 @@ def _of_settings(file: Path) -> Iterator[Finding]:
     except ConfigError:
         return
     yield from (Finding(loaded.origin.problem(*note), False) for note in _without_effect(loaded.settings))
+
+
+def _named_files(path: Path) -> dict[str, tuple[Path, str]]:
+    """Return the files that a settings file names, whatever else is wrong in it.
+
+    By the key: the path, and the line with the key.
+    """
+    from attnreg.core.settings import config, toml_file
+
+    files = {}
+    for key in config.FILES:
+        try:
+            data, origin = toml_file.read(path)
+            file = getattr(config.settings_from({key: data.get(key)}), key)
+        except ConfigError:  # `check_file` says so
+            continue
+        if file is not None and origin.path is not None:
+            files[key] = origin.path.parent / file, origin.describe((key,))
+    return files
 
 
 def _without_effect(settings: Settings) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -16,6 +16,7 @@ def config_schema(json: Json = True) -> None:
 
     Example: attnreg config-schema > attnreg.schema.json
     """
-    from attnreg.core.settings import config
+    from attnreg.core.settings.config import Settings
 
-    print_json(config.schema())
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    print_json({"$schema": dialect, **Settings.model_json_schema()})

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from attnreg.core.contract.spec import AttentionSpec, Device, Direction
     from attnreg.core.policy.lockfile import Lockfile, LockfileRow
-    from attnreg.core.policy.ranges import Decided
     from attnreg.core.selection.decision import Decision, Policy
     from attnreg.core.times.traces import Recorded
+    from attnreg.tools.cli.lock_ranges import Decided
 
     # Calls that no backend can run, with the decision: a lockfile has no row for them.
     Refused = list[tuple[AttentionSpec, Decision]]
@@ -155,7 +155,7 @@ def _rows(calls: list[Recorded], policy: Policy, exact: bool) -> tuple[list[Lock
     `exact`: a row for each direction of each call.
     """
     from attnreg.core.policy.lockfile import LockfileRow, kind_of
-    from attnreg.core.policy.ranges import Decided
+    from attnreg.tools.cli.lock_ranges import Decided
 
     groups: dict[object, tuple[Direction, list[Decided]]] = {}
     refused: Refused = []
@@ -184,7 +184,7 @@ def _rows_of_kind(calls: list[Decided], direction: Direction, policy: Policy) ->
     from attnreg.core.dispatch.kinds import kind_of
     from attnreg.core.dispatch.state import state
     from attnreg.core.policy.lockfile import LockfileRow
-    from attnreg.core.policy.ranges import narrow, split
+    from attnreg.tools.cli.lock_ranges import narrow, split
 
     first = calls[0]
     if first.spec.batch_invariant:  # one backend runs all lengths; empty calls may run on any
@@ -366,7 +366,7 @@ def _fault_of(row: LockfileRow, place: Device, policy: Policy) -> str:
     """Return the first error of a call of a row here: its example, or a call at an end of its ranges."""
     from attnreg.core.dispatch.kinds import kind_of
     from attnreg.core.dispatch.state import state
-    from attnreg.core.policy.ranges import with_other_lengths
+    from attnreg.tools.cli.lock_ranges import with_other_lengths
 
     calls = [replace(row.spec, device=place)]
     if row.ranges is not None and not row.spec.batch_invariant:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from attnreg.core.aten import efficient, flash
 from attnreg.core.aten.bypassed import (
+    MATH,
+    NOTHING_TO_DO,
     SDPA,
     Bypassed,
     SdpaCall,
     is_causal_bias,
+    reasons_of_sizes,
     selected,
-    selected_for,
     selected_nested,
 )
 from attnreg.core.aten.nested import is_dense_inside
@@ -134,6 +136,19 @@ def _is_left_to_math(spec: AttentionSpec) -> bool:
     return not flash and any(dim % step for dim in dims)
 
 
+def _selected_for(spec: AttentionSpec) -> Bypassed | None:
+    """Return the kernel that bypasses the routers for a dense call of this spec, else None.
+
+    Only for specs of a CPU: on a GPU the spec doesn't determine the choice of torch's selector.
+    """
+    if spec.varlen or spec.device.type != "cpu":
+        return None
+    reasons = reasons_of_sizes(spec.dropout, spec.head_dim, spec.head_dim_v)
+    sizes = spec.batch, spec.heads_q, spec.heads_k, spec.max_q, spec.max_k, spec.head_dim, spec.head_dim_v
+    reasons += [NOTHING_TO_DO] if 0 in sizes else []
+    return Bypassed(MATH, "; ".join(reasons)) if reasons else None
+
+
 def described(spec: AttentionSpec) -> CallSpec:
     """Return what selection sees of a call without its tensors."""
     front, notes = _front_of(spec)
@@ -147,7 +162,7 @@ def described(spec: AttentionSpec) -> CallSpec:
         notes.append(SHARED_HEADS)
     if front == SDPA and not spec.varlen and spec.device.type == "cuda" and _is_left_to_math(spec):
         notes.append(ODD_DIMS)
-    elsewhere = selected_for(spec) if front == SDPA else None
+    elsewhere = _selected_for(spec) if front == SDPA else None
     return CallSpec(spec, elsewhere=elsewhere, notes=tuple(notes), front=front)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnreg.core.adaptation.sinks import with_rescaling
+from attnreg.core.adaptation.sinks import grad_of_sinks, rescaled
 from attnreg.core.contract.backend import Kernels
 from attnreg.core.contract.spec import AttentionSpec, Direction
 from attnreg.core.registry.entry import Entry
@@ -41,6 +43,21 @@ def kernels_for(entry: Entry, spec: AttentionSpec, case: Case) -> Kernels:
     if backward and not (case.every_row_sees_a_key and entry.counts_sinks(spec, "backward")):
         backward = with_rescaling(backward, "backward")
     return Kernels(forward, backward)
+
+
+def with_rescaling(kernel: Callable[..., Any], direction: Direction) -> Callable[..., Any]:
+    """Return a kernel for calls with sinks, from one of that direction for calls without."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, call: Any) -> tuple[Tensor, ...]:
+        out, lse = kernel(query, key, value, call._replace(sinks=None))
+        return rescaled(out, lse, call.sinks, call.batch_invariant)
+
+    def backward(grad_out: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *tensors, call = rest
+        grads = kernel(grad_out, *tensors, call._replace(sinks=None))
+        return (*grads, grad_of_sinks(grad_out, tensors[3:], call.sinks, call.grad_lse))
+
+    return forward if direction == "forward" else backward
 
 
 class Checks:
