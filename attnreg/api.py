@@ -271,7 +271,8 @@ class use_backend(_Block, scope.ScopeInGraph):  # noqa: N801 - a context manager
     of calls inside the block, and to forwards that activation checkpointing repeats in a backward called
     inside. If `backward()` is called after the block, use `backend=` on the call, or `register_backend`, for
     checkpointed forwards. The backward of torch's own `varlen_attn` remembers nothing of its forward: it runs
-    on the registered backends.
+    on the registered backends. So does, on a CPU, SDPA's backward in code that Inductor has compiled, if the
+    block is around that code and not in it.
     On a GPU a repeated forward runs on a thread of autograd's, by the choice of the thread that called
     `backward()`. If several tasks of asyncio share that thread, the last task that entered a block decides.
 

@@ -135,6 +135,24 @@ def test_the_block_ends_where_it_ends():
     assert torch._C._len_torch_function_stack() == 0
 
 
+def test_a_block_around_compiled_code_has_ended_when_a_checkpoint_in_it_repeats_its_forward():
+    def program(x):
+        return checkpoint(packed, x, use_reentrant=False)
+
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+    expected = backends_of(program, x)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+
+    def in_a_block(x):
+        with attnreg.use_backend("math"):
+            return compiled(x)
+
+    out, gradient, ran = backends_of(in_a_block, x)
+    assert (expected[2], ran) == ({"cpu": (2, 1)}, {"math": (1, 0), "cpu": (1, 1)})
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(gradient, expected[1])
+
+
 def test_a_checkpoint_in_the_block_repeats_its_forward_by_the_choice():
     def program(x):
         with attnreg.use_backend("math"):

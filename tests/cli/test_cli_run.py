@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import textwrap
 import zipfile
@@ -293,6 +294,25 @@ def test_the_exit_code_and_the_exceptions_of_the_program_are_its_own(here, run, 
         run("program.py")
     assert repr(raised.value) == repr(error)
     assert raised.traceback[-1].path.name == "program.py"
+
+
+@pytest.mark.parametrize("options", ["--stats", "--json", "--report page.html"])
+def test_ctrl_c_in_the_program_is_exit_code_130_whatever_is_printed_at_the_end(here, options):
+    here(
+        "program.py",
+        """
+        import torch
+
+        query = torch.randn(1, 2, 4, 8)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        raise KeyboardInterrupt
+        """,
+    )
+    plain = python("program.py")
+    command = ("-m", "attnreg", "run", "--backend", "math", *options.split(), "program.py")
+    done = python(*command)
+    assert (plain.returncode, done.returncode) == (-signal.SIGINT, -signal.SIGINT), done.stderr
+    assert ("page.html" if "--report" in options else "math") in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,17 @@ WRONG = [
     ("devices = 3", "1: devices: got 3, expected a table"),
     ("[[devices]]\ncuda = 1", "1: devices: got [{'cuda': 1}], expected a table"),
     ('[devices]\ncuda = ["FA4"]', "2: devices.cuda: got ['FA4'], expected a table"),
+    (
+        '[devices]\norder = ["FA4"]',
+        f"2: devices.order: got 'order', {KINDS}; 'order' belongs to a device, such as [devices.cuda]\n"
+        "2: devices.order: got ['FA4'], expected a table",
+    ),
+    ("[modules]\nself_attn = 3", "2: modules.self_attn: got 3, expected a name or a list of names"),
+    (
+        '[modules]\nvision.self_attn = "FA4"',
+        "2: modules.vision: got {'self_attn': 'FA4'}, expected a name or a list of names; a pattern with "
+        "dots needs quotes",
+    ),
     ("[devices]\n\n[devices.cuda]", f"3: devices.cuda.{ORDER}"),
     ("devices.cuda.order = []", "1: devices.cuda.order: got [], expected at least one name"),
     (

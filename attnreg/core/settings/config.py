@@ -95,7 +95,13 @@ def _in_order(names: object) -> object:
 
 
 def _as_list(names: object) -> object:
-    return (names,) if isinstance(names, str) else names
+    if isinstance(names, str):
+        return (names,)
+    if not isinstance(names, list | tuple):
+        # In TOML a dot in a key without quotes begins a table.
+        unquoted = "; a pattern with dots needs quotes" if isinstance(names, dict) else ""
+        raise expected(f"a name or a list of names{unquoted}")
+    return names
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -122,7 +128,9 @@ _ORDER_ELSEWHERE = ("backend", "backends", "prefer", "preferred")
 
 def _device(key: str) -> str:
     if not re.fullmatch(DEVICE_KEY, key):
-        near = device_meant(key, DEVICE_TYPES)
+        of_device = key in DeviceSettings.model_fields or key.casefold() in _ORDER_ELSEWHERE
+        near = "; 'order' belongs to a device, such as [devices.cuda]" if of_device else ""
+        near = near or device_meant(key, DEVICE_TYPES)
         raise expected(f"'cpu', 'cuda', another device type of torch or 'sm_NN'{near}")
     return key
 

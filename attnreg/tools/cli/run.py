@@ -2,6 +2,7 @@
 
 import atexit
 import builtins
+import contextlib
 import functools
 import importlib.util
 import io
@@ -20,6 +21,12 @@ from attnreg.errors import AttnregError, ConfigError, InvalidInputError
 from attnreg.tools.cli.options import valued
 from attnreg.tools.cli.output import console
 from attnreg.tools.cli.report import lines_of, print_report, write_page
+
+
+class _Ending:
+    """How the program ended, for what runs after it."""
+
+    is_interrupt = False
 
 
 def run(
@@ -89,11 +96,14 @@ def run(
 
         aten.bypassed.observe(1)
         aten.ensure()
+    ending = _Ending()
+    if stats or as_json or report is not None:
+        atexit.register(_keep_interrupt, ending)  # the first that is registered is the last that runs
     if stats or as_json:
         atexit.register(_print_json if as_json else _print_stats)
     if report is not None and lines is not None:
         atexit.register(_write_report, lines, report.absolute(), os.getpid())
-    context.obj.append(functools.partial(_start, name, arguments, as_module))
+    context.obj.append(functools.partial(_start, name, arguments, as_module, ending))
 
 
 def _read_settings() -> None:
@@ -138,6 +148,17 @@ def _write_report(lines: Path, page: Path, process: int) -> None:
         typer.echo(f"attnreg: report: {page}", err=True)
 
 
+def _keep_interrupt(ending: _Ending) -> None:
+    """Have Python end as after Ctrl-C, with exit code 130, if that has ended the program.
+
+    Python forgets it as soon as code is executed from a string, as `collections.namedtuple` does in the
+    imports of what prints at the end. An interrupt in such code counts again.
+    """
+    if ending.is_interrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")  # noqa: S102
+
+
 def _print_json() -> None:
     import attnreg
 
@@ -152,8 +173,16 @@ def _print_stats() -> None:
     print_report(RunReport([line]), console(stderr=True), " of this process")
 
 
-def _start(name: str, arguments: list[str], as_module: bool) -> None:
-    """Run the program as `python name arguments` does, or `python -m name arguments`."""
+def _start(name: str, arguments: list[str], as_module: bool, ending: _Ending) -> None:
+    """Run the program as `python name arguments` does, or `python -m name arguments`; note Ctrl-C."""
+    try:
+        _run_main(name, arguments, as_module)
+    except KeyboardInterrupt:
+        ending.is_interrupt = True
+        raise
+
+
+def _run_main(name: str, arguments: list[str], as_module: bool) -> None:
     sys.argv = [name, *arguments]
     if as_module:  # sys.path has the current folder already
         runpy.run_module(name, run_name="__main__", alter_sys=True)
