@@ -48,7 +48,7 @@ LARGE_PAIRS = 2**24
 # each shape, so `efficient` would run them, in twice cuDNN's time.
 LARGE_PAIRS_OF_NEW_SHAPES = 2**21
 # Where a mask takes several packed calls, the least number of queries and of keys. At 1,024 such calls took
-# up to 1.35 times as long as torch's (H200; `benchmarks/masks.py`).
+# up to 1.2 times as long as torch's (H200; `benchmarks/masks.py`).
 LARGE_IN_PARTS = 2048
 # Tensors whose sizes may be read; a subclass has to see the call first.
 _SIZED = Tensor, torch.nn.Parameter
