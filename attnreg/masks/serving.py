@@ -90,16 +90,24 @@ def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
     if isinstance(structure, str):
         counters.mask_seen(LEFT + structure)
         return None
-    if structure.is_causal is None:
-        out = _packed(call, structure)
-    else:
-        out = F.scaled_dot_product_attention(
-            call.query, call.key, call.value, None, call.dropout_p, structure.is_causal,
-            scale=call.scale, enable_gqa=call.enable_gqa,
-        )  # fmt: skip
-    structure.is_used = True
+    structure.running.add(of_call := object())  # another thread may find meanwhile that the mask has changed
+    try:
+        out = _without_mask(call, structure)
+        structure.is_used = True
+    finally:
+        structure.running.discard(of_call)
     counters.mask_seen(structure.seen)
     return out
+
+
+def _without_mask(call: SdpaCall, structure: Structure) -> Tensor:
+    """Return the result of a call by the structure of its mask."""
+    if structure.is_causal is None:
+        return _packed(call, structure)
+    return F.scaled_dot_product_attention(
+        call.query, call.key, call.value, None, call.dropout_p, structure.is_causal,
+        scale=call.scale, enable_gqa=call.enable_gqa,
+    )  # fmt: skip
 
 
 def serves(query: Any, key: Any, runs: bool = True) -> bool:
