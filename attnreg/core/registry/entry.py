@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adaptation
 from attnreg.core.contract.backend import Backend, Kernels
-from attnreg.core.contract.capabilities import Capabilities, reasons_of
+from attnreg.core.contract.capabilities import ANY_SIZE, Capabilities, reasons_of
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
 
@@ -225,6 +225,8 @@ class Entry:
         if ranks_only:
             return
         # The limits' fields of lengths are cuts already.
+        if type(limits).unsupported is not Capabilities.unsupported:  # of a package's own class
+            yield replace(limits, batch=ANY_SIZE, ranges=ANY_SIZE).unsupported
         yield from filter(None, (limits.refuses, backend.refuses))
         if self._kernels is not None and self._kernels.replaces_native is not None:
             yield functools.partial(self._kernels.replaces_native, direction)
