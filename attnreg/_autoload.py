@@ -226,6 +226,9 @@ def _after_import(name: str, then: Callable[[], None]) -> None:
         if not isinstance(spec, _BeingImported):
             spec.__class__ = _BeingImported
         vars(spec).setdefault("attnreg_calls", []).append(then)
+        if not spec._initializing:  # another thread has ended the import meanwhile
+            for call in vars(spec).pop("attnreg_calls", []):
+                call()
     else:
         then()
 

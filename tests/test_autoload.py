@@ -2,6 +2,9 @@
 
 import functools
 import json
+import sys
+import types
+from importlib.machinery import ModuleSpec
 from unittest.mock import Mock
 
 import pytest
@@ -262,6 +265,26 @@ def test_where_a_module_of_attnreg_imports_torch_and_fails_variables_apply_all_t
         program=lacking + MODULE_FIRST.format("attnreg.tools.warmup"), ATTNREG_BACKEND="math"
     )
     assert (printed, errors) == ([[1.0], {"math": {"forward": 1, "backward": 0}}], [])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_waits_for_a_module_that_another_thread_is_importing_runs_once(monkeypatch, when):
+    module, ran = types.ModuleType("attnreg.half_imported"), []
+    module.__spec__ = spec = ModuleSpec(module.__name__, None)
+    spec._initializing = True
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def end_import(_):
+        spec._initializing = False
+        return True
+
+    if when == "before":  # between the look and the wait
+        monkeypatch.setattr(_autoload, "_is_running", end_import)
+    _autoload._after_import(module.__name__, lambda: ran.append(when))
+    if when == "after":
+        assert ran == []
+        end_import(module)
+    assert ran == [when]
 
 
 def test_the_public_names_may_be_imported_before_torch():

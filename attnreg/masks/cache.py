@@ -66,9 +66,10 @@ class Look:
 
     @property
     def error(self) -> str:
-        """The error of a mask that holds something else now; empty if no call has run without the mask."""
+        """The error of a mask that holds something else now; empty if no call has run or runs without it."""
         structure = vars(self).get("structure")
-        return CHANGED if isinstance(structure, Structure) and structure.is_used else ""
+        is_used = isinstance(structure, Structure) and (structure.running or structure.is_used)
+        return CHANGED if is_used else ""
 
     @cached_property
     def structure(self) -> Structure | str:

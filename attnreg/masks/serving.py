@@ -90,27 +90,38 @@ def run(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
     if isinstance(structure, str):
         counters.mask_seen(LEFT + structure)
         return None
-    if structure.is_causal is None:
-        out = _packed(call, structure)
-    else:
-        out = F.scaled_dot_product_attention(
-            call.query, call.key, call.value, None, call.dropout_p, structure.is_causal,
-            scale=call.scale, enable_gqa=call.enable_gqa,
-        )  # fmt: skip
-    structure.is_used = True
+    structure.running.add(of_call := object())  # another thread may find meanwhile that the mask has changed
+    try:
+        out = _without_mask(call, structure)
+        structure.is_used = True
+    finally:
+        structure.running.discard(of_call)
     counters.mask_seen(structure.seen)
     return out
 
 
-def serves(query: Any, key: Any) -> bool:
-    """Whether the settings have a call's mask recognised; of a wrong call these may be no tensors."""
+def _without_mask(call: SdpaCall, structure: Structure) -> Tensor:
+    """Return the result of a call by the structure of its mask."""
+    if structure.is_causal is None:
+        return _packed(call, structure)
+    return F.scaled_dot_product_attention(
+        call.query, call.key, call.value, None, call.dropout_p, structure.is_causal,
+        scale=call.scale, enable_gqa=call.enable_gqa,
+    )  # fmt: skip
+
+
+def serves(query: Any, key: Any, runs: bool = True) -> bool:
+    """Whether the settings have a call's mask recognised; of a wrong call these may be no tensors.
+
+    A call that is only explained, and doesn't run, isn't counted.
+    """
     if bypassed.mask_mode != LARGE:
         return bypassed.mask_mode == RECOGNISE
     is_sized = type(query) in _SIZED and type(key) in _SIZED and not (query.is_nested or key.is_nested)
-    return is_sized and is_large(query, key)
+    return is_sized and not torch._C._is_tracing() and is_large(query, key, runs)
 
 
-def is_large(query: Tensor, key: Tensor) -> bool:
+def is_large(query: Tensor, key: Tensor, runs: bool) -> bool:
     """Whether a call is on a GPU, and has so many scores that a look at its mask is worth it.
 
     The tensors are (B, H, S, D), or of any shape, where no mask is looked at. The look waits for the device,
@@ -120,15 +131,15 @@ def is_large(query: Tensor, key: Tensor) -> bool:
         return False
     shape = query.shape[0], query.shape[2], key.shape[2]
     pairs = prod(shape)
-    is_many = pairs >= LARGE_PAIRS or (pairs >= LARGE_PAIRS_OF_NEW_SHAPES and _has_many_shapes(shape))
+    is_many = pairs >= LARGE_PAIRS or (pairs >= LARGE_PAIRS_OF_NEW_SHAPES and _has_many_shapes(shape, runs))
     return is_many and not torch.cuda.get_sync_debug_mode()
 
 
-def _has_many_shapes(shape: tuple[int, int, int]) -> bool:
-    """Whether masked calls have had more than a few shapes, this one included."""
-    if len(_shapes) <= FEW_SHAPES:
+def _has_many_shapes(shape: tuple[int, int, int], runs: bool) -> bool:
+    """Whether masked calls have had more than a few shapes, this one included; counts it if it runs."""
+    if len(_shapes) <= FEW_SHAPES and runs:
         _shapes.add(shape)
-    return len(_shapes) > FEW_SHAPES
+    return len(_shapes) > FEW_SHAPES or (not runs and len(_shapes | {shape}) > FEW_SHAPES)
 
 
 def _has_mask(call: SdpaCall) -> bool:

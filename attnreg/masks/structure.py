@@ -8,7 +8,7 @@ needs only this tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class Structure:
         shares: the shares of the queries and of the keys that count.
         refused: by kind of call, why it keeps its mask; empty if packed calls run instead.
         is_used: whether a call has run without the mask.
+        running: the calls that run without the mask now, as objects of their own.
     """
 
     seen: str
@@ -69,6 +70,7 @@ class Structure:
     shares: tuple[float, float]
     refused: dict[tuple[object, ...], str]
     is_used: bool = False
+    running: set[object] = field(default_factory=set)
 
     def to(self, device: torch.device) -> Structure:
         """Return the same on another device; packed calls that share a tensor share it there, too."""

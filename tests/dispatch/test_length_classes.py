@@ -3,7 +3,7 @@
 import itertools
 import random
 import types
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -197,14 +197,21 @@ def test_lengths_that_no_cut_names_are_decided_exactly(packed, fake, ran, planne
             assert ran() == {expected: (1, 1)}, lengths
 
 
-@pytest.mark.parametrize("how", ["of both directions", "of each direction"])
+@pytest.mark.parametrize("how", ["of both directions", "of each direction", "a class of its own"])
 def test_a_declared_limit_of_a_length_names_no_other_reads_of_that_length(packed, fake, ran, how):
     def against(spec):
         return (f"batch must be even, got {spec.batch}",) if spec.batch % 2 else ()
 
+    class Even(attnreg.Capabilities):
+        def unsupported(self, spec):
+            return (*super().unsupported(spec), *against(spec))
+
     first, second = fake("first", batch=attnreg.Range(0, 9)), fake("second")
     backend = first.backend
-    if how == "of both directions":
+    if how == "a class of its own":
+        limits = Even(**{one.name: getattr(backend.forward, one.name) for one in fields(backend.forward)})
+        backend = replace(backend, forward=limits, backward=limits)
+    elif how == "of both directions":
         backend = replace(backend, refuses=against)
     else:
         limits = replace(backend.forward, refuses=against)

@@ -85,7 +85,7 @@ def test_settings_switch_it_on_and_off_and_the_environment_is_stronger(monkeypat
 def as_on_a_gpu(monkeypatch, routers):
     """Have calls of at least two sequences be large, and torch be a build for CUDA."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(serving, "is_large", lambda query, key: len(query) > 1)
+    monkeypatch.setattr(serving, "is_large", lambda query, key, runs: len(query) > 1)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -147,7 +147,7 @@ def test_a_preferred_backend_that_takes_no_packed_calls_gets_the_mask(fake, seen
 @pytest.mark.usefixtures("routers")
 def test_nested_tensors_and_modes_see_torchs_call_before_sizes_are_read(monkeypatch, seen):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(serving, "is_large", lambda query, key: pytest.fail("read"))
+    monkeypatch.setattr(serving, "is_large", lambda query, key, runs: pytest.fail("read"))
     attnreg.configure({"policy": "measured"})
     with FakeTensorMode() as mode:
         F.scaled_dot_product_attention(*map(mode.from_tensor, dense.qkv()), mode.from_tensor(PADDED))
@@ -190,7 +190,7 @@ def test_smaller_calls_are_large_once_a_program_has_brought_more_than_a_few_shap
 
     def is_large(length, batch=1, is_cuda=True):
         x = types.SimpleNamespace(is_cuda=is_cuda, shape=(batch, 2, length, 8), dim=lambda: 4)
-        return serving.is_large(x, x)
+        return serving.is_large(x, x, True)
 
     assert (is_large(4096), is_large(4095), is_large(4096, is_cuda=False)) == (True, False, False)
     others = [is_large(length) for length in range(2000, 2000 + FEW_SHAPES - 1)]
@@ -200,6 +200,61 @@ def test_smaller_calls_are_large_once_a_program_has_brought_more_than_a_few_shap
     assert is_large(1449) and is_large(2000) and is_large(725, batch=4) and not is_large(1448)
     attnreg.configure({"policy": "adaptive"})
     assert not is_large(2000)
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch, routers):
+    """Have tensors count as a GPU's, and 32 pairs of a query and a key be many after a few shapes."""
+    is_large = serving.is_large
+
+    def ask(query, key, *rest):
+        sized = (types.SimpleNamespace(is_cuda=True, shape=x.shape, dim=x.dim) for x in (query, key))
+        return is_large(*sized, *rest)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", int)
+    monkeypatch.setattr(serving, "is_large", ask)
+    monkeypatch.setattr(serving, "LARGE_PAIRS_OF_NEW_SHAPES", 32)
+
+
+def of_length(length):
+    """Return a call's tensors, and a mask that hides the last key."""
+    return dense.qkv(length, length), (torch.arange(length) < length - 1)[None, None, None]
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_a_call_that_is_explained_counts_for_no_shape_and_is_told_what_it_would_get(seen):
+    attnreg.configure({"policy": "measured"})
+    for length in range(8, 8 + 2 * FEW_SHAPES):
+        inputs, mask = of_length(length)
+        attnreg.explain(*inputs)
+        assert "recognised" not in str(attnreg.explain(*inputs, attn_mask=mask))
+    for length in range(8, 8 + FEW_SHAPES):
+        inputs, mask = of_length(length)
+        F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert seen() == {}
+    inputs, mask = of_length(100)
+    assert "attn_mask is recognised as padded keys" in str(attnreg.explain(*inputs, attn_mask=mask))
+    out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert attnreg.stats().calls == {"cpu": {"forward": 1, "backward": 0}}
+    assert seen() == {"padded keys": 1}
+    torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(*inputs, mask))
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_calls_in_a_trace_have_no_sizes_to_count(seen):
+    attnreg.configure({"policy": "measured"})
+    inputs, mask = of_length(8)
+
+    def layers(query, key, value, mask):
+        for _ in range(FEW_SHAPES + 1):
+            query = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return query
+
+    torch.jit.trace(layers, (*inputs, mask), check_trace=False)
+    F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert seen() == {}
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -257,6 +257,59 @@ def test_a_mask_that_no_call_ran_without_may_be_written_to(monkeypatch, trust_of
         torch.testing.assert_close(result, expected(mask))
 
 
+def test_a_write_that_a_thread_finds_while_the_first_call_without_the_mask_runs_is_an_error(
+    monkeypatch, trust_offsets
+):
+    monkeypatch.setattr(cache, "is_compared", lambda _: True)
+    trust_offsets(0.0)
+    mask, asked, found = padded(4, 6).clone(), [], []
+    fail_packed(mask)
+    mask.data.copy_(padded(2, 3))
+
+    def ask():
+        try:
+            attend(mask)
+        except InvalidInputError as error:
+            found.append(str(error))
+
+    def run(*given, **options):
+        if not asked:
+            asked.append(True)
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+        return attnreg.varlen_attn(*given, **options)
+
+    monkeypatch.setattr(serving, "varlen_attn", run)
+    attend(mask)  # with the old mask, as the comparison has only begun
+    assert found == [cache.CHANGED]
+
+
+def test_a_thread_that_asks_while_a_changed_mask_is_looked_at_again_gets_no_old_structure(
+    monkeypatch, trust_offsets, ran
+):
+    monkeypatch.setattr(cache, "is_compared", lambda _: True)
+    trust_offsets(0.0)
+    mask, results, describe = padded(4, 6).clone(), [], cache.describe
+    fail_packed(mask)
+    mask.data.copy_(padded(2, 3))
+    fail_packed(mask)  # which begins to compare
+
+    def describe_slowly(given):
+        monkeypatch.setattr(cache, "describe", describe)
+        thread = threading.Thread(target=lambda: results.append(attend(mask)))
+        thread.start()
+        thread.join()
+        return describe(given)
+
+    monkeypatch.setattr(cache, "describe", describe_slowly)
+    ran()
+    results.append(attend(mask))
+    assert ran() == {"cpu": (2, 0)}
+    for result in results:
+        torch.testing.assert_close(result, expected(mask))
+
+
 def test_of_a_mask_that_is_written_to_in_each_step_the_last_state_is_kept():
     one, other = padded(4, 6), padded(2, 5)
     attend(other)

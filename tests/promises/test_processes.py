@@ -211,6 +211,46 @@ def test_a_decorated_function_whose_body_runs_later_is_an_error_when_it_is_calle
     assert scope.current() is None and not [str(one.message) for one in recwarn]
 
 
+# A thread imports the registry, whose code waits until another thread has imported a module of it.
+TWO_IMPORTERS = """
+import sys, threading
+from importlib import import_module
+from importlib.machinery import PathFinder
+PACKAGE = "attnreg.core.registry"
+begun, done = threading.Event(), threading.Event()
+
+class Holding:
+    def find_spec(self, name, path, target=None):
+        if name != PACKAGE:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def wait_and_execute(module):
+            begun.set()
+            done.wait(2)
+            execute(module)
+        spec.loader.exec_module = wait_and_execute
+        return spec
+
+sys.meta_path.insert(0, Holding())
+first = threading.Thread(target=import_module, args=(PACKAGE,))
+first.start()
+assert begun.wait(30)
+import_module(PACKAGE + ".entry")
+done.set()
+first.join()
+import torch, torch.nn.functional as F, attnreg
+attnreg.register_backend("math")
+F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 16))
+print(attnreg.stats().calls)
+"""
+
+
+def test_threads_may_import_the_registry_and_a_module_of_it_at_the_same_time():
+    run = forked(TWO_IMPORTERS)
+    assert (run.stdout, run.stderr) == ("{'math': {'forward': 1, 'backward': 0}}\n", "")
+
+
 # Forks
 
 FORK = """

@@ -173,11 +173,11 @@ def _still_holds(kept: _Kept) -> bool:
         numbers = comparison.read()
         if numbers is None:
             return True
-        kept.comparison = None
         if numbers[0]:
             if said := kept.said(kept.value):
                 raise_changed(said)
-            return False
+            return False  # the comparison stays: another thread may ask before the value is derived anew
+        kept.comparison = None
     if time.monotonic() - kept.compared > TRUSTED:
         kept.compared, kept.comparison = time.monotonic(), AsyncReadback(kept.changed())
     return True

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from attnreg.core.adaptation.chain import Adaptation, adaptations_of, first_adaptation
 from attnreg.core.contract.backend import Backend, Kernels
-from attnreg.core.contract.capabilities import Capabilities, reasons_of
+from attnreg.core.contract.capabilities import ANY_SIZE, Capabilities, reasons_of
 from attnreg.core.contract.lengths import LENGTHS, Cut, check_cuts, reads_of
 from attnreg.core.contract.spec import AttentionSpec, Direction
-from attnreg.core.registry import known_issues
+
+# Not from the package: a thread that imports the package may wait for this module.
+from attnreg.core.registry.known_issues import against as known_faults
+from attnreg.core.registry.known_issues import cuts as cuts_of_faults
+from attnreg.core.registry.known_issues import text_of
 from attnreg.core.registry.loading import alone, wait_for_module
 from attnreg.core.torchlib.isolation import raise_if_temporary, strip_tracebacks
 from attnreg.errors import BackendUnavailableError, RegistrationError
@@ -160,7 +164,7 @@ class Entry:
         backend.priority_for(spec)  # what it raises is against the call
         against = limits.unsupported(spec) or reasons_of(backend.refuses, spec)
         if not against and not missing:
-            against = known_issues.against(self.name, self.version, spec, direction)
+            against = known_faults(self.name, self.version, spec, direction)
         return against
 
     def cuts(self, spec: AttentionSpec, direction: Direction) -> tuple[Cut, ...]:
@@ -170,7 +174,7 @@ class Entry:
             return ()
         cuts = [*limits.cuts(spec)]
         for variant in self._variants(spec.of(direction), direction):
-            cuts += known_issues.cuts(self.name, variant)[0]
+            cuts += cuts_of_faults(self.name, variant)[0]
             cuts += self._declared(variant) or ()  # if they can't be had, the calls are decided exactly
         return tuple(cuts)
 
@@ -194,7 +198,7 @@ class Entry:
             named = {name for cut in declared for name in cut.names}
             for look in self._looks(backend, limits, direction, ranks_only):
                 reads |= reads_of(look, variant) - named
-            reads |= frozenset() if ranks_only else known_issues.cuts(self.name, variant)[1]
+            reads |= frozenset() if ranks_only else cuts_of_faults(self.name, variant)[1]
         if not ranks_only:
             reads |= {name for name, allowed in limits.of_lengths(spec).items() if allowed.step > 1}
         return frozenset(reads)
@@ -221,6 +225,8 @@ class Entry:
         if ranks_only:
             return
         # The limits' fields of lengths are cuts already.
+        if type(limits).unsupported is not Capabilities.unsupported:  # of a package's own class
+            yield replace(limits, batch=ANY_SIZE, ranges=ANY_SIZE).unsupported
         yield from filter(None, (limits.refuses, backend.refuses))
         if self._kernels is not None and self._kernels.replaces_native is not None:
             yield functools.partial(self._kernels.replaces_native, direction)
@@ -279,7 +285,7 @@ class Entry:
         It is asked for once: a provider may have to read it from the disk.
         """
         if self._version is None:
-            self._version = known_issues.text_of(self.backend.version) if self.backend is not None else ""
+            self._version = text_of(self.backend.version) if self.backend is not None else ""
         return self._version
 
     def _probe(self, backend: Backend) -> str:

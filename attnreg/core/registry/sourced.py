@@ -9,9 +9,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from attnreg.core.contract.spec import AttentionSpec, Device, Direction
-from attnreg.core.registry import verification
 from attnreg.core.registry.entry import Entry
 from attnreg.core.registry.loading import alone
+from attnreg.core.registry.verification import remember, verdict
 from attnreg.core.settings.hub_names import HubName, is_hub_name
 from attnreg.core.torchlib.isolation import raise_if_temporary, strip_tracebacks
 from attnreg.errors import RegistrationError
@@ -117,7 +117,7 @@ class SourcedEntry(Entry):
         if key not in self._verdicts:
             with alone(self):
                 if key not in self._verdicts:
-                    self._verdicts[key] = verification.verdict(self.name, self._revision, device)
+                    self._verdicts[key] = verdict(self.name, self._revision, device)
         return self._verdicts[key]
 
     @property
@@ -130,7 +130,7 @@ class SourcedEntry(Entry):
 
         Raises OSError if the cache folder can't be written.
         """
-        verification.remember(self.name, self._revision, device, checks, wrong)
+        remember(self.name, self._revision, device, checks, wrong)
         with alone(self):
             self._verdicts.clear()
         self._changed()

@@ -325,7 +325,7 @@ def _with_note(described: CallSpec, note: str) -> CallSpec:
 
 
 def _masked(call: SdpaCall) -> CallSpec:
-    structure = recognised(call) if serves(call.query, call.key) else None
+    structure = recognised(call) if serves(call.query, call.key, runs=False) else None
     if not isinstance(structure, Structure):
         described = dense(*call)
         if structure is None:
