@@ -246,9 +246,10 @@ class Conformance:
         return sentences
 
     def _unclear(self, spec: AttentionSpec, reasons: tuple[str, ...]) -> str:
-        """Return what is wrong with the reasons that `Backend.refuses` gives; empty if nothing is."""
+        """Return what is wrong with the reasons that functions `refuses` give; empty if nothing is."""
         directions = filter(None, (self.backend.forward, self.backend.backward))
-        by_limits = [reason for limits in directions for reason in limits.unsupported(spec)]
+        fields = [replace(limits, refuses=None) for limits in directions]
+        by_limits = [reason for limits in fields for reason in limits.unsupported(spec)]
         for reason in reasons:
             if reason.startswith(CHECK_FAILED):
                 return reason

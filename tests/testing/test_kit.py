@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -250,6 +251,17 @@ def test_a_refusal_without_what_was_got_is_a_failure(fake):
         assert (outcome.passed, outcome.reasons, outcome.errors) == (passes, (reason,), {})
     crashing = fake("mine", refuses=lambda spec: spec.no_such_field).backend
     assert "check failed: AttributeError" in Conformance(crashing, "cpu").run(SMALL).failure
+
+
+def test_the_reasons_of_one_direction_have_to_be_sentences_too(fake):
+    def of_forward(refuses):
+        backend = fake("mine").backend
+        return replace(backend, forward=replace(backend.forward, refuses=refuses))
+
+    outcome = Conformance(of_forward(lambda spec: ("no",)), "cpu").run(SMALL)
+    assert outcome.failure == "refusal: got 'no', expected a sentence such as 'head_dim must be 64, got 80'"
+    outcome = Conformance(of_forward(lambda spec: spec.no_such_field), "cpu").run(SMALL)
+    assert outcome.failure.startswith("check failed: AttributeError: ")
 
 
 def test_what_a_backend_refuses_is_not_run(fake):
