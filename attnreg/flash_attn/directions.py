@@ -309,9 +309,9 @@ def _check_results(inputs: Inputs, results: Inputs, into: tuple[Tensor | None, .
     named = {"dout": (results[0], shape), "out": (results[1], shape), "softmax_lse": (results[2], of_lse)}
     optional = {"dq": (into[0], q.shape), "dk": (into[1], k.shape), "dv": (into[2], v.shape)}
     named |= {name: (x, shape) for name, (x, shape) in optional.items() if x is not None}
-    given = {name: x for name, (x, _) in named.items()}
-    check_tensors(**given)
-    check_layouts(**given)
+    tensors = {name: x for name, (x, _) in named.items()}
+    check_tensors(**tensors)
+    check_layouts(**tensors)
     for name, (x, expected) in named.items():
         dtype = x.dtype if name == "softmax_lse" and x.is_floating_point() else q.dtype
         if (tuple(x.shape), x.dtype, x.device) != (tuple(expected), dtype, q.device):

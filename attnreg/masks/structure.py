@@ -122,7 +122,7 @@ def _describe(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _describe_rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `_describe`. Words of eight keys are added up and flipped in a third of the time of keys."""
+    """As `_describe`. It adds up words of eight keys: on an H200 that took a third of the time of keys."""
     batch, queries, keys = mask.shape
     words = -(-keys // WORD)
     groups = -(-words // WORDS)

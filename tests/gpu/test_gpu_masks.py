@@ -102,6 +102,15 @@ def test_dropout_of_a_masked_call_runs_as_dropout_of_the_packed_one(ran):
     assert out.float().std().item() > 0.01
 
 
+def assert_right(mask):
+    """Assert that SDPA and its gradients are right under a mask, bool (S, S); return the inputs."""
+    inputs = gpu.bhsd(batch=1, heads=2, length=len(mask))
+    results = gpu.sdpa_and_back(inputs, attn_mask=mask.cuda()[None, None])
+    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    gpu.assert_near(results, gpu.expected_of_sdpa(inputs, bias=bias[None, None]))
+    return inputs
+
+
 def test_a_measured_policy_has_large_masks_recognised_and_no_others(ran):
     """As transformers passes packed documents to SDPA: 4,096 tokens are 16,777,216 pairs."""
     attnreg.configure({"policy": "measured"})
@@ -109,30 +118,24 @@ def test_a_measured_policy_has_large_masks_recognised_and_no_others(ran):
     document = torch.searchsorted(ends, torch.arange(4096), right=True)
     places = torch.arange(4096)
     mask = (document[:, None] == document) & (places[:, None] >= places)
-    inputs = gpu.bhsd(batch=1, heads=2, length=4096)
-    results = gpu.sdpa_and_back(inputs, attn_mask=mask.cuda()[None, None])
+    inputs = assert_right(mask)
     assert [(row.seen, row.count) for row in attnreg.stats().masks] == [("causal, documents", 1)]
     assert set(ran()) <= {"FA2", "FA4", "cuDNN"}
-    bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
-    gpu.assert_near(results, gpu.expected_of_sdpa(inputs, bias=bias[None, None]))
     attnreg.reset_stats()
     short = [x[:, :, :4000].contiguous().detach().requires_grad_() for x in inputs]
     gpu.sdpa_and_back(short, attn_mask=mask.cuda()[None, None, :4000, :4000])
     assert attnreg.stats().masks == ()
 
 
-def test_a_measured_policy_has_smaller_masks_recognised_once_a_program_has_brought_many_shapes(ran):
+def test_a_measured_policy_has_smaller_masks_recognised_once_a_program_has_brought_many_shapes():
     attnreg.configure({"policy": "measured"})
     for count in range(1, FEW_SHAPES + 3):
         length = 1449 + 8 * count  # 2**21 pairs and more
         places = torch.arange(length)
         mask = (places[:, None] >= places) & (places[:, None] // 700 == places // 700)
-        inputs = gpu.bhsd(batch=1, heads=2, length=length)
-        results = gpu.sdpa_and_back(inputs, attn_mask=mask.cuda()[None, None])
+        inputs = assert_right(mask)
         seen = [(row.seen, row.count) for row in attnreg.stats().masks]
         assert seen == ([("causal, documents", count - FEW_SHAPES)] if count > FEW_SHAPES else [])
-        bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
-        gpu.assert_near(results, gpu.expected_of_sdpa(inputs, bias=bias[None, None]))
     attnreg.reset_stats()
     short = [x[:, :, :1400].contiguous().detach().requires_grad_() for x in inputs]
     gpu.sdpa_and_back(short, attn_mask=mask.cuda()[None, None, :1400, :1400])

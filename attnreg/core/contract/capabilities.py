@@ -233,12 +233,12 @@ def reasons_of(
     """Return the reasons of a function `refuses`, which may be missing; a TypeError if they are none."""
     if refuses is None:
         return ()
-    found = refuses(spec)
+    returned = refuses(spec)
     # As a sequence, each letter of a text would be a reason.
-    is_sequence = isinstance(found, Iterable) and not isinstance(found, str)
-    reasons = tuple(found) if is_sequence else ()
+    is_sequence = isinstance(returned, Iterable) and not isinstance(returned, str)
+    reasons = tuple(returned) if is_sequence else ()
     if not is_sequence or not all(isinstance(reason, str) for reason in reasons):
-        raise TypeError(f"refuses() returned {found!r}, expected a tuple of reasons")
+        raise TypeError(f"refuses() returned {returned!r}, expected a tuple of reasons")
     return reasons
 
 

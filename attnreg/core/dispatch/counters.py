@@ -147,8 +147,9 @@ class Stats:
 
     def to_dict(self) -> dict[str, object]:
         """Return the same as plain data, for JSON."""
-        rows = asdict(self)
-        return {name: list(found) if isinstance(found, tuple) else found for name, found in rows.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
+        }
 
 
 def call_counter(backend: str, direction: Direction) -> Counter:

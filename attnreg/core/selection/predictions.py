@@ -14,7 +14,8 @@ from attnreg.core.settings.environment import REFERENCE
 
 # A smaller difference is chance, and isn't worth another kernel's rounding. Host times are measured at a
 # small call, and other calls differ more. By the times of 511 random shapes on an H100 and 180 on an H200,
-# margins of 0.03 and 0.05 for host times choose alike. With 0.1 forwards take 0.2 to 1.7 % longer.
+# margins of 0.03 and 0.05 for host times choose alike. With 0.1 calls take up to 0.4 % longer, and up to
+# 1.7 % if the table's host times were measured in fewer rounds.
 MARGIN, HOST_MARGIN = 0.02, 0.05
 
 # How many times a measured kernel's time an unmeasured kernel is assumed to take, where the measured kernel
