@@ -32,8 +32,9 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Cases of so few query tokens run twice more, to find kernels that reuse memory of earlier results. Such a
 # kernel reuses it in every case.
 FEW_TOKENS = 32
-# A clear reason against a call names what it got, or what it needs. Known issues have a link.
-CLEAR = re.compile(r"\bgot\b|\bneeds?\b|; see http")
+# A clear reason against a call names what it got, or what it needs; what must be None or 0 was not. Known
+# issues have a link.
+CLEAR = re.compile(r"\bgot\b|\bneeds?\b|\bmust be (None|0)\b|^not deterministic\b|; see http")
 
 
 class Outcome(NamedTuple):

@@ -88,6 +88,11 @@ def test_options_reach_every_part(ranks, method):
     assert_ran(ranks.run(work.compare, method, BATCH, softcap=2.0, sinks=True, **options), "math")
 
 
+@by_each_method
+def test_a_program_may_write_to_its_ranks_output(two_ranks, method):
+    assert two_ranks.run(work.written_to, method) == [(True, True)] * 2
+
+
 def test_heads_in_groups_come_back_in_their_places(ranks):
     """As large messages are cut; here each head of a rank is a group."""
     options = {"how": "zigzag", "window": (-1, 0), "heads": (8 * len(ranks), 4 * len(ranks)), "dims": (8, 6)}

@@ -284,6 +284,16 @@ def _attend(spread, inputs, **options):
     return attnreg.varlen_attn(*inputs, ends, ends, longest, longest, True, **options)
 
 
+def written_to(method):
+    """Return whether an output may be written to, and the sum of its gradient for what was added."""
+    spread = attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], method=method)
+    inputs = [x.requires_grad_() for x in _inputs(spread)[1]]
+    out = _attend(spread, inputs, group=spread, backend="math")
+    before, added = out.detach().clone(), torch.ones(1, requires_grad=True)
+    out += added
+    return torch.equal(out, before + 1), torch.autograd.grad(out.sum(), added)[0].item() == out.numel()
+
+
 def inside_and_outside():
     """Return whether calls are spread inside of a block alone, nested ones by the innermost."""
     two = [attnreg.context_parallel(dist.group.WORLD, [0, 7, 20], how) for how in ("contiguous", "zigzag")]

@@ -1,18 +1,20 @@
 """Promises of the conformance kit: what it runs, what it says, and that refusing everything isn't passing."""
 
 import dataclasses
+import random
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from support.length_kinds import draw_kind
 from support.processes import forked
 from support.sinks import Counting
 
 import attnreg
 from attnreg import Range
 from attnreg.backends import math as math_backend
-from attnreg.core import aten
+from attnreg.core import aten, registry
 from attnreg.core.contract.spec import Device
 from attnreg.errors import InvalidInputError, UnknownBackendError, UnsupportedInputError
 from attnreg.testing import Conformance, check_backend
@@ -262,6 +264,22 @@ def test_the_reasons_of_one_direction_have_to_be_sentences_too(fake):
     assert outcome.failure == "refusal: got 'no', expected a sentence such as 'head_dim must be 64, got 80'"
     outcome = Conformance(of_forward(lambda spec: spec.no_such_field), "cpu").run(SMALL)
     assert outcome.failure.startswith("check failed: AttributeError: ")
+
+
+@pytest.mark.parametrize("name", registry.entries())
+def test_reasons_of_built_in_backends_are_sentences_on_every_device(name):
+    draw, device = random.Random(name), list(map(Device.parse, ("sm_75", "sm_90", "sm_100", "sm_120", "cpu")))
+    backend = registry.entries()[name].backend
+    directions = [limits for limits in (backend.forward, backend.backward) if limits]
+    functions = list(filter(None, [backend.refuses, *(limits.refuses for limits in directions)]))
+    reasons = set()
+    for _ in range(2000):
+        spec = draw_kind(draw).but(device=draw.choice(device), batch_invariant=draw.random() < 0.2)
+        spec = spec.but(sinks=draw.random() < 0.2, key_ranges=spec.varlen and draw.random() < 0.2)
+        if not any(replace(limits, refuses=None).unsupported(spec) for limits in directions):
+            reasons.update(reason for refuses in functions for reason in refuses(spec))
+    assert [reason for reason in reasons if not kit_module.CLEAR.search(reason)] == []
+    assert bool(reasons) == bool(functions)
 
 
 def test_what_a_backend_refuses_is_not_run(fake):

@@ -129,6 +129,18 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted(front, packed, fake, mo
     assert len(recorder.forwards) == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+def test_a_program_may_write_to_the_output_of_a_call_with_a_gradient(given, ran, options):
+    wanted, _ = truth.varlen(*given[:5], **options)
+    ran()
+    out = attnreg.varlen_attn(*given, backend="math", **options)
+    assert ran() == {"math": (1, 0)}
+    added = torch.ones(1, requires_grad=True)
+    out += added
+    truth.assert_near(out - 1, wanted)
+    assert torch.autograd.grad(out.sum(), added)[0] == out.numel()
+
+
 def test_inference_tensors_are_as_good_as_others(front):
     with torch.inference_mode():
         query, cu = torch.randn(7, 4, 16), offsets(3, 4)

@@ -69,10 +69,22 @@ def _refuses(spec: AttentionSpec) -> Iterator[str]:
 
     # tests/gpu/test_gpu_batch_invariant.py got equal bits from these calls with 4.0.0b36 on an H200, and
     # tries no others.
-    tried = major == 9 and not (spec.seqused_k or spec.softcap or spec.key_ranges) and spec.page_size is None
-    if spec.batch_invariant and not tried:
-        others = "seqused_k, block_table, softcap and key_ranges"
-        yield f"batch-invariant only on compute capability 9.0, without {others}"
+    if spec.batch_invariant:
+        yield from _untried_batch_invariant(spec)
+
+
+def _untried_batch_invariant(spec: AttentionSpec) -> Iterator[str]:
+    if _major(spec) != 9:
+        yield f"compute capability must be 9.0 to be batch-invariant, {_got(spec)}"
+    options = {
+        "seqused_k": spec.seqused_k,
+        "block_table": spec.page_size is not None,
+        "key_ranges": spec.key_ranges,
+    }
+    for name in (name for name, is_on in options.items() if is_on):
+        yield f"{name} must be None to be batch-invariant, which no test has tried"
+    if spec.softcap:
+        yield f"softcap must be 0 to be batch-invariant, which no test has tried, got {spec.softcap}"
 
 
 def _with_sinks(spec: AttentionSpec) -> Iterator[str]:
@@ -93,7 +105,7 @@ def _with_ranges(spec: AttentionSpec) -> Iterator[str]:
     """Yield why the package can't run a call with `key_ranges`; README.md has the reasons."""
     dims = spec.head_dim, spec.head_dim_v
     if _major(spec) != 9:
-        yield "key_ranges must be None but on compute capability 9.0"
+        yield f"compute capability must be 9.0 with key_ranges, {_got(spec)}"
     elif not spec.device.simulated and installed() not in TESTED_RELEASES:
         yield f"key_ranges must be None but for releases {', '.join(TESTED_RELEASES)}, got {installed()}"
     if dims[0] != dims[1] or dims[0] > 128:
@@ -158,7 +170,11 @@ def _not_yet_compiled(spec: AttentionSpec, direction: str) -> Iterator[str]:
     family = compiled_kinds.family_of_spec(direction, spec)
     kind = family, family.class_of(*compiled_kinds.lengths_of_spec(spec))
     if kind not in compiled_kinds.have_run:
-        yield "this kind of call has to run once before it can be recorded in a CUDA graph"
+        yield "this kind of call needs to run once before it can be recorded in a CUDA graph"
+
+
+def _got(spec: AttentionSpec) -> str:
+    return f"got {'.'.join(map(str, spec.device.capability or ('none',)))}"
 
 
 def _major(spec: AttentionSpec) -> int:

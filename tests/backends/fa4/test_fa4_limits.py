@@ -44,7 +44,7 @@ def test_values_wider_than_the_keys_are_refused_on_hopper(direction, varlen):
 
 def test_a_kind_that_has_not_run_is_refused_in_a_cuda_graph_each_direction_for_itself(kernels, on_hopper):
     query, key, value, grad = dense(64, 64, dim=64)
-    cold = ("this kind of call has to run once before it can be recorded in a CUDA graph",)
+    cold = ("this kind of call needs to run once before it can be recorded in a CUDA graph",)
     assert reasons("forward", HERE) == ()
     fields = {"here": HERE, "capturing": True}
     assert (reasons("forward", **fields), reasons("backward", **fields)) == (cold, cold)
@@ -146,8 +146,8 @@ SM_120 = "head dims must be up to 128 on sm_12x, got (136, 136)"
 NOT_REPEATABLE = "not deterministic on sm_12x, and deterministic algorithms are on"
 RANGES = {"varlen": True, "key_ranges": True}
 UP_TO = "head dims must be equal and up to 128 with key_ranges, got"
-OTHERS = "seqused_k, block_table, softcap and key_ranges"
-TRIED = f"batch-invariant only on compute capability 9.0, without {OTHERS}"
+UNTRIED = "{} must be None to be batch-invariant, which no test has tried"
+INVARIANT = {"varlen": True, "batch_invariant": True}
 OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
 
 
@@ -181,7 +181,7 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
         ({**RANGES, "ranges": 8}, "", ""),
         ({**RANGES, "ranges": 9}, *["key_ranges must have 0 to 8 ranges a query, got 9"] * 2),
         ({**RANGES, "window": (90, 0), "heads_k": 2, "head_dim": 128}, "", ""),
-        ({**RANGES, "device": "sm_100"}, *["key_ranges must be None but on compute capability 9.0"] * 2),
+        ({**RANGES, "device": "sm_100"}, *["compute capability must be 9.0 with key_ranges, got 10.0"] * 2),
         ({**RANGES, "head_dim": 192, "head_dim_v": 128}, *[f"{UP_TO} (192, 128)"] * 2),
         ({**RANGES, "head_dim": 256}, *[f"{UP_TO} (256, 256)"] * 2),
         (
@@ -194,7 +194,17 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
         ),
         ({**RANGES, "sinks": True}, *["sinks must be None with key_ranges: a row may see no key"] * 2),
         ({**RANGES, "heads_q": 65536}, *["query heads with key_ranges must be at most 65535, got 65536"] * 2),
-        ({**RANGES, "batch_invariant": True}, *[TRIED] * 2),
+        (INVARIANT, "", ""),
+        ({**RANGES, **INVARIANT}, *[UNTRIED.format("key_ranges")] * 2),
+        ({**INVARIANT, "seqused_k": True}, *[UNTRIED.format("seqused_k")] * 2),
+        (
+            {**INVARIANT, "softcap": 5.0},
+            *["softcap must be 0 to be batch-invariant, which no test has tried, got 5.0"] * 2,
+        ),
+        (
+            {**INVARIANT, "device": "sm_100"},
+            *["compute capability must be 9.0 to be batch-invariant, got 10.0"] * 2,
+        ),
         (
             {**RANGES, "deterministic": True},
             "",
