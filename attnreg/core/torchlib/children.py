@@ -6,7 +6,8 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 
 def run(
@@ -17,11 +18,12 @@ def run(
     If the time is over, or this process is interrupted, all processes of the command are killed. Raises
     `subprocess.TimeoutExpired`, and OSError if the command can't be started.
     """
-    with subprocess.Popen(
+    with _interrupts_kept_back() as let_through, subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         errors="replace", env=environment, cwd=folder, process_group=0,
     ) as process:  # fmt: skip
         try:
+            let_through()
             output, errors = process.communicate(timeout=seconds)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -29,3 +31,31 @@ def run(
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def _interrupts_kept_back() -> Iterator[Callable[[], None]]:
+    """Keep Ctrl-C back, at most until the function that this yields is called, or the block ends.
+
+    An interrupt in the middle of `Popen` would leave a process that nobody knows and nobody kills. Only the
+    main thread is interrupted, and only it may set a handler. A handler of C code is None here, and couldn't
+    be set back.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    kept: list[int] = []
+    is_kept_back = threading.current_thread() is threading.main_thread() and before is not None
+
+    def let_through() -> None:
+        nonlocal is_kept_back
+        if is_kept_back:
+            is_kept_back = False
+            signal.signal(signal.SIGINT, before)
+            if kept:
+                signal.raise_signal(signal.SIGINT)
+
+    if is_kept_back:
+        signal.signal(signal.SIGINT, lambda number, _: kept.append(number))
+    try:
+        yield let_through
+    finally:
+        let_through()
