@@ -8,6 +8,7 @@ figure is a median in µs, from an idle device to an idle device; in parentheses
 eight calls of a turn don't count. Torch's own function and flash-attn-4's are sides, where they run.
 
 Packed calls come first, then decoding: a token each of eight sequences, with a cache of 600 keys and more.
+Last come steps of decoding by `varlen_attn` in several layers. The layers of a step share their offsets.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from _program import parser_of, show, show_machine
 
 import attnreg
 from attnreg.flash_attn import flash_attn_with_kvcache
+from attnreg.tools.bench.compare import short
 from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import shuffled, timer_for
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 SEQUENCES, LONGEST, HEADS, DIM, WARM_UP = 8, 256, 8, 64, 8
 FIRST, ROOM, HEADS_Q, DIM_OF_CACHE = 600, 1024, 32, 128
 TORCH, PACKAGE = "torch's varlen_attn", "flash-attn-4's own"
+LAYERS = 1, 4, 8, 32
 
 Batch = tuple[list["Tensor"], "Tensor", int]
 
@@ -158,6 +161,56 @@ def decoding(backends: list[str], options: argparse.Namespace) -> list[dict[str,
     return measure("decoding", sides, batches, right, False, options)
 
 
+def layers(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of decoding by packed calls, through layers that share the offsets of a step.
+
+    Each layer has keys and values of its own in memory. The numbers in them are the same for all layers.
+    """
+    device = torch.device(options.device)
+    case = Case(
+        name="layers", lens_q=(1,) * SEQUENCES, lens_k=(ROOM,) * SEQUENCES, heads=(HEADS_Q, HEADS),
+        dims=(DIM_OF_CACHE, DIM_OF_CACHE), dtype="bfloat16", varlen=True,
+    )  # fmt: skip
+    query, keys, values = inputs(case, device, drawn_on=device)[:3]
+    memory = [(query, keys.clone(), values.clone()) for _ in range(max(LAYERS))]
+    query_offsets = torch.arange(SEQUENCES + 1, dtype=torch.int32, device=device)
+
+    def step(function: Any, count: int, offsets: Tensor, length: int) -> Tensor:
+        given = query_offsets, offsets, 1, length
+        for query, keys, values in memory[:count]:
+            out: Tensor = function(
+                query, *(x[: SEQUENCES * length] for x in (keys, values)), *given, enable_gqa=True
+            )
+        return out
+
+    def torchs(*given: Any, **options: Any) -> Any:
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(*given, **options)
+
+    functions = {TORCH: torchs, "attnreg": attnreg.varlen_attn}
+    sides = {
+        f"{name}, layers: {count}": functools.partial(step, function, count)
+        for count in LAYERS
+        for name, function in functions.items()
+    }
+    count = options.calls + WARM_UP
+    offsets = [query_offsets * (FIRST + n) for n in range(count)]
+    batches = {
+        "same": [(offsets[0], FIRST)] * count,
+        "one key more": [(offsets[n], FIRST + n) for n in range(count)],
+    }
+
+    def right(offsets: Tensor, length: int) -> Tensor:
+        tensors = [query, *(x[: SEQUENCES * length] for x in (keys, values))]
+        out: Tensor = attnreg.varlen_attn(
+            *(x.float() for x in tensors), query_offsets, offsets, 1, length, enable_gqa=True, backend="math"
+        )
+        return out
+
+    return measure("decoding by layers", sides, batches, right, False, options)
+
+
 @contextlib.contextmanager
 def within(side: str) -> Iterator[None]:
     """Choose the backend of a side of decoding, if it names one; SDPA needs routers for that."""
@@ -202,7 +255,7 @@ def measure(
                     turn(sides[name], batches[state], grad, device)
                 off[name] = max(wrong_by(sides[name], given[-1], right) for given in batches.values())
         except Exception as error:  # noqa: BLE001 - a side that can't run is a row with its reason
-            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            failed[name] = short(error)
     able = [(name, state) for name in sides if name not in failed for state in batches]
     for _ in range(options.rounds):
         for name, state in shuffled(able):
@@ -219,7 +272,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure packed forwards, forwards and backwards, and decoding, and print their tables."""
+    """Measure packed forwards, forwards and backwards, decoding, and layers, and print their tables."""
     parser = parser_of(__doc__, rounds=3, devices=("cpu", "cuda"))
     parser.add_argument("--backends", default="FA4,FA2,cuDNN", help="comma list")
     parser.add_argument("--calls", type=int, default=50, help="of a turn that count")
@@ -231,6 +284,7 @@ def main() -> None:
         (False, functools.partial(packed, backends, False)),
         (True, functools.partial(packed, backends, True)),
         (False, functools.partial(decoding, backends)),
+        (False, layers),
     )
     for grad, part in parts:
         with torch.set_grad_enabled(grad):
