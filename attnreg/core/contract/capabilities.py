@@ -214,8 +214,8 @@ class Capabilities:
             (spec.windowed, self.window, f"window_size must be (-1, -1) or causal, got {spec.window}"),
             (not spec.positive_scale, self.any_scale, "scale must be above 0"),
             *(
-                (row.is_on_in(spec), self.runs(row), row.reason.format(getattr(spec, row.field)))
-                for row in OPTIONS
+                (True, self.runs(row), row.reason.format(getattr(spec, row.field)))
+                for row in spec.options
                 if row.reason is not None
             ),
             (spec.deterministic, self.deterministic, not_deterministic),

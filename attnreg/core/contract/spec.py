@@ -198,6 +198,16 @@ class AttentionSpec:
         return counts and self.max_q * self.heads_q < FEW_ROWS * self.heads_k
 
     @property
+    def options(self) -> list[Option]:
+        """The options that the call has."""
+        further = dict(self.further)
+        return [
+            row
+            for row, name, off, is_own in _ROWS
+            if (getattr(self, name) != off if is_own else name in further)
+        ]
+
+    @property
     def gives_sinks(self) -> bool:
         """Whether a kernel that counts sinks may get the call's sinks; else all results are rescaled.
 
@@ -209,7 +219,7 @@ class AttentionSpec:
     @property
     def unscaled(self) -> AttentionSpec:
         """The spec without options that results are rescaled for: a backend that runs it runs this call."""
-        rescaled = [row for row in OPTIONS if row.rescales and row.is_on_in(self)]
+        rescaled = [row for row in self.options if row.rescales]
         return self.without(*rescaled) if rescaled else self
 
     def of(self, direction: str) -> AttentionSpec:
@@ -221,7 +231,7 @@ class AttentionSpec:
         """
         if self.sinks and (self.capturing or self.grad_lse):
             return self.unscaled.of(direction)
-        others = [row for row in OPTIONS if row.is_on_in(self) and not row.reaches(direction, self.dropout)]
+        others = [row for row in self.options if not row.reaches(direction, self.dropout)]
         return self.without(*others) if others else self
 
     def without(self, *options: Option) -> AttentionSpec:
@@ -295,6 +305,11 @@ def _option(spec: AttentionSpec, name: str) -> Any:
     except AttributeError:
         raise AttributeError(f"AttentionSpec has no attribute {name!r}") from None
 
+
+# Decisions ask for the options of a spec a dozen times.
+_ROWS = [
+    (row, row.field, row.off_in_spec, row.field in AttentionSpec.__dataclass_fields__) for row in OPTIONS
+]
 
 # Not in the class, where a type checker would take any name for an attribute.
 AttentionSpec.__getattr__ = _option  # type: ignore[attr-defined]

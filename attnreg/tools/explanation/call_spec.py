@@ -25,7 +25,7 @@ from attnreg.core.aten.nested import is_dense_inside
 from attnreg.core.aten.routing import call_of as dense_call_of
 from attnreg.core.aten.schemas import SdpaCpuForward
 from attnreg.core.contract.lengths import bounds
-from attnreg.core.contract.options import OPTIONS, options_of, options_on
+from attnreg.core.contract.options import options_of, options_on
 from attnreg.core.contract.spec import UNBOUNDED, AttentionSpec, Direction
 from attnreg.core.dispatch.calls import to_bshd, wants_gradient
 from attnreg.core.dispatch.planning import Native, device_of, spec_of
@@ -111,7 +111,7 @@ def _front_of(spec: AttentionSpec) -> tuple[str, list[str]]:
         if spec.bias:
             return "", [f"no function makes such a call: {VARLEN} takes no attn_bias"]
         return VARLEN, []
-    options = [row for row in OPTIONS if row.is_on_in(spec) and row.name not in OF_SDPA]
+    options = [row for row in spec.options if row.name not in OF_SDPA]
     names = ["window_size"] * (spec.window not in (UNBOUNDED, (-1, 0)))
     named = ", ".join((*names, *(row.argument or row.label for row in options)))
     if not named:
