@@ -22,6 +22,7 @@ import torch
 from support import lock_order, references
 from support.chosen_cases import are_pairwise
 from support.fake_cudnn import select_by
+from support.options import NUMBERS
 
 import attnreg
 from attnreg import _autoload
@@ -444,8 +445,9 @@ class Recorder:
 
 
 SWITCHES = (
-    "varlen", "gqa", "causal", "window", "dropout", "bias", "alibi", "seqused_k", "num_splits", "any_scale",
-    "softcap", "grad_lse", "deterministic", "capture",
+    "varlen", "gqa", "causal", "window", "bias", "alibi", "seqused_k", "any_scale", "grad_lse",
+    "deterministic", "capture",
+    *(row.field for row in NUMBERS if row.argument and hasattr(attnreg.Capabilities, row.field)),
 )  # fmt: skip
 EVERYTHING = {
     "devices": ("cpu",),

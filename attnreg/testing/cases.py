@@ -22,8 +22,6 @@ from attnreg.tools.measure.cases import DIMS, FREE_NUMBERS, WITHOUT_OPTIONS, Bia
 # Most models compute in the first.
 DTYPES_BY_USE = ("bfloat16", "float16", "float32", "float64")
 
-DRAWN = 24
-
 # What a direction may declare, and which cases ask for it. Nothing here records a CUDA graph.
 ABILITIES: dict[str, Callable[[Case], bool]] = {
     "dense": lambda case: not case.varlen,
@@ -37,6 +35,9 @@ ABILITIES: dict[str, Callable[[Case], bool]] = {
     "deterministic": lambda case: case.deterministic,
     "batch_invariant": lambda case: case.batch_invariant,
 }
+
+# How many calls are drawn: each ability has its turn.
+DRAWN = max(24, len(ABILITIES))
 
 
 # The abilities that only dense calls show, and those that only packed calls show.

@@ -7,6 +7,7 @@ import torch
 from support.refusals import refusal
 
 from attnreg import Backend, Call, Capabilities, Kernels, RegistrationError
+from attnreg.core.contract.options import OPTIONS
 from attnreg.core.registry.entry import Entry
 from attnreg.errors import BackendUnavailableError
 
@@ -127,22 +128,12 @@ def test_a_call_is_causal_if_its_window_ends_at_the_diagonal_and_varlen_if_it_ha
 
 
 def test_a_call_has_no_options_beyond_its_scale_and_lengths_by_default():
-    assert Call(0.5, 4, 8) == (
-        0.5,
-        4,
-        8,
-        (-1, -1),
-        *(None,) * 6,
-        0.0,
-        None,
-        None,
-        False,
-        False,
-        0.0,
-        *(None,) * 5,
-        False,
-        (),
-    )
+    others = {
+        "scale": 0.5, "max_q": 4, "max_k": 8, "window": (-1, -1), "cu_seqlens_q": None, "cu_seqlens_k": None,
+        "rng_state": None, "deterministic": False, "batch_invariant": False, "further": (),
+    }  # fmt: skip
+    options = {row.name: row.off for row in OPTIONS if row.name in Call._fields}
+    assert Call(0.5, 4, 8)._asdict() == others | options
 
 
 def test_what_replace_has_put_in_is_checked_when_the_backend_loads():

@@ -11,6 +11,7 @@ from support.sinks import Counting
 
 from attnreg.backends import math as math_backend
 from attnreg.core.contract.backend import KEYED_BY, Backend
+from attnreg.core.contract.options import OPTIONS
 from attnreg.testing import Conformance
 from attnreg.testing.cases import selected
 
@@ -38,8 +39,9 @@ def only(direction, kernels):
 
 
 def without(field):
-    """Return kernels that ignore an optional argument."""
-    return called_with(**{field: lambda call: None})
+    """Return kernels that ignore an option."""
+    off = next(row.off for row in OPTIONS if row.name == field)
+    return called_with(**{field: lambda call: off})
 
 
 def ignoring_scale(field="scale"):

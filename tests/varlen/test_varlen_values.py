@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support import truth
+from support.options import NUMBERS, number_of
 from support.packed_calls import (
     CAUSAL,
     LENGTHS_K,
@@ -65,6 +66,25 @@ OPTIONS = {
 @pytest.mark.parametrize(("options", "meant"), OPTIONS.values(), ids=OPTIONS)
 def test_every_option_gives_the_right_output_lse_and_gradients(front, packed, options, meant):
     run_and_compare(packed(LENGTHS_Q, LENGTHS_K, dtype=torch.float64), meant, **options)
+
+
+@pytest.mark.parametrize("row", [row for row in NUMBERS if row.argument], ids=lambda row: row.name)
+def test_a_number_counts_in_each_call_whatever_the_call_before_had(front, packed, row):
+    given, options = packed(LENGTHS_Q, LENGTHS_K), {row.argument: number_of(row)}
+
+    def out(**options):
+        torch.manual_seed(0)
+        return attnreg.varlen_attn(*given, **options)
+
+    if front == "custom op" and not row.in_op:
+        with pytest.raises(attnreg.UnsupportedInputError):
+            out(**options)
+        return
+    plain, other = out(), out(**options)
+    assert torch.equal(plain, other) == (row.name == "num_splits")  # which changes no result
+    for _ in range(3):
+        assert torch.equal(out(), plain)
+        assert torch.equal(out(**options), other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -213,7 +213,7 @@ def _attend_backward(
                 )
         share, delta = forward_results.share(rows, softmax), delta / softmax.divisor
         if output is not None:
-            part, rest, is_precise = output.compared(softmax, mask.call.scale)
+            part, rest, is_precise = output.compared(softmax, mask.scale)
             share = part.where(is_precise, share)
             delta = delta * part + (rest * of_rows[1]).sum(-1, keepdim=True)
         else:
@@ -225,7 +225,7 @@ def _attend_backward(
             weights = softmax.weights(scores) * share
             grad_v[:, :, tile.cols] += _summed(weights if kept is None else weights * kept, grads, k)
             of_added = weights * (grad_weights - delta)
-            grad_scores = of_added * mask.call.scale
+            grad_scores = of_added * mask.scale
             mask.add_gradients(of_added, tile)
             grad_scores = _hide(grad_scores if slope is None else grad_scores * slope, tile, 0.0)
             grad_q[:, :, rows] += _times(grad_scores, _seen_keys(k, tile))
@@ -257,7 +257,7 @@ def _products(
 
 def _scores(q: Tensor, keys: Tensor, mask: Mask) -> Tensor:
     """Return the scores of a tile, scaled and bounded by the softcap, before anything is added."""
-    scores, softcap = _in_short_sums(q, keys).mul_(mask.call.scale), mask.call.softcap
+    scores, softcap = _in_short_sums(q, keys).mul_(mask.scale), mask.call.softcap
     return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
 
 

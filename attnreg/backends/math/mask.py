@@ -40,6 +40,7 @@ class Mask:
     """The hidden scores of a group, and what is added to its visible scores.
 
     Attributes:
+        scale: what products of queries and keys are multiplied by.
         grad_bias: what the gradient of the bias is added to, in the bias's shape; None if none is wanted.
     """
 
@@ -51,6 +52,7 @@ class Mask:
         self.width_q, self.width_k = group.queries.width, group.keys.width
         self.shift = self.width_k - self.width_q
         self.device = group.keys.rows.device
+        self.scale = call.scale
 
     def row_blocks(self) -> Iterator[slice]:
         """Yield the rows in blocks."""

@@ -119,7 +119,12 @@ class Option:
         """Whether a value of `Call`'s field, or of the argument, means a call with the option."""
         if self.values == "integer":  # 0 leaves it to the kernel, too
             return bool(value)
-        return value is not None and (self.off is None or bool(value != self.off))
+        if value is None or self.off is None:
+            return value is not None
+        try:
+            return bool(value != self.off)
+        except (RuntimeError, ValueError):
+            return True  # several numbers in place of one, which `checked` refuses
 
     def shapes_of(self, batch: int, heads: int) -> list[tuple[int, ...]]:
         """Return the shapes that its tensor may have in a call with so many sequences and query heads."""
