@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from attnreg.core.contract.lengths import (
+    LENGTHS,
     OF_ALL,
     Cut,
     Lengths,
@@ -103,13 +104,29 @@ def difference(entry: Entry, spec: AttentionSpec, seed: int, count: int = 24) ->
         cuts = (*OF_ALL, *entry.cuts(spec, direction))
         drawn = [spec, *(draw_spec(draw, spec, cuts) for _ in range(count))]
         for group in by_class(drawn, cuts):
-            first = next(
-                (candidate for candidate in group if not entry.unnamed_reads(candidate, direction)), None
-            )
+            if all(entry.unnamed_reads(candidate, direction) for candidate in group):
+                continue
             for other in group:
-                if first is not None and decided(entry, other, direction) != decided(entry, first, direction):
-                    return _described(entry, direction, first, other)
+                if decided(entry, other, direction) != decided(entry, group[0], direction):
+                    return _described(entry, direction, *_nearest(entry, direction, cuts, group[0], other))
     return ""
+
+
+def unnamed(entry: Entry, specs: Iterable[AttentionSpec]) -> list[str]:
+    """Return a sentence for each direction that is decided by lengths that no cut names.
+
+    Such a backend is right, but a program that brings new lengths waits for a decision at each of them.
+    """
+    reads: dict[Direction, set[str]] = {direction: set() for direction in get_args(Direction)}
+    for spec in specs:
+        for direction, names in reads.items():
+            names |= set() if failure(entry, spec) else entry.unnamed_reads(spec, direction)
+    return [
+        f"some {direction}s are decided anew for each length: it depends on {', '.join(sorted(names))} in a "
+        "way that no Cut of cuts() names"
+        for direction, names in reads.items()
+        if names
+    ]
 
 
 def decided(entry: Entry, spec: AttentionSpec, direction: Direction) -> tuple[bool, int]:
@@ -145,14 +162,46 @@ def of_same_class(entry: Entry, case: Case, spec: AttentionSpec, seed: int) -> l
     return cases
 
 
+def _nearest(
+    entry: Entry, direction: Direction, cuts: Sequence[Cut], one: AttentionSpec, other: AttentionSpec
+) -> tuple[AttentionSpec, AttentionSpec]:
+    """Return two calls of one class with other decisions that differ as little as this search finds."""
+
+    def differs(spec: AttentionSpec) -> bool:
+        is_alike = len(by_class((one, spec), cuts)) == 1
+        return is_alike and decided(entry, spec, direction) != decided(entry, one, direction)
+
+    for name in LENGTHS * 2:  # the second time with the nearest numbers of the others
+        same = with_lengths(other, **{name: getattr(one, name)})
+        if differs(same):
+            other = same
+            continue
+        alike, unlike = getattr(one, name), getattr(other, name)
+        while abs(alike - unlike) > 1:
+            middle = (alike + unlike) // 2
+            between = with_lengths(other, **{name: middle})
+            if differs(between):
+                other, unlike = between, middle
+            else:
+                alike = middle
+        nearer = with_lengths(one, **{name: alike})
+        is_alike = len(by_class((nearer, other), cuts)) == 1
+        if is_alike and decided(entry, nearer, direction) == decided(entry, one, direction):
+            one = nearer
+    return one, other
+
+
 def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
-    reasons = (
-        "; ".join(entry.reasons(spec, direction)) or f"none, and rank {entry.priority(spec)}" for spec in pair
-    )
-    lengths = (str(dict(zip(Lengths._fields, Lengths.of(spec), strict=True))) for spec in pair)
-    first, second = (f"{text} for {of}" for text, of in zip(reasons, lengths, strict=True))
+    own = [name for name in LENGTHS if pair[0].varlen or not name.startswith("tokens")]  # others follow
+    differing = [name for name in own if len({getattr(spec, name) for spec in pair}) > 1]
+    first, second = (_fate(entry, direction, spec, differing) for spec in pair)
     return (
-        f"cuts: got lengths of one class with different reasons against a {direction}, {first}, "
-        f"and {second}; expected a Cut between them, or no Cut of "
-        "that length: decisions are then made for each length"
+        f"cuts: a {direction} with {first}, with {second}, and no Cut lies between them; expected one, or no "
+        "Cut of these lengths at all: each length is decided anew then"
     )
+
+
+def _fate(entry: Entry, direction: Direction, spec: AttentionSpec, names: Sequence[str]) -> str:
+    lengths = " and ".join(f"{name} {getattr(spec, name)}" for name in names)
+    against = "; ".join(entry.reasons(spec, direction))
+    return f"{lengths} is refused ({against})" if against else f"{lengths} runs, rank {entry.priority(spec)}"

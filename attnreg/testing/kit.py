@@ -22,7 +22,7 @@ from attnreg.core.registry.sourced import under_test
 from attnreg.core.torchlib.isolation import raise_if_of_program
 from attnreg.errors import BackendUnavailableError, InvalidInputError, did_you_mean
 from attnreg.testing.cases import ABILITIES, Check, checks_for, declared, selected
-from attnreg.testing.classes import difference, failure, of_same_class
+from attnreg.testing.classes import difference, failure, of_same_class, unnamed
 from attnreg.testing.fronts import against, measure_front
 from attnreg.tools.measure import Case, Error, inputs, measure_taken
 from attnreg.tools.measure.inputs import Guarded
@@ -32,6 +32,8 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # Cases of so few query tokens run twice more, to find kernels that reuse memory of earlier results. Such a
 # kernel reuses it in every case.
 FEW_TOKENS = 32
+# How many wrong checks are shown in full; of the rest the names.
+SHOWN = 10
 # A clear reason against a call names what it got, or what it needs; what must be None or 0 was not. Known
 # issues have a link.
 CLEAR = re.compile(r"\bgot\b|\bneeds?\b|\bmust be (None|0)\b|^not deterministic\b|; see http")
@@ -86,12 +88,14 @@ class Report(NamedTuple):
         never_ran: A sentence for each thing that the backend declares and refuses in every case.
         repeat: The line of Python that repeats a check, with `{}` for the check's name.
         tensors: The line that makes a check's tensors, likewise.
+        notes: Sentences about what is right, but costs a program time.
     """
 
     outcomes: tuple[Outcome, ...]
     never_ran: tuple[str, ...]
     repeat: str
     tensors: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -112,12 +116,15 @@ class Report(NamedTuple):
         wrong = [outcome for outcome in self.outcomes if not outcome.passed]
         ran = sum(not outcome.refused for outcome in self.outcomes)
         lines = [f"{len(self.outcomes)} checks: {ran - len(wrong)} right, {len(wrong)} wrong"]
-        for outcome in wrong:
+        for outcome in wrong[:SHOWN]:
             repeat = self.repeat.format(repr(str(outcome.check)))
             lines.append("\n  ".join((str(outcome), *outcome.places, repeat)))
+        if others := [str(outcome.check) for outcome in wrong[SHOWN:]]:
+            lines.append(f"{len(others)} more are wrong: {', '.join(others)}")
         if wrong and self.tensors:
             lines.append(f"tensors of a check:\n  {self.tensors.format(repr(str(wrong[0].check)))}")
         lines += self.never_ran
+        lines += [f"note: {text}" for text in self.notes]
         lines += [f"not run, {count} times: {reason}" for reason, count in self.refused.most_common()]
         return "\n".join(lines)
 
@@ -207,11 +214,13 @@ class Conformance:
         imported, argument = ("", repr(self.backend.name)) if self._is_named else _variable(self.backend)
         call = f"{imported}check_backend({argument}, {arguments}, cases=[{{}}])"
         check = f"{imported}inputs(Conformance({argument}, {arguments}).find({{}})"
+        specs = {check.case.spec(device_of(self.device)) for check in outcome_of}
         return Report(
             tuple(outcome_of.values()),
             tuple(never),
             f"from attnreg.testing import check_backend; {call}",
             f"from attnreg.testing import Conformance, inputs; {check}, {str(self.device)!r}, {self.seed})",
+            tuple(unnamed(self._entry, specs)),
         )
 
     def find(self, name: str) -> Check:

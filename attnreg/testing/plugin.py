@@ -10,6 +10,7 @@ import functools
 
 import pytest
 
+from attnreg.errors import AttnregError
 from attnreg.testing.cases import Check
 from attnreg.testing.kit import Conformance
 
@@ -33,7 +34,10 @@ def pytest_collection_modifyitems(
     """Add the checks of each backend that is named."""
     for name in filter(None, map(str.strip, config.getoption("--attnreg-backend").split(","))):
         seed = config.getoption("--attnreg-seed")
-        kit = Conformance(name, config.getoption("--attnreg-device"), seed=seed)
+        try:
+            kit = Conformance(name, config.getoption("--attnreg-device"), seed=seed)
+        except AttnregError as error:
+            raise pytest.UsageError(f"--attnreg-backend={name}: {error}") from error
         items += [
             CheckItem.from_parent(session, name=f"{name}[{check}]", kit=kit, check=check)
             for check in kit.checks

@@ -56,17 +56,20 @@ def test_a_backend_with_right_cuts_passes(fake, refuses, cuts):
 @pytest.mark.parametrize(("refuses", "cuts"), WRONG.values(), ids=WRONG)
 def test_a_backend_with_wrong_cuts_fails_and_is_told_two_lengths(fake, refuses, cuts):
     mine = fake("mine", refuses=refuses, cuts=lambda _: cuts).backend
-    with pytest.raises(AssertionError, match="got lengths of one class with different reasons") as raised:
+    with pytest.raises(AssertionError, match="no Cut lies between them") as raised:
         check_backend(mine, device="cpu", cases=CASES)
-    first, second = re.findall(r"for (\{.*?\})", str(raised.value))[:2]
-    assert first != second
+    fates = r"with (.*?) (?:is refused|runs).*?, with (.*?) (?:is refused|runs)"
+    lengths = [dict(re.findall(r"(\w+) (\d+)", one)) for one in re.search(fates, str(raised.value)).groups()]
+    assert lengths[0].keys() == lengths[1].keys() and lengths[0] != lengths[1]
+    if refuses is not many:  # a sum of two lengths
+        assert [abs(int(a) - int(b)) for a, b in zip(*map(dict.values, lengths), strict=True)] == [1]
 
 
 def test_a_rank_that_changes_within_a_class_is_found_too(fake):
     mine = fake(
         "mine", priority=lambda spec: 5 + (spec.max_q >= 1000), cuts=lambda _: [Cut.of("max_q", at=999)]
     ).backend
-    with pytest.raises(AssertionError, match=r"none, and rank [56] for .*none, and rank [56] for "):
+    with pytest.raises(AssertionError, match=r"with max_q \d+ runs, rank [56], with max_q \d+ runs"):
         check_backend(mine, device="cpu", cases=CASES)
 
 
@@ -115,9 +118,28 @@ def test_cuts_and_builds_that_fail_are_told_as_a_program_goes_on_without_them(
 def test_the_difference_names_the_direction_the_reason_and_both_lengths(fake):
     mine = fake("mine", refuses=below, cuts=lambda _: [Cut.of("max_k", at=4097)]).backend
     said = difference(Entry("mine", "a test", mine), SMALL.spec(Device("cpu")), 0, 200)
-    assert said.startswith("cuts: got lengths of one class with different reasons against a forward, ")
-    assert said.endswith(
-        "; expected a Cut between them, or no Cut of that length: decisions are then made for each length"
+    assert said == (
+        "cuts: a forward with max_k 4095 runs, rank 0, with max_k 4096 is refused (max_k must be below 4096, "
+        "got 4096), and no Cut lies between them; expected one, or no Cut of these lengths at all: each "
+        "length is decided anew then"
     )
-    assert "max_k must be below 4096, got 4096 for {'batch': " in said
-    assert "none, and rank 0 for {'batch': " in said
+
+
+def test_lengths_that_no_cut_names_are_a_note_as_each_is_decided_anew(fake):
+    for wrong in (None, lambda _: [Cut.of("max_q", at=4096)]):
+        report = check_backend(fake("mine", refuses=below, cuts=wrong).backend, device="cpu", cases=CASES)
+        assert report.passed
+        assert report.notes == tuple(
+            f"some {direction}s are decided anew for each length: it depends on max_k in a way that no Cut "
+            "of cuts() names"
+            for direction in ("forward", "backward")
+        )
+        assert f"note: {report.notes[0]}" in str(report)
+    right = fake("mine", refuses=below, cuts=lambda _: [Cut.of("max_k", at=4096)]).backend
+    assert check_backend(right, device="cpu", cases=CASES).notes == ()
+
+
+def test_a_single_cut_in_place_of_several_is_said(fake):
+    mine = fake("mine", refuses=below, cuts=lambda _: Cut.of("max_k", at=4096)).backend
+    with pytest.raises(AssertionError, match=r"cuts\(\) of mine: got a single Cut, expected a tuple of them"):
+        check_backend(mine, device="cpu", cases=["heads 4:2"])

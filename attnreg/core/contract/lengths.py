@@ -93,6 +93,8 @@ def sum_of(terms: Terms, lengths: Lengths) -> int:
 
 def check_cuts(cuts: Any, backend: str) -> tuple[Cut, ...]:
     """Return what a backend's `cuts` returned as a tuple; raises RegistrationError if these are no cuts."""
+    if isinstance(cuts, Cut):  # which is a tuple itself
+        raise RegistrationError(f"cuts() of {backend}: got a single Cut, expected a tuple of them")
     checked: tuple[Cut, ...] = tuple(cuts) if isinstance(cuts, Iterable) else (cuts,)
     for cut in checked:
         fine = isinstance(cut, Cut) and isinstance(cut.at, int) and abs(cut.at) < LARGEST_LIMIT

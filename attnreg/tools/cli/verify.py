@@ -190,6 +190,7 @@ def _data(entry: Entry, reason: str, kit: Conformance | None, outcomes: list[Out
         "worst": {"ratio": output.finite(ratio), "tensor": tensor, "case": case} if errors else None,
         "refused": dict(report.refused.most_common()) if report else {},
         "never_ran": list(report.never_ran) if report else [],
+        "notes": list(report.notes) if report else [],
         "rows": rows,
     }
 
@@ -290,6 +291,8 @@ def _print_wrong(backends: list[dict[str, Any]], named: Collection[str] = ()) ->
                 typer.echo("\n  ".join(filter(None, lines)))
         for text in backend["never_ran"]:
             typer.echo(f"WRONG: {backend['name']}: {text}\n")
+        for text in backend["notes"]:
+            typer.echo(f"note: {backend['name']}: {text}\n")
 
 
 def _places(row: dict[str, Any]) -> Iterator[str]:
