@@ -6,6 +6,8 @@ import pytest
 import torch
 from support import known, truth
 from support.packed_calls import offsets
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -314,6 +316,21 @@ def test_deterministic_is_refused_for_tensors_that_have_no_memory_themselves(pac
             flash_attn.flash_attn_varlen_func(one, one, one, *lengths, deterministic=True)
         else:
             flash_attn.flash_attn_func(q, k, v, deterministic=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of make_fx
+@pytest.mark.parametrize("name", ["cpu", "math"])
+def test_deterministic_is_refused_where_a_kernel_would_drop_tangents_or_leave_a_graph(name):
+    q, k, v = (x.detach() for x in batch())
+
+    def step(q):
+        return flash_attn.flash_attn_func(q, k, v, deterministic=True)
+
+    with attnreg.use_backend(name):
+        with pytest.raises(UnsupportedInputError, match=r"^deterministic must be False in .* in make_fx"):
+            make_fx(step)(q)
+        with forward_ad.dual_level(), pytest.raises(UnsupportedInputError, match=r"^deterministic must be"):
+            step(forward_ad.make_dual(q, q))
 
 
 @pytest.mark.parametrize("how", ["selective checkpoint", "a dispatch mode", "a plain subclass", "a negative"])
