@@ -281,7 +281,9 @@ def _attend_kept(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bo
 def unpacked(out: Tensor, lse: Tensor, batch: int, length: int) -> Results:
     """Return packed results of `batch` equally long sequences, (T, H, D_v) and (H, T), as dense results."""
     out = out.view(batch, length, *out.shape[1:])
-    return out, lse.view(lse.shape[0], batch, length).transpose(0, 1).contiguous()
+    lse = lse.view(lse.shape[0], batch, length).transpose(0, 1).contiguous()
+    # Autograd refuses some writes to views that were made while gradients were off; `detach` returns none.
+    return (out, lse) if torch.is_grad_enabled() else (out.detach(), lse.detach())
 
 
 def _attend_deterministic(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:

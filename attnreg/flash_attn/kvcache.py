@@ -196,10 +196,9 @@ def _run(
     if k is not None and v is not None:  # after the checks, so that a refused call writes nothing
         _append((k, v), (k_cache, v_cache), cu_seqlens_k is not None, pages, used)
     results = attend_packed(packed, *keys_and_values(), lengths, options, key_counts, table, splits, planned)
-    # Autograd refuses some writes to views that were made while gradients were off; `detach` returns none.
     if with_lse:
-        return tuple(x.detach() for x in unpacked(*results, batch, length_q))
-    return results[0].view(batch, length_q, *results[0].shape[1:]).detach()
+        return unpacked(*results, batch, length_q)
+    return results[0].view(batch, length_q, *results[0].shape[1:]).detach()  # as `unpacked` does
 
 
 def _keys_and_values(

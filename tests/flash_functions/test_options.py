@@ -1,5 +1,6 @@
 """ALiBi, dropout, softcap and deterministic gradients of flash-attn's functions, and how dense calls run."""
 
+import contextlib
 import functools
 
 import pytest
@@ -355,6 +356,21 @@ def test_deterministic_gradients_are_right_in_modes_and_for_subclasses_that_have
     else:
         out = step(*(torch._neg_view(-x) for x in inputs))
     torch.testing.assert_close(torch.autograd.grad(out.sum(), inputs), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, functools.partial(FlopCounterMode, display=False)])
+def test_a_program_may_write_to_results_that_were_made_while_gradients_were_off(mode, ran):
+    inputs = [x.detach() for x in batch()]
+    ran()
+    with torch.no_grad(), mode(), attnreg.use_backend("math"):
+        out, lse, _ = flash_attn.flash_attn_func(*inputs, return_attn_probs=True)
+    assert ran() == {"math": (1, 0)}
+    number = torch.ones(1, requires_grad=True)
+    expected = attend(*(x.double() for x in inputs), DIM**-0.5)
+    for result, right in zip((out, lse), expected, strict=True):
+        result += number
+        truth.assert_near(result - 1, right, torch.float32)
+        assert torch.autograd.grad(result.sum(), number)[0] == result.numel()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])
