@@ -26,7 +26,7 @@ from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.launching.validation import check_layouts, checked_number
 from attnreg.core.torchlib.frames import leave_module_uncompiled
-from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
+from attnreg.core.torchlib.modes import autocast, in_memory, is_plain, is_transformed
 from attnreg.core.varlen import autograd, spread
 from attnreg.core.varlen.front import AuxRequest, varlen_attn
 from attnreg.core.varlen.plans import call_of, check_tensors, check_untraced, window
@@ -281,16 +281,20 @@ def _attend_kept(q: Tensor, k: Tensor, v: Tensor, options: Options, with_lse: bo
 def unpacked(out: Tensor, lse: Tensor, batch: int, length: int) -> Results:
     """Return packed results of `batch` equally long sequences, (T, H, D_v) and (H, T), as dense results."""
     out = out.view(batch, length, *out.shape[1:])
-    return out, lse.view(lse.shape[0], batch, length).transpose(0, 1).contiguous()
+    lse = lse.view(lse.shape[0], batch, length).transpose(0, 1).contiguous()
+    # Autograd refuses some writes to views that were made while gradients were off; `detach` returns none.
+    return (out, lse) if torch.is_grad_enabled() else (out.detach(), lse.detach())
 
 
 def _attend_deterministic(q: Tensor, k: Tensor, v: Tensor, options: Options, *arguments: Any) -> Results:
     """Return `_attend` of tensors in memory; other tensors need the op, which can't be `deterministic`."""
     tensors = [x for x in (q, k, v, options.alibi_slopes) if x is not None]
     plain = [x for x in map(in_memory, tensors) if x is not None]
-    if len(plain) < len(tensors) or torch._C._functorch.peek_interpreter_stack() is not None:
+    # The kernel writes past forward-mode AD and past the mode of make_fx, which records operations.
+    is_recorded = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if len(plain) < len(tensors) or is_transformed() or is_recorded:
         raise UnsupportedInputError(
-            "deterministic must be False in function transforms and for tensor subclasses with "
+            "deterministic must be False in function transforms, in make_fx and for tensor subclasses with "
             "__torch_dispatch__, got True; torch.use_deterministic_algorithms(True) has the same effect there"
         )
     if options.alibi_slopes is not None:

@@ -198,7 +198,7 @@ def _run(
     results = attend_packed(packed, *keys_and_values(), lengths, options, key_counts, table, splits, planned)
     if with_lse:
         return unpacked(*results, batch, length_q)
-    return results[0].view(batch, length_q, *results[0].shape[1:])
+    return results[0].view(batch, length_q, *results[0].shape[1:]).detach()  # as `unpacked` does
 
 
 def _keys_and_values(

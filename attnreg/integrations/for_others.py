@@ -46,8 +46,8 @@ def attend_for_others(
     """
     if others.get("cu_seq_lens_q") is not None:
         raise UnsupportedInputError(
-            "cu_seq_lens_q: got offsets in torch.jit.trace, vmap or functionalize, expected attention_mask "
-            "or position_ids, or torch.export"
+            "cu_seq_lens_q: got offsets in torch.jit.trace, vmap or functionalize, or on the meta device, "
+            "expected attention_mask or position_ids, or torch.export"
         )
     positions = others.get("position_ids")
     if isinstance(mask, SharedMask):

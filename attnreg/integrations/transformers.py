@@ -148,7 +148,8 @@ def attention(
         attention_mask = _with_scores(module, query, key, attention_mask, window, others)
     # Continuous batching pads its single row, so that CUDA graphs serve several lengths.
     is_padded = cache is not None
-    return _attend(query, key, value, attention_mask, window, options, others, is_padded), None
+    out = _attend(query, key, value, attention_mask, window, options, others, is_padded)
+    return out.contiguous(), None  # as from transformers' own functions: some layers view it
 
 
 def _attend(
@@ -161,7 +162,7 @@ def _attend(
     others: dict[str, Any],
     is_padded: bool,
 ) -> Tensor:
-    if is_for_others():
+    if query.is_meta or is_for_others():  # numbers can't be read back
         return attend_for_others(query, key, value, mask, window, options, others)
     sizes = query.shape[0], query.shape[2], key.shape[2]
     passed = _passed_packing(sizes, mask, others) if _has_offsets(others) else None

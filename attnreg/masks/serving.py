@@ -279,8 +279,10 @@ def _packed(call: SdpaCall, structure: Structure) -> Tensor:
         outs.append(joined(batch * length, rows, some, differentiable))
     out = functools.reduce(torch.add, outs)  # a query's result is 0 in calls that don't have it
     out = out.view(batch, length, heads, -1).transpose(1, 2)
-    # Torch's kernels lay their output out as the query.
-    return out.contiguous() if query.is_contiguous() else out
+    # Torch's kernels lay out their output as the query: by head or by row.
+    out = out if query.stride(1) < query.stride(2) else out.contiguous()
+    # Autograd refuses some writes to views that were made while gradients were off; `detach` returns none.
+    return out if differentiable else out.detach()
 
 
 def _run(call: SdpaCall, part: MaskPart, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from support import truth
 from support.command_line import invoke
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 import attnreg
 from attnreg.core.aten import bypassed, cpu, efficient
@@ -354,6 +356,30 @@ def test_a_subclass_that_knows_nothing_but_sdpa_runs_while_calls_are_recorded(tm
     with attnreg.record(tmp_path / "recorded.json"), attnreg.use_backend("math"):
         torch.testing.assert_close(F.scaled_dot_product_attention(mine, mine, mine), expected)
     assert ran() == {"math": (1, 0)}
+
+
+class SkipsScores(TorchFunctionMode):
+    """Returns the value of a call, as a mode of diffusers does for the guidance by perturbed attention."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return args[2] if function is F.scaled_dot_product_attention else function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("settings", [{}, {"strict": True}, {"masks": "recognise"}], ids=str)
+def test_a_mode_knows_the_call_by_its_name_in_f_whatever_looks_at_it(settings, ran):
+    attnreg.register_backend("math")
+    attnreg.configure(settings)
+    assert (F.scaled_dot_product_attention is SDPA) == (not settings)
+    query, key, value = tensors()
+    with SkipsScores():
+        assert F.scaled_dot_product_attention(query, key, value) is value
+        mask = torch.ones(8, 8, dtype=torch.bool)
+        assert F.scaled_dot_product_attention(query, key, value, attn_mask=mask) is value
+    assert ran() == {}
+    with BaseTorchFunctionMode():
+        out = F.scaled_dot_product_attention(query, key, value)
+    assert ran() == {"math": (1, 0)}
+    truth.assert_near(out, truth.dense(query, key, value)[0])
 
 
 def test_what_other_code_has_put_there_stays(tmp_path, monkeypatch):

@@ -72,6 +72,24 @@ def test_new_keys_are_appended_in_place_and_seen(new, causal):
         assert torch.equal(k_cache[i, n + new :], before[0][i, n + new :])
 
 
+@pytest.mark.parametrize("routers_of", ["compiled_routers", "python_routers"])
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_a_program_may_write_to_results(routers_of, with_lse, request, ran):
+    request.getfixturevalue(routers_of)
+    (k_cache, v_cache), q = cache(), torch.randn(BATCH, 1, HEADS, DIM)
+    wanted = attended(q, k_cache, v_cache)
+    for _ in range(2):  # the call cache runs the second call
+        ran()
+        with attnreg.use_backend("math"):
+            results = flash_attn_with_kvcache(q, k_cache, v_cache, return_softmax_lse=with_lse)
+        assert ran() == {"math": (1, 0)}
+        for result, other in zip(results if with_lse else (results,), wanted, strict=with_lse):
+            added = torch.ones(1, requires_grad=True)
+            result += added
+            truth.assert_near(result - 1, other, torch.float32)
+            assert torch.autograd.grad(result.sum(), added)[0] == result.numel()
+
+
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("layout", ["by place", "one sequence", "within a larger one"])
 def test_new_keys_are_written_into_a_cache_of_any_layout(new, layout):

@@ -1,11 +1,14 @@
 """ALiBi, dropout, softcap and deterministic gradients of flash-attn's functions, and how dense calls run."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from support import known, truth
 from support.packed_calls import offsets
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -316,6 +319,21 @@ def test_deterministic_is_refused_for_tensors_that_have_no_memory_themselves(pac
             flash_attn.flash_attn_func(q, k, v, deterministic=True)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of make_fx
+@pytest.mark.parametrize("name", ["cpu", "math"])
+def test_deterministic_is_refused_where_a_kernel_would_drop_tangents_or_leave_a_graph(name):
+    q, k, v = (x.detach() for x in batch())
+
+    def step(q):
+        return flash_attn.flash_attn_func(q, k, v, deterministic=True)
+
+    with attnreg.use_backend(name):
+        with pytest.raises(UnsupportedInputError, match=r"^deterministic must be False in .* in make_fx"):
+            make_fx(step)(q)
+        with forward_ad.dual_level(), pytest.raises(UnsupportedInputError, match=r"^deterministic must be"):
+            step(forward_ad.make_dual(q, q))
+
+
 @pytest.mark.parametrize("how", ["selective checkpoint", "a dispatch mode", "a plain subclass", "a negative"])
 def test_deterministic_gradients_are_right_in_modes_and_for_subclasses_that_have_memory(how):
     inputs = batch()
@@ -338,6 +356,21 @@ def test_deterministic_gradients_are_right_in_modes_and_for_subclasses_that_have
     else:
         out = step(*(torch._neg_view(-x) for x in inputs))
     torch.testing.assert_close(torch.autograd.grad(out.sum(), inputs), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, functools.partial(FlopCounterMode, display=False)])
+def test_a_program_may_write_to_results_that_were_made_while_gradients_were_off(mode, ran):
+    inputs = [x.detach() for x in batch()]
+    ran()
+    with torch.no_grad(), mode(), attnreg.use_backend("math"):
+        out, lse, _ = flash_attn.flash_attn_func(*inputs, return_attn_probs=True)
+    assert ran() == {"math": (1, 0)}
+    number = torch.ones(1, requires_grad=True)
+    expected = attend(*(x.double() for x in inputs), DIM**-0.5)
+    for result, right in zip((out, lse), expected, strict=True):
+        result += number
+        truth.assert_near(result - 1, right, torch.float32)
+        assert torch.autograd.grad(result.sum(), number)[0] == result.numel()
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "alibi_slopes"])

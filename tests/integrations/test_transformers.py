@@ -177,6 +177,36 @@ def test_a_model_of_fake_tensors_runs_as_for_counting_memory(padded):
     assert out.shape == (2, 8, one.config.vocab_size)
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_model_on_the_meta_device_runs(padded):
+    with torch.device("meta"):
+        one = models.built("Llama")
+        one.set_attn_implementation("attnreg")
+        ids = torch.ones(2, 8, dtype=torch.long)
+        out = one(ids, attention_mask=torch.ones_like(ids) if padded else None).logits
+    assert out.is_meta
+    assert out.shape == (2, 8, one.config.vocab_size)
+
+
+@pytest.mark.parametrize("recording", [True, False], ids=["gradients on", "gradients off"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_layer_may_view_its_output_and_write_to_it(padded, recording):
+    """Transformers' own functions return contiguous outputs. Queries by head are what `torch.cat` returns."""
+    query, key, value = torch.randn(3, 2, 4, 6, 8)
+    mask = (torch.arange(6) < torch.tensor([4, 6])[:, None])[:, None, None].expand(2, 1, 6, 6)
+    layer = torch.nn.Module()
+    layer.is_causal = False
+    attnreg.reset_stats()
+    with torch.set_grad_enabled(recording), attnreg.use_backend("cpu"):
+        out, _ = attention(layer, query, key, value, mask if padded else None)
+    assert attnreg.stats().calls == {"cpu": {"forward": 1, "backward": 0}}
+    expected = F.scaled_dot_product_attention(query, key, value, mask if padded else None).transpose(1, 2)
+    number = torch.ones(1, requires_grad=True)
+    out += number
+    assert_close([out.view(2, 6, 32) - 1], [expected.flatten(2)])
+    assert torch.autograd.grad(out.sum(), number)[0] == out.numel()
+
+
 def test_after_install_alone_a_batch_without_padding_runs_on_attnreg_and_after_uninstall_on_pytorchs():
     attnreg.integrations.transformers.install()
     one, (doc,) = models.model("Llama", "attnreg"), models.documents(lengths=(9,))

@@ -333,10 +333,28 @@ def test_wrong_arguments_are_torchs_error(options):
 
 
 @pytest.mark.usefixtures("recognise")
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "a part"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["by head", "by token"])
-def test_the_output_lies_in_memory_as_the_query(seen, order):
-    inputs = [x.detach().permute(order).contiguous().permute(order) for x in dense.qkv()]
+def test_the_output_lies_in_memory_as_the_query(seen, order, part):
+    # Parts are as `chunk` returns them.
+    given = [x.detach().repeat(1, 1, 1, 1 + part) for x in dense.qkv()]
+    inputs = [x.permute(order).contiguous().permute(order).chunk(1 + part, -1)[0] for x in given]
     mask = (torch.arange(6) < torch.tensor([4, 6])[:, None])[:, None, None]
     out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert attnreg.stats().calls == {"cpu": {"forward": 1, "backward": 0}}
     assert seen() == {"padded keys": 1}
-    assert out.stride() == inputs[0].stride()
+    truth.assert_near(out, truth.dense(*inputs, bias=added(mask))[0])
+    assert out.stride() == torch.empty_like(inputs[0]).stride()
+
+
+@pytest.mark.usefixtures("recognise")
+def test_a_program_may_write_to_an_output_that_was_made_while_gradients_were_off(seen):
+    inputs = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in dense.qkv()]
+    with torch.no_grad():
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=PADDED)
+    assert attnreg.stats().calls == {"cpu": {"forward": 1, "backward": 0}}
+    assert seen() == {"padded keys": 1}
+    number = torch.ones(1, requires_grad=True)
+    out += number
+    truth.assert_near(out - 1, truth.dense(*inputs, bias=added(PADDED))[0], inputs[0].dtype)
+    assert torch.autograd.grad(out.sum(), number)[0] == out.numel()

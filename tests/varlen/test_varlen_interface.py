@@ -129,16 +129,30 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted(front, packed, fake, mo
     assert len(recorder.forwards) == 2
 
 
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["gradients on", "gradients off"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
-def test_a_program_may_write_to_the_output_of_a_call_with_a_gradient(given, ran, options):
+def test_a_program_may_write_to_outputs(front, given, ran, options, is_recorded):
     wanted, _ = truth.varlen(*given[:5], **options)
     ran()
-    out = attnreg.varlen_attn(*given, backend="math", **options)
+    with torch.set_grad_enabled(is_recorded):
+        out = attnreg.varlen_attn(*given, backend="math", **options)
     assert ran() == {"math": (1, 0)}
     added = torch.ones(1, requires_grad=True)
     out += added
     truth.assert_near(out - 1, wanted)
     assert torch.autograd.grad(out.sum(), added)[0] == out.numel()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+def test_a_program_may_write_to_gradients(front, given, ran, options):
+    wanted = torch.autograd.grad(truth.varlen(*given[:5], **options)[0].sum(), given[:3])
+    ran()
+    out = attnreg.varlen_attn(*given, backend="math", **options)
+    added, grads = torch.ones(1, requires_grad=True), torch.autograd.grad(out.sum(), given[:3])
+    assert ran() == {"math": (1, 1)}
+    for grad, other in zip(grads, wanted, strict=True):
+        grad += added
+        truth.assert_near(grad - 1, other.double())
 
 
 def test_inference_tensors_are_as_good_as_others(front):

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.overrides import handle_torch_function
 
 from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
 from attnreg.core.contract.spec import Device
@@ -239,15 +240,18 @@ def _first_looks(
     """Return a replacement of a function of torch's: `look` inspects the arguments before each call."""
     takes_masks = torchs is torch._C._nn.scaled_dot_product_attention
 
-    def looking(_: Replacement, *arguments: Any, **options: Any) -> Any:
+    def looking(self: Replacement, *arguments: Any, **options: Any) -> Any:
         bypass = None
         mask: Any = arguments[3] if len(arguments) > 3 else options.get("attn_mask")
-        if mask is None and not _observes:
-            return torchs(*arguments, **options)
         if takes_masks and is_causal_bias(mask):
             # Its class knows torch's function by its name in F, where this one is. With torch's own it would
             # read the memory of the mask, which nobody has written.
             return mask.__torch_function__(getattr(F, SDPA_NAME), (type(mask),), arguments, options)
+        if takes_masks and not torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled():
+            # So do modes, such as one of diffusers that skips scores. They call it again, out of themselves.
+            return handle_torch_function(self, arguments, *arguments, **options)
+        if mask is None and not _observes:
+            return torchs(*arguments, **options)
         if not torch.compiler.is_compiling():
             if takes_masks and mask is not None and _recognises and run_recognised is not None:
                 result = run_recognised(arguments, options)

@@ -72,9 +72,7 @@ class _VarlenAttention(torch.autograd.Function):
         *_learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ran = run("forward", (query, key, value), call, choice, needs_backward, returns_lse)
-        # Autograd refuses writes to views that one function returns several of, and a kernel may lay out its
-        # output as a view: `detach` returns none.
-        out, lse = (x.detach() for x in ran.results)
+        out, lse = ran.results
         on = list(options_on(call))
         saved = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
         saved |= {row.name: getattr(call, row.name) for row in on if "backward" in row.directions}

@@ -144,7 +144,7 @@ def forward(
     call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
     choice = scope.from_text(backend) or scope.current()
     ran = run("forward", (query, key, value), call, choice, needs_backward, returns_lse=True)
-    out, lse = (x.detach() for x in ran.results)  # no views, so that a program may write to them
+    out, lse = ran.results
     # The backward gets `backend` as an argument of its own, the choice of a scope by a token. Its dtype is
     # one that the torch.export.save of torch 2.11 can write, which knows no uint64.
     token = scope.choice_token(None if backend else choice, query).view(torch.int64).zero_()

@@ -6,7 +6,7 @@ import operator
 import reprlib
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -231,10 +231,12 @@ def run(
         results = rescaled_for(call, direction, tensors, (out, lse))
         return Ran(results, plan, given, forward_choice(choice, plan, call.dropout))
 
-    if not call.deterministic or (wants_deterministic() and not _deterministic_calls):
-        return retry_on_decline(plan_and_run)
-    with _in_deterministic_mode():
-        return retry_on_decline(plan_and_run)
+    is_on = not call.deterministic or (wants_deterministic() and not _deterministic_calls)
+    with nullcontext() if is_on else _in_deterministic_mode():
+        ran = retry_on_decline(plan_and_run)
+    # Kernels may lay out results as views. Autograd refuses some writes to views: if one function returns
+    # several of them, and if they were made while gradients were off. `detach` returns no view.
+    return ran._replace(results=tuple(x.detach() for x in ran.results))
 
 
 _lock = open_after_fork(threading.RLock())
