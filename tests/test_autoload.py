@@ -243,8 +243,8 @@ print(json.dumps([out.unique().tolist(), attnreg.stats().calls]))
 
 @pytest.mark.parametrize(
     ("module", "variables"),
-    [
-        ("attnreg.core.aten", {}),
+    [  # The fast tier has the names of attnreg/api.py, below.
+        pytest.param("attnreg.core.aten", {}, marks=pytest.mark.slow),
         pytest.param(
             "attnreg.core.dispatch.planning", {"ATTNREG_MASKS": "recognise"}, marks=pytest.mark.slow
         ),
