@@ -62,11 +62,15 @@ def settings_file(tmp_path, by, setting):
     return "import torch", {by: str(file)}
 
 
-by_each_way = pytest.mark.parametrize("by", ["ATTNREG_CONFIG", "configure"])
-
-
-@by_each_way
-@pytest.mark.parametrize(("setting", "count"), [("off", 0), ("attnreg", 1)])
+@pytest.mark.parametrize(
+    ("by", "setting", "count"),
+    [
+        ("ATTNREG_CONFIG", "attnreg", 1),
+        ("configure", "attnreg", 1),
+        ("configure", "off", 0),
+        pytest.param("ATTNREG_CONFIG", "off", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_settings_file_asks_for_the_name_as_well(tmp_path, by, setting, count):
     begin, variables = settings_file(tmp_path, by, setting)
     (_, names, _, _), said = run(tmp_path, begin, **variables)

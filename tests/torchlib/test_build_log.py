@@ -43,7 +43,7 @@ def test_each_library_that_is_used_is_one_line(built):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving files to another user takes root")
-@pytest.mark.parametrize("mode", ["background", "now", "off"])
+@pytest.mark.parametrize("mode", ["background", pytest.param("now", marks=pytest.mark.slow), "off"])
 def test_a_cache_of_another_user_is_one_line(built, cache, mode):
     (cache / "build").mkdir(exist_ok=True)
     for place in (cache, *cache.rglob("*")):
