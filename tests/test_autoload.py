@@ -62,8 +62,8 @@ def run(*options, program=PROGRAM, anew=True, **variables):
 def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment_asks_for(variable, tmp_path):
     file = tmp_path / "attnreg.toml"
     file.write_text('devices.cpu.order = ["math"]\n')
-    given, anew = {variable: "math" if "BACKEND" in variable else str(file)}, "BACKEND" in variable
-    (_, _, error, installed, calls), said = run(**given, anew=anew)
+    given = {variable: "math" if "BACKEND" in variable else str(file)}
+    (_, _, error, installed, calls), said = run(**given, anew=False)
     assert (error, installed, said) == ("", True, [])
     assert calls == {"math": {"forward": 1, "backward": 1}}
 
@@ -73,9 +73,9 @@ def test_a_program_that_imports_torch_only_runs_the_backend_that_the_environment
     [
         ({}, INACTIVE),
         ({"ATTNREG_BACKEND": "", "ATTNREG_CONFIG": "  ", "ATTNREG_STRICT": "\t"}, INACTIVE),
-        ({"ATTNREG_BUILD": " OFF"}, INACTIVE),
+        pytest.param({"ATTNREG_BUILD": " OFF"}, INACTIVE, marks=pytest.mark.slow),
         ({"ATTNREG_BUILD": "now"}, INACTIVE),
-        ({"ATTNREG_BUILD": "Background"}, INACTIVE),
+        pytest.param({"ATTNREG_BUILD": "Background"}, INACTIVE, marks=pytest.mark.slow),
         ({"ATTNREG_BACKEND": "math", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, []),
     ],
     ids=["unset", "blank", "build off", "build now", "build in the background", "no autoload"],
@@ -96,10 +96,11 @@ def test_with_no_variable_set_torch_loads_nothing_of_attnreg_but_the_hook_and_ru
     [
         ("ATTNREG_BACKEND", "mth", "ATTNREG_BACKEND: no backend is named 'mth'; did you mean 'math'? known "),
         ("ATTNREG_BACKENDS", "math", "ATTNREG_BACKENDS: unknown variable, expected one of ATTNREG_BACKEND"),
-        (
+        pytest.param(
             "ATTNREG_BUILD",
             "nwo",
             "ATTNREG_BUILD: got 'nwo', expected background, now or off; did you mean 'now'?",
+            marks=pytest.mark.slow,
         ),
         ("ATTNREG_CONFIG", "/no/x.toml", "/no/x.toml: can't be read (no such file or directory), expected a"),
         ("ATTNREG_LOCK", "/no/x.json", "ATTNREG_LOCK: /no/x.json: can't be read: No such file or directory"),
@@ -243,8 +244,8 @@ print(json.dumps([out.unique().tolist(), attnreg.stats().calls]))
 
 @pytest.mark.parametrize(
     ("module", "variables"),
-    [
-        ("attnreg.core.aten", {}),
+    [  # The fast tier has the names of attnreg/api.py, below.
+        pytest.param("attnreg.core.aten", {}, marks=pytest.mark.slow),
         pytest.param(
             "attnreg.core.dispatch.planning", {"ATTNREG_MASKS": "recognise"}, marks=pytest.mark.slow
         ),

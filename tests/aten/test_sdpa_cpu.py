@@ -394,8 +394,11 @@ def test_modules_of_torch_train_on_a_registered_backend(ran, make, call):
 
 # ---- compiled
 
+COMPILERS = ["aot_eager", pytest.param("", marks=pytest.mark.slow, id="inductor")]
 
-def test_compiled_the_choice_is_made_when_it_runs(whole_graph, inductor, fake, ran):
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled_the_choice_is_made_when_it_runs(whole_graph, compiler, inductor, fake, ran):
     inputs = qkv(dim=16)
 
     def attend(query, key, value):
@@ -403,7 +406,8 @@ def test_compiled_the_choice_is_made_when_it_runs(whole_graph, inductor, fake, r
 
     expected = with_gradients(attend(*inputs), inputs)
     ran()
-    function = whole_graph(attend)
+    compiler = compiler or inductor
+    function = whole_graph(attend, backend=compiler)
 
     def check(runs, scope=None):
         with scope or contextlib.nullcontext():
@@ -420,25 +424,23 @@ def test_compiled_the_choice_is_made_when_it_runs(whole_graph, inductor, fake, r
         check({})
         # Inductor lays the LSE out anew, and with it goes what a scope tells the backward: on a CPU it
         # holds for that only in eager, and through attnreg.varlen_attn.
-        check({"math": (1, int(inductor != "inductor"))}, attnreg.use_backend("math"))
+        check({"math": (1, int(compiler != "inductor"))}, attnreg.use_backend("math"))
 
 
-def test_compiled_with_a_backend_registered_before_it_runs_that(whole_graph, ran):
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled_with_a_backend_registered_before_it_runs_that(whole_graph, compiler, inductor, ran):
     inputs = qkv(3, 7, heads_k=2, dim=16)
     mask = BOOLEAN[:, :, :3].repeat(1, 1, 1, 2)[..., :7]
     attend = functools.partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
     with attnreg.register_backend("math"):
-        got = with_gradients(whole_graph(attend)(*inputs), inputs)
+        got = with_gradients(whole_graph(attend, backend=compiler or inductor)(*inputs), inputs)
     assert ran() == {"math": (1, 1)}
     assert_right(got, inputs, bias=mask)
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(x, id=name, marks=[pytest.mark.slow] * (name not in ("bshd", "one for all heads")))
-        for name, x in LAYOUTS.items()
-    ],
+    [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name != "bshd")) for name, x in LAYOUTS.items()],
 )
 def test_compiled_strides_are_those_that_the_compiler_expects(whole_graph, layout, ran):
     inputs = [layout(x.detach()).requires_grad_() for x in qkv()]

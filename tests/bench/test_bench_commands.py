@@ -237,6 +237,7 @@ def test_without_matplotlib_a_plot_is_refused_in_one_sentence(bench, monkeypatch
 def test_settings_and_routers_are_afterwards_as_they_were(bench, monkeypatch):
     monkeypatch.setenv("ATTNREG_DISABLE", "cpu")
     attnreg.reload()
+    monkeypatch.setattr(selection, "COUNTS", (1, 1))
     before, installed = policy.sources(), aten.installed()
     assert bench("selection", "--quick", "--rounds", "1", "--backend", "math").exit_code == 0
     assert (policy.sources(), aten.installed(), registry.registrations()) == (before, installed, ())

@@ -90,9 +90,10 @@ WAYS = [
         for way in (
             *itertools.product(("Gemma2", "Bert"), (FULL,), RECORDED),
             *(("Bert", SHORT, way) for way in RECORDED if way != "torch.jit.trace"),
+            ("Llama", FULL, "torch.jit.trace"),  # has full layers, as Gemma 3 has beside windows
         )
     ),
-    *((name, FULL, "torch.jit.trace") for name in NAMES if name not in ("Gemma2", "Bert")),
+    *((name, FULL, "torch.jit.trace") for name in NAMES if name not in ("Gemma2", "Bert", "Llama")),
 ]
 
 

@@ -62,11 +62,15 @@ def settings_file(tmp_path, by, setting):
     return "import torch", {by: str(file)}
 
 
-by_each_way = pytest.mark.parametrize("by", ["ATTNREG_CONFIG", "configure"])
-
-
-@by_each_way
-@pytest.mark.parametrize(("setting", "count"), [("off", 0), ("attnreg", 1)])
+@pytest.mark.parametrize(
+    ("by", "setting", "count"),
+    [
+        ("ATTNREG_CONFIG", "attnreg", 1),
+        ("configure", "attnreg", 1),
+        ("configure", "off", 0),
+        pytest.param("ATTNREG_CONFIG", "off", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_settings_file_asks_for_the_name_as_well(tmp_path, by, setting, count):
     begin, variables = settings_file(tmp_path, by, setting)
     (_, names, _, _), said = run(tmp_path, begin, **variables)
@@ -74,14 +78,12 @@ def test_a_settings_file_asks_for_the_name_as_well(tmp_path, by, setting, count)
     assert said == ""
 
 
-def test_a_settings_file_asks_for_flash_attention_2_as_well(tmp_path):
-    begin, variables = settings_file(tmp_path, "ATTNREG_CONFIG", "flash_attention_2")
-    done = forked(f"{begin}\n{BEHIND}", **variables)
-    assert (done.stdout.strip(), done.returncode) == ("attnreg flash_attention_2", 0), done.stderr
-
-
 BEHIND = """
+import transformers
+from transformers.utils import is_flash_attn_2_available as available
+early = available()
 from transformers import modeling_utils
+print(early, available(), transformers.utils.is_flash_attn_2_available())
 functions = modeling_utils.AttentionInterface._global_mapping
 ours = [name for name in ("attnreg", "flash_attention_2") if name in functions]
 print(*(name for name in ours if functions[name].__module__.startswith("attnreg.")))
@@ -140,11 +142,12 @@ def test_an_old_transformers_is_a_warning_and_no_error_of_its_import(version, tm
     assert f"attnreg is not installed in transformers: {message}" in said
 
 
-def test_flash_attn_is_there_for_who_asks_right_after_transformers_is_imported():
-    program = (
-        "import torch, transformers; from transformers.utils import is_flash_attn_2_available as available; "
-        "early = available(); from transformers import modeling_utils; "
-        "print(early, available(), transformers.utils.is_flash_attn_2_available())"
-    )
-    done = forked(program, ATTNREG_TRANSFORMERS="flash_attention_2")
-    assert (done.stdout, done.stderr) == ("True True True\n", "")
+@pytest.mark.parametrize(
+    "by", ["ATTNREG_CONFIG", pytest.param("ATTNREG_TRANSFORMERS", marks=pytest.mark.slow)]
+)
+def test_flash_attn_is_there_for_who_asks_right_after_transformers_is_imported(tmp_path, by):
+    begin, variables = "import torch", {by: "flash_attention_2"}
+    if by == "ATTNREG_CONFIG":
+        begin, variables = settings_file(tmp_path, by, "flash_attention_2")
+    done = forked(f"{begin}\n{BEHIND}", **variables)
+    assert (done.stdout, done.stderr) == ("True True True\nattnreg flash_attention_2\n", "")

@@ -31,7 +31,10 @@ def python(*arguments, cwd=None, **variables):
 # for each program that it is sent.
 # A fork ends as Python does, but for taking torch's modules apart, which would take as long as most programs.
 FORKING = """
-import gc, json, os, sys, torch, torch._dynamo
+import gc, json, os, sys, torch, torch._dynamo, weakref
+
+for finalizer in weakref.finalize._registry:
+    finalizer.atexit = False  # of torch's libraries of ops; those of a fork's own are finalized
 
 def run(code):
     import atexit, os, sys, threading
@@ -43,6 +46,8 @@ def run(code):
         if not isinstance(status, int):
             print(status, file=sys.stderr)
             status = 1
+    except KeyboardInterrupt:
+        raise  # Python itself ends by the signal, unless what runs at the end makes it forget that
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1

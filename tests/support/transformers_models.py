@@ -107,13 +107,13 @@ def built(name, **sizes):
 
 
 @functools.cache
-def _model(name):
-    return built(name).double()
+def _model(name, **sizes):
+    return built(name, **sizes).double()
 
 
-def model(name, attention):
+def model(name, attention, **sizes):
     """Return a model in float64 with an attention implementation; always the same weights."""
-    one = copy.deepcopy(_model(name))
+    one = copy.deepcopy(_model(name, **sizes))
     one.set_attn_implementation(attention)
     return one
 

@@ -33,6 +33,21 @@ def untried(monkeypatch):
     monkeypatch.setattr(libraries, "python", python)
 
 
+# Beside busy tests a process of low priority takes seconds. For tests that aren't about that.
+USUAL_PRIORITY = """
+from attnreg.core.torchlib import background
+background.DETACHED = background.DETACHED.replace("os.nice(19)", "")
+"""
+
+
+@pytest.fixture
+def usual_priority(monkeypatch):
+    """Have the process that compiles get as much time as others; returns code that does that elsewhere."""
+    assert "os.nice(19)" in background.DETACHED
+    monkeypatch.setattr(background, "DETACHED", background.DETACHED.replace("os.nice(19)", ""))
+    return USUAL_PRIORITY
+
+
 class FakeCompiler:
     """A script that stands in for the compiler, and writes down how each run of it was started."""
 

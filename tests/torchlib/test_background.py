@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.compiled_files import stand_in
-from support.processes import Forked, forked, python
+from support.processes import Forked, forked
 from typer.testing import CliRunner
 
 import attnreg
@@ -93,7 +93,12 @@ print("session", os.getsid(0), flush=True)
 """
 
 
-AT_ONCE = PROGRAM + "os._exit(0)  # no thread gets to do anything\n"
+AT_ONCE = f"""
+import sys
+sys.path.remove("")  # as `python -P` does
+{PROGRAM}
+os._exit(0)  # no thread gets to do anything
+"""
 
 
 def test_a_program_that_ends_at_once_starts_a_process_that_outlives_it_and_the_next_program_uses_what_it_made(
@@ -104,15 +109,11 @@ def test_a_program_that_ends_at_once_starts_a_process_that_outlives_it_and_the_n
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
     began = time.monotonic()
 
-    def run(script):
-        # The pipes end with the program: no other process holds them.
-        root = str(Path(building.__file__).parents[3])
-        return python("-P", "-c", script, cwd=tmp_path, ATTNREG_BUILD="", PYTHONPATH=root)
-
-    first = run(AT_ONCE)
-    assert (first.returncode, first.stderr) == (0, "")
+    first = Forked(AT_ONCE, cwd=tmp_path, ATTNREG_BUILD="", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    # The pipe ends with the program: no other process holds it.
+    said, session = first.stdout.read().splitlines()
     assert not is_built(), f"the program waited {time.monotonic() - began} s"
-    said, session = first.stdout.splitlines()
+    assert first.kill() == ""
     assert said.startswith("compiling the call cache and the CPU kernel in the background, at low priority: ")
     until(is_built)
     assert len(working.runs()) == 2
@@ -141,9 +142,9 @@ print([os.waitpid(child, 0)[1] for child in children])
 """
 
 
-def test_several_processes_that_start_together_compile_once(cache, compiler):
+def test_several_processes_that_start_together_compile_once(cache, compiler, usual_priority):
     compiler.does("sleep 0.1", "exit 1")
-    done = forked(SEVERAL, ATTNREG_BUILD="background")
+    done = forked(usual_priority + SEVERAL, ATTNREG_BUILD="background")
     assert (done.stdout, done.stderr) == (f"{[0] * 6}\n", "")
     # The one that compiles may not have begun when they have ended.
     until(lambda: building.status(building.CPU_KERNEL).state == "failed")
@@ -153,7 +154,9 @@ def test_several_processes_that_start_together_compile_once(cache, compiler):
     )
 
 
-def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(cache, compiler, monkeypatch, log):
+def test_the_process_has_no_parent_and_holds_the_lock_until_it_ends(
+    cache, compiler, usual_priority, monkeypatch, log
+):
     compiler.does("sleep 0.2", "exit 1")
     with monkeypatch.context() as patch:
         patch.setattr(threading, "Thread", Inline)

@@ -21,9 +21,9 @@ assert attnreg.stats().calls == {"cpu": {"forward": 1, "backward": 0}}
 """
 
 
-def logged(**variables):
+def logged(before="", **variables):
     """Return the lines of a program that registers a backend and makes one call, which has to run."""
-    done = forked(PROGRAM, **variables)
+    done = forked(before + PROGRAM, **variables)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
@@ -43,7 +43,7 @@ def test_each_library_that_is_used_is_one_line(built):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="giving files to another user takes root")
-@pytest.mark.parametrize("mode", ["background", "now", "off"])
+@pytest.mark.parametrize("mode", ["background", pytest.param("now", marks=pytest.mark.slow), "off"])
 def test_a_cache_of_another_user_is_one_line(built, cache, mode):
     (cache / "build").mkdir(exist_ok=True)
     for place in (cache, *cache.rglob("*")):
@@ -70,7 +70,7 @@ def test_the_library_that_alone_is_not_used_is_named(built, mode):
 INSTALL = "install one, or set ATTNREG_BUILD=off to silence this"
 
 
-def test_damage_is_said_in_the_line_about_compiling_again(built, compiler):
+def test_damage_is_said_in_the_line_about_compiling_again(built, compiler, usual_priority):
     reasons = [f"{file} is damaged, and `attnreg build` compiles it again" for file in built]
     for file in built:
         os.truncate(file, 8192)
@@ -78,7 +78,7 @@ def test_damage_is_said_in_the_line_about_compiling_again(built, compiler):
     reason = f"there is no C++ compiler, looked for CXX=none: {INSTALL}"
     assert line == f"WARNING attnreg runs without its compiled part: {'; '.join([*reasons, reason])}"
     compiler.does("exit 1")
-    (line,) = logged(ATTNREG_BUILD="background")
+    (line,) = logged(usual_priority, ATTNREG_BUILD="background")
     assert line.startswith("WARNING compiling the call cache and the CPU kernel in the background, ")
     assert line.endswith(f"ATTNREG_BUILD=off forbids it; {'; '.join(reasons)}")
     locks.release(locks.lock_file(background.lock_path(), wait=True))  # the process that compiles has ended
