@@ -50,7 +50,7 @@ class OpLayout(NamedTuple):
             is the LSE, whose storage carries the choice; another result is replaced by a token.
         bhsd: whether tensors are (B, H, S, D), not (B, S, H, D).
         lse_ends_in_one: whether the LSE is (B, H, S, 1), not (B, H, S).
-        lse_bsh: whether the LSE of a forward has the strides of (B, S, H). It is true of torch's CPU op alone.
+        lse_bsh: whether the LSE of a forward has the strides of (B, S, H), as of torch's CPU op alone.
             Then C++ also shows NaN in what torch's own kernel returns, by the places of that op's arguments.
         gradients_bshd: whether gradients have the strides of (B, S, H, D), not the inputs' strides.
     """
