@@ -46,12 +46,12 @@ class OpLayout(NamedTuple):
     Attributes:
         query: the index of the query among the op's arguments. Key and value follow it.
         token_argument: the index of a backward's argument with the choice token. It is -1 in a forward.
-        token_result: the index of a forward's result with the choice token. It is -1 in a backward. Result 1
-            is the LSE, whose storage carries the choice; another result is replaced by a token.
+        token_result: the index of a forward's result with the choice token. It is -1 in a backward. A token
+            replaces the result, but for index 1: the LSE's storage carries the choice.
         bhsd: whether tensors are (B, H, S, D), not (B, S, H, D).
         lse_ends_in_one: whether the LSE is (B, H, S, 1), not (B, H, S).
-        lse_bsh: whether the LSE of a forward has the strides of (B, S, H), as of torch's CPU op alone.
-            Then C++ also shows NaN in what torch's own kernel returns, by the places of that op's arguments.
+        lse_bsh: whether the LSE of a forward has the strides of (B, S, H), as of torch's CPU op alone: C++
+            reads that op's arguments by their places, to show NaN in its results.
         gradients_bshd: whether gradients have the strides of (B, S, H, D), not the inputs' strides.
     """
 
