@@ -120,7 +120,7 @@ class Report(NamedTuple):
             repeat = self.repeat.format(repr(str(outcome.check)))
             lines.append("\n  ".join((str(outcome), *outcome.places, repeat)))
         if others := [str(outcome.check) for outcome in wrong[SHOWN:]]:
-            lines.append(f"{len(others)} more are wrong: {', '.join(others)}")
+            lines.append(f"{len(others)} more are wrong: {'; '.join(others)}")
         if wrong and self.tensors:
             lines.append(f"tensors of a check:\n  {self.tensors.format(repr(str(wrong[0].check)))}")
         lines += self.never_ran

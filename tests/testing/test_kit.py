@@ -255,6 +255,17 @@ def test_a_refusal_without_what_was_got_is_a_failure(fake):
     assert "check failed: AttributeError" in Conformance(crashing, "cpu").run(SMALL).failure
 
 
+def test_ten_wrong_checks_are_shown_in_full_and_the_others_by_name(fake):
+    wrong = fake("mine", refuses=lambda spec: ("no",)).backend
+    with pytest.raises(AssertionError) as raised:
+        check_backend(wrong, device="cpu", dtypes=["float32"], cases=["heads", "drawn"])
+    said = str(raised.value)
+    count = int(re.search(r"(\d+) checks: 0 right, \1 wrong", said)[1])
+    assert said.count("from attnreg.testing import check_backend") == kit_module.SHOWN < count
+    more = re.search(r"(\d+) more are wrong: (.*)", said)
+    assert int(more[1]) == len(more[2].split("; ")) == count - kit_module.SHOWN
+
+
 def test_the_reasons_of_one_direction_have_to_be_sentences_too(fake):
     def of_forward(refuses):
         backend = fake("mine").backend

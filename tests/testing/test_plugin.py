@@ -35,3 +35,11 @@ def test_what_is_wrong_fails_with_the_line_that_repeats_it(tmp_path):
     assert run.returncode == 1, run.stdout + run.stderr
     assert "cases=['scale 0.3 bfloat16'])" in run.stdout
     assert "cases=['dim 64" not in run.stdout
+
+
+def test_a_name_that_no_backend_has_is_a_usage_error_in_words(tmp_path):
+    run = forked(*RUN, "--attnreg-backend=mth", cwd=tmp_path)
+    assert run.returncode == 4, run.stdout + run.stderr
+    said = run.stdout + run.stderr
+    assert "ERROR: --attnreg-backend=mth: " in said and "did you mean 'math'" in said
+    assert "INTERNALERROR" not in said
