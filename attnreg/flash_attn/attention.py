@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from attnreg.core.contract.backend import Call
 from attnreg.core.dispatch import call_cache, scope
@@ -26,7 +27,7 @@ from attnreg.core.launching.memory import check_in_memory
 from attnreg.core.launching.regular import regular_offsets
 from attnreg.core.launching.validation import check_layouts, checked_number
 from attnreg.core.torchlib.frames import leave_module_uncompiled
-from attnreg.core.torchlib.modes import autocast, in_memory, is_plain, is_transformed
+from attnreg.core.torchlib.modes import autocast, in_memory, is_plain
 from attnreg.core.varlen import autograd, spread
 from attnreg.core.varlen.front import AuxRequest, varlen_attn
 from attnreg.core.varlen.plans import call_of, check_tensors, check_untraced, window
@@ -290,9 +291,12 @@ def _attend_deterministic(q: Tensor, k: Tensor, v: Tensor, options: Options, *ar
     """Return `_attend` of tensors in memory; other tensors need the op, which can't be `deterministic`."""
     tensors = [x for x in (q, k, v, options.alibi_slopes) if x is not None]
     plain = [x for x in map(in_memory, tensors) if x is not None]
-    # The kernel writes past forward-mode AD and past the mode of make_fx, which records operations.
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in plain if forward_ad._current_level >= 0):
+        raise UnsupportedInputError("deterministic must be False in forward-mode AD, got True")
+    # The kernel writes past the mode of make_fx, which records operations.
     is_recorded = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    if len(plain) < len(tensors) or is_transformed() or is_recorded:
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if len(plain) < len(tensors) or is_transformed or is_recorded:
         raise UnsupportedInputError(
             "deterministic must be False in function transforms, in make_fx and for tensor subclasses with "
             "__torch_dispatch__, got True; torch.use_deterministic_algorithms(True) has the same effect there"

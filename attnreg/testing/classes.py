@@ -10,6 +10,7 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from attnreg.core.contract.lengths import (
@@ -118,12 +119,12 @@ def unnamed(entry: Entry, specs: Iterable[AttentionSpec]) -> list[str]:
     Such a backend is right, but a program that brings new lengths waits for a decision at each of them.
     """
     reads: dict[Direction, set[str]] = {direction: set() for direction in get_args(Direction)}
-    for spec in specs:
-        for direction, names in reads.items():
-            names |= set() if failure(entry, spec) else entry.unnamed_reads(spec, direction)
+    for spec, (direction, names) in itertools.product(specs, reads.items()):
+        if not failure(entry, spec) and not _is_ruled_out(entry, spec, direction):
+            names |= entry.unnamed_reads(spec, direction)
     return [
-        f"some {direction}s are decided anew for each length: it depends on {', '.join(sorted(names))} in a "
-        "way that no Cut of cuts() names"
+        f"some {direction}s are decided anew for each length: its functions read "
+        f"{', '.join(sorted(names))}, which no Cut of cuts() names"
         for direction, names in reads.items()
         if names
     ]
@@ -191,17 +192,29 @@ def _nearest(
     return one, other
 
 
+def _is_ruled_out(entry: Entry, spec: AttentionSpec, direction: Direction) -> bool:
+    """Whether the declared fields refuse a call, so that no function is asked about it."""
+    backend = entry.backend
+    limits = None if backend is None else backend.forward if direction == "forward" else backend.backward
+    return limits is None or bool(replace(limits, refuses=None).unsupported(spec.of(direction)))
+
+
 def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:
     own = [name for name in LENGTHS if pair[0].varlen or not name.startswith("tokens")]  # others follow
     differing = [name for name in own if len({getattr(spec, name) for spec in pair}) > 1]
+    if not differing:
+        return (
+            f"refuses or priority: got two decisions about the same {direction}, expected one for each spec"
+        )
     first, second = (_fate(entry, direction, spec, differing) for spec in pair)
     return (
-        f"cuts: a {direction} with {first}, with {second}, and no Cut lies between them; expected one, or no "
-        "Cut of these lengths at all: each length is decided anew then"
+        f"cuts: no Cut lies between a {direction} with {first}, and with {second}; expected one, or no Cut "
+        "of these lengths at all: each length is decided anew then"
     )
 
 
 def _fate(entry: Entry, direction: Direction, spec: AttentionSpec, names: Sequence[str]) -> str:
     lengths = " and ".join(f"{name} {getattr(spec, name)}" for name in names)
     against = "; ".join(entry.reasons(spec, direction))
-    return f"{lengths} is refused ({against})" if against else f"{lengths} runs, rank {entry.priority(spec)}"
+    fate = f"is refused ({against})" if against else f"runs (priority {entry.priority(spec)})"
+    return f"{lengths}, which {fate}"

@@ -262,7 +262,7 @@ REFUSAL = re.compile(
             r"not deterministic, and deterministic algorithms are on$",
             r"not batch-invariant, and policy is batch_invariant$",
             r"device must be cpu to be batch-invariant, got cuda$",
-            r"(seqused_k|block_table|softcap|key_ranges) must be (None|0) to be batch-invariant, which no",
+            r"(seqused_k|block_table|softcap|key_ranges) must be (None|0) in batch-invariant calls",
             r"(head dims|seqused_k|softcap) must be .* with key_ranges, (got|which no test has tried)",
             r".*; see https://github\.com/",  # known issues
             rf"(.*: )?{NOT_BUILT}[A-Z0-9]+",

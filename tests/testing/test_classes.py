@@ -56,9 +56,9 @@ def test_a_backend_with_right_cuts_passes(fake, refuses, cuts):
 @pytest.mark.parametrize(("refuses", "cuts"), WRONG.values(), ids=WRONG)
 def test_a_backend_with_wrong_cuts_fails_and_is_told_two_lengths(fake, refuses, cuts):
     mine = fake("mine", refuses=refuses, cuts=lambda _: cuts).backend
-    with pytest.raises(AssertionError, match="no Cut lies between them") as raised:
+    with pytest.raises(AssertionError, match="cuts: no Cut lies between") as raised:
         check_backend(mine, device="cpu", cases=CASES)
-    fates = r"with (.*?) (?:is refused|runs).*?, with (.*?) (?:is refused|runs)"
+    fates = r"with (.*?), which (?:is refused|runs).*?, and with (.*?), which (?:is refused|runs)"
     lengths = [dict(re.findall(r"(\w+) (\d+)", one)) for one in re.search(fates, str(raised.value)).groups()]
     assert lengths[0].keys() == lengths[1].keys() and lengths[0] != lengths[1]
     if refuses is not many:  # a sum of two lengths
@@ -69,7 +69,9 @@ def test_a_rank_that_changes_within_a_class_is_found_too(fake):
     mine = fake(
         "mine", priority=lambda spec: 5 + (spec.max_q >= 1000), cuts=lambda _: [Cut.of("max_q", at=999)]
     ).backend
-    with pytest.raises(AssertionError, match=r"with max_q \d+ runs, rank [56], with max_q \d+ runs"):
+    with pytest.raises(
+        AssertionError, match=r"with max_q \d+, which runs \(priority [56]\), and with max_q \d+, which runs"
+    ):
         check_backend(mine, device="cpu", cases=CASES)
 
 
@@ -119,9 +121,9 @@ def test_the_difference_names_the_direction_the_reason_and_both_lengths(fake):
     mine = fake("mine", refuses=below, cuts=lambda _: [Cut.of("max_k", at=4097)]).backend
     said = difference(Entry("mine", "a test", mine), SMALL.spec(Device("cpu")), 0, 200)
     assert said == (
-        "cuts: a forward with max_k 4095 runs, rank 0, with max_k 4096 is refused (max_k must be below 4096, "
-        "got 4096), and no Cut lies between them; expected one, or no Cut of these lengths at all: each "
-        "length is decided anew then"
+        "cuts: no Cut lies between a forward with max_k 4095, which runs (priority 0), and with max_k 4096, "
+        "which is refused (max_k must be below 4096, got 4096); expected one, or no Cut of these lengths at "
+        "all: each length is decided anew then"
     )
 
 
@@ -130,8 +132,8 @@ def test_lengths_that_no_cut_names_are_a_note_as_each_is_decided_anew(fake):
         report = check_backend(fake("mine", refuses=below, cuts=wrong).backend, device="cpu", cases=CASES)
         assert report.passed
         assert report.notes == tuple(
-            f"some {direction}s are decided anew for each length: it depends on max_k in a way that no Cut "
-            "of cuts() names"
+            f"some {direction}s are decided anew for each length: its functions read max_k, which no Cut of "
+            "cuts() names"
             for direction in ("forward", "backward")
         )
         assert f"note: {report.notes[0]}" in str(report)

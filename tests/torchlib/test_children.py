@@ -1,8 +1,10 @@
 """Promises of commands that attnreg runs: none of their processes outlives an interrupt."""
 
+import functools
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -56,3 +58,32 @@ def test_an_interrupt_is_not_lost_where_a_command_cannot_be_started(monkeypatch,
     monkeypatch.setattr(subprocess, "Popen", fail)
     with pytest.raises(KeyboardInterrupt):
         wait_for_half_a_minute(tmp_path)
+
+
+def test_the_handler_is_put_back_even_if_that_of_another_signal_raises_meanwhile(monkeypatch, tmp_path):
+    """`signal.signal` first runs the handlers of signals that have come."""
+    before, put, given = signal.getsignal(INTERRUPT), signal.signal, []
+
+    def put_and_raise(number, handler):
+        given.append(handler)
+        if len(given) == 2:
+            raise TimeoutError
+        return put(number, handler)
+
+    monkeypatch.setattr(signal, "signal", put_and_raise)
+    with pytest.raises(TimeoutError):
+        children.run(["sleep", "30"], 60, os.environ, str(tmp_path))
+    assert signal.getsignal(INTERRUPT) is before
+    assert given[1:] == [before, before]
+
+
+def test_where_interrupts_are_ignored_or_in_another_thread_nothing_is_kept_back(monkeypatch, tmp_path):
+    def fail(*given):
+        raise AssertionError(given)
+
+    run = functools.partial(children.run, ["echo", "done"], 60, os.environ, str(tmp_path))
+    with ThreadPoolExecutor(1) as threads, monkeypatch.context() as patched:
+        patched.setattr(signal, "signal", fail)
+        assert threads.submit(run).result().stdout == "done\n"
+        patched.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+        assert run().stdout == "done\n"

@@ -82,9 +82,9 @@ def _untried_batch_invariant(spec: AttentionSpec) -> Iterator[str]:
         "key_ranges": spec.key_ranges,
     }
     for name in (name for name, is_on in options.items() if is_on):
-        yield f"{name} must be None to be batch-invariant, which no test has tried"
+        yield f"{name} must be None in batch-invariant calls: no test has tried it there"
     if spec.softcap:
-        yield f"softcap must be 0 to be batch-invariant, which no test has tried, got {spec.softcap}"
+        yield f"softcap must be 0 in batch-invariant calls, got {spec.softcap}: no test has tried it there"
 
 
 def _with_sinks(spec: AttentionSpec) -> Iterator[str]:

@@ -249,7 +249,7 @@ def _first_looks(
             return mask.__torch_function__(getattr(F, SDPA_NAME), (type(mask),), arguments, options)
         if takes_masks and not torch.compiler.is_compiling() and torch._C._is_torch_function_mode_enabled():
             # So do modes, such as one of diffusers that skips scores. They call it again, out of themselves.
-            return handle_torch_function(self, arguments, *arguments, **options)
+            return handle_torch_function(self, (*arguments, *options.values()), *arguments, **options)
         if mask is None and not _observes:
             return torchs(*arguments, **options)
         if not torch.compiler.is_compiling():

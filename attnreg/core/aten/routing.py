@@ -43,15 +43,16 @@ RouterResult = tuple[Any, Kept | Literal[True] | None]
 class OpLayout(NamedTuple):
     """The layouts and places of an aten op's tensors that the compiled router uses.
 
+    A choice token replaces a result. Only result 1, the LSE, stays: its storage carries the choice. `lse_bsh` is
+    for torch's CPU op alone, because C++ reads the arguments of such an op by their places.
+
     Attributes:
         query: the index of the query among the op's arguments. Key and value follow it.
         token_argument: the index of a backward's argument with the choice token. It is -1 in a forward.
-        token_result: the index of a forward's result with the choice token. It is -1 in a backward. A token
-            replaces the result, but for index 1: the LSE's storage carries the choice.
+        token_result: the index of a forward's result with the choice token. It is -1 in a backward.
         bhsd: whether tensors are (B, H, S, D), not (B, S, H, D).
         lse_ends_in_one: whether the LSE is (B, H, S, 1), not (B, H, S).
-        lse_bsh: whether the LSE of a forward has the strides of (B, S, H), as of torch's CPU op alone: C++
-            reads that op's arguments by their places, to show NaN in its results.
+        lse_bsh: whether the LSE of a forward has the strides of (B, S, H).
         gradients_bshd: whether gradients have the strides of (B, S, H, D), not the inputs' strides.
     """
 

@@ -117,12 +117,11 @@ class Option:
 
     def is_on(self, value: object) -> bool:
         """Whether a value of `Call`'s field, or of the argument, means a call with the option."""
-        if self.values == "integer":  # 0 leaves it to the kernel, too
-            return bool(value)
-        if value is None or self.off is None:
+        if value is None or (self.off is None and self.values != "integer"):
             return value is not None
         try:
-            return bool(value != self.off)
+            # 0 of an integer leaves it to the kernel, too.
+            return bool(value) if self.values == "integer" else bool(value != self.off)
         except (RuntimeError, ValueError):
             return True  # several numbers in place of one, which `checked` refuses
 

@@ -196,7 +196,7 @@ class Entry:
             if backend.cuts is not None and (of_cuts := reads_of(backend.cuts, variant)):
                 return of_cuts
             named = {name for cut in declared for name in cut.names}
-            for look in self._looks(backend, limits, direction, ranks_only):
+            for look in self._looks(backend, limits, direction, ranks_only, variant.varlen):
                 reads |= reads_of(look, variant) - named
             reads |= frozenset() if ranks_only else cuts_of_faults(self.name, variant)[1]
         if not ranks_only:
@@ -217,7 +217,7 @@ class Entry:
         return variants
 
     def _looks(
-        self, backend: Backend, limits: Capabilities, direction: Direction, ranks_only: bool
+        self, backend: Backend, limits: Capabilities, direction: Direction, ranks_only: bool, varlen: bool
     ) -> Iterator[Callable[[AttentionSpec], object]]:
         """Yield the functions of a backend that may look at lengths."""
         if callable(backend.priority):
@@ -228,7 +228,8 @@ class Entry:
         if type(limits).unsupported is not Capabilities.unsupported:  # of a package's own class
             yield replace(limits, batch=ANY_SIZE, ranges=ANY_SIZE).unsupported
         yield from filter(None, (limits.refuses, backend.refuses))
-        if self._kernels is not None and self._kernels.replaces_native is not None:
+        is_asked = self._kernels is not None and not varlen  # about dense calls alone
+        if is_asked and self._kernels is not None and self._kernels.replaces_native is not None:
             yield functools.partial(self._kernels.replaces_native, direction)
 
     def builds(self, spec: AttentionSpec) -> bool:

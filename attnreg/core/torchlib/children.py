@@ -38,24 +38,26 @@ def _interrupts_kept_back() -> Iterator[Callable[[], None]]:
     """Keep Ctrl-C back, at most until the function that this yields is called, or the block ends.
 
     An interrupt in the middle of `Popen` would leave a process that nobody knows and nobody kills. Only the
-    main thread is interrupted, and only it may set a handler. A handler of C code is None here, and couldn't
-    be set back.
+    main thread is interrupted, and only it may set a handler. Handlers of C code can't be set back.
     """
     before = signal.getsignal(signal.SIGINT)
     kept: list[int] = []
-    is_kept_back = threading.current_thread() is threading.main_thread() and before is not None
+    is_kept_back = threading.current_thread() is threading.main_thread() and callable(before)
 
     def let_through() -> None:
         nonlocal is_kept_back
         if is_kept_back:
+            signal.signal(signal.SIGINT, before)  # first runs the handlers of other signals, which may raise
             is_kept_back = False
-            signal.signal(signal.SIGINT, before)
             if kept:
                 signal.raise_signal(signal.SIGINT)
 
-    if is_kept_back:
-        signal.signal(signal.SIGINT, lambda number, _: kept.append(number))
     try:
+        if is_kept_back:
+            signal.signal(signal.SIGINT, lambda number, _: kept.append(number))
         yield let_through
     finally:
-        let_through()
+        try:
+            let_through()
+        finally:
+            let_through()  # if another handler has raised

@@ -251,6 +251,9 @@ def _print(backends: list[dict[str, Any]], device: torch.device, most: int) -> N
     if skipped:
         output.table("Not run", skipped, ("backend", "cases", "because"))
     _print_wrong(backends)
+    for backend in backends:
+        for text in backend["notes"]:
+            typer.echo(f"note: {backend['name']}: {text}\n")
     for data in backends:
         if compiled := data["compiled"]:
             used, file = compiled["instructions"], compiled["file"]
@@ -291,8 +294,6 @@ def _print_wrong(backends: list[dict[str, Any]], named: Collection[str] = ()) ->
                 typer.echo("\n  ".join(filter(None, lines)))
         for text in backend["never_ran"]:
             typer.echo(f"WRONG: {backend['name']}: {text}\n")
-        for text in backend["notes"]:
-            typer.echo(f"note: {backend['name']}: {text}\n")
 
 
 def _places(row: dict[str, Any]) -> Iterator[str]:

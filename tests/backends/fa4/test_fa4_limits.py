@@ -146,7 +146,7 @@ SM_120 = "head dims must be up to 128 on sm_12x, got (136, 136)"
 NOT_REPEATABLE = "not deterministic on sm_12x, and deterministic algorithms are on"
 RANGES = {"varlen": True, "key_ranges": True}
 UP_TO = "head dims must be equal and up to 128 with key_ranges, got"
-UNTRIED = "{} must be None to be batch-invariant, which no test has tried"
+UNTRIED = "{} must be None in batch-invariant calls: no test has tried it there"
 INVARIANT = {"varlen": True, "batch_invariant": True}
 OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
 
@@ -199,7 +199,7 @@ OLD = "compute capability must be 9.0 to 12.1, got 8.6 (too old)"
         ({**INVARIANT, "seqused_k": True}, *[UNTRIED.format("seqused_k")] * 2),
         (
             {**INVARIANT, "softcap": 5.0},
-            *["softcap must be 0 to be batch-invariant, which no test has tried, got 5.0"] * 2,
+            *["softcap must be 0 in batch-invariant calls, got 5.0: no test has tried it there"] * 2,
         ),
         (
             {**INVARIANT, "device": "sm_100"},
