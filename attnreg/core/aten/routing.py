@@ -43,8 +43,8 @@ RouterResult = tuple[Any, Kept | Literal[True] | None]
 class OpLayout(NamedTuple):
     """The layouts and places of an aten op's tensors that the compiled router uses.
 
-    A choice token replaces a result. Only result 1, the LSE, stays: its storage carries the choice. `lse_bsh` is
-    for torch's CPU op alone, because C++ reads the arguments of such an op by their places.
+    A choice token replaces a result. Only result 1, the LSE, stays: its storage carries the choice. `lse_bsh`
+    is for torch's CPU op alone, because C++ reads the arguments of such an op by their places.
 
     Attributes:
         query: the index of the query among the op's arguments. Key and value follow it.
