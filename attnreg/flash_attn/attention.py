@@ -291,7 +291,8 @@ def _attend_deterministic(q: Tensor, k: Tensor, v: Tensor, options: Options, *ar
     """Return `_attend` of tensors in memory; other tensors need the op, which can't be `deterministic`."""
     tensors = [x for x in (q, k, v, options.alibi_slopes) if x is not None]
     plain = [x for x in map(in_memory, tensors) if x is not None]
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in plain if forward_ad._current_level >= 0):
+    unpack: Any = forward_ad.unpack_dual
+    if forward_ad._current_level >= 0 and any(unpack(x).tangent is not None for x in plain):
         raise UnsupportedInputError("deterministic must be False in forward-mode AD, got True")
     # The kernel writes past the mode of make_fx, which records operations.
     is_recorded = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
