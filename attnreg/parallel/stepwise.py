@@ -165,7 +165,6 @@ class StepwiseAttention(torch.autograd.Function):
         out, lse, kept = _forward(query, key, value, work)
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
-        out, lse = out.detach(), lse.detach()  # no views, so that a program may write to them
         ctx.save_for_backward(
             query, key, value, out, lse, sinks, *itertools.chain.from_iterable(kept.values())
         )

@@ -10,7 +10,6 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import get_args
 
 from attnreg.core.contract.lengths import (
@@ -196,7 +195,7 @@ def _is_ruled_out(entry: Entry, spec: AttentionSpec, direction: Direction) -> bo
     """Whether the declared fields refuse a call, so that no function is asked about it."""
     backend = entry.backend
     limits = None if backend is None else backend.forward if direction == "forward" else backend.backward
-    return limits is None or bool(replace(limits, refuses=None).unsupported(spec.of(direction)))
+    return limits is None or bool(limits.against(spec.of(direction)))
 
 
 def _described(entry: Entry, direction: Direction, *pair: AttentionSpec) -> str:

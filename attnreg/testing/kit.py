@@ -258,6 +258,7 @@ class Conformance:
     def _unclear(self, spec: AttentionSpec, reasons: tuple[str, ...]) -> str:
         """Return what is wrong with the reasons that functions `refuses` give; empty if nothing is."""
         directions = filter(None, (self.backend.forward, self.backend.backward))
+        # A package's own class may have its own `unsupported`.
         fields = [replace(limits, refuses=None) for limits in directions]
         by_limits = [reason for limits in fields for reason in limits.unsupported(spec)]
         for reason in reasons:

@@ -135,11 +135,14 @@ class Capabilities:
 
     def unsupported(self, spec: AttentionSpec) -> tuple[str, ...]:
         """Return every reason why the backend can't run `spec`; empty if it can."""
+        return self.against(spec) or reasons_of(self.refuses, spec)
+
+    def against(self, spec: AttentionSpec) -> tuple[str, ...]:
+        """Return every reason of the fields against `spec`, without what `refuses` says."""
         of_device = tuple(self.against_device(spec.device))
         if spec.device.type not in self.devices:
             return of_device  # further reasons would be about a device that this backend doesn't serve
-        reasons = (*of_device, *self._limits(spec), *self._switches(spec))
-        return reasons or reasons_of(self.refuses, spec)
+        return *of_device, *self._limits(spec), *self._switches(spec)
 
     def against_device(self, device: Device) -> Iterator[str]:
         """Yield the reason why the backend runs no call on a device; none if it may run some."""

@@ -228,9 +228,9 @@ class Entry:
         if type(limits).unsupported is not Capabilities.unsupported:  # of a package's own class
             yield replace(limits, batch=ANY_SIZE, ranges=ANY_SIZE).unsupported
         yield from filter(None, (limits.refuses, backend.refuses))
-        is_asked = self._kernels is not None and not varlen  # about dense calls alone
-        if is_asked and self._kernels is not None and self._kernels.replaces_native is not None:
-            yield functools.partial(self._kernels.replaces_native, direction)
+        replaces = None if varlen or self._kernels is None else self._kernels.replaces_native
+        if replaces is not None:  # asked about dense calls alone
+            yield functools.partial(replaces, direction)
 
     def builds(self, spec: AttentionSpec) -> bool:
         """Whether the backend builds something for each new shape of such calls."""
