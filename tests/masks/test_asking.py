@@ -1,6 +1,7 @@
 """Promises about who asks for masks to be recognised, and where one reads what they were recognised as."""
 
 import json
+import sys
 import types
 
 import pytest
@@ -10,6 +11,7 @@ from support import dense
 from support.command_line import invoke
 from support.processes import COMMAND, forked
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import attnreg
 from attnreg.core.dispatch.state import FEW_SHAPES
@@ -122,6 +124,49 @@ def test_of_a_large_call_tensors_mask_and_sizes_are_checked_once(monkeypatch, na
     torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(*inputs, PADDED))
     assert stats["masks"] == [{"seen": "padded keys", "count": 1}]
     assert stats["calls"] == {"cpu": {"forward": 1, "backward": 0}}
+
+
+UNMASKED = [((), {}), ((None,), {}), ((), {"attn_mask": None, "is_causal": True})]
+
+
+@pytest.mark.usefixtures("compiled_routers", "as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("by_place", "named", "first"),
+    [
+        *((*call, []) for call in UNMASKED),
+        ((PADDED,), {}, ["looking"]),
+        ((), {"attn_mask": PADDED}, ["looking"]),
+    ],
+)
+def test_a_call_without_a_mask_to_look_at_enters_no_function_of_pythons(by_place, named, first, seen):
+    attnreg.configure({"policy": "measured"})
+    inputs, entered = [x.detach() for x in dense.qkv()], []
+    for _ in range(3):
+        F.scaled_dot_product_attention(*inputs, *by_place, **named)
+    assert seen() == ({"padded keys": 3} if first else {})
+    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_name))
+    try:
+        out = F.scaled_dot_product_attention(*inputs, *by_place, **named)
+    finally:
+        sys.setprofile(None)
+    assert entered[:1] == first
+    torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(*inputs, *by_place, **named))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("by_place", "named"), UNMASKED)
+def test_a_function_mode_sees_a_call_without_a_mask_to_look_at(by_place, named):
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            return out * 2 if function is F.scaled_dot_product_attention else out
+
+    attnreg.configure({"policy": "measured"})
+    inputs = dense.qkv()
+    plain = F.scaled_dot_product_attention(*inputs, *by_place, **named)
+    with Doubles():
+        doubled = F.scaled_dot_product_attention(*inputs, *by_place, **named)
+    torch.testing.assert_close(doubled, plain * 2)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -25,7 +25,7 @@ from torch.overrides import handle_torch_function
 
 from attnreg.core.aten import cpu, cudnn, efficient, flash, nested
 from attnreg.core.contract.spec import Device
-from attnreg.core.dispatch import scope, trace
+from attnreg.core.dispatch import call_cache, scope, trace
 from attnreg.core.dispatch.planning import NOTHING_ASKS, Native, device_of
 from attnreg.core.dispatch.state import state
 from attnreg.core.policy import current as policy
@@ -232,6 +232,8 @@ def follow() -> None:
         there = getattr(place, name)
         if there is torchs or there is looking:  # a wrapper of other code stays
             setattr(place, name, looking if wanted else torchs)
+        if wanted and name == SDPA_NAME and (compiled := call_cache.active) is not None:
+            compiled.pass_unmasked(type(looking).__call__)  # only the calls: Dynamo traces the code
 
 
 def _first_looks(

@@ -16,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "functions.h"
 #include "python.h"
 
 namespace attnreg {
@@ -228,8 +229,6 @@ bool catching(const Run& run) {
   }
 }
 
-inline vectorcallfunc call_as_written = nullptr;  // calls a function of Python's
-
 // Calls `in_block` of `attnreg.assignment`: without its code, in a quarter of the time, where its result is the same.
 inline PyObject* call_in_block(PyObject* in_block, PyObject* const* arguments, size_t count, PyObject* names) {
   PyObject* variable = choices.load(std::memory_order_acquire);
@@ -264,15 +263,7 @@ inline PyObject* take_over(PyObject*, PyObject* given) {
     PyErr_SetString(PyExc_TypeError, "take_over: expected a function that uses one variable of the function around it");
     return nullptr;
   }
-  auto* in_block = reinterpret_cast<PyFunctionObject*>(given);
-  if (in_block->vectorcall != call_in_block) {
-    call_as_written = in_block->vectorcall;
-#if PY_VERSION_HEX >= 0x030C0000
-    PyFunction_SetVectorcall(in_block, call_in_block);
-#else
-    in_block->vectorcall = call_in_block;
-#endif
-  }
+  have_called_by(given, call_in_block);
   Py_RETURN_NONE;
 }
 
