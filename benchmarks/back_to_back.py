@@ -26,7 +26,7 @@ from _program import parser_of, show, show_machine
 
 import attnreg
 from attnreg.flash_attn import flash_attn_with_kvcache
-from attnreg.tools.bench.compare import short
+from attnreg.tools.bench.compare import short, torch_varlen_attn
 from attnreg.tools.bench.report import save
 from attnreg.tools.measure import Case, inputs
 from attnreg.tools.measure.timing import shuffled, timer_for
@@ -178,17 +178,12 @@ def layers(options: argparse.Namespace) -> list[dict[str, Any]]:
     def step(function: Any, count: int, offsets: Tensor, length: int) -> Tensor:
         given = query_offsets, offsets, 1, length
         for query, keys, values in memory[:count]:
-            out: Tensor = function(
-                query, *(x[: SEQUENCES * length] for x in (keys, values)), *given, enable_gqa=True
-            )
+            out: Tensor = function(query, *(x[: SEQUENCES * length] for x in (keys, values)), *given)
         return out
 
-    def torchs(*given: Any, **options: Any) -> Any:
-        from torch.nn.attention.varlen import varlen_attn
-
-        return varlen_attn(*given, **options)
-
-    functions = {TORCH: torchs, "attnreg": attnreg.varlen_attn}
+    functions = {
+        TORCH: torch_varlen_attn(gqa=True), "attnreg": functools.partial(attnreg.varlen_attn, enable_gqa=True)
+    }  # fmt: skip
     sides = {
         f"{name}, layers: {count}": functools.partial(step, function, count)
         for count in LAYERS

@@ -95,7 +95,7 @@ class Batch:
         if not self.case.varlen:
             return self._sdpa(q, k, v)
         window = (-1, 0) if self.case.is_causal else (-1, -1)
-        run = _torch_varlen_attn(q.shape[1] != k.shape[1])
+        run = torch_varlen_attn(q.shape[1] != k.shape[1])
         return run(q, k, v, *self.offsets, window_size=window)  # type: ignore[no-any-return]
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -110,7 +110,8 @@ def named(results: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 @functools.cache
-def _torch_varlen_attn(gqa: bool) -> Callable[..., Any]:
+def torch_varlen_attn(gqa: bool) -> Callable[..., Any]:
+    """Return torch's `varlen_attn`, for calls in which query heads share key heads if `gqa`."""
     from torch.nn.attention.varlen import varlen_attn
 
     # Without an option for fewer key heads its kernel sees them.
