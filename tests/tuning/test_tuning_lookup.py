@@ -208,16 +208,26 @@ def test_the_host_time_of_shared_heads_is_their_own_or_else_that_of_such_a_shape
     assert first(many) == ("a", 20.0 * USUAL_HOST)
 
 
-def test_a_lead_of_a_twentieth_in_host_times_does_not_change_the_default_order():
-    def first(*hosts):
-        points = [point(a=took(1.0, 1.0), b=took(1.0, 1.0))]
-        fronts = fronts_of("forward", a=hosts[0], b=hosts[1])
-        found = predict(Kinds(points, fronts), spec_with(), "forward", "t")
-        return reordered(["a", "b"], {"a", "b"}, found)[0]
+def level_order(a, b, both=None):
+    """Return the first of two backends, by GPU and host times; `both` are costs with a gradient."""
+    candidates = [
+        Candidate(name, max(times), *times, both_us=cost, by_host=times[1] > times[0])
+        for name, times, cost in zip("ab", (a, b), both or (None, None), strict=True)
+    ]
+    return reordered(["a", "b"], {"a", "b"}, Prediction("t", tuple(candidates), ()))[0]
 
-    assert first(20.9, 20.0) == "a"
-    assert first(21.1, 20.0) == "b"
-    # Of times on the device two percent are enough, and if the call is captured these alone count.
+
+def test_of_backends_that_take_as_long_the_first_takes_the_host_least_or_with_a_gradient_is_the_default():
+    assert level_order((100.0, 30.0), (101.0, 20.0)) == "b"
+    assert level_order((100.0, 20.0), (99.0, 30.0)) == "a"
+    assert level_order((10.0, 40.5), (40.0, 20.0)) == "b"  # a slower host would make it 80
+    assert level_order((40.0, 20.0), (10.0, 40.5)) == "a"
+    assert level_order((100.0, 30.0), (103.0, 20.0)) == "a"  # not as fast
+    assert level_order((100.0, 30.0), (101.0, 20.0), both=(300.0, 299.0)) == "a"
+    assert level_order((100.0, 30.0), (101.0, 20.0), both=(300.0, 290.0)) == "b"
+
+
+def test_of_times_on_the_device_two_percent_count_also_in_a_capture():
     points = [point(a=took(105.0, 100.0), b=took(100.0, 100.0))]
     for capturing in (False, True):
         found = predict(Kinds(points), dataclasses.replace(spec_with(), capturing=capturing), "forward", "t")

@@ -602,6 +602,13 @@ def test_explain_says_why_the_fastest_predicted_is_not_chosen_where_its_lead_is_
     assert (f"    {line}" in found.text(verbose=True).splitlines()) == is_said
 
 
+def test_explain_says_that_of_backends_that_take_as_long_the_host_decided(here):
+    attnreg.configure(here(first=took(100.0, 30.0), second=took(101.0, 20.0)))
+    found = attnreg.explain(spec_with())
+    assert found.backend == "second"
+    assert "  first's lead may be chance: second takes the host less" in str(found).splitlines()
+
+
 def test_in_a_graph_the_gpu_times_alone_are_compared(here):
     attnreg.configure(here(first=took(5.0, 50.0), second=took(10.0, 10.0)))
     assert decided()[0] == "second"

@@ -273,8 +273,14 @@ def _prediction_lines(spec: AttentionSpec, decision: Decision, prediction: Predi
 def _lead_lines(decision: Decision, prediction: Prediction) -> Iterator[str]:
     """Yield why the fastest predicted backend isn't chosen, where its lead is too small."""
     able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
-    if decision.source == prediction.table and able and able[0].backend != decision.backend:
-        yield f"{able[0].backend}'s lead may be chance: {decision.backend} comes before it by default"
+    chosen = prediction.of(decision.backend) if decision.backend else None
+    if decision.source != prediction.table or chosen is None or not able or able[0].backend == chosen.backend:
+        return
+    by_host = chosen.both_us is None and chosen.host_us < able[0].host_us
+    why = (
+        f"{chosen.backend} takes the host less" if by_host else f"{chosen.backend} comes before it by default"
+    )
+    yield f"{able[0].backend}'s lead may be chance: {why}"
 
 
 def _time_of(one: Candidate, spec: AttentionSpec) -> str:
