@@ -131,25 +131,23 @@ UNMASKED = [((), {}), ((None,), {}), ((), {"attn_mask": None, "is_causal": True}
 
 @pytest.mark.usefixtures("compiled_routers", "as_on_a_gpu")
 @pytest.mark.parametrize(
-    ("by_place", "named", "first"),
-    [
-        *((*call, []) for call in UNMASKED),
-        ((PADDED,), {}, ["looking"]),
-        ((), {"attn_mask": PADDED}, ["looking"]),
-    ],
+    ("by_place", "named", "is_looked_at"),
+    [*((*call, False) for call in UNMASKED), ((PADDED,), {}, True), ((), {"attn_mask": PADDED}, True)],
 )
-def test_a_call_without_a_mask_to_look_at_enters_no_function_of_pythons(by_place, named, first, seen):
+def test_a_call_without_a_mask_to_look_at_does_not_enter_the_wrappers_code(
+    by_place, named, is_looked_at, seen
+):
     attnreg.configure({"policy": "measured"})
     inputs, entered = [x.detach() for x in dense.qkv()], []
     for _ in range(3):
         F.scaled_dot_product_attention(*inputs, *by_place, **named)
-    assert seen() == ({"padded keys": 3} if first else {})
+    assert seen() == ({"padded keys": 3} if is_looked_at else {})
     sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_name))
     try:
         out = F.scaled_dot_product_attention(*inputs, *by_place, **named)
     finally:
         sys.setprofile(None)
-    assert entered[:1] == first
+    assert ("looking" in entered) == is_looked_at
     torch.testing.assert_close(out, torch._C._nn.scaled_dot_product_attention(*inputs, *by_place, **named))
 
 
