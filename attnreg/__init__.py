@@ -115,9 +115,9 @@ def __getattr__(name: str) -> Any:
     hook = importlib.import_module("attnreg._autoload")
     if not hook.variables_are_set:
         hook.activate()
-    found = getattr(importlib.import_module(f"attnreg.{_HOME[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(f"attnreg.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -253,7 +253,7 @@ class _Block(ContextDecorator, AbstractContextManager[None]):
                 "decorator like @property"
             )
         later = inspect.isgeneratorfunction, inspect.isasyncgenfunction, inspect.iscoroutinefunction
-        if any(runs_later(one) for runs_later in later for one in (func, type(func).__call__)):
+        if any(runs_later(candidate) for runs_later in later for candidate in (func, type(func).__call__)):
             self._refuse_later(func, "whose body")
 
     def _refuse_later(self, func: object, which: str) -> NoReturn:

@@ -184,13 +184,13 @@ def assign(model: nn.Module, patterns: Patterns | None = None) -> Assignment:
 
 
 def _from_settings() -> Iterator[tuple[str, tuple[str, ...], str]]:
-    found = patterns_of(policy.sources())
-    if not found and not policy.left_out():
+    patterns = patterns_of(policy.sources())
+    if not patterns and not policy.left_out():
         raise InvalidInputError(
             "assign: got no patterns, and no settings in force have [modules]; expected patterns, as in "
             "assign(model, {'*.self_attn': 'FA4'})"
         )
-    for pattern, (names, where) in found.items():
+    for pattern, (names, where) in patterns.items():
         yield pattern, names, f"assign, {where}"
 
 

@@ -95,7 +95,7 @@ def is_of_device(error: BaseException | None) -> bool:
         chain[id(error)] = error
         error = error.__cause__
     said = "\n".join(map(str, chain.values()))
-    classes = {base.__name__ for one in chain.values() for base in type(one).__mro__}
+    classes = {base.__name__ for cause in chain.values() for base in type(cause).__mro__}
     of_device = bool(classes & _OF_DEVICE or re.search(_SAYS_DEVICE, said))
     return of_device and not re.search(_SAYS_UNLOADABLE, said)
 

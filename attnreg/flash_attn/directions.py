@@ -235,7 +235,7 @@ def _forward(
         else:
             call = options.call(q, lengths, seqused_k, block_table)
             ran = run("forward", inputs, call, scope.current(), needs_backward)
-            (out, lse), seed = ran.results, ran.given.rng_state
+            (out, lse), seed = ran.results, ran.call.rng_state
             state = q.new_zeros(2, dtype=torch.int64) if seed is None else seed.view(torch.int64)
             state = state if ran.choice is None else scope.with_token(state, ran.choice)
     return out, lse.contiguous(), out.new_empty(0), state

@@ -65,13 +65,13 @@ def masked(
     return out.transpose(1, 2)
 
 
-def joined(mask: Tensor, seen: Tensor) -> Tensor:
+def joined(mask: Tensor, other: Tensor) -> Tensor:
     """Return a mask, (B, H, S_q, S_k), that says what two say: bool, or numbers to add to the scores."""
-    if mask.dtype == torch.bool and seen.dtype == torch.bool:
-        return mask & seen
-    if seen.dtype == torch.bool:
-        return torch.where(seen, mask, -torch.inf)
-    return torch.where(mask, seen, -torch.inf) if mask.dtype == torch.bool else mask + seen
+    if mask.dtype == torch.bool and other.dtype == torch.bool:
+        return mask & other
+    if other.dtype == torch.bool:
+        return torch.where(other, mask, -torch.inf)
+    return torch.where(mask, other, -torch.inf) if mask.dtype == torch.bool else mask + other
 
 
 def apart(dense: Tensor, starts: Tensor | None) -> Tensor:

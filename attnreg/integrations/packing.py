@@ -84,16 +84,16 @@ def check_all_tokens_count(packing: Packing, sizes: tuple[int, int, int]) -> Non
     offsets = packing.cu_seq_q, packing.cu_seq_k
     if not is_readable():
         return
-    for name, given, length in zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, lengths, strict=True):
+    for name, cu_seqlens, length in zip(("cu_seq_lens_q", "cu_seq_lens_k"), offsets, lengths, strict=True):
         tokens = batch * length
-        if given.is_cuda:
+        if cu_seqlens.is_cuda:
             # Of the same offsets for queries and keys: then rows are left out, or none are.
-            if facts_of(given, given, tokens, tokens, stream_of(given)).leaves_rows_out:
+            if facts_of(cu_seqlens, cu_seqlens, tokens, tokens, stream_of(cu_seqlens)).leaves_rows_out:
                 raise InvalidInputError(
                     f"{name}: got offsets that leave tokens out, expected 0 to {tokens}, the number of tokens"
                 )
             continue
-        first, last = given[[0, -1]].tolist() if given.numel() else (None, None)
+        first, last = cu_seqlens[[0, -1]].tolist() if cu_seqlens.numel() else (None, None)
         if (first, last) != (0, tokens):
             raise InvalidInputError(
                 f"{name}: got offsets from {first} to {last}, expected 0 to {tokens}, the number of tokens"

@@ -352,12 +352,12 @@ def _with_scores(
         # If a layer isn't causal, its positions may be a decoder's and its keys an encoder's.
         mask = mask_of(query, key, window, positions if window[1] == 0 else None)
     if indices is not None:
-        seen = indices.new_zeros(*indices.shape[:2], length, dtype=torch.bool)
-        seen = seen.scatter(-1, indices.long(), True)[:, None]
-        mask = seen if mask is None else joined(mask, seen)
+        visible = indices.new_zeros(*indices.shape[:2], length, dtype=torch.bool)
+        visible = visible.scatter(-1, indices.long(), True)[:, None]
+        mask = visible if mask is None else joined(mask, visible)
     if blocks is not None:
-        seen = _of_blocks(blocks, _block_size(module), query.shape[1], length)
-        mask = seen if mask is None else joined(mask[..., :length], seen)
+        visible = _of_blocks(blocks, _block_size(module), query.shape[1], length)
+        mask = visible if mask is None else joined(mask[..., :length], visible)
     if bias is None or mask is None:
         return mask if bias is None else bias[..., :length]
     return joined(bias[..., :length], mask[..., :length])
@@ -385,8 +385,8 @@ def _of_blocks(blocks: Tensor, size: int, heads: int, length: int) -> Tensor:
     """
     count = (length + size - 1) // size
     chosen = torch.where(blocks < 0, count, blocks).long()  # one more block, for what is unused
-    seen = blocks.new_zeros(*blocks.shape[:3], count + 1, dtype=torch.bool).scatter(-1, chosen, True)
-    of_keys = seen[..., :count].repeat_interleave(size, -1)[..., :length]
+    is_chosen = blocks.new_zeros(*blocks.shape[:3], count + 1, dtype=torch.bool).scatter(-1, chosen, True)
+    of_keys = is_chosen[..., :count].repeat_interleave(size, -1)[..., :length]
     return of_keys.repeat_interleave(heads // blocks.shape[1], 1)
 
 

@@ -163,20 +163,20 @@ def of_same_class(entry: Entry, case: Case, spec: AttentionSpec, seed: int) -> l
 
 
 def _nearest(
-    entry: Entry, direction: Direction, cuts: Sequence[Cut], one: AttentionSpec, other: AttentionSpec
+    entry: Entry, direction: Direction, cuts: Sequence[Cut], call: AttentionSpec, other: AttentionSpec
 ) -> tuple[AttentionSpec, AttentionSpec]:
     """Return two calls of one class with other decisions that differ as little as this search finds."""
 
     def differs(spec: AttentionSpec) -> bool:
-        is_alike = len(by_class((one, spec), cuts)) == 1
-        return is_alike and decided(entry, spec, direction) != decided(entry, one, direction)
+        is_alike = len(by_class((call, spec), cuts)) == 1
+        return is_alike and decided(entry, spec, direction) != decided(entry, call, direction)
 
     for name in LENGTHS * 2:  # the second time with the nearest numbers of the others
-        same = with_lengths(other, **{name: getattr(one, name)})
+        same = with_lengths(other, **{name: getattr(call, name)})
         if differs(same):
             other = same
             continue
-        alike, unlike = getattr(one, name), getattr(other, name)
+        alike, unlike = getattr(call, name), getattr(other, name)
         while abs(alike - unlike) > 1:
             middle = (alike + unlike) // 2
             between = with_lengths(other, **{name: middle})
@@ -184,11 +184,11 @@ def _nearest(
                 other, unlike = between, middle
             else:
                 alike = middle
-        nearer = with_lengths(one, **{name: alike})
+        nearer = with_lengths(call, **{name: alike})
         is_alike = len(by_class((nearer, other), cuts)) == 1
-        if is_alike and decided(entry, nearer, direction) == decided(entry, one, direction):
-            one = nearer
-    return one, other
+        if is_alike and decided(entry, nearer, direction) == decided(entry, call, direction):
+            call = nearer
+    return call, other
 
 
 def _is_ruled_out(entry: Entry, spec: AttentionSpec, direction: Direction) -> bool:

@@ -71,9 +71,9 @@ def test_a_capture_takes_no_turn_and_replays_right(step, ran):
             run()
     torch.cuda.synchronize()
     (learned,) = adaptive._learned.values()
-    before = {name: dict(one.given) for name, one in learned.turns.items()}
+    before = {name: dict(one.counts) for name, one in learned.turns.items()}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = run()
-    assert {name: dict(one.given) for name, one in learned.turns.items()} == before
+    assert {name: dict(one.counts) for name, one in learned.turns.items()} == before
     gpu.assert_near(gpu.replay(graph, [one.detach() for one in results]), expected)

@@ -145,7 +145,7 @@ def test_the_reference_has_no_turn_and_one_backend_alone_no_turns(taking, runs):
     taking(one=2.0)
     attnreg.configure(ADAPTIVE)
     assert runs(3) == ["one"] * 3
-    assert [one.given for one in learned().turns.values()] == [{}]
+    assert [one.counts for one in learned().turns.values()] == [{}]
 
 
 def learned():
@@ -301,7 +301,7 @@ class Event:
 
 def turns_of(**seen):
     kind, size = kind_of(SPEC, "forward"), size_of(SPEC)
-    return Turns(kind, size, "a name", backends=seen, given=dict.fromkeys(seen, 6))
+    return Turns(kind, size, "a name", backends=seen, counts=dict.fromkeys(seen, 6))
 
 
 def test_a_time_that_comes_in_after_its_backend_has_left_is_dropped():
@@ -365,7 +365,7 @@ def test_turns_end_after_sixty_calls_even_if_a_backend_could_not_take_all_of_its
     assert runs(3, lambda: attend(8)) == ["one", "two", "three"]
     runs(MOST_CALLS, lambda: attend(9))
     (forward,) = learned().turns.values()
-    assert (forward.closed, forward.given["three"]) == (True, 1)
+    assert (forward.closed, forward.counts["three"]) == (True, 1)
     assert runs(2, lambda: attend(9)) == ["two"] * 2
 
 

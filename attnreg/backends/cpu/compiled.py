@@ -211,10 +211,10 @@ def _launcher(entry: Any, tensors: tuple[Tensor, ...], call: Call) -> NativeLaun
     def run(*arguments: Any) -> tuple[Tensor, ...] | None:
         tensors, lengths = (arguments[:-5], arguments[-5:-1]) if is_packed else (arguments, ())
         count = len(tensors) - len(takes)
-        tensors, given = tensors[:count], dict(zip(takes, tensors[count:], strict=True))
+        tensors, named = tensors[:count], dict(zip(takes, tensors[count:], strict=True))
         q, k, v = tensors[:3] if is_forward else tensors[1:4]
         results = _forward_results(q, v) if is_forward else _backward_results(q, k, v)
-        native_call = NativeArguments((*tensors, *results), *lengths, *map(given.get, options))
+        native_call = NativeArguments((*tensors, *results), *lengths, *map(named.get, options))
         return None if entry(context, native_call.address) else results
 
     address = ctypes.cast(entry, ctypes.c_void_p).value or 0  # it isn't null

@@ -55,8 +55,8 @@ class Rows:
             return self._places[source]
         except KeyError:
             places = [self._place_of(wanted, width) for wanted in plan.lengths]
-            there = tuple([place for place in places if place is not None])
-            return self._places.setdefault(source, there if len(there) == len(places) else None)
+            present = tuple([place for place in places if place is not None])
+            return self._places.setdefault(source, present if len(present) == len(places) else None)
 
     def _place_of(self, wanted: Slot | RaggedOffset, width: int) -> int | None:
         if not isinstance(wanted, RaggedOffset):

@@ -89,12 +89,12 @@ def _declared(
 
 def _runs_float32(forward: Callable[..., object], is_dense: bool) -> bool:
     """Whether the forward of a kernel for CPUs computes float32: it may be one of torch's operations."""
-    one, call = torch.zeros(1, 1, 1, 8), Call(scale=1.0, max_q=1, max_k=1)
+    row, call = torch.zeros(1, 1, 1, 8), Call(scale=1.0, max_q=1, max_k=1)
     if not is_dense:
         offsets = torch.tensor([0, 1], dtype=torch.int32)
-        one, call = one[0], call._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        row, call = row[0], call._replace(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
     try:
-        forward(one, one, one, call)
+        forward(row, row, row, call)
     except BaseException as error:  # noqa: BLE001 - whatever it is, that dtype doesn't run
         raise_if_of_program(error)
         return False

@@ -133,14 +133,14 @@ def _fingerprint(folder: Path) -> str:
 
     Other files don't count: an import may write some next to itself.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     folder = folder / "build" if (folder / "build").is_dir() else folder
     for file in sorted(path for path in folder.rglob("*") if not _CODE.isdisjoint(path.suffixes)):
         if file.is_file():
             with file.open("rb") as stream:
                 contents = hashlib.file_digest(stream, "sha256").hexdigest()
-            found.update(f"{file.relative_to(folder)} {contents}\n".encode())
-    return found.hexdigest()[:16]
+            digest.update(f"{file.relative_to(folder)} {contents}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _say_if_unpinned(source: HubName, loaded: Loaded) -> None:

@@ -151,9 +151,9 @@ class _Adapter(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Run a forward with `key_ranges`, on the packed batch as one sequence. See `ranges`."""
         query, key, value = inputs
-        seen = visible.derived_of_packed(query, key, call)
+        visible_keys = visible.derived_of_packed(query, key, call)
         options = {"softmax_scale": call.scale, "num_splits": 1, "return_lse": True}
-        options |= ranges.options("forward", seen, (len(query), len(key)))
+        options |= ranges.options("forward", visible_keys, (len(query), len(key)))
         if not none_unused(query, key, call):
             (value,) = _blanked(find_unused(query, key, call).keys, query.new_zeros(1), value)
         tensors = {"q": query[None], "k": key[None], "v": value[None]}
@@ -166,10 +166,12 @@ class _Adapter(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """Run a backward with `key_ranges`, on the packed batch as one sequence."""
         grad_out, query, key, value, out, lse = inputs
-        seen = visible.derived_of_packed(query, key, call)
-        options = {"softmax_scale": call.scale} | ranges.options("backward", seen, (len(query), len(key)))
+        visible_keys = visible.derived_of_packed(query, key, call)
+        options = {"softmax_scale": call.scale} | ranges.options(
+            "backward", visible_keys, (len(query), len(key))
+        )
         # Weights of queries that see no key are 0, and so is the product with a NaN only where that is gone.
-        blind = seen.blind[0]
+        blind = visible_keys.blind[0]
         if call.grad_lse is not None:
             options["dlse"] = call.grad_lse.float().masked_fill(blind, 0.0)[None]
         query, grad_out = _blanked(blind, query.new_zeros(1), query, grad_out)

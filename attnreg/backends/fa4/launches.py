@@ -238,8 +238,8 @@ def _backward(
     ]  # fmt: skip
     factors = scale, 1.0  # of key and value; there is nothing to convert without shared heads
     for function, summed, result, factor in zip(convert_shared, shared_sums, (dk, dv), factors, strict=False):
-        given = *_tensors(summed, result), factor, offsets_k, None, None, tiles_k
-        steps.append(FunctionCall(function, given))
+        operands = *_tensors(summed, result), factor, offsets_k, None, None, tiles_k
+        steps.append(FunctionCall(function, operands))
     results = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)
     return LaunchProgram(tuple(numbers.buffers), tuple(steps), results, contiguous=(lse,))
 

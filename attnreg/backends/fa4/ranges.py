@@ -21,12 +21,12 @@ from attnreg.core.launching.visible import Visible
 from attnreg.errors import UnsupportedInputError
 
 
-def options(direction: Direction, seen: Visible, rows: tuple[int, int]) -> dict[str, Any]:
+def options(direction: Direction, visible_keys: Visible, rows: tuple[int, int]) -> dict[str, Any]:
     """Return the keywords of one of the package's functions that say what each query sees.
 
     Args:
         direction: whose function it is.
-        seen: what the queries of the packed batch see.
+        visible_keys: what the queries of the packed batch see.
         rows: how many queries and keys the batch has.
 
     Raises:
@@ -39,9 +39,9 @@ def options(direction: Direction, seen: Visible, rows: tuple[int, int]) -> dict[
             f"{visible.BLOCK} keys with key_ranges, got {rows[0]} queries and {rows[1]} keys"
         )
     # Blocks of keys for each block of queries in a forward, and the other way round in a backward.
-    table = map(_dense, seen.table[:4] if direction == "forward" else seen.table[4:])
+    table = map(_dense, visible_keys.table[:4] if direction == "forward" else visible_keys.table[4:])
     block_sparsity = import_module("flash_attn.cute.block_sparsity")
-    bounds = [_along_queries(x[0]) for x in (seen.low, seen.high)]
+    bounds = [_along_queries(x[0]) for x in (visible_keys.low, visible_keys.high)]
     keywords = {
         "mask_mod": _in_ranges(len(bounds[0])),
         "aux_tensors": bounds,
@@ -79,11 +79,11 @@ def _in_ranges(count: int) -> Callable[..., Any]:
         row = q_idx[0]
         first = utils.scalar_to_ssa(low[0, row], cutlass.Int32)
         last = utils.scalar_to_ssa(high[0, row], cutlass.Int32)
-        seen = (kv_idx >= first) & (kv_idx < last)
+        is_visible = (kv_idx >= first) & (kv_idx < last)
         for number in cutlass.range_constexpr(1, count):
             first = utils.scalar_to_ssa(low[number, row], cutlass.Int32)
             last = utils.scalar_to_ssa(high[number, row], cutlass.Int32)
-            seen = seen | ((kv_idx >= first) & (kv_idx < last))
-        return seen
+            is_visible = is_visible | ((kv_idx >= first) & (kv_idx < last))
+        return is_visible
 
     return in_ranges  # type: ignore[no-any-return]

@@ -62,10 +62,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tens
     """
     if not (query.numel() and key.numel()):
         return empty_results(query, value, call)
-    seen = _visible(query, key, call)
+    visible_keys = _visible(query, key, call)
     key, value = _without_unused(query, key, value, call)
     tensors = {"query": _bhsd(query), "key": _bhsd(key), "value": _bhsd(value)}
-    out, lse = _run("forward", tensors, seen, call)
+    out, lse = _run("forward", tensors, visible_keys, call)
     return _rows(out, call), lse[0] if call.varlen else lse
 
 
@@ -78,36 +78,46 @@ def backward(
     """
     if not (query.numel() and key.numel()):
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    seen = _visible(query, key, call)
+    visible_keys = _visible(query, key, call)
     key, value = _without_unused(query, key, value, call)
     if _may_be_blind(query, key, call):
         # Their weights are 0, and so is the product with a NaN only where the NaN is gone.
-        blind = seen.blind[0] if call.varlen else seen.blind
+        blind = visible_keys.blind[0] if call.varlen else visible_keys.blind
         query, grad_out = (x.masked_fill(blind[..., None, None], 0) for x in (query, grad_out))
     tensors = {"query": _bhsd(query), "key": _bhsd(key), "value": _bhsd(value)}
     tensors |= {"out": _bhsd(out), "grad_out": _bhsd(grad_out)}
     tensors["lse"] = lse.contiguous()[None] if call.varlen else lse.contiguous()
     if call.grad_lse is not None:
         grad_lse = call.grad_lse.contiguous()[None] if call.varlen else call.grad_lse.contiguous()
-        tensors["grad_lse"] = grad_lse.masked_fill(seen.blind[:, None], 0.0)
-    grad_q, grad_k, grad_v = _run("backward", tensors, seen, call)
+        tensors["grad_lse"] = grad_lse.masked_fill(visible_keys.blind[:, None], 0.0)
+    grad_q, grad_k, grad_v = _run("backward", tensors, visible_keys, call)
     return _rows(grad_q, call), _rows(grad_k, call), _rows(grad_v, call)
 
 
-def _run(direction: Direction, tensors: dict[str, Tensor], seen: Visible, call: Call) -> tuple[Tensor, ...]:
-    kind, lengths, inputs = _request(direction, tensors, seen, call)
+def _run(
+    direction: Direction, tensors: dict[str, Tensor], visible_keys: Visible, call: Call
+) -> tuple[Tensor, ...]:
+    kind, lengths, inputs = _request(direction, tensors, visible_keys, call)
     return tuple(program_for(kind, lengths).run(*inputs))
 
 
-def _request(direction: Direction, tensors: dict[str, Tensor], seen: Visible, call: Call) -> _Request:
-    tensors |= {"low": seen.low, "high": seen.high, **dict(zip(TABLE, seen.table, strict=True))}
+def _request(direction: Direction, tensors: dict[str, Tensor], visible_keys: Visible, call: Call) -> _Request:
+    tensors |= {
+        "low": visible_keys.low,
+        "high": visible_keys.high,
+        **dict(zip(TABLE, visible_keys.table, strict=True)),
+    }
     bias, slopes = "none", 0
     if call.attn_bias is not None:
         bias = "mask" if call.attn_bias.dtype == torch.bool else "added"
         tensors["bias"] = _expanded_bias(tensors["query"], tensors["key"], call.attn_bias)
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes.dim()
-        tensors |= {"place": seen.place, "sequence": seen.sequence, "slopes": call.alibi_slopes}
+        tensors |= {
+            "place": visible_keys.place,
+            "sequence": visible_keys.sequence,
+            "slopes": call.alibi_slopes,
+        }
     texts = _with_functions(tensors, call)
     names = DIMENSIONS | {"slopes": ("B_slopes", "")[-slopes:]}
     # New sizes of what a function has captured need no new program either.
@@ -174,15 +184,15 @@ def _of_shape(
     device: torch.device, stream: int, rows_q: int, rows_k: int, window: tuple[int, int], masked: bool
 ) -> Visible:
     source = device, stream, rows_q, rows_k, window, masked
-    found = _dense.get(source)
-    if found is None:
-        found = visible.of_dense(rows_q, rows_k, window, masked, device)
-        if needs_graph_memory(found.low):
-            return found
+    visible_keys = _dense.get(source)
+    if visible_keys is None:
+        visible_keys = visible.of_dense(rows_q, rows_k, window, masked, device)
+        if needs_graph_memory(visible_keys.low):
+            return visible_keys
         while len(_dense) >= _MOST_DENSE:
             _dense.pop(next(iter(_dense)), None)
-        _dense[source] = found
-    return found
+        _dense[source] = visible_keys
+    return visible_keys
 
 
 def _may_be_blind(query: Tensor, key: Tensor, call: Call) -> bool:

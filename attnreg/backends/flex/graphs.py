@@ -160,17 +160,17 @@ def _mask_of(kind: ProgramKind) -> Callable[..., Tensor]:
         b: Tensor, h: Tensor, m: Tensor, n: Tensor, low: Tensor, high: Tensor, *others: Tensor
     ) -> Tensor:
         row = torch.zeros_like(b) if low.shape[0] == 1 else b
-        seen = torch.zeros_like(n, dtype=torch.bool)
+        is_visible = torch.zeros_like(n, dtype=torch.bool)
         for number in range(low.shape[1]):
             place = row, torch.full_like(b, number), m
-            seen = seen | ((n >= _at(low, *place)) & (n < _at(high, *place)))
+            is_visible = is_visible | ((n >= _at(low, *place)) & (n < _at(high, *place)))
         if kind.bias == "mask":
-            seen = seen & _at(others[0], b, h, m, n)
+            is_visible = is_visible & _at(others[0], b, h, m, n)
         if kind.mask_mod:
             places, *captured = others[kind.bias == "mask" :]
             shown = function_of(kind.mask_mod)(*_places(places, h, m, n), *captured)
-            seen = seen & shown
-        return seen
+            is_visible = is_visible & shown
+        return is_visible
 
     return mask
 

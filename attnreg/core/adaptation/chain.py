@@ -42,7 +42,9 @@ ADAPTATIONS: tuple[Adaptation, ...] = (PaddedDims(), LseColumns())
 
 def first_adaptation(spec: AttentionSpec, direction: Direction, limits: Capabilities) -> Adaptation | None:
     """Return the outermost adaptation that applies to a call; None if the kernel runs it as it is."""
-    return next((one for one in ADAPTATIONS if one.applies(spec, direction, limits)), None)
+    return next(
+        (adaptation for adaptation in ADAPTATIONS if adaptation.applies(spec, direction, limits)), None
+    )
 
 
 def adaptations_of(

@@ -54,8 +54,8 @@ class LseColumns:
 
     def described(self, spec: AttentionSpec) -> str:
         """Return how many columns are added, and the head dims."""
-        given = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
-        return f"{given}, {spec.head_dim + COLUMNS} for {spec.head_dim}"
+        by_columns = f"given the gradient of the LSE in {COLUMNS} more columns of the head dim"
+        return f"{by_columns}, {spec.head_dim + COLUMNS} for {spec.head_dim}"
 
     def wrap(self, kernel: Callable[..., Any], direction: Direction) -> Callable[..., tuple[Tensor, ...]]:
         """Return a backward for calls with a gradient of the LSE, from a kernel's for calls without.

@@ -57,13 +57,13 @@ class PaddedDims:
         It copies each tensor whose head dim isn't one, and reads nothing back.
         """
 
-        def forward(*given: Any) -> tuple[Tensor, ...]:
-            *tensors, call = given
+        def forward(*arguments: Any) -> tuple[Tensor, ...]:
+            *tensors, call = arguments
             out, lse = kernel(*map(_wide, tensors), call)
             return _cut(out, tensors[2]), lse
 
-        def backward(*given: Any) -> tuple[Tensor, ...]:
-            *tensors, lse, call = given
+        def backward(*arguments: Any) -> tuple[Tensor, ...]:
+            *tensors, lse, call = arguments
             # Gradients of options may follow the gradients of query, key and value. They have no head dim.
             grad_q, grad_k, grad_v, *rest = kernel(*map(_wide, tensors), lse, call)
             return *map(_cut, (grad_q, grad_k, grad_v), tensors[1:4]), *rest

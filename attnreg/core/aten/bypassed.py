@@ -103,8 +103,8 @@ def selected(*arguments: Any) -> Native | Bypassed:
     if not has_lengths or (versions.SDPA_SKIPS_EMPTY and not all(x.numel() for x in (query, key, value))):
         return Bypassed(MATH, NOTHING_TO_DO)  # torch returns zeros, or 2.11 selects math
     # SDPA makes a batch above the op, too. Made within the op, a mask wouldn't say that it needs a gradient.
-    given = *_with_batch(*call[:4]), call.dropout_p, call.is_causal
-    choice = SDPBackend(torch._fused_sdp_choice(*given, scale=call.scale, enable_gqa=call.enable_gqa))
+    batched = *_with_batch(*call[:4]), call.dropout_p, call.is_causal
+    choice = SDPBackend(torch._fused_sdp_choice(*batched, scale=call.scale, enable_gqa=call.enable_gqa))
     native = ROUTED.get((query.device.type, choice))
     if native is not None:
         return native
@@ -229,8 +229,8 @@ def follow() -> None:
     _recognises = run_recognised is not None and looks_at_masks()
     for place, name, torchs, looking in _FUNCTIONS:
         wanted = _observes or (_recognises and name == SDPA_NAME)
-        there = getattr(place, name)
-        if there is torchs or there is looking:  # a wrapper of other code stays
+        current = getattr(place, name)
+        if current is torchs or current is looking:  # a wrapper of other code stays
             setattr(place, name, looking if wanted else torchs)
         if wanted and name == SDPA_NAME and (compiled := call_cache.active) is not None:
             compiled.pass_unmasked(type(looking).__call__)  # only the calls: Dynamo traces the code
@@ -288,7 +288,9 @@ def _is_left_to_ops(arguments: tuple[Any, ...]) -> bool:
     preferences = now.policy.preferences if choice is None else (choice.preference, *now.policy.preferences)
     if not (now.active or choice is not None) or not ops_are_observed or len(arguments) < 3:
         return False
-    may_refuse = now.policy.strict or any(one is not None and one.exclusive for one in preferences)
+    may_refuse = now.policy.strict or any(
+        preference is not None and preference.exclusive for preference in preferences
+    )
     return not (may_refuse or torch.is_inference_mode_enabled()) and all(
         isinstance(x, Tensor) and x.device.type in ("cpu", "cuda") and not x.is_nested and x.numel()
         for x in arguments[:3]

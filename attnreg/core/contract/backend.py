@@ -281,12 +281,12 @@ class Kernels(_Functions, _Kernels):
         replaces_native: _ReplacesNative | None = None,
     ) -> Self:
         """Refuse what is no function."""
-        found = super().__new__(cls, forward, backward, specialize, replaces_native)
-        for name, function in found._asdict().items():
+        kernels = super().__new__(cls, forward, backward, specialize, replaces_native)
+        for name, function in kernels._asdict().items():
             if not callable(function) and (name == "forward" or function is not None):
                 expected = "a function" if name == "forward" else "a function or None"
                 raise RegistrationError(f"Kernels.{name}: got {function!r}, expected {expected}")
-        return found
+        return kernels
 
 
 def _nothing_missing() -> None:

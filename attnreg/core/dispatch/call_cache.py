@@ -186,13 +186,13 @@ def _unspecialized(kernel: Callable[..., Any], call: Call) -> Launcher:
 
         return run_dense
 
-    counted, given = _counted(call), _given(call)
-    tensors: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", *given))
+    counted, names = _counted(call), _given(call)
+    tensors: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", *names))
     rest = call._replace(**tensors)  # those would be kept alive
 
     def run_packed(*arguments: Any) -> Any:
         *tensors, cu_seqlens_q, cu_seqlens_k, max_q, max_k, _ = arguments
-        options: dict[str, Any] = {name: tensors.pop() for name in reversed(given)}
+        options: dict[str, Any] = {name: tensors.pop() for name in reversed(names)}
         call = rest._replace(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_q=max_q, max_k=max_k, **options
         )

@@ -192,10 +192,10 @@ def _shape_of(x: Tensor) -> tuple[int | str, ...]:
         return ("nested",)
 
 
-def mask_seen(seen: str) -> None:
+def mask_seen(structure: str) -> None:
     """Count a call with a boolean mask, where masks are recognised."""
     with _lock:
-        _masks.setdefault(seen, Counter()).value += 1
+        _masks.setdefault(structure, Counter()).value += 1
 
 
 def failed(call: Counter, error: BaseException, level: int = logging.WARNING) -> None:
@@ -240,21 +240,21 @@ def not_yet_logged(counter: Counter, level: int) -> bool:
 def for_decision(decision: Decision) -> tuple[tuple[Counter, ...], Callable[[], None]]:
     """Return the counters of a decision's call and fallbacks, and what logs each fallback, once."""
     name = decision.backend or ""
-    found = [call_counter(name, decision.direction)]
+    counters_of_call = [call_counter(name, decision.direction)]
     fallbacks = []
     for passed in decision.passed_over:
         reason = "; ".join(decision.rejected[passed])
         broken = reason.startswith(SET_ASIDE)
         level = logging.WARNING if broken or passed in decision.asked_for else logging.INFO
-        found.append(fallback_counter(passed, reason))
-        fallbacks.append((found[-1], level, fallback_line(passed, reason, name)))
+        counters_of_call.append(fallback_counter(passed, reason))
+        fallbacks.append((counters_of_call[-1], level, fallback_line(passed, reason, name)))
 
     def log_fallbacks() -> None:
         for counter, level, line in fallbacks:
             if not_yet_logged(counter, level):
                 log.log(level, "%s", line)
 
-    return tuple(found), log_fallbacks
+    return tuple(counters_of_call), log_fallbacks
 
 
 def count(counters: tuple[Counter, ...]) -> None:
@@ -271,9 +271,9 @@ def count_also(drain: Callable[[], list[tuple[Counter, int]]]) -> None:
 
 def collect() -> None:
     """Add what was counted elsewhere, before counters are read."""
-    found = [row for drain in _elsewhere for row in drain()]
+    counted = [row for drain in _elsewhere for row in drain()]
     with _lock:
-        for counter, times in found:
+        for counter, times in counted:
             counter.value += times
 
 
@@ -304,7 +304,7 @@ def stats() -> Stats:
             for (op, kernel, reason), (counter, shapes, site) in _bypassed.items()
             if counter.value
         )
-        masks = (MaskSeen(seen, c.value) for seen, c in _masks.items() if c.value)
+        masks = (MaskSeen(structure, c.value) for structure, c in _masks.items() if c.value)
         rest = tuple(rows), tuple(failures), tuple(passed), tuple(masks)
     return Stats(calls, *rest, captured.shadow_notes(), _slow_paths(calls))
 

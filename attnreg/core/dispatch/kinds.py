@@ -20,11 +20,11 @@ def kind_of(now: State, spec: AttentionSpec, direction: Direction) -> CallKind:
     """Return the kind of calls that a spec is one of, with the places where its decisions change."""
     directions = _directions(spec, direction)
     cuts = [*OF_ALL]
-    for one in directions:
+    for each in directions:
         for entry in now.entries.values():
-            cuts += entry.cuts(spec, one)
+            cuts += entry.cuts(spec, each)
         if now.policy.lock is not None:
-            cuts += now.policy.lock.cuts(spec, one) or ()
+            cuts += now.policy.lock.cuts(spec, each) or ()
     return CallKind(cuts)
 
 
@@ -65,11 +65,13 @@ def _detail(
         return Detail.SHAPES
     lock = now.policy.lock
     if trace.is_recording() or (
-        lock is not None and any(lock.cuts(spec, one) is None for one in _directions(spec, direction))
+        lock is not None and any(lock.cuts(spec, each) is None for each in _directions(spec, direction))
     ):
         return Detail.EXACT
     # Backends may have turns at such calls before there are times.
-    has_turns = now.policy.adaptive is not None and any(one.backend not in one.asked_for for one in decisions)
+    has_turns = now.policy.adaptive is not None and any(
+        decision.backend not in decision.asked_for for decision in decisions
+    )
     by_times = has_turns or any(map(_is_by_times, decisions))
     # Which lengths are looked at is the same for all of a class, so that it is found out once.
     if kind.detail_of(key) is Detail.CLASS and _looks_at_lengths(now, spec, direction, decisions, by_times):
@@ -82,12 +84,14 @@ def _looks_at_lengths(
 ) -> bool:
     # Times order the backends that can run a call: all were considered. So they were before a locked one.
     all_count = by_times or now.policy.lock is not None
-    names = (name for one in decisions for name in (one.order if all_count else one.considered))
+    names = (
+        name for decision in decisions for name in (decision.order if all_count else decision.considered)
+    )
     considered = {name.casefold() for name in names}
     return any(
-        entry.unnamed_reads(spec, one, ranks_only=name not in considered)
+        entry.unnamed_reads(spec, each, ranks_only=name not in considered)
         for name, entry in now.entries.items()
-        for one in _directions(spec, direction)
+        for each in _directions(spec, direction)
     )
 
 

@@ -375,7 +375,7 @@ def _faster_than_native(
 
 def _timed(kernel: Callable[..., Any], turn: Turn | None) -> Callable[..., Any]:
     """Return a kernel that is timed where it is a backend's turn."""
-    return kernel if turn is None else lambda *given: turn.timed(lambda: kernel(*given), given[0])
+    return kernel if turn is None else lambda *arguments: turn.timed(lambda: kernel(*arguments), arguments[0])
 
 
 def _warn_not_deterministic(entry: Entry, spec: AttentionSpec, direction: Direction) -> None:

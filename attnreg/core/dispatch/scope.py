@@ -65,18 +65,18 @@ _waiting: list[Callable[[ContextVar[ScopedChoice | None]], object]] = []
 
 def make_choice(preference: Preference | None, no_gradient: str = "") -> ScopedChoice:
     """Return the one choice of that content."""
-    found = _by_content.get((preference, no_gradient))
-    if found is None:
+    choice = _by_content.get((preference, no_gradient))
+    if choice is None:
         with _lock:
-            found = _by_content.get((preference, no_gradient))
-            if found is None:
-                found = ScopedChoice(len(_choices) + 1, preference, no_gradient)
-                _choices.append(found)
-                _by_mark[MARKED * found.number + MARKED_GUARD] = found
+            choice = _by_content.get((preference, no_gradient))
+            if choice is None:
+                choice = ScopedChoice(len(_choices) + 1, preference, no_gradient)
+                _choices.append(choice)
+                _by_mark[MARKED * choice.number + MARKED_GUARD] = choice
                 if preference is not None:
                     _call_waiting()  # before another thread can find the choice and enter it
-                _by_content[preference, no_gradient] = found
-    return found
+                _by_content[preference, no_gradient] = choice
+    return choice
 
 
 def by_number(number: int) -> ScopedChoice | None:
@@ -194,15 +194,15 @@ def _named(names: tuple[str, ...], source: str, exclusive: bool) -> ScopedChoice
     if kept is not None and kept[0] is registry.generation:
         return kept[1]  # each call with `backend=` comes here, and each block that is entered
     known = registry.entries()
-    found = [registry.find(name) for name in names]
-    for entry in found:
+    entries = [registry.find(name) for name in names]
+    for entry in entries:
         # A disabled one's code doesn't run; the decision says why it isn't used.
         if not entry.on_request or entry.name.casefold() not in policy.disabled_backends():
             _load(entry, is_new=entry.name.casefold() not in known)
     generation = registry.generation
-    quoted = ", ".join(repr(entry.name) for entry in found)
+    quoted = ", ".join(repr(entry.name) for entry in entries)
     source_or_own = source or (f"backend={quoted}" if exclusive else f"use_backend({quoted})")
-    backends = tuple(entry.name for entry in found)
+    backends = tuple(entry.name for entry in entries)
     choice = make_choice(Preference(source_or_own, backends, exclusive=exclusive))
     if len(_by_names) >= MOST_NAMES:
         _by_names.clear()

@@ -153,13 +153,13 @@ def plan_of(
         return plan
 
 
-def count_mask(seen: str, shares: tuple[float, float] | None) -> None:
+def count_mask(structure: str, shares: tuple[float, float] | None) -> None:
     """Count a call with a boolean mask: what the mask is, and the shares of queries and keys that count.
 
     The shares are None for a mask that isn't recognised.
     """
     with _lock:
-        row = _masks.setdefault(seen, [0, 0.0, 0.0, 0])
+        row = _masks.setdefault(structure, [0, 0.0, 0.0, 0])
         for place, more in enumerate((1, *(shares or (0.0, 0.0)), shares is not None)):
             row[place] += more
 
@@ -181,8 +181,13 @@ def to_dict() -> dict[str, Any]:
     with _lock:
         plans = [plan.to_dict() for plan in _plans.values() if plan.calls]
         masks = [
-            {"seen": seen, "count": n, "queries": known and queries / known, "keys": known and keys / known}
-            for seen, (n, queries, keys, known) in _masks.items()
+            {
+                "seen": structure,
+                "count": n,
+                "queries": known and queries / known,
+                "keys": known and keys / known,
+            }
+            for structure, (n, queries, keys, known) in _masks.items()
         ]
         devices = dict.fromkeys(plan.spec.device for plan in _plans.values()) or {Device("cpu"): None}
     return {

@@ -127,8 +127,8 @@ def counters(spec: AttentionSpec, direction: Direction) -> tuple[Counter, ...]:
     if not _recordings:
         return ()
     with _lock:
-        found = (recording.counter(spec, direction) for recording in _recordings)
-        return tuple(counter for counter in found if counter is not None)
+        counters_or_none = (recording.counter(spec, direction) for recording in _recordings)
+        return tuple(counter for counter in counters_or_none if counter is not None)
 
 
 def start(path: Path) -> Recording:
@@ -150,7 +150,7 @@ def stop(recording: Recording) -> None:
     global _recordings
     with _lock:
         recording.over.set()
-        _recordings = tuple(one for one in _recordings if one is not recording)
+        _recordings = tuple(other for other in _recordings if other is not recording)
         registry.changed()
 
 

@@ -132,9 +132,9 @@ class OpLauncher:
 
 def takes_options(launcher: Launcher | None, call: Call) -> bool:
     """Whether a launcher is given all options that it has to say of itself that it `takes`."""
-    given = {"seqused_k": call.seqused_k, "block_table": call.block_table}
+    options = {"seqused_k": call.seqused_k, "block_table": call.block_table}
     taken = getattr(launcher, "takes", ())
-    return all(name in taken for name, tensor in given.items() if tensor is not None)
+    return all(name in taken for name, tensor in options.items() if tensor is not None)
 
 
 class PackedCall(NamedTuple):
@@ -378,8 +378,8 @@ def _addresses(
     """Return the addresses of a kernel's operands, of any shape: tensors, and places in what was read."""
     count, places = len(tensors), () if read is None else read[1]
     first = 0 if read is None else address_of(read[0])
-    found = [address_of(tensors[n]) if n < count else first + places[n - count] for n in how.operands]
-    return (ctypes.c_void_p * len(found))(*found)
+    addresses = [address_of(tensors[n]) if n < count else first + places[n - count] for n in how.operands]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def check_prepared(how: Prepared) -> None:
@@ -389,6 +389,6 @@ def check_prepared(how: Prepared) -> None:
     for name, value in {"operands": how.operands, "lse_strides": strides, "lengths": lengths}.items():
         if not isinstance(value, tuple):
             raise RegistrationError(f"Prepared.{name}: got {value!r}, expected a tuple")
-    for number in (*how.operands, *strides, how.workspace, *(one for pair in lengths for one in pair)):
+    for number in (*how.operands, *strides, how.workspace, *(bound for pair in lengths for bound in pair)):
         if not isinstance(number, int) or number < 0:
             raise RegistrationError(f"Prepared: got {number!r}, expected whole numbers from 0")

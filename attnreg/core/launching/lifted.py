@@ -223,8 +223,8 @@ class _Watch(ReadAtTensors):
     ) -> Any:
         if func in _ON_HOST:
             raise UnsupportedInputError(f"it reads a tensor on the host, by {func.__name__}")
-        given = tree_leaves((args, kwargs))
-        if func is not Tensor.__getitem__ and any(isinstance(x, Tensor) and x.dim() for x in given):
+        leaves = tree_leaves((args, kwargs))
+        if func is not Tensor.__getitem__ and any(isinstance(x, Tensor) and x.dim() for x in leaves):
             self.uses_sizes = True
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -235,8 +235,8 @@ def _traced(
     """Trace a function; return the trace, and the tensors that it reads."""
     watch = _Watch()
     text, reason, tensors = traced(name, function, device, torch.float32, watch)
-    found = [next((n for n, x in enumerate(captured or ()) if x is tensor), -1) for tensor in tensors]
-    numbers = tuple(number for number in found if number >= 0)
+    places = [next((n for n, x in enumerate(captured or ()) if x is tensor), -1) for tensor in tensors]
+    numbers = tuple(number for number in places if number >= 0)
     sizes = tuple(x.shape for x in captured or ()) if watch.uses_sizes else None
     return _Trace(text, reason, numbers, sizes), tensors
 
@@ -255,7 +255,7 @@ def traced(
         with torch.no_grad(), watch, FakeTensorMode(allow_non_fake_inputs=True):
             score = [torch.empty((), dtype=dtype, device=device)] if name == "score_mod" else []
             places = [torch.empty((), dtype=torch.int32, device=device) for _ in range(4)]
-            module: Any = make_fx(lambda *given: function(*given))(*score, *places)
+            module: Any = make_fx(lambda *arguments: function(*arguments))(*score, *places)
     except Exception as error:  # noqa: BLE001 - whatever the program's function raises
         lines = str(error).strip().splitlines()
         return "", lines[0] if lines else type(error).__name__, ()

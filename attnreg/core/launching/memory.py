@@ -20,7 +20,7 @@ _TYPES = (Tensor, torch.nn.Parameter)
 _OF_FORWARD, _OF_BACKWARD = ("query", "key", "value"), ("grad_out", "query", "key", "value", "out", "lse")
 
 
-def check_in_memory(**given: object) -> None:
+def check_in_memory(**tensors: object) -> None:
     """Check that each tensor lies in its storage; FSDP frees storages of parameters that aren't gathered.
 
     What has no memory by itself is right: fakes, zeros of autograd, tensors of function transforms.
@@ -28,7 +28,7 @@ def check_in_memory(**given: object) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if type(tensor) in _TYPES and (got := _out_of_bounds(tensor)):
             raise UnsupportedInputError(f"{name}: got {got}, expected one in memory")
 

@@ -83,12 +83,12 @@ class _Kept:
     compared: float
     comparison: AsyncReadback | None = None
 
-    def given(self) -> list[Tensor | None]:
+    def live_tensors(self) -> list[Tensor | None]:
         return [None if ref is None else ref() for ref in self.tensors]
 
     def changed(self) -> Tensor:
         """Return on the device whether calls that used the value were wrong."""
-        return self.value.differs(self.make(*self.given()))  # type: ignore[no-any-return]
+        return self.value.differs(self.make(*self.live_tensors()))  # type: ignore[no-any-return]
 
 
 _lock = open_after_fork(threading.RLock())
@@ -109,7 +109,7 @@ def _seen(tensors: Sequence[Tensor | None]) -> list[tuple[int, int, int] | None]
 
 
 def _ids(source: tuple[Any, ...]) -> list[int | None]:
-    return [None if seen is None else seen[0] for seen in source[2:]]
+    return [None if state is None else state[0] for state in source[2:]]
 
 
 def derived_from(
@@ -133,19 +133,19 @@ def derived_from(
         InvalidInputError: they have changed in a way that torch doesn't count, and were used meanwhile. The
             message is by `said`.
     """
-    there = [x for x in tensors if x is not None]
-    if needs_graph_memory(there[0]):
+    present = [x for x in tensors if x is not None]
+    if needs_graph_memory(present[0]):
         return make(*tensors)
     try:
         source = stream, purpose, *_seen(tensors)
     except RuntimeError:
         return make(*tensors)  # an inference tensor has no version counter
     cached = _cache.get(source)
-    if cached is not None and all(map(operator.is_, cached.given(), tensors)):
+    if cached is not None and all(map(operator.is_, cached.live_tensors(), tensors)):
         is_due = cached.comparison is not None or time.monotonic() - cached.compared > TRUSTED
         if not (is_compared and is_due) or _still_holds(cached):
             return cached.value  # type: ignore[no-any-return]
-    storages, now = [x.untyped_storage() for x in there], time.monotonic()
+    storages, now = [x.untyped_storage() for x in present], time.monotonic()
     made = make(*tensors) if used is None else used
     with _lock:
         for old in [x for x in _sources() if x[:2] == source[:2] and _ids(x) == _ids(source)]:

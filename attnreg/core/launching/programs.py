@@ -120,10 +120,10 @@ UNINITIALIZED = Memory()
 
 
 def run(
-    program: LaunchProgram, numbers: Numbers, given: Sequence[Tensor], memory: Memory = UNINITIALIZED
+    program: LaunchProgram, numbers: Numbers, operands: Sequence[Tensor], memory: Memory = UNINITIALIZED
 ) -> tuple[Tensor, ...]:
     """Run a program in Python; tensors have the launcher's shapes and dtypes, on the current device."""
-    tensors = list(given)
+    tensors = list(operands)
     for number in program.contiguous:
         tensors[number] = tensors[number].contiguous()
     device = tensors[0].device

@@ -75,9 +75,9 @@ def check(query: Tensor, key: Tensor, value: Tensor, call: Call) -> None:
         raise _wrong("batch", f"{query.shape[0]} for query and {key.shape[0]} for key", "equal ones")
 
 
-def check_layouts(**given: object) -> None:
+def check_layouts(**tensors: object) -> None:
     """Check that no tensor is sparse, which the key of a plan doesn't say, or nested, which has no shape."""
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and (tensor.layout != torch.strided or tensor.is_nested):
             got = "a nested tensor" if tensor.layout == torch.strided else str(tensor.layout)
             raise _wrong(name, got, "torch.strided")
@@ -236,16 +236,16 @@ def checked_against_contract(
     def run(*arguments: Any) -> Any:
         ran = []
 
-        def note_results(*given: Any) -> Any:
-            results = kernel(*given)
-            ran.append((results, given))
+        def note_results(*inputs: Any) -> Any:
+            results = kernel(*inputs)
+            ran.append((results, inputs))
             return results
 
         try:
             returned = adapt(note_results)(*arguments)
         finally:
-            for results, given in ran:
-                check_results(results, direction, given, backend)
+            for results, inputs in ran:
+                check_results(results, direction, inputs, backend)
         passed()
         return returned
 

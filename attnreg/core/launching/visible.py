@@ -200,11 +200,11 @@ def block_table(low: Tensor, high: Tensor, tokens_k: int, size: int, masked: boo
         indices (B, 1, blocks of queries, blocks of keys) of the masked blocks. The next two are the same for
         the whole blocks. The last four are the same with queries and keys exchanged.
     """
-    seen, whole = _blocks(low, high, tokens_k, size)
+    touched, whole = _blocks(low, high, tokens_k, size)
     if masked:
         whole = torch.zeros_like(whole)
-    lists = [_listed(blocks) for blocks in (seen & ~whole, whole)]
-    lists += [_listed(blocks.mT) for blocks in (seen & ~whole, whole)]
+    lists = [_listed(blocks) for blocks in (touched & ~whole, whole)]
+    lists += [_listed(blocks.mT) for blocks in (touched & ~whole, whole)]
     return tuple(x[:, None] for pair in lists for x in pair)
 
 
@@ -218,9 +218,9 @@ def _blocks(low: Tensor, high: Tensor, tokens_k: int, size: int) -> tuple[Tensor
     earliest = _per_block(high.masked_fill(blind, -1), size, _BEYOND).amin(-1)
     starts = torch.arange(-(-tokens_k // size), dtype=torch.int32, device=low.device) * size
     first, last, latest, earliest = (x[..., None] for x in (first, last, latest, earliest))
-    seen = (first < starts + size) & (last > starts)
+    touched = (first < starts + size) & (last > starts)
     whole = (latest <= starts) & (earliest >= starts + size)
-    return seen.any(1), whole.any(1)
+    return touched.any(1), whole.any(1)
 
 
 def _per_block(bounds: Tensor, size: int, filler: int) -> Tensor:

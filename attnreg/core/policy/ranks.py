@@ -122,7 +122,7 @@ def place() -> str:
 
 
 def _inputs(policy: Policy, entries: Mapping[str, Entry], device: Device) -> ChoiceInputs:
-    asked = replace(policy, preferences=tuple(one for one in policy.preferences if one.required))
+    asked = replace(policy, preferences=tuple(each for each in policy.preferences if each.required))
     shared = {
         name: entry
         for name, entry in entries.items()

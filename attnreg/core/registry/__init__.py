@@ -95,12 +95,12 @@ def entries() -> Mapping[str, Entry]:
         try:
             # Not behind the lock: a module that another thread is importing may wait for it, to register a
             # backend. Should two threads discover at once, what the first has found counts.
-            found = discover()
+            discovered = discover()
         finally:
             _discovering.now = False
         with lock:
             if _entries is None:
-                _entries = _by_name(found)
+                _entries = _by_name(discovered)
     return _entries
 
 
@@ -220,9 +220,9 @@ def forget(registration: Registration) -> bool:
         return True
 
 
-def _by_name(found: list[Entry]) -> dict[str, Entry]:
+def _by_name(entries: list[Entry]) -> dict[str, Entry]:
     known: dict[str, Entry] = {}
-    for entry in found:
+    for entry in entries:
         first = known.setdefault(entry.name.casefold(), entry)
         if first is not entry:
             log.warning(

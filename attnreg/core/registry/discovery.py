@@ -21,7 +21,7 @@ FOLDER, GROUP = "attnreg.backends", "attnreg.backends"
 
 def discover() -> list[Entry]:
     """Return all backends of this installation, broken ones included."""
-    return [_entry(*found) for found in _points()]
+    return [_entry(*point_and_origin) for point_and_origin in _points()]
 
 
 def _points() -> Iterator[tuple[EntryPoint, str, bool]]:
@@ -39,10 +39,10 @@ def _points() -> Iterator[tuple[EntryPoint, str, bool]]:
 
 def _entry(point: EntryPoint, origin: str, installed: bool = False) -> Entry:
     try:
-        found = point.load()
-        if not isinstance(found, Backend):
-            raise RegistrationError(f"{origin}: got {type(found).__name__}, expected attnreg.Backend")
+        backend = point.load()
+        if not isinstance(backend, Backend):
+            raise RegistrationError(f"{origin}: got {type(backend).__name__}, expected attnreg.Backend")
     except BaseException as error:  # noqa: BLE001 - the other backends have to load
         raise_if_temporary(error)
         return Entry(point.name, origin, cause=strip_tracebacks(error), installed=installed)
-    return Entry(found.name, origin, found, installed=installed)
+    return Entry(backend.name, origin, backend, installed=installed)

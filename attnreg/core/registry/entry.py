@@ -84,10 +84,10 @@ class Entry:
 
         If it can't load here, a `BackendUnavailableError` says why and what to install.
         """
-        found = self._kernels or self._loaded()
-        fit = found if spec is None else self._fit_for(spec, found)
+        loaded = self._kernels or self._loaded()
+        fit = loaded if spec is None else self._fit_for(spec, loaded)
         # The backend's launchers know nothing of further columns.
-        return found if fit == found else fit._replace(specialize=None)
+        return loaded if fit == loaded else fit._replace(specialize=None)
 
     def _loaded(self) -> Kernels:
         with alone(self) as is_inner:
@@ -105,10 +105,10 @@ class Entry:
     def kernel(self, direction: Direction, spec: AttentionSpec | None = None) -> Callable[..., Any]:
         """Return the function of one direction as `kernels` does; an error as well where there is none."""
         kernels = self.kernels(spec)
-        found = kernels.forward if direction == "forward" else kernels.backward
-        if found is None:
+        kernel = kernels.forward if direction == "forward" else kernels.backward
+        if kernel is None:
             raise BackendUnavailableError(f"{self.name} has no {direction}")
-        return found
+        return kernel
 
     def set_aside(
         self, spec: AttentionSpec, direction: Direction, problem: str, counting: bool = False
@@ -276,9 +276,9 @@ class Entry:
 
     def counts_sinks(self, spec: AttentionSpec, direction: Direction) -> bool:
         """Whether the kernel of a direction counts the sinks of such calls itself."""
-        limits, given = self._limits(direction), spec.but(sinks=True)
-        may = limits is not None and limits.sinks and given.gives_sinks and not spec.capturing
-        return may and not self.reasons(given, direction)
+        limits, with_sinks = self._limits(direction), spec.but(sinks=True)
+        may = limits is not None and limits.sinks and with_sinks.gives_sinks and not spec.capturing
+        return may and not self.reasons(with_sinks, direction)
 
     def version(self) -> str:
         """Return the provider's version, or an empty string if it has none or the check raises.

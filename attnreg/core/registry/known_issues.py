@@ -27,11 +27,11 @@ def against(
 ) -> tuple[str, ...]:
     """Return the known issues of a backend's kernel for a call; calls `version` only if one depends on it."""
     name = backend.casefold()
-    found = [row for row in _rows() if row.backend.casefold() == name and row.affects(spec, direction)]
-    if any(row.versions for row in found):
+    issues = [row for row in _rows() if row.backend.casefold() == name and row.affects(spec, direction)]
+    if any(row.versions for row in issues):
         here = text_of(version)
-        found = [row for row in found if row.affects_version(here, spec.device.simulated)]
-    return tuple(f"{row.reason}; see {row.link}" for row in found)
+        issues = [row for row in issues if row.affects_version(here, spec.device.simulated)]
+    return tuple(f"{row.reason}; see {row.link}" for row in issues)
 
 
 def cuts(backend: str, spec: AttentionSpec) -> tuple[tuple[Cut, ...], frozenset[str]]:

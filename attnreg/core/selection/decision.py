@@ -87,7 +87,9 @@ class Policy:
         """Whether a preference for a device names a backend, and nothing disables it."""
         key = name.casefold()
         return key not in self.disabled and any(
-            key in map(str.casefold, one.names) for one in self.preferences if one.applies_to(device)
+            key in map(str.casefold, preference.names)
+            for preference in self.preferences
+            if preference.applies_to(device)
         )
 
     def applied_to(self, spec: AttentionSpec) -> AttentionSpec:
@@ -217,7 +219,7 @@ def _selected(
     complete: bool = True,
 ) -> Decision:
     spec = spec.unscaled
-    wanted = [one for one in policy.preferences if one.names and one.applies_to(spec.device)]
+    wanted = [each for each in policy.preferences if each.names and each.applies_to(spec.device)]
     only = next((preference for preference in wanted if preference.exclusive), None)
 
     def reasons_of(name: str) -> tuple[str, ...]:

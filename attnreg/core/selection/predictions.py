@@ -96,11 +96,13 @@ class Prediction:
     def of(self, backend: str) -> Candidate | None:
         """Return the prediction for a backend; the case of its name doesn't matter."""
         name = backend.casefold()
-        return next((one for one in self.candidates if one.backend.casefold() == name), None)
+        return next(
+            (candidate for candidate in self.candidates if candidate.backend.casefold() == name), None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data, for JSON."""
-        points = [{"size": one.size, "distance": one.distance} for one in self.points]
+        points = [{"size": point.size, "distance": point.distance} for point in self.points]
         rest = self.rest and self.rest.to_dict()
         plain = asdict(replace(self, points=(), rest=None))
         return plain | {"points": points, "rest": rest, "building": sorted(self.building)}
@@ -112,7 +114,9 @@ def with_sources(
     """Return the order of backends where none is preferred, each with the source of its position."""
     if prediction is None:
         return dict.fromkeys(order, default)
-    known = {one.backend.casefold() for one in prediction.candidates if one.rank_us is not None}
+    known = {
+        candidate.backend.casefold() for candidate in prediction.candidates if candidate.rank_us is not None
+    }
     others = with_sources(order, able, prediction.rest, default)
     return {
         name: prediction.table if name in known else others[name]
@@ -149,8 +153,8 @@ def _builds_long(candidate: Candidate) -> bool:
 
 
 def _by_cost(default: Sequence[str], able: Container[str], prediction: Prediction) -> list[str]:
-    known = {name: one for name in default if (one := prediction.of(name)) is not None}
-    costs = {name: one.rank_us for name, one in known.items() if one.rank_us is not None}
+    known = {name: candidate for name in default if (candidate := prediction.of(name)) is not None}
+    costs = {name: candidate.rank_us for name, candidate in known.items() if candidate.rank_us is not None}
     best = min((cost for name, cost in costs.items() if name in able), default=0.0)
     level = [name for name, cost in costs.items() if name in able and cost <= _within(best, known[name])]
     first = min(level, key=lambda name: _host_alone(known[name]), default=None)
@@ -173,6 +177,6 @@ def _host_alone(candidate: Candidate) -> float:
     return candidate.host_us if candidate.both_us is None else 0.0
 
 
-def _within(best: float, one: Candidate) -> float:
+def _within(best: float, candidate: Candidate) -> float:
     """Return up to which cost a candidate is as fast as the best, chance aside."""
-    return best * (1 + (HOST_MARGIN if one.by_host else MARGIN))
+    return best * (1 + (HOST_MARGIN if candidate.by_host else MARGIN))

@@ -248,7 +248,7 @@ class AdaptiveTimes:
             turns = here.turns.get(_cell(spec, direction))
             if turns is None or turns.closed or not turns.backends:
                 return
-            taken = ", ".join(f"{name} {count} of {turns.each}" for name, count in turns.given.items())
+            taken = ", ".join(f"{name} {count} of {turns.each}" for name, count in turns.counts.items())
             yield f'policy = "adaptive": turns taken by a {direction} like this one: {taken}'
 
     def _here(self, device: Device) -> Learned:

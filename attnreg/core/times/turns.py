@@ -64,7 +64,7 @@ class Turns:
             on.
         looked: when a rank that follows last checked for the result.
         backends: the backends that take turns, with the times of each.
-        given: the number of turns of each backend.
+        counts: the number of turns of each backend.
         out: for backends that get no more turns, the reason.
         failed: the backends among `out` that failed or refused.
         calls: the number of calls that could have been a turn.
@@ -80,7 +80,7 @@ class Turns:
     since: float = 0.0
     looked: float = 0.0
     backends: dict[str, list[Seen]] = field(default_factory=dict)
-    given: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     out: dict[str, str] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     calls: int = 0
@@ -98,18 +98,18 @@ class Turns:
         self.calls += 1
         for name in able:
             self.backends.setdefault(name, [])
-            self.given.setdefault(name, 0)
+            self.counts.setdefault(name, 0)
         waiting = [name for name in self._waiting() if name in able]
         if not waiting:
             return ""
-        name = min(waiting, key=self.given.__getitem__)
-        self.given[name] += 1
+        name = min(waiting, key=self.counts.__getitem__)
+        self.counts[name] += 1
         return name
 
     def _waiting(self) -> list[str]:
-        if sum(self.given.values()) >= MOST_TURNS:
+        if sum(self.counts.values()) >= MOST_TURNS:
             return []
-        return [name for name, count in self.given.items() if name not in self.out and count < self.each]
+        return [name for name, count in self.counts.items() if name not in self.out and count < self.each]
 
     def collect(self) -> None:
         """Read the times of turns that the device has finished."""
@@ -164,7 +164,7 @@ class TimedTurn:
     """A call that a backend runs in its turn; without a backend the turn is nobody's."""
 
     def __init__(self, turns: Turns, backend: str, spec: AttentionSpec) -> None:
-        self._turns, self.backend, number = turns, backend, turns.given.get(backend, 0)
+        self._turns, self.backend, number = turns, backend, turns.counts.get(backend, 0)
         self._factor = work(turns.kind, turns.size) / work(turns.kind, size_of(spec))
         self._is_timed = number > 1
         earlier = turns.backends.get(backend)
@@ -209,7 +209,7 @@ class TimedTurn:
                 # If the kernel was compiled, or the host was slow, the events are further apart than the
                 # kernel takes.
                 if taken > self._busy_s:
-                    self._turns.given[self.backend] -= 1
+                    self._turns.counts[self.backend] -= 1
                 else:
                     self._turns.pending.append((self.backend, *events, taken, self._factor))
         return result

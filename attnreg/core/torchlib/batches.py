@@ -45,7 +45,7 @@ def each_of_batch(
     # Nothing of each, because an op can't have a list of tensors here.
     nothing = [x.reshape(-1)[:0].double() for x in inputs if x is not None and x.requires_grad]
     try:
-        together = _op()(running.given.together(grads), torch.cat(nothing or [torch.empty(0)]), number)
+        together = _op()(running.inputs.together(grads), torch.cat(nothing or [torch.empty(0)]), number)
     finally:
         del _running[number]
     return running.returned.apart(together)
@@ -82,7 +82,7 @@ class _Backward:
     """A backward that the op calls: its function, and the forms of what it is given and returns."""
 
     function: Callable[..., tuple[Tensor | None, ...]]
-    given: _Form
+    inputs: _Form
     returned: _Form = field(default_factory=_Form)
 
 
@@ -92,7 +92,7 @@ def _op() -> Any:
     def each(grads: Tensor, _inputs: Tensor, number: int) -> Tensor:
         running = _running[number]
         with torch.no_grad():
-            results = running.function(*running.given.apart(grads))
+            results = running.function(*running.inputs.apart(grads))
         running.returned = _Form.of(results)
         return running.returned.together(results)
 

@@ -145,7 +145,7 @@ def overridden() -> dict[str, list[str]]:
 
     Calls of these ops go there, and reach attnreg only where that code passes them on.
     """
-    found: dict[str, list[str]] = {}
+    ops_by_file: dict[str, list[str]] = {}
     watched = _watched
     for op in (*watched, *VARLEN_OPS) if watched else ():
         before, now = watched.get(op, ""), torch._C._dispatch_dump(op)
@@ -157,9 +157,9 @@ def overridden() -> dict[str, list[str]]:
             is_declaration = op in VARLEN_OPS and "[alias]" in key and "_library/custom_ops.py:" in place
             if known.get(key) != place and not is_declaration:
                 name = f"{op} ({key.removesuffix('[alias]')})"
-                found.setdefault(place.rpartition(":")[0] or place, []).append(name)
+                ops_by_file.setdefault(place.rpartition(":")[0] or place, []).append(name)
     # Another thread may have removed the routers meanwhile: without them torch's own kernels lie there.
-    return found if watched is _watched else {}
+    return ops_by_file if watched is _watched else {}
 
 
 def _kernels_in(dump: str) -> dict[str, str]:
@@ -180,9 +180,9 @@ def shadowed_by() -> str:
 
 def shadow_notes() -> tuple[str, ...]:
     """Return a sentence for users about each program or implementation that lies above the routers."""
-    name, found = shadowed_by(), overridden()
+    name, ops_by_file = shadowed_by(), overridden()
     if name:
-        ops = [op for of_file in found.values() for op in of_file]
+        ops = [op for of_file in ops_by_file.values() for op in of_file]
         all_flash = all("_flash_attention" in op for op in ops)
         what = "the flash ops on CUDA" if all_flash else ", ".join(first_ten(ops))
         return (
@@ -192,7 +192,7 @@ def shadow_notes() -> tuple[str, ...]:
     return tuple(
         f"{file} overrides {', '.join(first_ten(ops))} above attnreg's routers: calls go there first, and "
         "attnreg can't choose for them until that is removed"
-        for file, ops in found.items()
+        for file, ops in ops_by_file.items()
     )
 
 

@@ -37,13 +37,13 @@ def _has_nan_alone(
     """Return which of the rows with an LSE of 0, (B, H, S_q), see a score of NaN."""
     if mask is not None:
         is_zero = is_zero & ~(mask == -torch.inf).all(-1)
-    found = torch.zeros_like(is_zero)
+    has_nan = torch.zeros_like(is_zero)
     if not bool(is_zero.any()):
-        return found
+        return has_nan
     # Products of finite numbers aren't NaN. A sum that overflows only costs the search below.
     whole = [x.sum(dtype=torch.float64).isfinite() for x in (query[is_zero], key)]
     if all(map(bool, whole)) and (mask is None or not bool(mask.isnan().any())):
-        return found
+        return has_nan
     group = query.shape[1] // key.shape[1]
     for batch, head in is_zero.any(-1).nonzero().tolist():
         rows = is_zero[batch, head].nonzero().squeeze(-1)
@@ -54,5 +54,5 @@ def _has_nan_alone(
         hidden = scores == -torch.inf
         if is_causal:
             hidden |= torch.arange(key.shape[2]) > rows[:, None]
-        found[batch, head, rows] = scores.masked_fill(hidden, 0.0).isnan().any(-1)
-    return found
+        has_nan[batch, head, rows] = scores.masked_fill(hidden, 0.0).isnan().any(-1)
+    return has_nan

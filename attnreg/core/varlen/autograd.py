@@ -52,8 +52,8 @@ def attend(
     of_kernel = needs_grad and not all(row.rescales for row in needing)
     needs_backward = wants_gradient(query, key, value) or of_kernel
     if needs_backward or (needs_grad and needing):
-        given = query, key, value, call, choice, needs_backward, returns_lse, *tensors
-        return _VarlenAttention.apply(*given)  # type: ignore[no-untyped-call,no-any-return]
+        arguments = query, key, value, call, choice, needs_backward, returns_lse, *tensors
+        return _VarlenAttention.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
     out, lse = run("forward", (query, key, value), call, choice, False, returns_lse, plan).results
     return out, lse
 
@@ -77,7 +77,7 @@ class _VarlenAttention(torch.autograd.Function):
         saved = {"cu_seqlens_q": call.cu_seqlens_q, "cu_seqlens_k": call.cu_seqlens_k}
         saved |= {row.name: getattr(call, row.name) for row in on if "backward" in row.directions}
         saved = {name: x for name, x in saved.items() if isinstance(x, Tensor)}
-        ctx.save_for_backward(query, key, value, out, lse, ran.given.rng_state, *saved.values())
+        ctx.save_for_backward(query, key, value, out, lse, ran.call.rng_state, *saved.values())
         ctx.names, ctx.choice, ctx.is_in_op = tuple(saved), ran.choice, custom_op.takes(call)
         ctx.learned = tuple((row.name, row.rescales) for row in on if row.gradient)
         is_by_call = call.deterministic and not wants_deterministic()  # by the call itself
@@ -159,10 +159,10 @@ def _in_memory(grad: Tensor) -> Tensor:
 
     The dispatcher would make it that, but it isn't asked here.
     """
-    found = in_memory(grad)
-    if found is None:
+    materialized = in_memory(grad)
+    if materialized is None:
         raise UnsupportedInputError("a gradient must be a plain tensor, got a tensor subclass")
-    return found
+    return materialized
 
 
 leave_module_uncompiled(__name__)

@@ -80,26 +80,26 @@ def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> l
 
     `options` are a call's options, by the arguments of `varlen_attn`.
     """
-    given: dict[str, Any] = {"backend": backend, "needs_backward": needs_backward}
-    given |= dict.fromkeys(CAPTURED) | dict.fromkeys(_FUNCTIONS, "")
+    arguments: dict[str, Any] = {"backend": backend, "needs_backward": needs_backward}
+    arguments |= dict.fromkeys(CAPTURED) | dict.fromkeys(_FUNCTIONS, "")
     for row in [row for row in _options("forward") if row.values != "function"]:
         value = options.get(row.argument or row.name, row.off)
         if row.values == "number":
             value = row.checked(value) if row.is_on(value) else row.off
-        given[row.name] = value
-    return [given[name] for name in _FORWARD]
+        arguments[row.name] = value
+    return [arguments[name] for name in _FORWARD]
 
 
-def _with_functions(given: dict[str, Any]) -> dict[str, Any]:
+def _with_functions(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return an op's options with functions in the place of their texts and of what they have captured."""
-    captured = [x for x in (given.pop(name) for name in CAPTURED) if x is not None]
+    captured = [x for x in (arguments.pop(name) for name in CAPTURED) if x is not None]
     for name in _FUNCTIONS:
-        text = given[name]
+        text = arguments[name]
         # Besides the score and the four places its arguments are what it has captured.
         count = function_of(text).__code__.co_argcount - (5 if name == "score_mod" else 4) if text else 0
-        given[name] = Lifted(text, tuple(captured[:count])) if text else None
+        arguments[name] = Lifted(text, tuple(captured[:count])) if text else None
         captured = captured[count:]
-    return given
+    return arguments
 
 
 def with_options(arguments: list[Any], options: Mapping[str, Any]) -> list[Any]:
@@ -133,15 +133,15 @@ def forward(
     *tail: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output (T_q, H, D_v), the LSE (H, T_q) float32, and what the backward has to know."""
-    lengths, given = (cu_seq_q, cu_seq_k, max_q, max_k), _by_name(_FORWARD, tail)
-    backend, needs_backward = given.pop("backend"), given.pop("needs_backward")
-    tensors = {row.name: given[row.name] for row in _options("forward") if row.is_tensor}
+    lengths, arguments = (cu_seq_q, cu_seq_k, max_q, max_k), _by_name(_FORWARD, tail)
+    backend, needs_backward = arguments.pop("backend"), arguments.pop("needs_backward")
+    tensors = {row.name: arguments[row.name] for row in _options("forward") if row.is_tensor}
     check_tensors(query=query, key=key, value=value, cu_seq_q=cu_seq_q, cu_seq_k=cu_seq_k, **tensors)
-    given = _with_functions(given)
+    arguments = _with_functions(arguments)
     if not enable_gqa:
         check_heads(query, key, value, lengths)
     bound = window(window_size, is_causal)
-    call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, **arguments))
     choice = scope.from_text(backend) or scope.current()
     ran = run("forward", (query, key, value), call, choice, needs_backward, returns_lse=True)
     out, lse = ran.results
@@ -170,9 +170,9 @@ def fake(
     """Return what the forward returns, without values: output (T_q, H, D_v), LSE (H, T_q) and a token."""
     if not enable_gqa:
         check_heads(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k))
-    given = _by_name(_FORWARD, tail)
+    arguments = _by_name(_FORWARD, tail)
     call = Call(1.0, max_q, max_k, UNBOUNDED, cu_seq_q, cu_seq_k)
-    tensors = {row.name: given[row.name] for row in _options("forward") if row.is_tensor}
+    tensors = {row.name: arguments[row.name] for row in _options("forward") if row.is_tensor}
     check(query, key, value, call.with_options(tensors))
     tokens, heads, _dim = query.shape
     out = query.new_empty((tokens, heads, value.shape[-1]))
@@ -213,10 +213,10 @@ def backward(
     its third result: that is `rng_state`, as there is no dropout.
     """
     lengths, bound = (cu_seq_q, cu_seq_k, max_q, max_k), window(window_size, is_causal)
-    given = _by_name(_BACKWARD, tail)
-    backend, choice = given.pop("backend"), given.pop("choice")
-    given = _with_functions(given)
-    call = with_aliased_offsets(call_of(query, lengths, scale, bound, **given))
+    arguments = _by_name(_BACKWARD, tail)
+    backend, choice = arguments.pop("backend"), arguments.pop("choice")
+    arguments = _with_functions(arguments)
+    call = with_aliased_offsets(call_of(query, lengths, scale, bound, **arguments))
     scoped = scope.by_number(choice) if rng_state is None else scope.read_token(rng_state)
     chosen = scope.from_text(backend) or scoped
     grads = run("backward", (grad_out, query, key, value, out, lse), call, chosen).results
@@ -248,9 +248,13 @@ def backward_of(
         rng_state: None, as there is no dropout.
         saved: by the fields and options of the call.
     """
-    given = saved | {"choice": 0 if choice is None else choice.number, "grad_lse": grad_lse, "backend": ""}
-    given |= dict.fromkeys(CAPTURED) | dict.fromkeys(_FUNCTIONS, "")
-    tail = [given[name] if name in given else getattr(call, name) for name in _BACKWARD]
+    arguments = saved | {
+        "choice": 0 if choice is None else choice.number,
+        "grad_lse": grad_lse,
+        "backend": "",
+    }
+    arguments |= dict.fromkeys(CAPTURED) | dict.fromkeys(_FUNCTIONS, "")
+    tail = [arguments[name] if name in arguments else getattr(call, name) for name in _BACKWARD]
     return backward(  # type: ignore[no-any-return]
         grad_out, *tensors, saved["cu_seqlens_q"], saved.get("cu_seqlens_k"), call.max_q, call.max_k, False,
         rng_state, call.scale, list(call.window), *tail,
@@ -268,12 +272,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     query, key, value, cu_seq_q, cu_seq_k, *longest, is_causal, scale, window_size, _gqa = inputs[
         :_BEFORE_TAIL
     ]
-    given = _by_name(_FORWARD, inputs[_BEFORE_TAIL:])
+    arguments = _by_name(_FORWARD, inputs[_BEFORE_TAIL:])
     names = *(row.name for row in _options("forward") if row.is_tensor), *CAPTURED
-    tensors = {name: given[name] for name in names}
+    tensors = {name: arguments[name] for name in names}
     ctx.save_for_backward(query, key, value, *output, cu_seq_q, cu_seq_k, *tensors.values())
     ctx.numbers, ctx.names = (longest, is_causal, scale, window_size), tuple(tensors)
-    ctx.others = {name: x for name, x in given.items() if name not in tensors}
+    ctx.others = {name: x for name, x in arguments.items() if name not in tensors}
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # without a gradient of the LSE more backends can run the backward
 
@@ -285,10 +289,10 @@ def _gradients(
         return (None,) * (_BEFORE_TAIL + len(_FORWARD))
     kept = ctx.saved_tensors  # a checkpoint lets them be read once
     *tensors, token, cu_seq_q, cu_seq_k = kept[:8]
-    given = ctx.others | dict(zip(ctx.names, kept[8:], strict=True))
+    arguments = ctx.others | dict(zip(ctx.names, kept[8:], strict=True))
     needs = dict(zip(_FORWARD, ctx.needs_input_grad[_BEFORE_TAIL:], strict=False))  # without defaults
     of_options = {
-        row.name: grad_of_sinks(grad_out, tensors[3:], given[row.name], grad_lse)
+        row.name: grad_of_sinks(grad_out, tensors[3:], arguments[row.name], grad_lse)
         for row in _options("forward")
         if row.rescales and needs.get(row.name)
     }
@@ -296,10 +300,10 @@ def _gradients(
     if any(ctx.needs_input_grad[:3]):
         longest, is_causal, scale, window_size = ctx.numbers
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-        given |= {"choice": 0, "grad_lse": grad_lse}
+        arguments |= {"choice": 0, "grad_lse": grad_lse}
         grads = op(
             grad_out, *tensors, cu_seq_q, cu_seq_k, *longest, is_causal, token, scale, window_size,
-            *(given[name] for name in _BACKWARD),
+            *(arguments[name] for name in _BACKWARD),
         )  # fmt: skip
     return *grads, *(None,) * (_BEFORE_TAIL - 3), *(of_options.get(name) for name in _FORWARD)
 

@@ -64,10 +64,10 @@ class AuxRequest(NamedTuple):
 
 def asks_for_lse(return_aux: AuxRequest | None) -> bool:
     """Check what `return_aux=` asks for, attnreg's `AuxRequest` or torch's."""
-    found = getattr(return_aux, "lse", None)
-    if found is None and return_aux is not None:
+    asked = getattr(return_aux, "lse", None)
+    if asked is None and return_aux is not None:
         raise InvalidInputError(f"return_aux: got {return_aux!r}, expected an AuxRequest or None")
-    return bool(found)
+    return bool(asked)
 
 
 def varlen_attn(
@@ -310,8 +310,8 @@ def varlen_attn_out(out: Tensor, *args: object, **kwargs: object) -> Tensor | tu
         raise InvalidInputError(
             "varlen_attn_out: got tensors that need a gradient, expected none (use varlen_attn)"
         )
-    given, returned = ((tuple(x.shape), x.dtype, x.device) for x in (out, computed))
-    for what, got, expected in zip(("shape", "dtype", "device"), given, returned, strict=True):
+    of_out, of_result = ((tuple(x.shape), x.dtype, x.device) for x in (out, computed))
+    for what, got, expected in zip(("shape", "dtype", "device"), of_out, of_result, strict=True):
         if got != expected:
             raise InvalidInputError(f"out: got {what} {got}, expected {expected}")
     with torch.no_grad():

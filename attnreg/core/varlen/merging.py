@@ -84,10 +84,10 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
 def _check_alike(name: str, tensors: tuple[Tensor, ...], shape: tuple[int, ...], model: Tensor) -> None:
     """Raise the error of a tensor, (..., S, H, D_v) or (..., H, S), of other shape, dtype or device."""
     for number, x in enumerate(tensors):
-        found = tuple(x.shape), x.dtype, x.device
-        if found != (shape, model.dtype, model.device):
+        properties = tuple(x.shape), x.dtype, x.device
+        if properties != (shape, model.dtype, model.device):
             raise InvalidInputError(
-                f"{name}[{number}]: got {found[0]}, {x.dtype} on {x.device}, "
+                f"{name}[{number}]: got {properties[0]}, {x.dtype} on {x.device}, "
                 f"expected {shape}, {model.dtype} on {model.device}"
             )
 

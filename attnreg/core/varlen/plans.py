@@ -53,18 +53,18 @@ _MAY_BE_NONE = {"cu_seq_k", *(row.argument for row in OPTIONS)}
 _WITHOUT_GRADIENT = {row.argument for row in OPTIONS if not row.gradient}
 
 
-def check_tensors(**given: object) -> None:
+def check_tensors(**tensors: object) -> None:
     """Check that arguments are tensors, or None where they may be; others fail inside torch."""
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         is_left_out = tensor is None and name in _MAY_BE_NONE
         if not (isinstance(tensor, Tensor) or is_left_out):
             raise InvalidInputError(f"{name}: got {_SHORT.repr(tensor)}, expected a tensor")
         wants_gradient = isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
         if name in _WITHOUT_GRADIENT and wants_gradient:
             raise InvalidInputError(f"{name}: got a tensor that needs a gradient, expected none: it has none")
-    if "cu_seq_q" in given:  # nested tensors of dense calls are explained, too
-        check_layouts(**given)
-    check_in_memory(**given)
+    if "cu_seq_q" in tensors:  # nested tensors of dense calls are explained, too
+        check_layouts(**tensors)
+    check_in_memory(**tensors)
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> None:
@@ -172,14 +172,14 @@ class Ran(NamedTuple):
     Attributes:
         results: what it returns, in the contract's shapes and dtypes.
         plan: the plan that ran it.
-        given: the call as the kernel got it: without options that the results were rescaled for, and with the
+        call: the call as the kernel got it: without options that the results were rescaled for, and with the
             random state that a forward with dropout drew.
         choice: what its backward runs by: dropout ties it to the backend.
     """
 
     results: tuple[Tensor, ...]
     plan: Plan
-    given: Call
+    call: Call
     choice: ScopedChoice | None
 
 
@@ -227,9 +227,9 @@ def run(
             results = plan.run(*tensors, rescaled)
             return Ran(rescaled_for(call, direction, tensors, results), plan, rescaled, choice)
         out, lse, seed = run_forward_kernel(plan, *inputs, rescaled)
-        given = rescaled if seed is None else rescaled._replace(rng_state=seed)
+        call_of_kernel = rescaled if seed is None else rescaled._replace(rng_state=seed)
         results = rescaled_for(call, direction, tensors, (out, lse))
-        return Ran(results, plan, given, forward_choice(choice, plan, call.dropout))
+        return Ran(results, plan, call_of_kernel, forward_choice(choice, plan, call.dropout))
 
     is_on = not call.deterministic or (wants_deterministic() and not _deterministic_calls)
     with nullcontext() if is_on else _in_deterministic_mode():
@@ -270,16 +270,16 @@ def _kept(ran: Ran, tensors: tuple[Tensor, ...], call: Call, cuts: tuple[Cut, ..
     """Return how the call cache repeats a call; `cuts` are as in `Kept`."""
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     if cu_seqlens_q is None:
-        return call_cache.kept_dense(ran.plan, tensors, ran.given, cuts=cuts)
+        return call_cache.kept_dense(ran.plan, tensors, ran.call, cuts=cuts)
     has_keys = cu_seqlens_k is not None or call.block_table is not None
     if call_cache.load() is None or not has_keys:
         return None
     if needs_graph_memory(cu_seqlens_q):
         return None  # what is kept would lie in the graph's memory
-    sinks = call.sinks if ran.given.sinks is None else None
+    sinks = call.sinks if ran.call.sinks is None else None
     if sinks is not None and cu_seqlens_q.is_cuda and may_be_counted(ran.plan, sinks):
         return None  # rescaled only because the offsets weren't known yet: later calls are counted
-    return kept_for(ran.plan, tensors, ran.given, cuts=cuts)
+    return kept_for(ran.plan, tensors, ran.call, cuts=cuts)
 
 
 # The call cache calls these two for what it doesn't keep, below its autograd node. Sinks are None where the

@@ -44,8 +44,8 @@ def attend(
     def both(score: Tensor, batch: Tensor, head: Tensor, place: Tensor, key: Tensor) -> Any:
         changed = None if score_mod is None else score_mod(score, batch, head, place, key)
         shown = None if mask_mod is None else mask_mod(batch, head, place, key)
-        given = [score, batch, head, place, key]
-        return torch.ops.attnreg._varlen_attn_traced(given, changed, shown, *arguments)
+        operands = [score, batch, head, place, key]
+        return torch.ops.attnreg._varlen_attn_traced(operands, changed, shown, *arguments)
 
     results: tuple[Tensor, Tensor, Tensor] = OPERATOR(both, score, *places)
     return results
@@ -81,13 +81,13 @@ def _run(graph: torch.fx.GraphModule, operands: tuple[Any, ...]) -> tuple[Tensor
     arguments = list(torch.fx.map_arg(rest, lambda node: _evaluated(node, values)))
     texts: dict[str, Any] = {}
     captured: list[Tensor] = []
-    for name, result, given in (("score_mod", changed, places), ("mask_mod", shown, places[1:])):
+    for name, result, operands_of_result in (("score_mod", changed, places), ("mask_mod", shown, places[1:])):
         if result is not None:
             of_function = {
                 node: _captured(name, _evaluated(node, values), arguments[0])
-                for node in _without_places(graph, result, given)
+                for node in _without_places(graph, result, operands_of_result)
             }
-            texts[name], order = _text(graph, name, result, given, of_function, arguments[0])
+            texts[name], order = _text(graph, name, result, operands_of_result, of_function, arguments[0])
             captured += [of_function[node] for node in order]
     if len(captured) > len(custom_op.CAPTURED):
         most = len(custom_op.CAPTURED)
@@ -111,13 +111,13 @@ def _evaluated(node: Any, values: dict[Any, Any]) -> Any:
 
 def _before(node: Any) -> set[Any]:
     """Return all nodes that a node depends on, itself included."""
-    seen, open_nodes = set(), [node]
+    reached, open_nodes = set(), [node]
     while open_nodes:
         each = open_nodes.pop()
-        if each not in seen:
-            seen.add(each)
+        if each not in reached:
+            reached.add(each)
             open_nodes += each.all_input_nodes
-    return seen
+    return reached
 
 
 def _without_places(graph: torch.fx.GraphModule, result: Any, places: Any) -> list[Any]:
@@ -160,12 +160,12 @@ def _text(
     if result not in cache:
         first, second = map(trace, _SIZES)
         cache[result] = first if first == second and not first[1] else None
-    found = cache[result]
-    if found is None:
+    traced = cache[result]
+    if traced is None:
         # Sizes that are symbols become numbers: other sizes are another graph.
         key = result, tuple(tuple(map(int, x.shape)) for x in captured.values())
-        found = cache[key] = cache.get(key) or trace(None)
-    text, reason, nodes = found
+        traced = cache[key] = cache.get(key) or trace(None)
+    text, reason, nodes = traced
     if reason:
         raise UnsupportedInputError(f"{name} can't be traced for a kernel: {reason}")
     return text, nodes
@@ -181,8 +181,8 @@ def _traced_text(
     with subgraphs.without_modes():
         examples = {node: _example(x, size) for node, x in captured.items()}
 
-        def function(*given: Tensor) -> Any:
-            return _evaluated(result, dict(zip(places, given, strict=True)) | examples)
+        def function(*values: Tensor) -> Any:
+            return _evaluated(result, dict(zip(places, values, strict=True)) | examples)
 
         text, reason, tensors = lifted.traced(name, function, query.device, _dtype(query), ReadAtTensors())
     return text, reason, [next(node for node, x in examples.items() if x is tensor) for tensor in tensors]

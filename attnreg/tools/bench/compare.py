@@ -47,7 +47,7 @@ class Batch:
 
     Attributes:
         case: The call.
-        given: The arguments of a kernel for the first set.
+        inputs: The arguments of a kernel for the first set.
         sets: Tensors in the contract's layout, (B, S, H, D) or packed (T, H, D). Calls use the sets in turn,
             so that no set stays in the device's cache.
         front_sets: The same memory in SDPA's layout, (B, H, S, D). Packed sets are the same as `sets`.
@@ -58,8 +58,8 @@ class Batch:
     def __init__(self, case: Case, device: torch.device, sets: int = 1) -> None:
         self.case, self.device = case, device
         drawn = copies(case, device, sets)
-        self.given: Inputs = drawn[0]
-        self.call = call = self.given.call
+        self.inputs: Inputs = drawn[0]
+        self.call = call = self.inputs.call
         offsets: tuple[Any, Any] = call.cu_seqlens_q, call.cu_seqlens_k
         self.offsets = *offsets, call.max_q, call.max_k
         self.sets = [Tensors(*drawn_set[:4]).mapped(lambda x: x) for drawn_set in drawn]
@@ -71,7 +71,7 @@ class Batch:
     @functools.cached_property
     def sample(self) -> Sample:
         """The right results of the first set."""
-        return Sample(self.case, self.given, backward=trains(self.case))
+        return Sample(self.case, self.inputs, backward=trains(self.case))
 
     def verdict(self, results: Iterable[Tensor], sets: Sequence[Tensors]) -> Verdict:
         """Return how wrong output and gradients are. They have the shapes and layout of `sets`."""

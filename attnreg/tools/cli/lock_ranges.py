@@ -119,7 +119,7 @@ def _first_limit(
     ranges: Ranges, calls: Sequence[Decided], cuts: Sequence[Cut], runs: Callable[[AttentionSpec], bool]
 ) -> Cut | None:
     """Return a cut between a call and the closest one in the ranges that doesn't run; None if all run."""
-    ends = tuple(cut for one in ranges for cut in one.cuts)
+    ends = tuple(cut for limited in ranges for cut in limited.cuts)
     of_classes = {
         tuple(cut.is_reached(Lengths.of(call.spec)) for cut in cuts): call.spec for call in reversed(calls)
     }
@@ -130,17 +130,17 @@ def _first_limit(
     return None
 
 
-def _cut_between(here: Lengths, there: Lengths, cuts: Sequence[Cut]) -> Cut:
+def _cut_between(here: Lengths, beyond: Lengths, cuts: Sequence[Cut]) -> Cut:
     """Return the cut of the fewest lengths between two calls, of these the closest to the second."""
-    steps = zip(LENGTHS, here, there, strict=True)
+    steps = zip(LENGTHS, here, beyond, strict=True)
     exact = (Cut.of(name, at=max(was, now)) for name, was, now in steps if was != now)
-    between = [cut for cut in cuts if cut.is_reached(here) is not cut.is_reached(there)] or list(exact)
-    return min(between, key=lambda cut: (len(cut.names), abs(sum_of(cut.terms, there) - cut.at)))
+    between = [cut for cut in cuts if cut.is_reached(here) is not cut.is_reached(beyond)] or list(exact)
+    return min(between, key=lambda cut: (len(cut.names), abs(sum_of(cut.terms, beyond) - cut.at)))
 
 
 def _limited(ranges: Ranges, cut: Cut, is_reached: bool) -> Ranges:
     """Return the part of ranges at a cut and above it, or below it."""
-    by_terms = {one.terms: one for one in ranges}
+    by_terms = {limited.terms: limited for limited in ranges}
     low, high = by_terms.get(cut.terms, LengthRange(cut.terms, None, None))[1:]
     if is_reached:
         low = cut.at if low is None else max(low, cut.at)
@@ -165,15 +165,15 @@ def _best_cut(calls: Sequence[Decided], cuts: Sequence[Cut]) -> Cut | None:
 
 def _cuts_between(lengths: Sequence[Lengths]) -> Iterator[Cut]:
     for number, name in enumerate(LENGTHS):
-        values = sorted({one[number] for one in lengths})
+        values = sorted({each[number] for each in lengths})
         yield from (Cut.of(name, at=high) for _, high in pairwise(values))
 
 
 def _mixed(calls: Sequence[Decided], lengths: Sequence[Lengths], cut: Cut) -> float:
     """Return how mixed the backends are on both sides of a cut: 0 if not at all, high if a side is empty."""
     sides: Mapping[bool, Counter[str]] = {False: Counter(), True: Counter()}
-    for call, one in zip(calls, lengths, strict=True):
-        sides[cut.is_reached(one)][call.backend] += 1
+    for call, lengths_of_call in zip(calls, lengths, strict=True):
+        sides[cut.is_reached(lengths_of_call)][call.backend] += 1
     if not all(sides.values()):
         return float(len(calls))
     totals = ((counts.total(), sum(n * n for n in counts.values())) for counts in sides.values())

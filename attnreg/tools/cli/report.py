@@ -67,8 +67,8 @@ def print_report(run: RunReport, place: Console, where: str = "") -> None:
     notes = run.sentences("overridden")
     if not tables and not notes:
         place.print("No attention call went through attnreg", style="bold")
-    for one in tables:
-        table(one.title, one.rows, one.heads, right=one.right, place=place)
+    for part in tables:
+        table(part.title, part.rows, part.heads, right=part.right, place=place)
     for line in text.sites_of(run):  # below the tables, whose cells would break a path
         place.print(line, soft_wrap=True)
     for note in notes:

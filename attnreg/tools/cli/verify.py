@@ -143,9 +143,9 @@ def _remember(entry: Entry, kit: Conformance | None, data: dict[str, Any]) -> No
     what = "" if ran else "no check could be run"
     if wrong:
         first = wrong[0]
-        found = first["failure"].partition("\n")[0] or "; ".join(_places(first))
+        failure = first["failure"].partition("\n")[0] or "; ".join(_places(first))
         what = (
-            f"{len(wrong)} of {len(ran)} checks are wrong, first {first['case']}, {first['dtype']}: {found}"
+            f"{len(wrong)} of {len(ran)} checks are wrong, first {first['case']}, {first['dtype']}: {failure}"
         )
     elif data["never_ran"]:
         what = data["never_ran"][0]

@@ -196,7 +196,11 @@ def _explained(described: CallSpec, leading: Preference | None) -> Explanation:
 
 def _overruled(spec: AttentionSpec, decisions: Iterable[Decision], policy: Policy) -> Iterator[str]:
     """Yield who asks most strongly for backends, where none of them runs a direction, and why not."""
-    wanted = (one for one in policy.preferences if one.names and one.applies_to(spec.device))
+    wanted = (
+        preference
+        for preference in policy.preferences
+        if preference.names and preference.applies_to(spec.device)
+    )
     first = next(wanted, None)
     if first is None:
         return

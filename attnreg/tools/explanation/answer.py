@@ -116,10 +116,15 @@ class Explanation:
 
 def _answer(decisions: tuple[Decision, ...]) -> str:
     """Return which backends run the directions, and who decided, each said once if both are the same."""
-    names, sources = ({getattr(one, what) for one in decisions} for what in ("backend", "source"))
+    names, sources = ({getattr(decision, what) for decision in decisions} for what in ("backend", "source"))
     if len(sources) > 1:
-        return "; ".join(f"{one.backend} {one.direction}, by {one.source}" for one in decisions)
-    directions = [one.direction if len(names) == 1 else f"{one.backend} {one.direction}" for one in decisions]
+        return "; ".join(
+            f"{decision.backend} {decision.direction}, by {decision.source}" for decision in decisions
+        )
+    directions = [
+        decision.direction if len(names) == 1 else f"{decision.backend} {decision.direction}"
+        for decision in decisions
+    ]
     name = f"{decisions[0].backend} " if len(names) == 1 else ""
     return f"{name}{' and '.join(directions)}, by {decisions[0].source}"
 
@@ -210,7 +215,7 @@ def _rows(explanation: Explanation) -> Iterator[tuple[str, str]]:
         if len(set(text)) == 1:
             yield name, text[0] + _times(name, decisions)
         else:
-            both = "; ".join(f"{one.direction}: {what}" for one, what in zip(decisions, text, strict=True))
+            both = "; ".join(f"{each.direction}: {what}" for each, what in zip(decisions, text, strict=True))
             yield name, both + _times(name, decisions)
 
 
@@ -228,8 +233,12 @@ def _candidate(name: str, decision: Decision) -> Candidate | None:
 
 def _times(name: str, decisions: tuple[Decision, ...]) -> str:
     """Return the predicted times of a backend in the directions that it can run, in milliseconds."""
-    able = [one for one in decisions if name not in one.rejected]
-    known = [(one.direction, candidate) for one in able if (candidate := _candidate(name, one)) is not None]
+    able = [decision for decision in decisions if name not in decision.rejected]
+    known = [
+        (decision.direction, candidate)
+        for decision in able
+        if (candidate := _candidate(name, decision)) is not None
+    ]
     both = next((candidate.both_us for _, candidate in known if candidate.both_us is not None), None)
     if both is not None and len(known) > 1:
         return f", {_milliseconds(both)} forward + backward"
@@ -255,9 +264,9 @@ def _prediction_lines(spec: AttentionSpec, decision: Decision, prediction: Predi
     unit = "" if exact else "; a distance of 1 is a factor of two in a size"
     yield f"  predicted by {prediction.table}, {where}{unit}"
     rows = {}
-    for one in prediction.candidates:
-        refused = "; it can't run this call" if one.backend in decision.rejected else ""
-        rows[one.backend] = f"{_time_of(one, spec)}{refused}"
+    for candidate in prediction.candidates:
+        refused = "; it can't run this call" if candidate.backend in decision.rejected else ""
+        rows[candidate.backend] = f"{_time_of(candidate, spec)}{refused}"
     unknown = (name for name in decision.order if prediction.of(name) is None)
     rows |= {name: "not measured" for name in unknown if name not in decision.rejected}
     width = max(map(len, rows))
@@ -272,7 +281,11 @@ def _prediction_lines(spec: AttentionSpec, decision: Decision, prediction: Predi
 
 def _lead_lines(decision: Decision, prediction: Prediction) -> Iterator[str]:
     """Yield why the fastest predicted backend isn't chosen, where its lead is too small."""
-    able = [one for one in prediction.candidates if one.cost_us and one.backend not in decision.rejected]
+    able = [
+        candidate
+        for candidate in prediction.candidates
+        if candidate.cost_us and candidate.backend not in decision.rejected
+    ]
     chosen = prediction.of(decision.backend) if decision.backend else None
     if decision.source != prediction.table or chosen is None or not able or able[0].backend == chosen.backend:
         return
@@ -283,14 +296,14 @@ def _lead_lines(decision: Decision, prediction: Prediction) -> Iterator[str]:
     yield f"{able[0].backend}'s lead may be chance: {why}"
 
 
-def _time_of(one: Candidate, spec: AttentionSpec) -> str:
-    if one.cost_us is None:
-        return one.trouble
-    host = f"GPU {_milliseconds(one.gpu_us)}, host {_milliseconds(one.host_us)}, "
+def _time_of(candidate: Candidate, spec: AttentionSpec) -> str:
+    if candidate.cost_us is None:
+        return candidate.trouble
+    host = f"GPU {_milliseconds(candidate.gpu_us)}, host {_milliseconds(candidate.host_us)}, "
     parts = host if spec.device.type == "cuda" else ""
-    both = f", forward + backward {_milliseconds(one.both_us)}" if one.both_us is not None else ""
-    first = _milliseconds(one.first_call_s * 1e6)
-    return f"{_milliseconds(one.cost_us)} ({parts}first call {first}){both}"
+    both = f", forward + backward {_milliseconds(candidate.both_us)}" if candidate.both_us is not None else ""
+    first = _milliseconds(candidate.first_call_s * 1e6)
+    return f"{_milliseconds(candidate.cost_us)} ({parts}first call {first}){both}"
 
 
 leave_module_uncompiled(__name__)

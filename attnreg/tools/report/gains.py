@@ -62,14 +62,15 @@ def predicted(rows: Iterable[CallRow]) -> Predicted:
         now = prediction.of(BACKENDS.get((row.spec.device.type, row.backend), row.backend))
         entries = registry.entries()
         able = [
-            one
-            for one in prediction.candidates
-            if one.cost_us is not None and _can_run(entries.get(one.backend.casefold()), row, direction)
+            candidate
+            for candidate in prediction.candidates
+            if candidate.cost_us is not None
+            and _can_run(entries.get(candidate.backend.casefold()), row, direction)
         ]
         if now is None or now.cost_us is None or not able:
             continue
         known += 1
-        best = min(able, key=lambda one: one.cost_us or 0.0)
+        best = min(able, key=lambda candidate: candidate.cost_us or 0.0)
         if best.cost_us is not None and best.cost_us < (1 - LEAST) * now.cost_us:
             gains.append(Gain(row, best.backend, now.cost_us, best.cost_us))
     gains.sort(key=lambda gain: -gain.saves_us)

@@ -139,10 +139,10 @@ class RunReport:
             )
         return [
             {
-                "seen": seen, "count": n["count"], "queries": n["queries"] / n["count"],
+                "seen": structure, "count": n["count"], "queries": n["queries"] / n["count"],
                 "keys": n["keys"] / n["count"],
             }
-            for seen, n in joined.items() if n["count"]
+            for structure, n in joined.items() if n["count"]
         ]  # fmt: skip
 
 

@@ -192,12 +192,12 @@ class Backward {
     bool is_large = false;
     for (int64_t row = 0; row < packed.lanes; row++) {
       // A weight is exp(score - LSE): 0 in a row that sees no key, and in lanes after the last row.
-      const float found = row < task.rows ? *lses[task.row + row] : -kInfinity;
-      const double lse = found == -kInfinity ? kInfinity : found;
+      const float lse_of_row = row < task.rows ? *lses[task.row + row] : -kInfinity;
+      const double lse = lse_of_row == -kInfinity ? kInfinity : lse_of_row;
       const float base = static_cast<float>(lse / scale_.size);
       packed.base[row] = std::isfinite(base) ? base : 0.0f;
       packed.rest[row] = static_cast<float>((lse - packed.base[row] * scale_.size) / kLog2);
-      const bool counts = problem_.grad_lse.data && std::isfinite(found);
+      const bool counts = problem_.grad_lse.data && std::isfinite(lse_of_row);
       packed.grad_lse[row] = counts ? *grads[task.row + row] : 0.0f;
       is_large = is_large || (std::isfinite(lse) && std::abs(lse) > kLarge<Number>);
     }
@@ -250,8 +250,8 @@ class Backward {
     }
     const auto lses = query_rows<Float32>(problem_.lse, task, problem_.group());
     for (int64_t row = 0; row < packed.lanes; row++) {
-      const float given = row < task.rows ? *lses[task.row + row] : -kInfinity;
-      settle<Number>(given, packed.delta_of_out[row], scale_.size, packed.base[row], packed.rest[row], packed.delta[row]);
+      const float lse = row < task.rows ? *lses[task.row + row] : -kInfinity;
+      settle<Number>(lse, packed.delta_of_out[row], scale_.size, packed.base[row], packed.rest[row], packed.delta[row]);
     }
   }
 

@@ -151,7 +151,7 @@ class CallReader {
   // Returns false if tensors don't fit each other, or can't be read.
   bool read_tensors() {
     Problem& p = problem_;
-    const NativeOperand* given = call_.operands;
+    const NativeOperand* natives = call_.operands;
     const bool packed_q = call_.cu_seqlens_q, packed_k = call_.cu_seqlens_k, paged = call_.block_table;
     const int64_t expected = is_forward_ ? 5 : 9, first = is_forward_ ? 0 : 1;
     const bool has_grad_lse = !is_forward_ && call_.operand_count == 10;
@@ -159,18 +159,18 @@ class CallReader {
       return false;
     }
     Shape v{}, out{}, lse{};
-    bool fits = tensor(given[first], packed_q, p.q, q_) && tensor(given[first + 1], packed_k, p.k, k_) &&
-                tensor(given[first + 2], packed_k, p.v, v) && tensor(given[first + 3], packed_q, p.out, out);
-    row_numbers(given[first + 4], packed_q, p.lse, lse);
+    bool fits = tensor(natives[first], packed_q, p.q, q_) && tensor(natives[first + 1], packed_k, p.k, k_) &&
+                tensor(natives[first + 2], packed_k, p.v, v) && tensor(natives[first + 3], packed_q, p.out, out);
+    row_numbers(natives[first + 4], packed_q, p.lse, lse);
     fits = fits && q_.size == k_.size && v == k_.with_size(v.size) && out == q_.with_size(v.size) &&
            lse == q_.with_size(1) && q_.size > 0 && v.size > 0 && q_.heads > 0 && k_.heads > 0 && q_.heads % k_.heads == 0;
     if (!is_forward_) {
       Shape grad_out{}, grad_q{}, grad_k{}, grad_v{};
-      fits = fits && tensor(given[0], packed_q, p.grad_out, grad_out) && tensor(given[6], packed_q, p.grad_q, grad_q) &&
-             tensor(given[7], packed_k, p.grad_k, grad_k) && tensor(given[8], packed_k, p.grad_v, grad_v) &&
+      fits = fits && tensor(natives[0], packed_q, p.grad_out, grad_out) && tensor(natives[6], packed_q, p.grad_q, grad_q) &&
+             tensor(natives[7], packed_k, p.grad_k, grad_k) && tensor(natives[8], packed_k, p.grad_v, grad_v) &&
              grad_out == out && grad_q == q_ && grad_k == k_ && grad_v == v;
       if (has_grad_lse) {
-        row_numbers(given[9], packed_q, p.grad_lse, lse);
+        row_numbers(natives[9], packed_q, p.grad_lse, lse);
         fits = fits && lse == q_.with_size(1);
       }
     }
@@ -190,17 +190,17 @@ class CallReader {
            rows * problem_.group() < kind_.torchs_rows;
   }
 
-  static bool tensor(const NativeOperand& given, bool is_packed, Operand& found, Shape& shape) {
-    const auto *sizes = given.sizes + !is_packed, *strides = given.strides + !is_packed;
-    found = {given.data, is_packed ? 0 : given.strides[0], strides[0], strides[1]};
-    shape = {is_packed ? 1 : given.sizes[0], sizes[0], sizes[1], sizes[2]};
+  static bool tensor(const NativeOperand& native, bool is_packed, Operand& operand, Shape& shape) {
+    const auto *sizes = native.sizes + !is_packed, *strides = native.strides + !is_packed;
+    operand = {native.data, is_packed ? 0 : native.strides[0], strides[0], strides[1]};
+    shape = {is_packed ? 1 : native.sizes[0], sizes[0], sizes[1], sizes[2]};
     return strides[2] == 1 || shape.size == 1;
   }
 
-  static void row_numbers(const NativeOperand& given, bool is_packed, Operand& found, Shape& shape) {
-    const auto *sizes = given.sizes + !is_packed, *strides = given.strides + !is_packed;
-    found = {given.data, is_packed ? 0 : given.strides[0], strides[1], strides[0]};
-    shape = {is_packed ? 1 : given.sizes[0], sizes[1], sizes[0], 1};
+  static void row_numbers(const NativeOperand& native, bool is_packed, Operand& operand, Shape& shape) {
+    const auto *sizes = native.sizes + !is_packed, *strides = native.strides + !is_packed;
+    operand = {native.data, is_packed ? 0 : native.strides[0], strides[1], strides[0]};
+    shape = {is_packed ? 1 : native.sizes[0], sizes[1], sizes[0], 1};
   }
 
   bool read_sequences() {

@@ -52,8 +52,8 @@ struct Float16 {
     // The last bit of 0.5 is worth the smallest subnormal half: the sum is rounded to a multiple of that.
     const Words small = bits_of<Words>(bits_of<Floats>(size) + 0.5f) - 0x3f000000;
     const Words large = size > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
-    const Words found = size < 0x38800000 ? small : size >= 0x47800000 ? large : normal;
-    store(to, __builtin_convertvector(sign | found, Halves));
+    const Words words = size < 0x38800000 ? small : size >= 0x47800000 ? large : normal;
+    store(to, __builtin_convertvector(sign | words, Halves));
   }
 };
 

@@ -196,15 +196,15 @@ class FewRows {
     if (is_masked<kRows>(task, key, count)) {
       mask<kRows>(task, scores, vectors, key, count);
     }
-    Floats found = highest_of(scores, 0, vectors, load<Floats>(highest_));
+    Floats highest = highest_of(scores, 0, vectors, load<Floats>(highest_));
     float twice[2 * kLanes];
     for (int64_t lanes = kRows; lanes < kLanes; lanes *= 2) {
-      store(twice, found);
-      store(twice + kLanes, found);
-      found = larger(load<Floats>(twice + lanes), found);
+      store(twice, highest);
+      store(twice + kLanes, highest);
+      highest = larger(load<Floats>(twice + lanes), highest);
     }
-    is_large = is_large || (!alibi_.is_on() && any_beyond(found, limit));
-    return found;
+    is_large = is_large || (!alibi_.is_on() && any_beyond(highest, limit));
+    return highest;
   }
 
   // Whether some lane of a block has a key that its row doesn't see, or none.
@@ -277,8 +277,8 @@ class FewRows {
       for (int64_t lane = row; lane < kLanes; lane += kRows) {
         sum += sums_[lane];
       }
-      const double found = highest_[row] * scale_.size + std::log(double(sum));
-      *lse[task.row + row] = sum == 0.0f ? -kInfinity : static_cast<float>(found);
+      const double lse_of_row = highest_[row] * scale_.size + std::log(double(sum));
+      *lse[task.row + row] = sum == 0.0f ? -kInfinity : static_cast<float>(lse_of_row);
       const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
       for (int64_t column = 0; column < problem_.value_size; column += kLanes) {
         auto* to = rows[task.row + row] + place(column, problem_.value_size);

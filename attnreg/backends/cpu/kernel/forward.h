@@ -75,8 +75,8 @@ class Forward {
     const int64_t group = problem_.group();
     const auto lse = query_rows<Float32>(problem_.lse, task, group);
     for (int64_t row = 0; row < task.rows; row++) {
-      const double found = highest[row] * scale_.size + std::log(double(sums[row]));
-      *lse[task.row + row] = sums[row] == 0.0f ? -kInfinity : static_cast<float>(found);
+      const double lse_of_row = highest[row] * scale_.size + std::log(double(sums[row]));
+      *lse[task.row + row] = sums[row] == 0.0f ? -kInfinity : static_cast<float>(lse_of_row);
     }
     for (int64_t lane = 0; lane < padded(task.rows, kLanes); lane += kLanes) {
       const Floats sum = load<Floats>(sums + lane);

@@ -145,11 +145,11 @@ class TileForward : public Forward<BFloat16> {
         auto* at = weights.at(panel, key / kTileSteps) + key % kTileSteps / 2 * kTileSteps;
 #pragma GCC unroll 8
         for (int64_t i = 0; i < kTile; i += 2) {
-          const Floats one = fast_exp2(load<Floats>(scores.at(panel, key + i)) * scale_.to_exponent - base);
-          const Floats other = fast_exp2(load<Floats>(scores.at(panel, key + i + 1)) * scale_.to_exponent - base);
-          sums[0] += one;
-          sums[1] += other;
-          store(at + i / 2 * kTileSteps, pairs(nearest(one), nearest(other)));
+          const Floats even = fast_exp2(load<Floats>(scores.at(panel, key + i)) * scale_.to_exponent - base);
+          const Floats odd = fast_exp2(load<Floats>(scores.at(panel, key + i + 1)) * scale_.to_exponent - base);
+          sums[0] += even;
+          sums[1] += odd;
+          store(at + i / 2 * kTileSteps, pairs(nearest(even), nearest(odd)));
         }
         between();
       }

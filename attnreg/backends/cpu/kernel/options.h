@@ -97,8 +97,8 @@ class Dropout {
       Words word = step * static_cast<uint32_t>(last_key_ - key - from) + load<Words>(&starts_[lane]);
       for (int64_t row = from; row < to; row++, word -= step) {
         float* at = weights.at(panel, row);
-        const Floats found = kMultiplies ? load<Floats>(at) * factor_ : broadcast(factor_);
-        store(at, hash(word) >= threshold_ ? found : Floats{});
+        const Floats kept = kMultiplies ? load<Floats>(at) * factor_ : broadcast(factor_);
+        store(at, hash(word) >= threshold_ ? kept : Floats{});
       }
     }
   }

@@ -75,11 +75,11 @@ struct Scale {
   float to_tanh = 0.0f;
 
   explicit Scale(const Problem& problem) : size(std::abs(problem.scale)), is_capped(problem.softcap > 0.0) {
-    const float found = static_cast<float>(size / kLog2);
+    const float factor = static_cast<float>(size / kLog2);
     // Smaller numbers may be flushed to 0, and slopes are divided by the scale.
-    const bool is_zero = found < (problem.slopes ? 0x1p-64f : 0x1p-126f);
+    const bool is_zero = factor < (problem.slopes ? 0x1p-64f : 0x1p-126f);
     sign = is_zero ? 0.0f : problem.scale < 0.0 ? -1.0f : 1.0f;
-    to_exponent = is_zero ? 1.0f : found;
+    to_exponent = is_zero ? 1.0f : factor;
     lowest = problem.slopes ? -100.0f : lowest;
     if (is_zero && problem.slopes) {  // of the exponents nothing is left but slopes
       size = 1.0;
@@ -106,8 +106,8 @@ struct Task {
 
 // Costly tasks first: then the threads, which run task after task, end at nearly the same time.
 inline void sort(std::vector<Task>& tasks, int64_t group) {
-  std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& one, const Task& other) {
-    return one.cost(group) > other.cost(group);
+  std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) {
+    return a.cost(group) > b.cost(group);
   });
 }
 
@@ -139,9 +139,9 @@ class Buffer {
   Panels panels(int64_t columns, int64_t height) { return {take(Panels::size(columns, height)), height}; }
 
   Panels zeros(int64_t columns, int64_t height) {
-    const Panels found = panels(columns, height);
-    std::fill_n(found.data, Panels::size(columns, height), 0.0f);
-    return found;
+    const Panels zeroed = panels(columns, height);
+    std::fill_n(zeroed.data, Panels::size(columns, height), 0.0f);
+    return zeroed;
   }
 
  private:
@@ -198,11 +198,11 @@ class Bounds {
 
   // The same of each row of a panel.
   Ints each_within(int64_t lane, int64_t key, int64_t keys) const {
-    Ints found;
+    Ints is_visible;
     for (int64_t i = 0; i < kLanes; i++) {
-      found[i] = -int32_t(first_[lane + i] >= key && end_[lane + i] <= key + keys);
+      is_visible[i] = -int32_t(first_[lane + i] >= key && end_[lane + i] <= key + keys);
     }
-    return found;
+    return is_visible;
   }
 
   // Sets scores that are masked to minus infinity.

@@ -27,10 +27,10 @@ struct RowSums {
     Panels scores, int64_t panels, int64_t from, int64_t to, float to_tanh, Panels slopes = {}) {
   for (int64_t panel = 0; panel < panels; panel++) {
     for (int64_t row = from; row < to; row++) {
-      const Floats found = tanh(load<Floats>(scores.at(panel, row)) * to_tanh);
-      store(scores.at(panel, row), found);
+      const Floats capped = tanh(load<Floats>(scores.at(panel, row)) * to_tanh);
+      store(scores.at(panel, row), capped);
       if (slopes.data) {
-        store(slopes.at(panel, row), 1.0f - found * found);
+        store(slopes.at(panel, row), 1.0f - capped * capped);
       }
     }
   }
@@ -130,15 +130,15 @@ void softmax_of_tile(
 // its statistics. A row whose LSE, as given, is of more keys than there are here (with sinks, or over ranks) keeps that,
 // and the delta of the output. What an LSE was rounded by is no key; in 16 bits another kernel's may be off by more.
 template <class Number>
-void settle(double given, float delta_of_out, double size, float& base, float& rest, float& delta) {
+void settle(double lse, float delta_of_out, double size, float& base, float& rest, float& delta) {
   constexpr double kRounding = (std::is_same_v<Number, Float32> ? 2 : 16) * std::numeric_limits<float>::epsilon();
   const double highest = base * size, own = highest + std::log(double(rest));
   if (base == -kInfinity) {  // sees no key here
     base = delta = 0.0f;
     rest = kInfinity;
-  } else if (own < given - kRounding * std::max(1.0, std::abs(given))) {
+  } else if (own < lse - kRounding * std::max(1.0, std::abs(lse))) {
     delta = delta_of_out;
-    rest = static_cast<float>((given - highest) / kLog2);
+    rest = static_cast<float>((lse - highest) / kLog2);
   } else {
     delta /= rest;
     rest = static_cast<float>(std::log2(double(rest)));
@@ -173,12 +173,12 @@ void gradients_of_block(
     float *weight = weights.at(0, row), *grad = grads.at(0, row);
     // No weight is above 1, however much of very large scores was lost to rounding.
     const Floats power = (load<Floats>(weight) - base) * to_exponent - rest;
-    const Floats found = exp2(power > 0.0f ? Floats{} : power, lowest);
-    const Floats grad_of_score = found * (load<Floats>(grad) - delta);
-    store(weight, found);
+    const Floats weights = exp2(power > 0.0f ? Floats{} : power, lowest);
+    const Floats grad_of_score = weights * (load<Floats>(grad) - delta);
+    store(weight, weights);
     store(grad, grad_of_score);
     sum += grad_of_score;
-    all += found;
+    all += weights;
   }
   // The delta is that of an output in 16 bits, or of one that is multiplied by the factor of dropout. With few keys its
   // rounding is most of a gradient's error, and plain PyTorch operations haven't got it: gradients of a row's scores add

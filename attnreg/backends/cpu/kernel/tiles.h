@@ -69,7 +69,7 @@ struct TileUnit {
 struct TileUnit {
   // Whether the machine has AMX, the system saves its registers, and lets this process use them: once it was asked.
   static bool is_there() {
-    static const bool found = [] {
+    static const bool is_supported = [] {
       constexpr unsigned kBFloat16 = 1 << 22, kTiles = 1 << 24, kSaves = 1 << 27, kStates = 3 << 17;
       constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
       unsigned a, b, c, d, high;
@@ -82,7 +82,7 @@ struct TileUnit {
       asm volatile("xgetbv" : "=a"(a), "=d"(high) : "c"(0));
       return (a & kStates) == kStates && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     }();
-    return found;
+    return is_supported;
   }
 
   // All eight tiles are of full size. Of another thread's, or another library's, configuration nothing is left.

@@ -64,8 +64,8 @@ inline Floats broadcast(float number) {
   return Floats{} + number;
 }
 
-inline Floats larger(Floats one, Floats other) {
-  return one > other ? one : other;
+inline Floats larger(Floats a, Floats b) {
+  return a > b ? a : b;
 }
 
 // Whether some number is finite and further from 0 than a limit.
@@ -111,13 +111,13 @@ inline Floats tanh(Floats x) {
 }
 
 template <size_t... kLane>
-inline Floats interleaved(Floats one, Floats other, bool high, std::index_sequence<kLane...>) {
+inline Floats interleaved(Floats a, Floats b, bool high, std::index_sequence<kLane...>) {
 #if defined(__clang__)
-  return high ? __builtin_shufflevector(one, other, ((kLanes + kLane) / 2 + kLane % 2 * kLanes)...)
-              : __builtin_shufflevector(one, other, (kLane / 2 + kLane % 2 * kLanes)...);
+  return high ? __builtin_shufflevector(a, b, ((kLanes + kLane) / 2 + kLane % 2 * kLanes)...)
+              : __builtin_shufflevector(a, b, (kLane / 2 + kLane % 2 * kLanes)...);
 #else
-  return high ? __builtin_shuffle(one, other, Ints{((kLanes + kLane) / 2 + kLane % 2 * kLanes)...})
-              : __builtin_shuffle(one, other, Ints{(kLane / 2 + kLane % 2 * kLanes)...});
+  return high ? __builtin_shuffle(a, b, Ints{((kLanes + kLane) / 2 + kLane % 2 * kLanes)...})
+              : __builtin_shuffle(a, b, Ints{(kLane / 2 + kLane % 2 * kLanes)...});
 #endif
 }
 

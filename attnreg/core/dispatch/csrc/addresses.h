@@ -103,14 +103,14 @@ inline std::optional<Read> derived_by_python(
   if (own.defined()) {
     arguments.push_back(owned(THPVariable_Wrap(own)));
   }
-  const Object found = call_python(launcher.derive.get(), arguments);
-  if (found.get() == Py_None) {
+  const Object returned = call_python(launcher.derive.get(), arguments);
+  if (returned.get() == Py_None) {
     return std::nullopt;
   }
   PyObject *tensor = nullptr, *places = nullptr;
-  if (!PyTuple_Check(found.get()) || !PyArg_ParseTuple(found.get(), "OO!", &tensor, &PyTuple_Type, &places) || !THPVariable_Check(tensor)) {
+  if (!PyTuple_Check(returned.get()) || !PyArg_ParseTuple(returned.get(), "OO!", &tensor, &PyTuple_Type, &places) || !THPVariable_Check(tensor)) {
     PyErr_Clear();
-    TORCH_CHECK_TYPE(false, "attnreg: Prepared.derive returned a ", Py_TYPE(found.get())->tp_name,
+    TORCH_CHECK_TYPE(false, "attnreg: Prepared.derive returned a ", Py_TYPE(returned.get())->tp_name,
                      tensor ? c10::str(" of a ", Py_TYPE(tensor)->tp_name) : "", ", expected a tuple of a tensor and a tuple of places, or None");
   }
   Read read{THPVariable_Unpack(tensor), numbers_of(places)};
@@ -126,8 +126,8 @@ inline std::optional<Read> kept_written(
     const Prepared& launcher, const at::Tensor& queries, const at::Tensor& keys, c10::Stream stream) {
   const OffsetsKernel& kernel = *launcher.kernel;
   const auto find = [&] {
-    return std::find_if(all_written.begin(), all_written.end(), [&](const Written& one) {
-      return one.kernel.writes_as(kernel) && one.offsets.look_like(queries, keys, stream);
+    return std::find_if(all_written.begin(), all_written.end(), [&](const Written& each) {
+      return each.kernel.writes_as(kernel) && each.offsets.look_like(queries, keys, stream);
     });
   };
   const auto same = find();
@@ -146,8 +146,8 @@ inline std::optional<Read> kept_written(
   }
   Read read = written(kernel, queries, keys, stream);
   std::vector<Written> dropped;  // destroyed last: other threads may run then
-  const auto gone = std::stable_partition(all_written.begin(), all_written.end(), [](const Written& one) {
-    return !one.offsets.have_gone();
+  const auto gone = std::stable_partition(all_written.begin(), all_written.end(), [](const Written& each) {
+    return !each.offsets.have_gone();
   });
   std::move(gone, all_written.end(), std::back_inserter(dropped));
   all_written.erase(gone, all_written.end());
@@ -312,8 +312,8 @@ inline bool launch(const AddressLauncher& launcher, const Launch& call, Tensors&
   const c10::Stream stream = stream_of(call.tensors[0]);
   std::vector<int64_t> strides = strides_of(call);
   const WithGil gil;
-  const auto kept = std::find_if(launcher.prepared.begin(), launcher.prepared.end(), [&](const auto& one) {
-    return are_between(call.lengths, one->least, one->most) && one->strides == strides;
+  const auto kept = std::find_if(launcher.prepared.begin(), launcher.prepared.end(), [&](const auto& each) {
+    return are_between(call.lengths, each->least, each->most) && each->strides == strides;
   });
   std::shared_ptr<const Prepared> how = kept == launcher.prepared.end() ? nullptr : *kept;
   if (!how) {

@@ -35,7 +35,7 @@ using Tallies = std::vector<std::shared_ptr<Tally>>;
 inline auto& all_tallies = *new std::unordered_map<PyObject*, std::shared_ptr<Tally>>;  // under the interpreter's lock
 
 inline Tallies tallies_of(PyObject* counters) {
-  Tallies found;
+  Tallies tallies;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(counters); i++) {
     PyObject* counter = PyTuple_GET_ITEM(counters, i);
     auto& tally = all_tallies[counter];
@@ -43,9 +43,9 @@ inline Tallies tallies_of(PyObject* counters) {
       Py_INCREF(counter);
       tally = std::make_shared<Tally>(counter);
     }
-    found.push_back(tally);
+    tallies.push_back(tally);
   }
-  return found;
+  return tallies;
 }
 
 // ---- What is kept
@@ -295,9 +295,9 @@ inline bool can_answer(const Entry& entry, const Launch& call) {
 // Run a kept call; false if its launcher can't. The results are as the contract says. `keys` are those of the op's dispatch.
 inline bool run(const Entry& entry, const Launch& call, c10::DispatchKeySet keys, Tensors& results, Spare& spare) {
   const auto device = call.tensors[0].device();
-  c10::OptionalDeviceGuard there;
+  c10::OptionalDeviceGuard device_guard;
   if (device.is_cuda()) {
-    there.reset_device(device);
+    device_guard.reset_device(device);
   }
   const bool clears = clears_rows(entry, call);
   const DeviceCode* code = clears ? device_code_of(device) : nullptr;

@@ -27,9 +27,9 @@ inline std::atomic<PyObject*> choices{nullptr};  // the context variable, once i
 inline int64_t number_of_choice(PyObject* choice) {
   static PyObject* const attribute = PyUnicode_InternFromString("number");
   const Object number = owned(PyObject_GetAttr(choice, attribute));
-  const int64_t found = number ? PyLong_AsLongLong(number.get()) : -1;
+  const int64_t value = number ? PyLong_AsLongLong(number.get()) : -1;
   PyErr_Clear();
-  return found;
+  return value;
 }
 
 // The number of the choice in the context variable, or in a backward of that which `dispatch.scope` says is inherited;
@@ -257,13 +257,13 @@ inline PyObject* call_in_block(PyObject* in_block, PyObject* const* arguments, s
 }
 
 // take_over(in_block): have calls of the function made here.
-inline PyObject* take_over(PyObject*, PyObject* given) {
-  PyObject* closure = PyFunction_Check(given) ? PyFunction_GET_CLOSURE(given) : nullptr;
+inline PyObject* take_over(PyObject*, PyObject* in_block) {
+  PyObject* closure = PyFunction_Check(in_block) ? PyFunction_GET_CLOSURE(in_block) : nullptr;
   if (!closure || PyTuple_GET_SIZE(closure) != 1) {
     PyErr_SetString(PyExc_TypeError, "take_over: expected a function that uses one variable of the function around it");
     return nullptr;
   }
-  have_called_by(given, call_in_block);
+  have_called_by(in_block, call_in_block);
   Py_RETURN_NONE;
 }
 

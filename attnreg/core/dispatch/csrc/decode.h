@@ -51,9 +51,9 @@ constexpr int64_t kPaged = -1;  // in place of the length of keys that are pages
 inline auto& regular_offsets = *new std::vector<RegularOffsets>;  // the newest last; under the interpreter's lock
 
 inline const RegularOffsets* find_regular(int64_t batch, int64_t length_q, int64_t length_k, c10::Stream stream) {
-  for (const RegularOffsets& one : regular_offsets) {
-    if (one.batch == batch && one.length_q == length_q && one.length_k == length_k && one.stream == stream) {
-      return &one;
+  for (const RegularOffsets& each : regular_offsets) {
+    if (each.batch == batch && each.length_q == length_q && each.length_k == length_k && each.stream == stream) {
+      return &each;
     }
   }
   return nullptr;
@@ -162,7 +162,7 @@ inline bool append_rows(
         places.room() / places.size, places.size, places.pages, batch, count, keys.rows.size(2)};
     keys.append_words(words);
     values.append_words(words);
-    const c10::OptionalDeviceGuard there(device);
+    const c10::OptionalDeviceGuard device_guard(device);
     const int64_t threads = 2 * batch * count * 32;  // a warp for each row
     launch_on(*code, code->append, (threads + kBlock128 - 1) / kBlock128, kBlock128, used, words);
   }
@@ -277,15 +277,15 @@ inline Tensors planned_step(
   owners.push_back(owned(PyLong_FromLongLong(call.max_q)));
   owners.push_back(owned(PyLong_FromLongLong(call.max_k)));
   const Object used = owned(THPVariable_Wrap(further.used)), table = owned(THPVariable_Wrap(further.table));
-  std::vector<PyObject*> given;
-  for (const Object& one : owners) {
-    if (!one || !used || !table) {
+  std::vector<PyObject*> of_plan;
+  for (const Object& each : owners) {
+    if (!each || !used || !table) {
       throw_error_of_python();
     }
-    given.push_back(one.get());
+    of_plan.push_back(each.get());
   }
-  given.insert(given.end(), {arguments[7], arguments[8], arguments[9], Py_True, arguments[10]});
-  return planned_forward(given.data(), false, Py_None, used.get(), table.get(), key, lengths, generation);
+  of_plan.insert(of_plan.end(), {arguments[7], arguments[8], arguments[9], Py_True, arguments[10]});
+  return planned_forward(of_plan.data(), false, Py_None, used.get(), table.get(), key, lengths, generation);
 }
 
 // Return output, (B, S_q, H, D_v), and LSE, (B, H, S_q) or None, of a step; None where Python has to run it: then
@@ -341,24 +341,24 @@ inline PyObject* decode(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     const Further further{at::Tensor(), counts, step.table, !returns_lse, true};
     Lengths lengths;
     const Key key = varlen_key(kVarlenForward, call, tensors, 0, further, lengths);
-    const LookedUp found = look_up(key, lengths);
-    if (key.empty() || !(found.entry || is_checked)) {
+    const LookedUp looked_up = look_up(key, lengths);
+    if (key.empty() || !(looked_up.entry || is_checked)) {
       Py_RETURN_NONE;
     }
     bool appended = true, done = false;
     {
       const WithoutGil without;  // a launch may wait for the device
       appended = !step.k.defined() || append_rows({step.k, step.k_cache}, {step.v, step.v_cache}, step.places(), step.used, counts);
-      if (appended && found.entry) {
+      if (appended && looked_up.entry) {
         Facts known;
-        done = run_varlen(key, lengths, found, tensors, 0, known, further, results);
+        done = run_varlen(key, lengths, looked_up, tensors, 0, known, further, results);
       }
     }
     if (!appended) {
       Py_RETURN_NONE;
     }
     if (!done) {
-      results = planned_step(arguments, tensors, call, further, key, lengths, found.generation);
+      results = planned_step(arguments, tensors, call, further, key, lengths, looked_up.generation);
     }
   }
   const Object out = owned(THPVariable_Wrap(unpacked_rows(results[0], batch, length_q)));

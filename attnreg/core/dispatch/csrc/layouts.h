@@ -85,13 +85,13 @@ inline at::Tensor laid_out_like(const at::Tensor& result, const at::Tensor& mode
 
 // Bring what an op is given into the contract's layout.
 inline Tensors to_contract(const Layout& layout, Arguments arguments) {
-  Tensors given;
+  Tensors as_viewed;
   for (size_t i = 0; i < layout.tensors(); i++) {
     const at::Tensor& x = arguments[i].toTensor();
     const bool is_lse = layout.is_backward() && i + 1 == layout.tensors();
-    given.push_back(is_lse ? (layout.lse_ends_in_one ? without_last(x) : x) : (layout.bhsd ? transposed(x) : x));
+    as_viewed.push_back(is_lse ? (layout.lse_ends_in_one ? without_last(x) : x) : (layout.bhsd ? transposed(x) : x));
   }
-  return given;
+  return as_viewed;
 }
 
 // Bring a launcher's results into the op's layout: output and LSE, or three gradients.
@@ -118,15 +118,15 @@ constexpr size_t kBlock = 512;
 // A new tensor like a model on "meta", of which nothing is written. It lies in memory to spare if there is enough of
 // that in one place: allocating a number takes the host as long as entering a router.
 inline at::Tensor auxiliary_like(const at::Tensor& model, c10::Device device, Spare& spare) {
-  const auto found = std::find_if(spare.begin(), spare.end(), [&](const at::Tensor& x) {
+  const auto reusable = std::find_if(spare.begin(), spare.end(), [&](const at::Tensor& x) {
     return x.defined() && x.device() == device && x.use_count() == 1 && x.has_storage() &&
         x.storage().use_count() == 1 && x.storage().nbytes() >= model.nbytes() && x.storage().nbytes() <= kBlock;
   });
-  if (found == spare.end()) {
+  if (reusable == spare.end()) {
     // Not `empty_like`: of a tensor on "meta" that is written in Python.
     return at::empty(model.sizes(), at::TensorOptions().dtype(model.dtype()).device(device));
   }
-  const at::Tensor once = std::exchange(*found, at::Tensor());
+  const at::Tensor once = std::exchange(*reusable, at::Tensor());
   auto made = c10::make_intrusive<c10::TensorImpl>(c10::Storage(once.storage()), once.key_set(), model.dtype());
   made->set_sizes_contiguous(model.sizes());
   return at::Tensor(std::move(made));

@@ -114,11 +114,11 @@ PyObject* forget_choices(PyObject*, PyObject*) {
 }
 
 PyObject* trust_offsets(PyObject*, PyObject* seconds) {
-  const double given = PyFloat_AsDouble(seconds);
-  if (given == -1.0 && PyErr_Occurred()) {
+  const double number = PyFloat_AsDouble(seconds);
+  if (number == -1.0 && PyErr_Occurred()) {
     return nullptr;
   }
-  trusted = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(given));
+  trusted = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(number));
   Py_RETURN_NONE;
 }
 
@@ -176,16 +176,16 @@ PyObject* drain(PyObject*, PyObject*) {
       at = all_tallies.erase(at);
     }
   }
-  PyObject* found = PyList_New(0);
+  PyObject* rows = PyList_New(0);
   for (const auto& [counter, times] : counted) {
-    PyObject* row = found && times != 0 ? Py_BuildValue("(OL)", counter, static_cast<long long>(times)) : nullptr;
-    if (row && PyList_Append(found, row) != 0) {
-      Py_CLEAR(found);
+    PyObject* row = rows && times != 0 ? Py_BuildValue("(OL)", counter, static_cast<long long>(times)) : nullptr;
+    if (row && PyList_Append(rows, row) != 0) {
+      Py_CLEAR(rows);
     }
     Py_XDECREF(row);
     Py_DECREF(counter);
   }
-  return PyErr_Occurred() ? nullptr : found;
+  return PyErr_Occurred() ? nullptr : rows;
 }
 
 PyMethodDef functions[] = {

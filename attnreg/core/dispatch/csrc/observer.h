@@ -22,10 +22,10 @@ class Observer final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     const Key key = enabled.load(std::memory_order_relaxed) ? key_of(arguments) : Key{};
-    const LookedUp found = look_up(key, Lengths{});
-    if (found.entry) {
+    const LookedUp looked_up = look_up(key, Lengths{});
+    if (looked_up.entry) {
       native_.callBoxed(op, keys, stack);
-      found.entry->count();
+      looked_up.entry->count();
       return;
     }
     std::vector<c10::IValue> values;  // the kernel takes them from the stack
@@ -34,11 +34,11 @@ class Observer final : public c10::OperatorKernel {
     }
     native_.callBoxed(op, keys, stack);
     const WithGil gil;
-    std::vector<Object> given;
+    std::vector<Object> objects;
     for (const c10::IValue& value : values) {
-      given.push_back(owned(to_python(value)));
+      objects.push_back(owned(to_python(value)));
     }
-    const Object counter = call_python(count_.get(), given);
+    const Object counter = call_python(count_.get(), objects);
     if (counter.get() == Py_None) {
       return;
     }
@@ -48,7 +48,7 @@ class Observer final : public c10::OperatorKernel {
     }
     auto entry = std::make_shared<Entry>();
     entry->tallies = tallies_of(counters.get());
-    keep(key, Lengths{}, found.generation, Classes{}, Detail::kClass, std::move(entry));
+    keep(key, Lengths{}, looked_up.generation, Classes{}, Detail::kClass, std::move(entry));
   }
 
  private:

@@ -46,7 +46,7 @@ struct Question {
     const std::unique_lock lock(guard);
     // Nobody else has taken the place meanwhile, also if the pair was dropped: it is taken again only after an answer.
     answers[slot] = 0;
-    const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& one) { return one.slot == slot; });
+    const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& each) { return each.slot == slot; });
     if (pair == cache.offsets.end()) {
       return;
     }
@@ -74,7 +74,7 @@ struct Question {
 // Have the device say what is so of a pair of offsets, without a wait, by a kernel of its own.
 inline void ask_device(const at::Tensor& queries, const at::Tensor& keys, int64_t tokens_q, int64_t tokens_k, Question& question) {
   const DeviceCode& code = *device_code_of(queries.device());
-  const c10::OptionalDeviceGuard there(queries.device());  // the default stream is that of the current device
+  const c10::OptionalDeviceGuard device_guard(queries.device());  // the default stream is that of the current device
   const int64_t batch = queries.size(0) - 1;
   const int64_t threads = std::min<int64_t>((std::max<int64_t>(batch, 1) + 31) / 32 * 32, 1024);
   launch_on(code, code.facts, 1, threads, queries,

@@ -120,9 +120,9 @@ struct Programs {
 
 inline PyObject* item(PyObject* tuple, Py_ssize_t place, PyTypeObject* type = nullptr) {
   TORCH_CHECK_TYPE(PyTuple_Check(tuple) && place < PyTuple_GET_SIZE(tuple), "attnreg: a program lacks item ", place);
-  PyObject* const found = PyTuple_GET_ITEM(tuple, place);
-  TORCH_CHECK_TYPE(!type || PyObject_TypeCheck(found, type), "attnreg: item ", place, " of a program is a ", Py_TYPE(found)->tp_name);
-  return found;
+  PyObject* const value = PyTuple_GET_ITEM(tuple, place);
+  TORCH_CHECK_TYPE(!type || PyObject_TypeCheck(value, type), "attnreg: item ", place, " of a program is a ", Py_TYPE(value)->tp_name);
+  return value;
 }
 
 inline void* address_of_number(PyObject* number) {
@@ -136,15 +136,15 @@ inline void* address_of_number(PyObject* number) {
 
 inline FfiValue read_argument(PyObject* pair) {
   FfiValue value{static_cast<int32_t>(PyLong_AsLong(item(pair, 0))), 0, {}};
-  PyObject* const given = item(pair, 1);
+  PyObject* const object = item(pair, 1);
   value.integer = 0;
   if (value.type == kFfiFloat) {
-    value.number = PyFloat_AsDouble(given);
+    value.number = PyFloat_AsDouble(object);
   } else if (value.type == kFfiObject) {
-    value.pointer = address_of_number(given);
+    value.pointer = address_of_number(object);
     value.type = static_cast<const FfiObject*>(value.pointer)->type;
   } else {
-    value.integer = PyLong_AsLongLong(given);
+    value.integer = PyLong_AsLongLong(object);
   }
   if (PyErr_Occurred()) {
     throw_error_of_python();
@@ -168,13 +168,13 @@ inline std::shared_ptr<const Program> read_program(PyObject* described) {
   program->contiguous = numbers_of(item(described, 2, &PyTuple_Type));
   PyObject* const buffers = item(described, 3, &PyTuple_Type);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(buffers); i++) {
-    PyObject* const one = item(buffers, i, &PyTuple_Type);
-    ProgramBuffer buffer{PyLong_AsLongLong(item(one, 0))};
+    PyObject* const each = item(buffers, i, &PyTuple_Type);
+    ProgramBuffer buffer{PyLong_AsLongLong(item(each, 0))};
     if (buffer.like < 0) {
-      TORCH_CHECK_TYPE(THPDtype_Check(item(one, 1)), "attnreg: a program's buffer has no dtype");
-      buffer.dtype = reinterpret_cast<THPDtype*>(item(one, 1))->scalar_type;
-      buffer.zero = PyObject_IsTrue(item(one, 3)) == 1;
-      PyObject* const sizes = item(one, 2, &PyTuple_Type);
+      TORCH_CHECK_TYPE(THPDtype_Check(item(each, 1)), "attnreg: a program's buffer has no dtype");
+      buffer.dtype = reinterpret_cast<THPDtype*>(item(each, 1))->scalar_type;
+      buffer.zero = PyObject_IsTrue(item(each, 3)) == 1;
+      PyObject* const sizes = item(each, 2, &PyTuple_Type);
       for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(sizes); j++) {
         const auto numbers = numbers_of(item(sizes, j, &PyTuple_Type));
         TORCH_CHECK(numbers.size() == kNumbers + 3, "attnreg: a program's size has ", numbers.size(), " numbers");

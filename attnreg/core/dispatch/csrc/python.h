@@ -45,9 +45,9 @@ using Object = std::shared_ptr<PyObject>;
 // An object that goes in whatever thread its last user ends.
 inline Object held(PyObject* object) {
   Py_INCREF(object);
-  return Object(object, [](PyObject* one) {
+  return Object(object, [](PyObject* each) {
     const WithGil gil;
-    Py_DECREF(one);
+    Py_DECREF(each);
   });
 }
 
@@ -63,14 +63,14 @@ inline Object owned(PyObject* object) {
 }
 
 inline std::vector<int64_t> numbers_of(PyObject* tuple) {
-  std::vector<int64_t> found;
+  std::vector<int64_t> numbers;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
-    found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+    numbers.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
   }
   if (PyErr_Occurred()) {
     throw_error_of_python();
   }
-  return found;
+  return numbers;
 }
 
 // A new reference to a tuple of numbers.
@@ -131,14 +131,14 @@ inline const at::Tensor& tensor_of(PyObject* object) {
 
 // Call a function; the caller has the lock.
 inline Object call_python(PyObject* function, const std::vector<Object>& arguments) {
-  std::vector<PyObject*> given;
-  for (const Object& one : arguments) {
-    if (!one) {
+  std::vector<PyObject*> pointers;
+  for (const Object& each : arguments) {
+    if (!each) {
       throw_error_of_python();
     }
-    given.push_back(one.get());
+    pointers.push_back(each.get());
   }
-  Object returned = owned(PyObject_Vectorcall(function, given.data(), given.size(), nullptr));
+  Object returned = owned(PyObject_Vectorcall(function, pointers.data(), pointers.size(), nullptr));
   if (!returned) {
     throw_error_of_python();
   }

@@ -40,22 +40,22 @@ class Router final : public c10::OperatorKernel {
     }
     Lengths lengths;
     const Key key = choice < 0 ? Key{} : key_of(choice, arguments, lengths);
-    const LookedUp found = is_enabled ? look_up(key, lengths) : LookedUp{};
-    if (found.entry && !found.entry->is_due()) {
-      const auto run = [&] { return run_kept(*found.entry, lengths, choice, arguments, op, keys, stack); };
-      if (run_unless_declined(*found.entry, run)) {
-        found.entry->count();
+    const LookedUp looked_up = is_enabled ? look_up(key, lengths) : LookedUp{};
+    if (looked_up.entry && !looked_up.entry->is_due()) {
+      const auto run = [&] { return run_kept(*looked_up.entry, lengths, choice, arguments, op, keys, stack); };
+      if (run_unless_declined(*looked_up.entry, run)) {
+        looked_up.entry->count();
         return;
       }
       erase(key, lengths);
     }
-    ask_plan(key, lengths, found.generation, arguments, op, stack);
+    ask_plan(key, lengths, looked_up.generation, arguments, op, stack);
   }
 
  private:
   // Mark rows with a score of NaN or +inf, which torch's kernel for the CPU may hide, by `torchlib.nan_rows` in Python. Only
   // a row whose LSE isn't finite, or 0, may be one.
-  static void show_nan(const torch::jit::Stack& stack, Arguments given) {
+  static void show_nan(const torch::jit::Stack& stack, Arguments inputs) {
     const at::Tensor &out = stack[stack.size() - 2].toTensor(), &lse = stack.back().toTensor();
     const auto may_hide = [](const auto* numbers, int64_t count) {
       constexpr auto kInfinity = std::numeric_limits<std::decay_t<decltype(*numbers)>>::infinity();
@@ -74,7 +74,7 @@ class Router final : public c10::OperatorKernel {
     }
     std::vector<Object> arguments{owned(THPVariable_Wrap(out)), owned(THPVariable_Wrap(lse))};
     for (const size_t place : {0, 1, 4, 5}) {  // query, key, whether it is causal, and the mask
-      arguments.push_back(owned(to_python(given[place])));
+      arguments.push_back(owned(to_python(inputs[place])));
     }
     call_python(show.get(), arguments);
   }
@@ -169,9 +169,9 @@ class Router final : public c10::OperatorKernel {
     const int64_t token = choice != 0 ? layout_.token_result : -1;
     if (entry.is_native()) {
       if (layout_.lse_bsh) {
-        const c10::SmallVector<c10::IValue, 8> given(arguments.begin(), arguments.end());  // the kernel takes them from the stack
+        const c10::SmallVector<c10::IValue, 8> inputs(arguments.begin(), arguments.end());  // the kernel takes them from the stack
         native_->callBoxed(op, keys, stack);
-        show_nan(*stack, given);
+        show_nan(*stack, inputs);
       } else {
         native_->callBoxed(op, keys, stack);
       }
@@ -187,9 +187,9 @@ class Router final : public c10::OperatorKernel {
       }
       return true;
     }
-    Tensors given = to_contract(layout_, arguments), results;
+    Tensors tensors = to_contract(layout_, arguments), results;
     Spare spare;
-    if (!run(entry, Launch{given, lengths, false, true, true, !layout_.is_backward()}, keys, results, spare)) {
+    if (!run(entry, Launch{tensors, lengths, false, true, true, !layout_.is_backward()}, keys, results, spare)) {
       return false;
     }
     to_op(layout_, arguments, results);
@@ -218,10 +218,10 @@ class Router final : public c10::OperatorKernel {
       torch::jit::Stack* stack) const {
     const auto& schema = op.schema();
     const WithGil gil;
-    std::vector<Object> given;
+    std::vector<Object> objects;
     size_t positional = 0;
     while (positional < arguments.size() && !schema.arguments()[positional].kwarg_only()) {
-      given.push_back(owned(to_python(arguments[positional++])));
+      objects.push_back(owned(to_python(arguments[positional++])));
     }
     // Options that are as they would be anyway aren't named.
     const Object options = owned(PyDict_New());
@@ -235,13 +235,13 @@ class Router final : public c10::OperatorKernel {
         throw_error_of_python();
       }
     }
-    const Object tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(given.size())));
-    for (size_t i = 0; i < given.size(); i++) {
-      if (!given[i]) {
+    const Object tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(objects.size())));
+    for (size_t i = 0; i < objects.size(); i++) {
+      if (!objects[i]) {
         throw_error_of_python();
       }
-      Py_INCREF(given[i].get());
-      PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), given[i].get());
+      Py_INCREF(objects[i].get());
+      PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), objects[i].get());
     }
     const Object returned = owned(PyObject_Call(plan_.get(), tuple.get(), options.get()));
     PyObject *results = nullptr, *described = nullptr;
@@ -254,13 +254,13 @@ class Router final : public c10::OperatorKernel {
     stack->insert(stack->end(), values.begin(), values.end());
   }
 
-  static bool same(const c10::IValue& one, const c10::IValue& other) {
-    if (one.isNone() || other.isNone()) {
-      return one.isNone() && other.isNone();
+  static bool same(const c10::IValue& a, const c10::IValue& b) {
+    if (a.isNone() || b.isNone()) {
+      return a.isNone() && b.isNone();
     }
-    return one.isScalar() && other.isScalar() && one.tagKind() == other.tagKind() &&
-        (one.isDouble() ? one.toDouble() == other.toDouble()
-                        : one.isInt() ? one.toInt() == other.toInt() : one.isBool() && one.toBool() == other.toBool());
+    return a.isScalar() && b.isScalar() && a.tagKind() == b.tagKind() &&
+        (a.isDouble() ? a.toDouble() == b.toDouble()
+                        : a.isInt() ? a.toInt() == b.toInt() : a.isBool() && a.toBool() == b.toBool());
   }
 
   static std::vector<c10::IValue> read_results(PyObject* results, const c10::FunctionSchema& schema) {

@@ -48,12 +48,12 @@ inline void record(
 inline Tensors planned_forward(
     PyObject* const* arguments, bool needs_gradient, PyObject* sinks, PyObject* used, PyObject* table, const Key& key,
     const Lengths& lengths, uint64_t generation, size_t tensors = 5) {
-  std::vector<PyObject*> given(arguments, arguments + 12);
-  given.push_back(needs_gradient ? Py_True : Py_False);
-  given.push_back(sinks);
-  given.push_back(used);
-  given.push_back(table);
-  const Object returned = owned(PyObject_Vectorcall(plan_forward, given.data(), given.size(), nullptr));
+  std::vector<PyObject*> of_plan(arguments, arguments + 12);
+  of_plan.push_back(needs_gradient ? Py_True : Py_False);
+  of_plan.push_back(sinks);
+  of_plan.push_back(used);
+  of_plan.push_back(table);
+  const Object returned = owned(PyObject_Vectorcall(plan_forward, of_plan.data(), of_plan.size(), nullptr));
   PyObject *out = nullptr, *lse = nullptr, *described = nullptr;
   if (!returned || !PyArg_ParseTuple(returned.get(), "OOO", &out, &lse, &described)) {
     throw_error_of_python();
@@ -65,11 +65,11 @@ inline Tensors planned_forward(
 
 // Count sinks in the results of a kernel; the caller owns the interpreter's lock.
 inline Tensors results_with_sinks(const Tensors& results, const at::Tensor& sinks) {
-  std::vector<Object> given;
-  for (const at::Tensor& one : {results[0], results[1], sinks}) {
-    given.push_back(owned(THPVariable_Wrap(one)));
+  std::vector<Object> objects;
+  for (const at::Tensor& each : {results[0], results[1], sinks}) {
+    objects.push_back(owned(THPVariable_Wrap(each)));
   }
-  const Object returned = call_python(with_sinks, given);
+  const Object returned = call_python(with_sinks, objects);
   return {THPVariable_Unpack(PyTuple_GET_ITEM(returned.get(), 0)), THPVariable_Unpack(PyTuple_GET_ITEM(returned.get(), 1))};
 }
 
@@ -125,16 +125,16 @@ inline PyObject* attend(PyObject* const* arguments, bool is_packed) {
     const at::AutoDispatchBelowADInplaceOrView below;
     Lengths lengths;
     const Key key = varlen_key(kVarlenForward, call, tensors, 0, further, lengths);
-    const LookedUp found = look_up(key, lengths);
+    const LookedUp looked_up = look_up(key, lengths);
     bool done = false, counted = false;
-    if (found.entry) {
+    if (looked_up.entry) {
       const WithoutGil without;
-      done = run_varlen(key, lengths, found, tensors, 0, known, further, results);
-      counted = done && found.entry->counts_sinks;
+      done = run_varlen(key, lengths, looked_up, tensors, 0, known, further, results);
+      counted = done && looked_up.entry->counts_sinks;
     }
     if (!done) {
-      PyObject* given = to_count.defined() ? arguments[13] : Py_None;
-      results = planned_forward(arguments, needs_gradient, given, arguments[14], Py_None, key, lengths, found.generation, tensors.size());
+      PyObject* counted_sinks = to_count.defined() ? arguments[13] : Py_None;
+      results = planned_forward(arguments, needs_gradient, counted_sinks, arguments[14], Py_None, key, lengths, looked_up.generation, tensors.size());
       counted = to_count.defined();
     }
     if (sinks.defined() && !counted) {
@@ -165,10 +165,10 @@ inline PyObject* dense(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 8, "dense: got ", count, " arguments, expected 8");
   const Object zero = owned(PyLong_FromLong(0));  // the tensors say the lengths
-  PyObject* const given[15] = {arguments[0], arguments[1], arguments[2], Py_None,      Py_None,
+  PyObject* const of_packed[15] = {arguments[0], arguments[1], arguments[2], Py_None,      Py_None,
                                zero.get(),   zero.get(),   arguments[3], arguments[4], arguments[5],
                                Py_True,      arguments[6], arguments[7], Py_None,      Py_None};
-  return attend(given, false);
+  return attend(of_packed, false);
   END_HANDLE_TH_ERRORS
 }
 

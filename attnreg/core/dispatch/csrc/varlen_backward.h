@@ -26,12 +26,12 @@ inline PyObject *plan_backward = nullptr, *grad_of_sinks = nullptr;
 using NodePointer = std::decay_t<decltype(std::declval<torch::autograd::Edge>().function)>;
 
 // A new node of autograd's. Up to torch 2.12 shared pointers own them, with a deleter of their own.
-template <class Node, class Pointer = NodePointer, class... Given>
-auto make_node(Given&&... given) {
+template <class Node, class Pointer = NodePointer, class... Values>
+auto make_node(Values&&... values) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::shared_ptr<Node>(new Node(std::forward<Given>(given)...), [](auto* node) { deleteNode(node); });
+    return std::shared_ptr<Node>(new Node(std::forward<Values>(values)...), [](auto* node) { deleteNode(node); });
   } else {
-    return c10::make_intrusive<Node>(std::forward<Given>(given)...);
+    return c10::make_intrusive<Node>(std::forward<Values>(values)...);
   }
 }
 
@@ -49,8 +49,8 @@ struct VarlenBackward final : public torch::autograd::Node {
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& one : saved) {
-      one.reset_data();
+    for (auto& each : saved) {
+      each.reset_data();
     }
     released = true;
   }
@@ -82,9 +82,9 @@ struct VarlenBackward final : public torch::autograd::Node {
       }
       if (should_compute_output(0) || should_compute_output(1) || should_compute_output(2)) {
         const bool to_count = should_compute_output(3) && !grad_lse.defined();
-        Tensors found = gradients(
+        Tensors computed = gradients(
             tensors, grad_lse.defined() ? as_memory(grad_lse) : grad_lse, to_count ? sinks : at::Tensor());
-        std::move(found.begin(), found.end(), results.begin());
+        std::move(computed.begin(), computed.end(), results.begin());
       }
       if (should_compute_output(3) && !results[3].defined()) {
         results[3] = of_sinks(tensors[0], tensors[4], tensors[5], sinks, grad_lse);
@@ -115,9 +115,9 @@ struct VarlenBackward final : public torch::autograd::Node {
       const torch::autograd::variable_list& inputs, torch::dynamo::autograd::SwapSavedVariables& swapped) override {
     using namespace torch::dynamo::autograd;
     PackedArgs packed;
-    for (auto& one : saved) {
-      swapped.before(one);
-      const at::Tensor tensor = one.unpack();
+    for (auto& each : saved) {
+      swapped.before(each);
+      const at::Tensor tensor = each.unpack();
       packed.pack(tensor.defined() ? c10::IValue(tensor) : c10::IValue());
     }
     packed.pack(call.max_q);
@@ -126,8 +126,8 @@ struct VarlenBackward final : public torch::autograd::Node {
     packed.pack(c10::IValue(std::vector<int64_t>{call.left, right()}));
     packed.pack(call.choice);
     std::vector<at::TypePtr> types;
-    for (const c10::IValue& one : packed.vec()) {
-      types.push_back(one.isTensor() ? at::TensorType::get() : one.type());
+    for (const c10::IValue& each : packed.vec()) {
+      types.push_back(each.isTensor() ? at::TensorType::get() : each.type());
     }
     const auto& compiler = getPyCompilerInterface();
     PyObject* const self = swapped.get_py_compiler();
@@ -135,8 +135,8 @@ struct VarlenBackward final : public torch::autograd::Node {
     const auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
         get_input_metadata(next_edges()));
     auto results = compiler->call_function(self, "apply_functional", function, inputs, packed.vec(), metadata);
-    for (auto& one : saved) {
-      swapped.after(one);
+    for (auto& each : saved) {
+      swapped.after(each);
     }
     return results;
   }
@@ -195,11 +195,11 @@ struct VarlenBackward final : public torch::autograd::Node {
       const at::Tensor& grad_out, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& sinks, const at::Tensor& grad_lse) {
     const WithGil gil;
     const Object results = owned(Py_BuildValue("(NN)", THPVariable_Wrap(out), THPVariable_Wrap(lse)));
-    std::vector<Object> given{owned(THPVariable_Wrap(grad_out)), results};
-    for (const at::Tensor& one : {sinks, grad_lse}) {
-      given.push_back(owned(THPVariable_Wrap(one)));  // None for one that is undefined
+    std::vector<Object> objects{owned(THPVariable_Wrap(grad_out)), results};
+    for (const at::Tensor& each : {sinks, grad_lse}) {
+      objects.push_back(owned(THPVariable_Wrap(each)));  // None for one that is undefined
     }
-    return THPVariable_Unpack(call_python(grad_of_sinks, given).get());
+    return THPVariable_Unpack(call_python(grad_of_sinks, objects).get());
   }
 
   // Three gradients; that of `sinks` comes fourth unless the caller is to compute it.
@@ -208,11 +208,11 @@ struct VarlenBackward final : public torch::autograd::Node {
     Lengths lengths;
     const Further further{sinks};
     const Key key = use_cache ? varlen_key(kVarlenBackward, call, tensors, 1, further, lengths) : Key{};
-    const LookedUp found = look_up(key, lengths);
+    const LookedUp looked_up = look_up(key, lengths);
     Tensors results;
     Facts knows_rows = known;
-    if (!run_varlen(key, lengths, found, tensors, 1, knows_rows, further, results)) {
-      results = planned(key, lengths, found.generation, tensors, grad_lse, sinks);
+    if (!run_varlen(key, lengths, looked_up, tensors, 1, knows_rows, further, results)) {
+      results = planned(key, lengths, looked_up.generation, tensors, grad_lse, sinks);
     }
     return results;
   }
@@ -221,24 +221,24 @@ struct VarlenBackward final : public torch::autograd::Node {
       const Key& key, const Lengths& lengths, uint64_t generation, const Tensors& tensors, const at::Tensor& grad_lse,
       const at::Tensor& sinks) const {
     const WithGil gil;
-    std::vector<Object> given;
-    for (const at::Tensor& one : tensors) {
-      given.push_back(owned(THPVariable_Wrap(one)));
+    std::vector<Object> objects;
+    for (const at::Tensor& each : tensors) {
+      objects.push_back(owned(THPVariable_Wrap(each)));
     }
     for (size_t i = tensors.size(); i < 8; i++) {
-      given.push_back((Py_INCREF(Py_None), owned(Py_None)));  // a dense call has no offsets
+      objects.push_back((Py_INCREF(Py_None), owned(Py_None)));  // a dense call has no offsets
     }
     for (const int64_t number : {call.max_q, call.max_k}) {
-      given.push_back(owned(PyLong_FromLongLong(number)));
+      objects.push_back(owned(PyLong_FromLongLong(number)));
     }
-    given.push_back(owned(PyBool_FromLong(call.causal)));
-    given.push_back(owned(Py_BuildValue("(LL)", static_cast<long long>(call.left), static_cast<long long>(call.right))));
-    given.push_back(call.scale ? owned(PyFloat_FromDouble(*call.scale)) : (Py_INCREF(Py_None), owned(Py_None)));
-    given.push_back(owned(PyLong_FromLongLong(call.choice)));
-    for (const at::Tensor& one : {grad_lse, sinks}) {
-      given.push_back(owned(THPVariable_Wrap(one)));  // None for one that is undefined
+    objects.push_back(owned(PyBool_FromLong(call.causal)));
+    objects.push_back(owned(Py_BuildValue("(LL)", static_cast<long long>(call.left), static_cast<long long>(call.right))));
+    objects.push_back(call.scale ? owned(PyFloat_FromDouble(*call.scale)) : (Py_INCREF(Py_None), owned(Py_None)));
+    objects.push_back(owned(PyLong_FromLongLong(call.choice)));
+    for (const at::Tensor& each : {grad_lse, sinks}) {
+      objects.push_back(owned(THPVariable_Wrap(each)));  // None for one that is undefined
     }
-    const Object returned = call_python(plan_backward, given);
+    const Object returned = call_python(plan_backward, objects);
     PyObject *gradients = nullptr, *described = nullptr;
     if (!PyArg_ParseTuple(returned.get(), "O!O", &PyTuple_Type, &gradients, &described)) {
       throw_error_of_python();
@@ -247,11 +247,11 @@ struct VarlenBackward final : public torch::autograd::Node {
     TORCH_CHECK(PyTuple_GET_SIZE(gradients) == expected, "attnreg: a kernel breaks the contract: got ",
                 PyTuple_GET_SIZE(gradients), " gradients, expected ", expected);
     keep_described(key, lengths, generation, described, tensors.size(), nullptr);
-    Tensors found;
+    Tensors computed;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(gradients); i++) {
-      found.push_back(tensor_of(PyTuple_GET_ITEM(gradients, i)));
+      computed.push_back(tensor_of(PyTuple_GET_ITEM(gradients, i)));
     }
-    return found;
+    return computed;
   }
 
   // Gradients of gradients aren't computed: asking for them is an error, as with torch's own kernels.
@@ -262,8 +262,8 @@ struct VarlenBackward final : public torch::autograd::Node {
     const auto error = make_node<torch::autograd::NotImplemented>("the backward of attnreg.varlen_attn");
     error->set_next_edges(
         torch::autograd::collect_next_edges(tensors[0], tensors[1], tensors[2], tensors[3], tensors[tensors.size() - 2], tensors.back()));
-    for (at::Tensor& one : results) {
-      torch::autograd::set_history(one, error);
+    for (at::Tensor& each : results) {
+      torch::autograd::set_history(each, error);
     }
   }
 };

@@ -41,14 +41,14 @@ inline bool is_batch(const at::Tensor& gradient) {
 // A gradient as memory that kernels can read: autograd may hand over zeros without any, or a lazy negative.
 // Wrappers have none, of which some unwrap in an op: see `modes.in_memory`, which does the same in Python. A batch
 // of gradients stays one: Python computes its elements one after the other.
-inline at::Tensor as_memory(const at::Tensor& given) {
-  if (is_plain(given)) {
-    return given;  // nearly always: what follows goes through torch's dispatcher
+inline at::Tensor as_memory(const at::Tensor& grad) {
+  if (is_plain(grad)) {
+    return grad;  // nearly always: what follows goes through torch's dispatcher
   }
-  if (is_batch(given)) {
-    return given;
+  if (is_batch(grad)) {
+    return grad;
   }
-  const at::Tensor gradient = given.key_set().has(c10::DispatchKey::Python) ? given.clone() : given;
+  const at::Tensor gradient = grad.key_set().has(c10::DispatchKey::Python) ? grad.clone() : grad;
   TORCH_CHECK(!gradient.key_set().has(c10::DispatchKey::Python), "a gradient must be a plain tensor, got a tensor subclass");
   if (gradient._is_zerotensor()) {
     return at::zeros(gradient.sizes(), gradient.options());

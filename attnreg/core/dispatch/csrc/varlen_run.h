@@ -100,19 +100,19 @@ inline Key varlen_key(int64_t site, const VarlenCall& call, const Tensors& tenso
 
 // What a launcher that counts sinks is given: they come before the offsets.
 inline Tensors with_sinks_given(const Tensors& tensors, const at::Tensor& sinks) {
-  Tensors given(tensors.begin(), tensors.end() - 2);
-  given.push_back(sinks);
-  given.append(tensors.end() - 2, tensors.end());
-  return given;
+  Tensors with_sinks(tensors.begin(), tensors.end() - 2);
+  with_sinks.push_back(sinks);
+  with_sinks.append(tensors.end() - 2, tensors.end());
+  return with_sinks;
 }
 
 // Run a kept call; false where there is none, or it can't be run so. The caller counts `sinks` that the entry doesn't.
 // `known` is what is known of rows, which is found out unless every row sees a key.
 inline bool run_varlen(
-    const Key& key, const Lengths& lengths, const LookedUp& found, const Tensors& tensors, size_t query, Facts& known,
+    const Key& key, const Lengths& lengths, const LookedUp& looked_up, const Tensors& tensors, size_t query, Facts& known,
     const Further& further, Tensors& results) {
   const at::Tensor &sinks = further.sinks, &used = further.used;
-  const Entry* entry = found.entry.get();
+  const Entry* entry = looked_up.entry.get();
   if (!entry || entry->is_due() || entry->is_native()) {
     return false;
   }
