@@ -104,21 +104,21 @@ def describe(mask: Tensor) -> Tensor:
     """
     _, queries, keys = mask.shape
     chunks = torch.split(mask, max(MOST_ELEMENTS // max(queries * keys, 1), 1))
-    counts, first, last, is_seen = (torch.cat(part) for part in zip(*map(_describe, chunks), strict=True))
+    is_seen, first, last, counts = (torch.cat(part) for part in zip(*map(_describe, chunks), strict=True))
     # A query sees keys that some query sees, from its first to its last. If it sees as many as there are
     # between these two, it sees all of them.
-    before = torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
+    before = torch.nn.functional.pad(is_seen.cumsum(-1), (1, 0))
     between = before.gather(-1, last.long() + 1) - before.gather(-1, first.long())
-    whole = (between == is_seen).all().view(1)
-    return torch.cat([x.flatten().int() for x in (whole, counts, first, last)])
+    whole = (between == counts).all().view(1)
+    return torch.cat([x.flatten().int() for x in (whole, is_seen, first, last)])
 
 
 def _describe(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return which keys are seen, (B, S_k); each query's first key, its last and their count, (B, S_q)."""
     rows = max(MOST_ELEMENTS // max(len(mask) * mask.shape[-1], 1), 1)
-    counts, *of_queries = zip(*map(_describe_rows, torch.split(mask, rows, dim=1)), strict=True)
-    first, last, is_seen = (torch.cat(part, 1) for part in of_queries)
-    return torch.stack(counts).any(0), first, last, is_seen
+    is_seen, *of_queries = zip(*map(_describe_rows, torch.split(mask, rows, dim=1)), strict=True)
+    first, last, counts = (torch.cat(part, 1) for part in of_queries)
+    return torch.stack(is_seen).any(0), first, last, counts
 
 
 def _describe_rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -232,7 +232,7 @@ class LockInForce:
         if not self._exact_kinds.isdisjoint(kinds):
             return None
         rows = [self.file.rows[number] for kind in kinds for number in self._of_kind.get(kind, ())]
-        cuts = [cut for row in rows for limits in row.ranges or () for cut in limits.cuts]
+        cuts = [cut for row in rows for length_range in row.ranges or () for cut in length_range.cuts]
         cuts += [cut for row in rows for cut in cuts_of_window(*row.spec.window)]
         return tuple(dict.fromkeys(cuts)) if rows else None
 
@@ -304,5 +304,5 @@ def _differing(row: LockfileRow, spec: AttentionSpec) -> list[str]:
     names = [field.name for field in fields(AttentionSpec) if field.name not in alike]
     pairs = ((name, getattr(locked, name), getattr(spec, name)) for name in names)
     differs = [f"{name} {was} (here {now})" for name, was, now in pairs if was != now]
-    outside = (limited for limited in row.ranges or () if not limited.contains(lengths))
-    return differs + [f"{limited} (here {limited.value(lengths)})" for limited in outside]
+    outside = (length_range for length_range in row.ranges or () if not length_range.contains(lengths))
+    return differs + [f"{length_range} (here {length_range.value(lengths)})" for length_range in outside]

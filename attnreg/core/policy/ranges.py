@@ -66,7 +66,7 @@ Ranges = tuple[LengthRange, ...]
 
 def ranges_to(ranges: Ranges) -> dict[str, list[int | None]]:
     """Return ranges as plain data."""
-    return {limited.name: [limited.low, limited.high] for limited in ranges}
+    return {length_range.name: [length_range.low, length_range.high] for length_range in ranges}
 
 
 def ranges_from(data: object, place: str) -> Ranges:
@@ -95,4 +95,4 @@ def _is_end(end: object) -> bool:
 
 def includes(ranges: Ranges, lengths: Lengths) -> bool:
     """Whether a call has lengths in all of the ranges."""
-    return all(limited.contains(lengths) for limited in ranges)
+    return all(length_range.contains(lengths) for length_range in ranges)

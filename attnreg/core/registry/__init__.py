@@ -220,9 +220,9 @@ def forget(registration: Registration) -> bool:
         return True
 
 
-def _by_name(entries: list[Entry]) -> dict[str, Entry]:
+def _by_name(discovered: list[Entry]) -> dict[str, Entry]:
     known: dict[str, Entry] = {}
-    for entry in entries:
+    for entry in discovered:
         first = known.setdefault(entry.name.casefold(), entry)
         if first is not entry:
             log.warning(

@@ -21,7 +21,7 @@ FOLDER, GROUP = "attnreg.backends", "attnreg.backends"
 
 def discover() -> list[Entry]:
     """Return all backends of this installation, broken ones included."""
-    return [_entry(*point_and_origin) for point_and_origin in _points()]
+    return [_entry(*arguments) for arguments in _points()]
 
 
 def _points() -> Iterator[tuple[EntryPoint, str, bool]]:

@@ -371,6 +371,6 @@ def _fault_of(row: LockfileRow, place: Device, policy: Policy) -> str:
     calls = [replace(row.spec, device=place)]
     if row.ranges is not None and not row.spec.batch_invariant:
         cuts = kind_of(state(), calls[0], row.direction).cuts
-        cuts += tuple(cut for limited in row.ranges for cut in limited.cuts)
+        cuts += tuple(cut for length_range in row.ranges for cut in length_range.cuts)
         calls += filter(row.includes, with_other_lengths(calls[0], cuts))
     return next(filter(None, (_error_of(row, call, policy) for call in calls)), "")

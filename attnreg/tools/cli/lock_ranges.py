@@ -119,7 +119,7 @@ def _first_limit(
     ranges: Ranges, calls: Sequence[Decided], cuts: Sequence[Cut], runs: Callable[[AttentionSpec], bool]
 ) -> Cut | None:
     """Return a cut between a call and the closest one in the ranges that doesn't run; None if all run."""
-    ends = tuple(cut for limited in ranges for cut in limited.cuts)
+    ends = tuple(cut for length_range in ranges for cut in length_range.cuts)
     of_classes = {
         tuple(cut.is_reached(Lengths.of(call.spec)) for cut in cuts): call.spec for call in reversed(calls)
     }
@@ -140,7 +140,7 @@ def _cut_between(here: Lengths, beyond: Lengths, cuts: Sequence[Cut]) -> Cut:
 
 def _limited(ranges: Ranges, cut: Cut, is_reached: bool) -> Ranges:
     """Return the part of ranges at a cut and above it, or below it."""
-    by_terms = {limited.terms: limited for limited in ranges}
+    by_terms = {length_range.terms: length_range for length_range in ranges}
     low, high = by_terms.get(cut.terms, LengthRange(cut.terms, None, None))[1:]
     if is_reached:
         low = cut.at if low is None else max(low, cut.at)

@@ -198,11 +198,11 @@ class Bounds {
 
   // The same of each row of a panel.
   Ints each_within(int64_t lane, int64_t key, int64_t keys) const {
-    Ints is_visible;
+    Ints are_within;
     for (int64_t i = 0; i < kLanes; i++) {
-      is_visible[i] = -int32_t(first_[lane + i] >= key && end_[lane + i] <= key + keys);
+      are_within[i] = -int32_t(first_[lane + i] >= key && end_[lane + i] <= key + keys);
     }
-    return is_visible;
+    return are_within;
   }
 
   // Sets scores that are masked to minus infinity.

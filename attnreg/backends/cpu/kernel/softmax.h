@@ -173,12 +173,12 @@ void gradients_of_block(
     float *weight = weights.at(0, row), *grad = grads.at(0, row);
     // No weight is above 1, however much of very large scores was lost to rounding.
     const Floats power = (load<Floats>(weight) - base) * to_exponent - rest;
-    const Floats weights = exp2(power > 0.0f ? Floats{} : power, lowest);
-    const Floats grad_of_score = weights * (load<Floats>(grad) - delta);
-    store(weight, weights);
+    const Floats probabilities = exp2(power > 0.0f ? Floats{} : power, lowest);
+    const Floats grad_of_score = probabilities * (load<Floats>(grad) - delta);
+    store(weight, probabilities);
     store(grad, grad_of_score);
     sum += grad_of_score;
-    all += weights;
+    all += probabilities;
   }
   // The delta is that of an output in 16 bits, or of one that is multiplied by the factor of dropout. With few keys its
   // rounding is most of a gradient's error, and plain PyTorch operations haven't got it: gradients of a row's scores add

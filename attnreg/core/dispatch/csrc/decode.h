@@ -277,15 +277,15 @@ inline Tensors planned_step(
   owners.push_back(owned(PyLong_FromLongLong(call.max_q)));
   owners.push_back(owned(PyLong_FromLongLong(call.max_k)));
   const Object used = owned(THPVariable_Wrap(further.used)), table = owned(THPVariable_Wrap(further.table));
-  std::vector<PyObject*> of_plan;
+  std::vector<PyObject*> plan_arguments;
   for (const Object& each : owners) {
     if (!each || !used || !table) {
       throw_error_of_python();
     }
-    of_plan.push_back(each.get());
+    plan_arguments.push_back(each.get());
   }
-  of_plan.insert(of_plan.end(), {arguments[7], arguments[8], arguments[9], Py_True, arguments[10]});
-  return planned_forward(of_plan.data(), false, Py_None, used.get(), table.get(), key, lengths, generation);
+  plan_arguments.insert(plan_arguments.end(), {arguments[7], arguments[8], arguments[9], Py_True, arguments[10]});
+  return planned_forward(plan_arguments.data(), false, Py_None, used.get(), table.get(), key, lengths, generation);
 }
 
 // Return output, (B, S_q, H, D_v), and LSE, (B, H, S_q) or None, of a step; None where Python has to run it: then

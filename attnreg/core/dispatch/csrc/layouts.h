@@ -85,13 +85,13 @@ inline at::Tensor laid_out_like(const at::Tensor& result, const at::Tensor& mode
 
 // Bring what an op is given into the contract's layout.
 inline Tensors to_contract(const Layout& layout, Arguments arguments) {
-  Tensors as_viewed;
+  Tensors views;
   for (size_t i = 0; i < layout.tensors(); i++) {
     const at::Tensor& x = arguments[i].toTensor();
     const bool is_lse = layout.is_backward() && i + 1 == layout.tensors();
-    as_viewed.push_back(is_lse ? (layout.lse_ends_in_one ? without_last(x) : x) : (layout.bhsd ? transposed(x) : x));
+    views.push_back(is_lse ? (layout.lse_ends_in_one ? without_last(x) : x) : (layout.bhsd ? transposed(x) : x));
   }
-  return as_viewed;
+  return views;
 }
 
 // Bring a launcher's results into the op's layout: output and LSE, or three gradients.

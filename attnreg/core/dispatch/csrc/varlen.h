@@ -48,12 +48,12 @@ inline void record(
 inline Tensors planned_forward(
     PyObject* const* arguments, bool needs_gradient, PyObject* sinks, PyObject* used, PyObject* table, const Key& key,
     const Lengths& lengths, uint64_t generation, size_t tensors = 5) {
-  std::vector<PyObject*> of_plan(arguments, arguments + 12);
-  of_plan.push_back(needs_gradient ? Py_True : Py_False);
-  of_plan.push_back(sinks);
-  of_plan.push_back(used);
-  of_plan.push_back(table);
-  const Object returned = owned(PyObject_Vectorcall(plan_forward, of_plan.data(), of_plan.size(), nullptr));
+  std::vector<PyObject*> plan_arguments(arguments, arguments + 12);
+  plan_arguments.push_back(needs_gradient ? Py_True : Py_False);
+  plan_arguments.push_back(sinks);
+  plan_arguments.push_back(used);
+  plan_arguments.push_back(table);
+  const Object returned = owned(PyObject_Vectorcall(plan_forward, plan_arguments.data(), plan_arguments.size(), nullptr));
   PyObject *out = nullptr, *lse = nullptr, *described = nullptr;
   if (!returned || !PyArg_ParseTuple(returned.get(), "OOO", &out, &lse, &described)) {
     throw_error_of_python();
@@ -165,10 +165,10 @@ inline PyObject* dense(PyObject*, PyObject* const* arguments, Py_ssize_t count) 
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 8, "dense: got ", count, " arguments, expected 8");
   const Object zero = owned(PyLong_FromLong(0));  // the tensors say the lengths
-  PyObject* const of_packed[15] = {arguments[0], arguments[1], arguments[2], Py_None,      Py_None,
-                               zero.get(),   zero.get(),   arguments[3], arguments[4], arguments[5],
-                               Py_True,      arguments[6], arguments[7], Py_None,      Py_None};
-  return attend(of_packed, false);
+  PyObject* const packed_arguments[15] = {arguments[0], arguments[1], arguments[2], Py_None,      Py_None,
+                                          zero.get(),   zero.get(),   arguments[3], arguments[4], arguments[5],
+                                          Py_True,      arguments[6], arguments[7], Py_None,      Py_None};
+  return attend(packed_arguments, false);
   END_HANDLE_TH_ERRORS
 }
 
