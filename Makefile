@@ -51,7 +51,7 @@ docs: $(DOCS_READY) ## build the site into site/; a warning, such as a link that
 # A process for each core, so that each of them needs one thread; where a test asks for more, a thread that waits doesn't
 # spin, which takes a core from another process. They and the Python processes that they start keep bytecode, whatever the
 # shell says: each would compile attnreg and the tests anew.
-test: $(READY) ## every test that needs no GPU and no minutes; ROUTERS=python leaves out what is compiled
+test: $(READY) ## every quick test that needs no GPU; ROUTERS=python leaves out what is compiled
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 		$(PY) -m pytest --numprocesses=auto --dist=worksteal --routers=$(ROUTERS)
 
