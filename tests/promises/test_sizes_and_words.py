@@ -139,6 +139,16 @@ def test_no_name_is_a_word_that_names_nothing():
     assert {path: words for path, words in names.items() if words} == {}
 
 
+def test_no_name_in_cpp_is_a_word_that_names_nothing():
+    files = [
+        file for suffix in ("h", "cpp", "cu") for file in sorted((ROOT / "attnreg").rglob(f"*.{suffix}"))
+    ]
+    assert len(files) > 20
+    for file in files:
+        code = re.sub(r'"(\\.|[^"\\\n])*"|//[^\n]*', "", file.read_text("utf-8"))
+        assert {*re.findall(r"\w+", code)} & NO_NAMES == set(), file.name
+
+
 def test_messages_call_sequences_packed_and_only_names_say_varlen():
     def amiss(source):  # an option and a subcommand have that name
         return {text for text in texts(source) if re.search(r"(?<![\w`'-])(?<!bench )varlen(?=[ ,])", text)}

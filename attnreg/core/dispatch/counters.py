@@ -240,21 +240,21 @@ def not_yet_logged(counter: Counter, level: int) -> bool:
 def for_decision(decision: Decision) -> tuple[tuple[Counter, ...], Callable[[], None]]:
     """Return the counters of a decision's call and fallbacks, and what logs each fallback, once."""
     name = decision.backend or ""
-    counters_of_call = [call_counter(name, decision.direction)]
+    of_decision = [call_counter(name, decision.direction)]
     fallbacks = []
     for passed in decision.passed_over:
         reason = "; ".join(decision.rejected[passed])
         broken = reason.startswith(SET_ASIDE)
         level = logging.WARNING if broken or passed in decision.asked_for else logging.INFO
-        counters_of_call.append(fallback_counter(passed, reason))
-        fallbacks.append((counters_of_call[-1], level, fallback_line(passed, reason, name)))
+        of_decision.append(fallback_counter(passed, reason))
+        fallbacks.append((of_decision[-1], level, fallback_line(passed, reason, name)))
 
     def log_fallbacks() -> None:
         for counter, level, line in fallbacks:
             if not_yet_logged(counter, level):
                 log.log(level, "%s", line)
 
-    return tuple(counters_of_call), log_fallbacks
+    return tuple(of_decision), log_fallbacks
 
 
 def count(counters: tuple[Counter, ...]) -> None:

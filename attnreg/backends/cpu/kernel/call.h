@@ -223,8 +223,8 @@ class CallReader {
         return false;
       }
       all.keys = used;
-      if (const auto seen = visible(all, left, right)) {
-        sequences_.push_back(*seen);
+      if (const auto keys_in_sight = visible(all, left, right)) {
+        sequences_.push_back(*keys_in_sight);
       }
     }
     return true;

@@ -136,11 +136,11 @@ inline std::optional<Read> kept_written(
   }
   const at::Tensor own = same == all_written.end() ? at::Tensor() : same->tensor;
   // Before anything looks at them: another thread may write to them meanwhile.
-  SeenOffsets seen{Seen(queries), Seen(keys), stream};
+  SeenOffsets state{Seen(queries), Seen(keys), stream};
   if (own.defined()) {
     auto read = derived_by_python(launcher, queries, keys, own);
     if (const auto again = find(); read && again != all_written.end()) {
-      again->offsets.until = seen.until;
+      again->offsets.until = state.until;
     }
     return read;
   }
@@ -155,7 +155,7 @@ inline std::optional<Read> kept_written(
     dropped.push_back(std::move(all_written.front()));
     all_written.erase(all_written.begin());
   }
-  all_written.push_back({std::move(seen), kernel, read.tensor});
+  all_written.push_back({std::move(state), kernel, read.tensor});
   return read;
 }
 
@@ -187,10 +187,10 @@ inline std::optional<Read> derive(
     return kept;
   }
   // Before Python looks at them: another thread may write to them meanwhile.
-  SeenOffsets seen{Seen(queries), Seen(keys), stream};
+  SeenOffsets state{Seen(queries), Seen(keys), stream};
   auto read = derived_by_python(launcher, queries, keys, {});
   if (read) {
-    launcher.derived.emplace(Derived{std::move(seen), Weak(read->tensor.getIntrusivePtr()), read->places});
+    launcher.derived.emplace(Derived{std::move(state), Weak(read->tensor.getIntrusivePtr()), read->places});
   }
   return read;
 }

@@ -134,7 +134,7 @@ struct Facts {
 };
 
 struct Offsets {
-  SeenOffsets seen;
+  SeenOffsets tensors;
   int64_t tokens_q, tokens_k;
   Known known = Known::kNothing;
   Facts facts{};

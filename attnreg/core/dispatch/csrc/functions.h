@@ -8,7 +8,7 @@
 
 namespace attnreg {
 
-inline vectorcallfunc call_as_written = nullptr;  // calls a function of Python's
+inline vectorcallfunc call_as_written = nullptr;  // calls a function of Python's: the same for all of them
 
 inline void have_called_by(PyObject* function, vectorcallfunc call) {
   auto* written = reinterpret_cast<PyFunctionObject*>(function);

@@ -114,7 +114,7 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
     Offsets dropped{{Seen(queries), Seen(keys), stream}, tokens_q, tokens_k};
     const std::unique_lock lock(guard);
     const auto pair = std::find_if(cache.offsets.begin(), cache.offsets.end(), [&](const Offsets& other) {
-      return other.seen.look_like(queries, keys, stream) && other.tokens_q == tokens_q && other.tokens_k == tokens_k;
+      return other.tensors.look_like(queries, keys, stream) && other.tokens_q == tokens_q && other.tokens_k == tokens_k;
     });
     if (pair == cache.offsets.end()) {
       dropped.known = question.take() ? Known::kAsked : Known::kNothing;
@@ -127,7 +127,7 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
         std::swap(oldest, dropped);
       }
     } else if (pair->known == Known::kAnswered) {
-      if (Clock::now() < pair->seen.until) {
+      if (Clock::now() < pair->tensors.until) {
         return pair->facts;
       }
       pair->known = question.take() ? Known::kAskedAgain : Known::kNothing;
@@ -138,7 +138,7 @@ inline Facts facts_of(const at::Tensor& queries, const at::Tensor& keys, int64_t
       release_answer(*pair);
       pair->known = Known::kAnswered;
       pair->facts = now;
-      pair->seen.until = Clock::now() + trusted.load(std::memory_order_relaxed);
+      pair->tensors.until = Clock::now() + trusted.load(std::memory_order_relaxed);
       if (!has_changed) {
         return now;
       }
