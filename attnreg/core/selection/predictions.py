@@ -171,8 +171,8 @@ def _by_cost(default: Sequence[str], able: Container[str], prediction: Predictio
 def _host_alone(candidate: Candidate) -> float:
     """Return the host time of a call without a gradient, by which candidates as fast as the best are ordered.
 
-    A busy or slow host makes the larger one count. In a CUDA graph either is as fast. With a gradient the first
-    by default is the better choice, by the recorded runs of `docs/results/selection.md`.
+    A busy or slow host makes the larger one count. In a CUDA graph either is as fast. With a gradient the
+    first by default is the better choice, by the recorded runs of `docs/results/selection.md`.
     """
     return candidate.host_us if candidate.both_us is None else 0.0
 
