@@ -11,7 +11,6 @@ backend declares it by its name in `Capabilities.options`, and a kernel reads it
 
 from __future__ import annotations
 
-import math
 import operator
 import reprlib
 import sys
@@ -159,27 +158,38 @@ class Option:
         """
         if self.is_tensor or value is self.off:
             return value
-        what = self.argument or self.name
         if self.values == "function":
             if not callable(value):
-                raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
+                raise self._wrong(value)
             return value
+        number = self.number(value)
+        if number != self.off and not self.low <= number <= self.high:
+            raise self._wrong(value)
+        return number
+
+    def number(self, value: Any) -> float:
+        """Return a number as Python's own, whatever its range.
+
+        Raises:
+            InvalidInputError: it is no number, or a tensor that needs a gradient.
+        """
         # Dynamo can't look for attributes of a number that it traces.
-        is_number = isinstance(value, (int, float))
-        if not is_number and getattr(value, "requires_grad", False):
+        if not isinstance(value, (int, float)) and getattr(value, "requires_grad", False):
             raise InvalidInputError(
-                f"{what}: got a tensor that needs a gradient, expected a number, as it gets none"
+                f"{self.argument or self.name}: got a tensor that needs a gradient, expected a number, as it "
+                "gets none"
             )
         try:
             if self.values == "integer":
-                number: float = operator.index(value)
-            else:
-                number = math.nan if isinstance(value, str) else float(value)
+                return operator.index(value)
+            if not isinstance(value, str):
+                return float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = math.nan
-        if number != self.off and not self.low <= number <= self.high:
-            raise InvalidInputError(f"{what}: got {value!r}, expected {self.expected}")
-        return number
+            pass
+        raise self._wrong(value)
+
+    def _wrong(self, value: Any) -> InvalidInputError:
+        return InvalidInputError(f"{self.argument or self.name}: got {value!r}, expected {self.expected}")
 
 
 OPTIONS: tuple[Option, ...] = (

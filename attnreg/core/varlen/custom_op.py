@@ -85,7 +85,8 @@ def tail_of(options: Mapping[str, Any], backend: str, needs_backward: bool) -> l
     for row in [row for row in _options("forward") if row.values != "function"]:
         value = options.get(row.argument or row.name, row.off)
         if row.values == "number":
-            value = row.checked(value) if row.is_on(value) else row.off
+            # The op checks the range when it runs. Dynamo makes symbols of a row's bounds in dynamic graphs.
+            value = row.number(value) if row.is_on(value) else row.off
         given[row.name] = value
     return [given[name] for name in _FORWARD]
 
