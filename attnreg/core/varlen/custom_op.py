@@ -342,6 +342,12 @@ class Transformable(torch.autograd.Function):
         return _gradients(_TransformableBackward.apply, ctx, *grads)
 
     @staticmethod
+    def jvp(ctx: Any, *_tangents: Any) -> Any:
+        raise NotImplementedError(
+            "attnreg.varlen_attn is not differentiable in forward mode (jvp, jacfwd, hessian)"
+        )
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Any, ...]:
         outs, lses, tokens = zip(*_each(Transformable, info, in_dims, inputs), strict=True)
         # All calls have one choice: a stack of tokens would be none.
