@@ -226,6 +226,16 @@ def test_compiled_code_with_a_softcap_out_of_range_has_the_error_of_eager_code(p
         attend(*packed((3, 4)))
 
 
+def test_longest_lengths_that_are_tensors_break_the_graph_and_are_right(packed, ran):
+    attend = torch.compile(
+        lambda *call, **options: attnreg.varlen_attn(*call, **options), backend="aot_eager"
+    )
+    for lengths in BATCHES[:2]:
+        *inputs, cu, _, longest, _ = packed(lengths)
+        run_and_compare((*inputs, cu, cu, torch.tensor(longest), torch.tensor(longest)), attend=attend)
+    assert total(ran()) == (2, 2)
+
+
 def test_marked_dimensions_are_compiled_once(packed):
     graphs = Graphs()
     attend = compiled(
