@@ -254,8 +254,13 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 
 
-# The names that arguments have in SDPA and in flash-attn's functions, and the argument of `varlen_attn`.
-OTHER_NAMES = {"causal": "is_causal", "softmax_scale": "scale", "attn_mask": "key_ranges"}
+# The names that arguments have in SDPA, flash-attn and transformers, and the argument of `varlen_attn`.
+OTHER_NAMES = {
+    "causal": "is_causal", "softmax_scale": "scale", "attn_mask": "key_ranges", "s_aux": "sinks",
+}  # fmt: skip
+
+# Arguments of `varlen_attn` and `explain` with defaults, which are no options.
+ARGUMENTS = ("is_causal", "return_aux", "scale", "window_size", "enable_gqa", "backend")
 
 
 def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> dict[str, Any]:
@@ -265,11 +270,12 @@ def options_of(arguments: Mapping[str, Any], function: str = "varlen_attn") -> d
         TypeError: the function has no such argument.
         InvalidInputError: a number is out of range.
     """
-    rows = {row.argument: row for row in OPTIONS if row.argument is not None}
+    rows = {row.argument: row for row in OPTIONS if row.argument}
     for argument in arguments:
         if argument not in rows:
             known = OTHER_NAMES.get(argument)
-            hint = f"; did you mean {known!r}?" if known else did_you_mean(argument, filter(None, rows))
+            near = did_you_mean(argument, (*rows, *ARGUMENTS))
+            hint = f"; did you mean {known!r}?" if known else near
             raise TypeError(f"{function}() got an unexpected keyword argument {argument!r}{hint}")
     return {
         rows[argument].name: rows[argument].checked(value)
